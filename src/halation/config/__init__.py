@@ -1,0 +1,1 @@
+"""One frozen dataclass a job, with a sentence and a default for every setting."""

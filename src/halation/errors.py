@@ -1,0 +1,33 @@
+"""The errors people see: what was found, what was expected, what to do, and the exit code each one means."""
+
+from __future__ import annotations
+
+
+class HalationError(Exception):
+    """Something a person should read; the command line prints it without a traceback."""
+
+    exit_code = 1
+
+
+class InputError(HalationError):
+    """Bad input or settings: found, expected, and what to do about it."""
+
+    exit_code = 2
+
+    def __init__(self, found: str, expected: str, action: str) -> None:
+        super().__init__(f"{found}\n  expected: {expected}\n  to do:    {action}")
+        self.found = found
+        self.expected = expected
+        self.action = action
+
+
+class RankFailure(HalationError):
+    """A rank failed, hangs or disagrees with the others; the message names it."""
+
+
+class Interrupted(HalationError):
+    """The run was asked to stop, has saved, and the same command goes on from there."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code

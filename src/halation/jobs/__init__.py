@@ -1,0 +1,1 @@
+"""One module a command; the only ones that see a whole config."""

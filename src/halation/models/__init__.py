@@ -1,0 +1,1 @@
+"""Model families behind one protocol; the only importers of diffusers and transformers."""

@@ -1,0 +1,1 @@
+"""Processes: ranks, engines, checkpoints and launching; knows nothing of diffusion."""
