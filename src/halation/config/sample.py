@@ -1,0 +1,52 @@
+"""Settings of `halation sample`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleConfig:
+    """Draw pictures from a checkpoint on all ranks: the same bytes that training drew, for any number of ranks.
+
+    What is not given here is taken from the run the checkpoint belongs to.
+    """
+
+    checkpoint: Path
+    """A checkpoint folder, a run folder (its newest good checkpoint) or an export folder."""
+    output_dir: Path = Path("outputs/samples")
+    """Folder for the pictures, their prompts, grid.png and samples.json."""
+    prompts: tuple[str, ...] = ()
+    """Prompts to draw; by default those of the run."""
+    prompts_file: str = ""
+    """File of prompts (txt, csv, jsonl, parquet)."""
+    sample_steps: int = 0
+    """Denoising steps; 0 is what the run used."""
+    sample_seed: int = -1
+    """Picture k is drawn from seed sample_seed + k; -1 is what the run used."""
+    same_seed: bool | None = None
+    """Draw every prompt from the same seed."""
+    sampler: Literal["", "euler", "heun", "multistep"] = ""
+    """Solver; empty is what the run used."""
+    guidance_scale: float = -1.0
+    """Classifier-free guidance; -1 is what the run used."""
+    batch_size: int = 0
+    """Pictures on a sheet; 0 is what the run used. It is part of the picture's bits."""
+    dtype: Literal["", "fp32", "bf16", "fp16"] = ""
+    """Precision; empty is what the run used."""
+    raw: bool = False
+    """Draw from the weights as they are instead of their average."""
+    nproc: int = 0
+    """Ranks to start on this machine; 0 is one for each GPU, or one without a GPU."""
+    gpu_ids: tuple[int, ...] = ()
+    """GPUs to use, as torch counts them within CUDA_VISIBLE_DEVICES; by default all."""
+    oversubscribe: bool = False
+    """Allow several ranks on one GPU (over gloo): for tests, not for speed."""
+    dist_timeout_s: float = 600.0
+    """Seconds without progress after which a rank is given up and named."""
+    threads: int = 0
+    """CPU threads a rank computes with; 0 is what the run used. It is part of the picture's bits."""
+    progress: Literal["auto", "rich", "plain", "json", "none"] = "auto"
+    """auto shows a bar on a terminal and lines elsewhere."""

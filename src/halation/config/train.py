@@ -1,0 +1,139 @@
+"""Settings of `halation train`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from halation.config.fields import free, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Train a diffusion transformer on every rank, with samples from every rank at every checkpoint.
+
+    The same command again goes on where the last one stopped.
+    """
+
+    # -- what is trained on what
+    output_dir: Path = free(Path("runs/train"))
+    """Folder of the run: config, metrics, checkpoints, samples, logs, export."""
+    data: str = setting("streets")
+    """`streets` (embedded, drawn on the fly) or a folder: metadata.jsonl|csv with file_name and text, or one folder per class."""
+    image_size: tuple[int, ...] = setting((64, 64))
+    """Height and width of the pictures; one number means a square."""
+    model: str = setting("small")
+    """tiny, small, base, large or xlarge; or the folder of an export or checkpoint to start from."""
+    patch_size: int = setting(0)
+    """Pixels (or latents) on a side of a token; 0 picks the smallest power of two that gives at most 256 tokens."""
+    num_register_tokens: int = setting(0)
+    """Learned extra tokens that take part in attention and are dropped before the output."""
+    vae: str = setting("")
+    """Folder of a diffusers AutoencoderKL: train on its latents. Empty: train on pixels."""
+    n_steps: int = setting(20_000, change="grows")
+    """Optimizer steps in all; a resumed run may ask for more."""
+    batch_size: int = setting(32)
+    """Pictures a rank takes through the model at once. The product with ranks and accumulation is the run's global batch, and stays with the run."""
+    accumulate: int = setting(1)
+    """Micro-batches whose gradients are added up before a step."""
+    lr: float = setting(1e-4)
+    """Learning rate after warm-up."""
+    warmup_steps: int = setting(0)
+    """Steps over which the learning rate rises from zero."""
+    decay_steps: int = setting(0)
+    """Steps after warm-up over which it falls to zero along a cosine; 0 keeps it constant."""
+    weight_decay: float = setting(0.0)
+    """AdamW's decoupled weight decay."""
+    betas: tuple[float, float] = setting((0.9, 0.999))
+    """AdamW's two decay rates of gradient moments."""
+    grad_clip: float = setting(1.0)
+    """Largest norm of the gradient; 0 does not clip."""
+    ema_decay: float = setting(0.9999)
+    """Decay of the average of the weights that samples are drawn from; it warms up with the number of updates."""
+    caption_dropout: float = setting(0.1)
+    """Share of pictures that are trained without their caption, which is what guidance needs."""
+    time_sampling: Literal["logit_normal", "uniform"] = setting("logit_normal")
+    """How training times are spread between picture (0) and noise (1)."""
+    time_shift: float = setting(1.0)
+    """Moves times towards noise (above 1), in training and in sampling; for large pictures."""
+    seed: int = setting(0)
+    """Decides the first weights, the order of the data and all training noise."""
+    dtype: Literal["fp32", "bf16", "fp16"] = setting("fp32")
+    """Precision of the forward and backward pass; weights, optimizer and EMA stay in float32."""
+    deterministic: bool = setting(False)
+    """Only kernels whose results repeat bit for bit on a GPU (slower). On a CPU they always do."""
+    nan_policy: Literal["stop", "skip"] = setting("stop")
+    """What all ranks do when a loss or gradient is not finite on one of them."""
+
+    # -- how it is spread
+    engine: Literal["auto", "single", "ddp", "fsdp"] = setting("auto")
+    """auto takes ddp for several ranks and single for one; fsdp (FSDP2) shards weights, gradients, optimizer and EMA."""
+    nproc: int = free(0)
+    """Ranks to start on this machine; 0 is one for each GPU, or one without a GPU. Under torchrun or srun those ranks are joined."""
+    gpu_ids: tuple[int, ...] = free(())
+    """GPUs to use, as torch counts them within CUDA_VISIBLE_DEVICES; by default all."""
+    oversubscribe: bool = free(False)
+    """Allow several ranks on one GPU (over gloo): for tests, not for speed."""
+    dist_timeout_s: float = free(600.0)
+    """Seconds without progress after which a rank is given up and named."""
+    max_restarts: int = free(1)
+    """How often ranks are started again from the last checkpoint after one of them failed."""
+    threads: int = setting(1)
+    """CPU threads a rank computes with; part of what makes results repeat."""
+    compile: bool = setting(False)
+    """Compile the transformer block (E1: same maths, other rounding)."""
+    activation_checkpointing: bool = setting(False)
+    """Keep no activations inside blocks and compute them again: less memory, a third more work."""
+
+    # -- data
+    cache: Literal["auto", "none", "memory", "pixels", "latents"] = free("auto")
+    """Where prepared pictures are kept: in memory, or in memory-mapped files (pixels, latents). auto: latents with --vae, else memory."""
+    cache_dir: str = free("")
+    """Folder of that cache; by default `cache` in the run's folder. Runs on the same data may share it."""
+    num_workers: int = free(0)
+    """Processes that draw or decode pictures ahead of training; 0 uses threads."""
+    heldout_pictures: int = setting(64)
+    """Pictures kept out of training for the held-out loss (of a folder at most 5 %)."""
+
+    # -- what is written when
+    ckpt_every: int = free(1000)
+    """Steps between checkpoints that are kept; 0 writes none of them."""
+    ckpt_latest_every: int = free(0)
+    """Steps between checkpoints of which only the newest is kept; 0 writes none of them."""
+    keep_last: int = free(3)
+    """How many kept checkpoints stay on disk; 0 keeps all."""
+    log_every: int = free(10)
+    """Steps between lines in metrics.jsonl."""
+    report_to: tuple[Literal["tensorboard", "wandb", "trackio", "none"], ...] = free(("tensorboard",))
+    """Trackers besides metrics.jsonl; wandb is offline unless WANDB_MODE says otherwise."""
+    run_name: str = free("")
+    """Name of the run in trackers; by default the folder's name."""
+    progress: Literal["auto", "rich", "plain", "json", "none"] = free("auto")
+    """auto shows a bar on a terminal and a line every 30 s elsewhere."""
+
+    # -- samples
+    sample: bool = free(True)
+    """Draw samples on all ranks at every checkpoint, at the end of an epoch and of training."""
+    sample_prompts: tuple[str, ...] = free(())
+    """Prompts to draw; by default the eight driving prompts for streets, captions or class names of a folder."""
+    sample_prompts_file: str = free("")
+    """File of prompts (txt, csv, jsonl, parquet)."""
+    sample_steps: int = free(10)
+    """Denoising steps a sample."""
+    sample_seed: int = free(42)
+    """Sample k is drawn from seed sample_seed + k at every checkpoint, so checkpoints compare."""
+    same_seed: bool = free(False)
+    """Draw every prompt from the same seed."""
+    sampler: Literal["euler", "heun", "multistep"] = free("multistep")
+    """Solver of the samples; heun runs the model almost twice a step."""
+    guidance_scale: float = free(3.0)
+    """Classifier-free guidance; 1 switches it off and halves the work."""
+    sample_batch_size: int = free(1)
+    """Pictures on a sheet, that is in one forward. It is part of the picture's bits, so it never follows from the number of GPUs."""
+    sample_raw: bool = free(False)
+    """Also draw from the weights as they are, beside the EMA's."""
+    sample_timeout_s: float = free(0.0)
+    """Seconds a rank may spend on one denoising step before it is named as hanging; 0 is dist_timeout_s."""
+    accept_changes: bool = free(False)
+    """Go on with changed settings; the change is recorded in config.json."""

@@ -1,0 +1,206 @@
+"""A run's folder: where its files are, how one is published whole, who holds it, and what may change between two calls."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from halation.errors import HalationError, InputError
+from halation.faults import fault_point
+
+CONFIG_FILE = "config.json"
+METRICS_FILE = "metrics.jsonl"
+
+
+def publish(path: Path, data: bytes) -> None:
+    """Write a file so that its name never stands for half of it: temporary name, fsync, rename, fsync of the folder."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        fault_point("publish.open")
+        with open(temporary, "wb") as file:
+            fault_point("publish.write")
+            file.write(data)
+            file.flush()
+            fault_point("publish.fsync")
+            os.fsync(file.fileno())
+        fault_point("publish.rename")
+        os.replace(temporary, path)
+        fault_point("publish.renamed")
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+    sync_folder(path.parent)
+
+
+def publish_json(path: Path, value: Any) -> None:
+    publish(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a rename in this folder survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except (ValueError, UnicodeDecodeError) as error:
+        raise InputError(
+            f"{path} is not JSON ({error})", "the file as Halation wrote it", "restore it, or start in a new --output_dir"
+        ) from error
+
+
+def remove_temporaries(folder: Path) -> None:
+    """Sweep what a killed writer left behind; call it only while the run is held."""
+    for path in folder.rglob(".*.tmp"):
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+class Run:
+    """The paths of one run folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.config = folder / CONFIG_FILE
+        self.metrics = folder / METRICS_FILE
+        self.checkpoints = folder / "checkpoints"
+        self.samples = folder / "samples"
+        self.logs = folder / "logs"
+        self.export = folder / "export"
+
+    def samples_at(self, step: int) -> Path:
+        return self.samples / step_name(step)
+
+
+def step_name(step: int) -> str:
+    return f"step_{step:07d}"
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder a person asked for, or say why it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".probe.{os.getpid()}.tmp"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise InputError(
+            f"cannot write to {folder}: {error.strerror or error}",
+            "a folder that can be created and written",
+            "check the path, its permissions and the free space, or choose another --output_dir",
+        ) from error
+
+
+@contextlib.contextmanager
+def held(folder: Path, what: str) -> Iterator[None]:
+    """Hold a run folder alone; a second command on it is refused and told who holds it, a dead owner's hold is taken over.
+
+    The operating system drops the lock with its owner, so a lock left by a killed command never has to be guessed about.
+    """
+    from filelock import FileLock, Timeout
+
+    path = folder / ".lock"
+    owner_path = folder / ".owner.json"
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0.2)
+    except Timeout:
+        owner = _owner(owner_path)
+        raise InputError(
+            f"{folder} is in use by {owner}",
+            "one command at a time on a folder",
+            "wait for it, stop it, or choose another --output_dir",
+        ) from None
+    try:
+        owner = {"pid": os.getpid(), "host": socket.gethostname(), "command": what, "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        publish_json(owner_path, owner)
+        yield
+    finally:
+        for leftover in (owner_path, path):
+            with contextlib.suppress(OSError):
+                leftover.unlink()
+        lock.release()
+
+
+def _owner(path: Path) -> str:
+    try:
+        owner = json.loads(path.read_bytes())
+        return f"`halation {owner['command']}`, process {owner['pid']} on {owner['host']} since {owner['since']}"
+    except (OSError, ValueError, KeyError):
+        return "another command"
+
+
+def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """One line for each setting that is not what it was, in a form a person can read."""
+    lines = []
+    for key in [*old, *(key for key in new if key not in old)]:
+        before, after = old.get(key, "(not there)"), new.get(key, "(not there)")
+        if before != after:
+            lines.append(f"  {key}: {_short(before)} -> {_short(after)}")
+    return lines
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 100 else text[:97] + "..."
+
+
+def refuse_changes(run: Run, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+    """Raise, with a diff, where a resumed run would not be the run it was."""
+    lines = difference(old, new)
+    if lines:
+        raise InputError(
+            f"{run.folder} was started with other settings:\n" + "\n".join(lines),
+            "the same settings as before (steps, GPUs, cadence, prompts and trackers may change)",
+            "use the old settings, another --output_dir, or --accept_changes to go on and have the change recorded",
+        )
+
+
+class Metrics:
+    """metrics.jsonl: one JSON object a line, appended whole; on resume, what lies after the checkpoint is dropped."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def lines(self) -> list[dict[str, Any]]:
+        """All whole lines; a half-written last one, left by a kill, is not a line."""
+        if not self.path.exists():
+            return []
+        rows = []
+        for line in self.path.read_bytes().split(b"\n"):
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict):
+                rows.append(row)
+        return rows
+
+    def rewind(self, step: int) -> None:
+        """Forget everything after `step`, because it is about to happen again."""
+        kept = [row for row in self.lines() if row.get("step", 0) <= step]
+        publish(self.path, b"".join(_line(row) for row in kept))
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        fault_point("metrics.append")
+        try:
+            with open(self.path, "ab") as file:
+                file.write(_line(row))
+        except OSError as error:
+            raise HalationError(f"cannot write {self.path}: {error.strerror or error}; free some space and run the same command again") from error
+
+
+def _line(row: Mapping[str, Any]) -> bytes:
+    return (json.dumps(row, ensure_ascii=False) + "\n").encode()
