@@ -1,0 +1,97 @@
+"""Processes that produce pictures for a source whose drawing holds the interpreter lock; they die with their parent."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+
+from halation.data.base import Picture, Pictures
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Stack(NamedTuple):
+    """Some pictures, stacked: pixels (or latents) first."""
+
+    pixels: np.ndarray
+    captions: list[str]
+    labels: np.ndarray
+
+
+def stack(pictures: Sequence[Picture]) -> Stack:
+    """Pictures of one shape as one array."""
+    return Stack(
+        np.stack([picture.pixels for picture in pictures]),
+        [picture.caption for picture in pictures],
+        np.array([picture.label for picture in pictures], np.int64),
+    )
+
+
+def pictures(stacked: Stack) -> list[Picture]:
+    """The single pictures again; their pixels are views."""
+    rows = zip(stacked.pixels, stacked.captions, stacked.labels.tolist(), strict=True)
+    return [Picture(pixels=pixels, caption=caption, label=label) for pixels, caption, label in rows]
+
+
+def joined(stacks: Sequence[Stack]) -> Stack:
+    """Several stacks as one, in order."""
+    captions = [caption for one in stacks for caption in one.captions]
+    labels = np.concatenate([one.labels for one in stacks])
+    return Stack(np.concatenate([one.pixels for one in stacks]), captions, labels)
+
+
+def draw(source: Pictures, part: str, indices: Sequence[int]) -> Stack:
+    """The pictures of `part` ("train" or "heldout") at these indices, made in this process."""
+    one = source.train if part == "train" else source.heldout
+    return stack([one(int(index)) for index in indices])
+
+
+class Workers:
+    """A fixed number of spawned processes, each with its own copy of the source."""
+
+    def __init__(self, source: Pictures, num_workers: int) -> None:
+        self.num_workers = num_workers
+        self._pool = ProcessPoolExecutor(
+            num_workers, multiprocessing.get_context("spawn"), initializer=_start, initargs=(source, os.getpid())
+        )
+        # The kernel ties "die with the parent" to the thread that starts a process, so they are started here, by the
+        # thread that owns the pool, and not by the prefetching thread that happens to ask first.
+        self._pool.submit(_nothing)
+
+    def draw(self, part: str, indices: Sequence[int]) -> Future[Stack]:
+        """As the function `draw`, but in one of the processes."""
+        return self._pool.submit(_draw, part, [int(index) for index in indices])
+
+    def close(self) -> None:
+        """End the processes; what was asked for and not begun is dropped."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+_source: Pictures | None = None
+
+
+def _start(source: Pictures, parent: int) -> None:
+    global _source
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C is the parent's to handle; it ends these
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before the line above took effect
+            os._exit(1)
+    _source = source
+
+
+def _draw(part: str, indices: list[int]) -> Stack:
+    assert _source is not None
+    return draw(_source, part, indices)
+
+
+def _nothing() -> None:
+    return None
