@@ -1,0 +1,83 @@
+"""The embedded data set: little street scenes with captions, drawn on the fly from their number, without files or torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from halation.data.base import JSON, Picture
+from halation.data.streets_captions import DRIVING_PROMPTS, Mentioned, caption, mentioned
+from halation.data.streets_places import draw
+from halation.data.streets_scenes import CAR_COLOURS, PLACES, TIMES, WEATHERS, Attributes, Part, scene
+from halation.errors import InputError
+
+__all__ = [
+    "CAR_COLOURS",
+    "DRIVING_PROMPTS",
+    "PLACES",
+    "TIMES",
+    "WEATHERS",
+    "Attributes",
+    "Mentioned",
+    "Streets",
+    "caption",
+    "draw",
+    "mentioned",
+    "scene",
+]
+
+VERSION = 1
+"""Goes up with every change that changes a pixel or a caption."""
+
+SMALLEST, LARGEST = 32, 128
+_NUM_SAMPLE_CAPTIONS = 4_000
+
+
+class Streets:
+    """Street scenes as a source of pictures; picture k of a part is a pure function of the part, k and the size."""
+
+    name = "streets"
+    class_names: tuple[str, ...] = ()
+
+    def __init__(self, height: int, width: int, num_train: int = 50_000, num_heldout: int = 2_000) -> None:
+        if height != width or not SMALLEST <= height <= LARGEST:
+            raise InputError(
+                f"streets at {height} x {width} pixels",
+                f"a square size from {SMALLEST} to {LARGEST}",
+                "pass --image_size 64 64, or another square size in that range",
+            )
+        if num_train < 1 or num_heldout < 0:
+            raise InputError(
+                f"streets with {num_train} train and {num_heldout} held-out pictures",
+                "at least 1 to train on and 0 held out",
+                "ask for more pictures",
+            )
+        self.height = height
+        self.width = width
+        self.num_train = num_train
+        self.num_heldout = num_heldout
+
+    @property
+    def fingerprint(self) -> dict[str, JSON]:
+        return {
+            "data": self.name,
+            "version": VERSION,
+            "height": self.height,
+            "width": self.width,
+            "num_train": self.num_train,
+            "num_heldout": self.num_heldout,
+        }
+
+    def train(self, index: int) -> Picture:
+        return self._picture("train", index, self.num_train)
+
+    def heldout(self, index: int) -> Picture:
+        return self._picture("heldout", index, self.num_heldout)
+
+    def captions(self) -> Iterable[str]:
+        return (caption(scene("train", index)) for index in range(min(self.num_train, _NUM_SAMPLE_CAPTIONS)))
+
+    def _picture(self, part: Part, index: int, num: int) -> Picture:
+        if not 0 <= index < num:
+            raise IndexError(f"picture {index} of the {part} part, which has {num}")
+        attributes = scene(part, index)
+        return Picture(pixels=draw(attributes, self.height), caption=caption(attributes))
