@@ -1,0 +1,77 @@
+# From a fresh clone: `make demo` or `make test`, and nothing before them.
+
+SHELL := /bin/bash
+VENV := .venv
+STAMP := $(VENV)/installed
+RUN := $(VENV)/bin/python -m
+PYTEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow lint format clean
+.DELETE_ON_ERROR:
+
+# The scripts of a virtual environment hold its path: one that was moved or copied is made again.
+MOVED := $(shell [ ! -e $(STAMP) ] || [ "$$(cat $(STAMP))" = "$$PWD" ] || { rm -f $(STAMP); echo yes; })
+
+help:
+	@echo "make demo       train a small DiT on two ranks, with samples at every checkpoint (no network, no GPU)"
+	@echo "make test       ruff, mypy, import-linter and the fast tests"
+	@echo "make test-slow  the laws that take long"
+	@echo "make lint       ruff, mypy and import-linter alone"
+	@echo "make format     put the code in order"
+	@echo "make clean      remove caches and build folders (.venv and runs stay)"
+
+$(STAMP): pyproject.toml constraints.txt
+	@set -e; start=$$(date +%s); \
+	if [ -n "$(MOVED)" ] || ! $(VENV)/bin/python -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	    for python in $(PYTHON) python3.11 python3 python3.12 python3.13 python3.14; do \
+	        if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then found="$$python"; break; fi; \
+	    done; \
+	    if [ -z "$$found" ]; then \
+	        echo "make: python3 is $$(python3 --version 2>&1 || true)"; \
+	        echo "  expected: Python 3.11 or newer"; \
+	        echo "  to do:    install it, or name it: make PYTHON=/path/to/python3.11 ..."; \
+	        exit 2; \
+	    fi; \
+	    echo "Making $(VENV) with $$("$$found" --version)"; \
+	    "$$found" -m venv --clear $(VENV) || { \
+	        echo "make: no virtual environment could be made"; \
+	        echo "  expected: the venv and ensurepip modules of $$found"; \
+	        echo "  to do:    install them (Debian and Ubuntu: apt install python3-venv)"; \
+	        exit 2; \
+	    }; \
+	fi; \
+	echo "Installing torch, then the rest, into $(VENV): a few minutes the first time"; \
+	$(RUN) pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0; \
+	$(RUN) pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'; \
+	printf '%s' "$$PWD" > $(STAMP); \
+	echo "Installed in $$(( $$(date +%s) - start )) s"
+
+demo: $(STAMP)
+	@$(VENV)/bin/halation demo
+
+# One thread, because the number of threads changes the bits; no AMX, because some machines report one that they cannot use.
+test test-slow: export OMP_NUM_THREADS = 1
+test test-slow: export ONEDNN_MAX_CPU_ISA = AVX512_CORE_BF16
+test test-slow: export HF_HUB_OFFLINE = 1
+
+lint: $(STAMP)
+	$(RUN) ruff check
+	$(RUN) ruff format --check
+	$(RUN) mypy
+	$(VENV)/bin/lint-imports
+
+test: lint
+	$(RUN) pytest -m "not slow and not gpu and not browser" $(PYTEST_ARGS)
+
+# pytest ends with 5 where no test is marked slow.
+test-slow: $(STAMP)
+	$(RUN) pytest -m "slow and not gpu and not browser" $(PYTEST_ARGS) || [ $$? -eq 5 ]
+
+format: $(STAMP)
+	$(RUN) ruff check --fix
+	$(RUN) ruff format
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis src/halation.egg-info
+	find src tests benchmarks recipes -name __pycache__ -type d -prune -exec rm -rf {} +
