@@ -92,7 +92,7 @@ def open(folder: str | Path, fingerprint: dict[str, JSON], *, verify: bool = Tru
     bad = [shard.name for shard, commit in zip(shards, commits, strict=True) if commit is None]
     if bad:
         raise InputError(
-            f"{len(bad)} of the {len(shards)} shards of the cache {folder} are missing or damaged: {', '.join(bad[:10])}",
+            f"{len(bad)} of {len(shards)} shards of the cache {folder} are missing or damaged: {', '.join(bad[:10])}",
             "every shard with the size and SHA-256 written beside it",
             "build the cache again with the same settings; only these shards are made",
         )

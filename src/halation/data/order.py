@@ -68,8 +68,8 @@ class Order:
 def permutation(seed: int, epoch: int, num: int) -> np.ndarray:
     """The shuffle of one epoch as int64.
 
-    Sorted raw Philox words, and not Generator.permutation: numpy promises the words for all its versions, the shuffle only
-    until it finds a better one, and a run resumed after an upgrade must go on in the same order.
+    Sorted raw Philox words, and not Generator.permutation: numpy promises the words for all its versions, the shuffle
+    only until it finds a better one, and a run resumed after an upgrade must go on in the same order.
     """
     words = np.random.Philox(key=np.array([seed % _WORD, epoch % _WORD], np.uint64)).random_raw(num)
     return np.argsort(words, kind="stable").astype(np.int64, copy=False)
