@@ -23,7 +23,7 @@ _CODE_PAGES = ("cp1252", "cp1253", "cp1251", "cp437", "cp850")
 _SEQUENCE = re.compile("[\xc2-\xdf][\x80-\xbf]|[\xe0-\xef][\x80-\xbf]{2}|[\xf0-\xf4][\x80-\xbf]{3}")
 _LEAD = re.compile("[\xc2-\xf4]")
 _FOLLOWED = re.compile("[\xc2-\xf4](?=[\x80-\xbf])")
-_PUNCTUATION = frozenset("\xa0«»‹›‘’“”‚„…–—•")
+_PUNCTUATION = frozenset("\xa0\xab\xbb\u2013\u2014\u2018\u2019\u201a\u201c\u201d\u201e\u2022\u2026\u2039\u203a")
 _NUM_SEQUENCES = 3
 
 
@@ -220,4 +220,4 @@ def _bytes_of(page: str) -> dict[int, int]:
     letters = {byte: bytes([byte]).decode(page, errors="ignore") for byte in range(0x80, 0x100)}
     table = {ord(letter): byte for byte, letter in letters.items() if letter}
     # A letter that the page does not have must not pass for one of its bytes.
-    return {code: 0x100 for code in range(0xA0, 0x100)} | table
+    return dict.fromkeys(range(0xA0, 0x100), 0x100) | table

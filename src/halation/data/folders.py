@@ -1,0 +1,201 @@
+"""What a folder of pictures says it holds: file names with captions or classes, by its metadata file or its subfolders."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from halation.data.decode import SUFFIXES
+from halation.errors import InputError
+from halation.tables import Row, csv_header, csv_rows, decode, json_rows, refuse
+
+METADATA = ("metadata.jsonl", "metadata.csv")
+HELDOUT_SPLITS = ("validation", "valid", "val", "test")
+_ACTION = (
+    "put a metadata.jsonl or metadata.csv with the columns file_name and text beside the pictures, "
+    "or the pictures of each class into a folder of their own"
+)
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Entry:
+    """One picture as its folder lists it."""
+
+    name: str
+    """The path below the given folder, with slashes."""
+    num_bytes: int
+    caption: str
+    label: int = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listing:
+    """All pictures of a folder; `heldout` is None where the folder has no split of its own."""
+
+    train: tuple[Entry, ...]
+    heldout: tuple[Entry, ...] | None
+    class_names: tuple[str, ...]
+
+
+def read_folder(folder: Path) -> Listing:
+    """List a folder with metadata, or with one folder per class, itself or in `train/` (with `validation/` or `test/`)."""
+    if not folder.exists():
+        raise InputError(f"no such folder: {folder}", "a folder with pictures", "check the path")
+    if not folder.is_dir():
+        raise InputError(f"{folder} is a file", "a folder with pictures", "name the folder the pictures are in")
+    if not any(folder.iterdir()):
+        raise InputError(f"{folder} is empty", "a folder with pictures", _ACTION)
+    splits = _has_split(folder)
+    top = folder / "train" if splits else folder
+    names: tuple[str, ...] = ()
+    if _metadata(top) is not None:
+        train = _described(folder, top)
+    else:
+        train, names = _classes(folder, top)
+    other = next((folder / name for name in HELDOUT_SPLITS if (folder / name).is_dir()), None) if splits else None
+    heldout = None if other is None else _heldout(folder, other, names)
+    return Listing(train=train, heldout=heldout, class_names=names)
+
+
+def _has_split(folder: Path) -> bool:
+    """A `train/` with metadata or classes in it is a split; one with bare pictures is a class of trains."""
+    train = folder / "train"
+    if _metadata(folder) is not None or not train.is_dir():
+        return False
+    return _metadata(train) is not None or any(path.is_dir() for path in train.iterdir())
+
+
+def _heldout(folder: Path, other: Path, names: tuple[str, ...]) -> tuple[Entry, ...]:
+    if not names:
+        return _described(folder, other)
+    entries, own = _classes(folder, other)
+    unknown = sorted(set(own) - set(names))
+    if unknown:
+        raise InputError(
+            f"{other} has classes that train/ has not: {', '.join(unknown[:10])}",
+            f"some of the {len(names)} classes of train/",
+            "rename or remove them",
+        )
+    return tuple(
+        Entry(name=entry.name, num_bytes=entry.num_bytes, caption=entry.caption, label=names.index(own[entry.label]))
+        for entry in entries
+    )
+
+
+def _metadata(folder: Path) -> Path | None:
+    there = [folder / name for name in METADATA if (folder / name).is_file()]
+    if len(there) > 1:
+        raise InputError(
+            f"{folder} has both {' and '.join(METADATA)}", "one of them", "remove the one that is not meant"
+        )
+    return there[0] if there else None
+
+
+def _classes(folder: Path, top: Path) -> tuple[tuple[Entry, ...], tuple[str, ...]]:
+    folders = sorted(path for path in top.iterdir() if path.is_dir() and not path.name.startswith("."))
+    found = {path.name: _pictures_below(path) for path in folders}
+    names = tuple(name for name, pictures in found.items() if pictures)
+    bare_splits = bool(names) and set(names) <= {"train", *HELDOUT_SPLITS}
+    if not names or bare_splits:
+        loose = sum(path.suffix.lower() in SUFFIXES for path in _files(folder))
+        what = f"{loose} pictures without captions or classes" if loose else "no PNG, JPEG or WebP files"
+        raise InputError(f"{top}: neither a metadata file nor class folders ({what})", "captions or classes", _ACTION)
+    entries = [
+        Entry(
+            name=path.relative_to(folder).as_posix(),
+            num_bytes=path.stat().st_size,
+            caption=name.replace("_", " "),
+            label=label,
+        )
+        for label, name in enumerate(names)
+        for path in found[name]
+    ]
+    return tuple(entries), names
+
+
+def _pictures_below(folder: Path) -> list[Path]:
+    return [path for path in _files(folder) if path.suffix.lower() in SUFFIXES]
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if not path.name.startswith(".") and path.is_file())
+
+
+def _described(folder: Path, top: Path) -> tuple[Entry, ...]:
+    metadata = _metadata(top)
+    if metadata is None:
+        raise InputError(f"{top} has no metadata file", " or ".join(METADATA), _ACTION)
+    text = decode(str(metadata), metadata.read_bytes())
+    is_csv = metadata.suffix == ".csv"
+    if is_csv:
+        _check_columns(metadata, 1, csv_header(str(metadata), text))
+    entries, missing = [], []
+    for row in csv_rows(str(metadata), text) if is_csv else json_rows(str(metadata), text):
+        path = top / _file_name(metadata, row)
+        try:
+            num_bytes = path.stat().st_size
+        except OSError:
+            missing.append(row)
+            continue
+        name = path.relative_to(folder).as_posix()
+        entries.append(Entry(name=name, num_bytes=num_bytes, caption=_text(metadata, row)))
+    _refuse_missing(metadata, missing)
+    if not entries:
+        raise InputError(f"{metadata} lists no pictures", "one line for each picture", _ACTION)
+    return tuple(entries)
+
+
+def _refuse_missing(metadata: Path, missing: Sequence[Row]) -> None:
+    if missing:
+        names = ", ".join(f"{row.values['file_name']} (line {row.line})" for row in missing[:10])
+        raise InputError(
+            f"{metadata} names {len(missing)} files that are not there: {names}",
+            "every file_name to be a file in that folder",
+            "add the files, or remove their lines",
+        )
+
+
+def _check_columns(metadata: Path, line: int, columns: Iterable[str]) -> None:
+    columns = list(columns)
+    for wanted, alike in (
+        ("file_name", ("filename", "file", "image", "path")),
+        ("text", ("caption", "prompt", "label")),
+    ):
+        if wanted not in columns:
+            guess = _alike(wanted, alike, columns)
+            hint = f"; the nearest is {guess!r}" if guess else ""
+            raise refuse(
+                str(metadata), line, 1, f"no column {wanted!r} among {', '.join(map(repr, columns)) or 'none'}{hint}",
+                "the columns file_name and text", f"rename {repr(guess) if guess else 'the right one'} to {wanted!r}",
+            )  # fmt: skip
+
+
+def _alike(wanted: str, alike: Sequence[str], columns: Sequence[str]) -> str | None:
+    """The column that was probably meant: the same in other letters, a usual name for it, or one that contains it."""
+    rules = (
+        lambda column: column.lower().replace("_", "") == wanted.replace("_", ""),
+        lambda column: column.lower() in alike,
+        lambda column: any(word in column.lower() for word in (wanted, *alike)),
+    )
+    return next((column for rule in rules for column in columns if rule(column)), None)
+
+
+def _file_name(metadata: Path, row: Row) -> str:
+    _check_columns(metadata, row.line, row.values)
+    name = row.values["file_name"]
+    if not isinstance(name, str) or not name.strip():
+        raise refuse(str(metadata), row.line, 1, f"file_name is {name!r}", "the name of a file", "correct the line")
+    parts = name.replace("\\", "/").split("/")
+    if "" in parts[:1] or ".." in parts or "\0" in name or re.match(r"[A-Za-z]:[\\/]", name):
+        found = f"file_name {name!r} leaves the folder"
+        raise refuse(str(metadata), row.line, 1, found, "a file in the folder or below it", "correct the line")
+    return name
+
+
+def _text(metadata: Path, row: Row) -> str:
+    text = row.values["text"]
+    if not isinstance(text, str):
+        raise refuse(str(metadata), row.line, 1, f"text is {text!r}", "a caption", "correct the line")
+    return text

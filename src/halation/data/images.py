@@ -1,0 +1,214 @@
+"""A folder of somebody's pictures as a source: listed, checked once, cropped and resized when asked for."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from halation.data import decode
+from halation.data.base import JSON, Picture
+from halation.data.folders import Entry, read_folder
+from halation.errors import InputError
+
+_log = logging.getLogger(__name__)
+
+_HELDOUT_SHARE = 0.05
+_MIN_TO_HOLD_OUT = 20
+_MAX_BROKEN_SHARE = 0.01
+_NUM_CAPTIONS = 100_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckReport:
+    """What decoding every picture once has shown."""
+
+    num_checked: int
+    broken: dict[str, str]
+    """File name to reason; these are left out."""
+    remembered: bool
+    """True where an earlier check of the same files was found, and nothing was decoded."""
+
+
+class ImageFolder:
+    """The pictures of a folder at one size.
+
+    Held out is what a `validation/` or `test/` beside `train/` holds, else the pictures whose name hashes into the lowest 5 %, at
+    most `heldout_pictures` of them, none below 20 pictures. So more pictures never make a held-out one of one that
+    was trained on, and move none at all while there are fewer held-out ones than allowed.
+    """
+
+    def __init__(self, folder: str | Path, height: int, width: int, *, heldout_pictures: int = 64) -> None:
+        self.folder = Path(folder)
+        self.name = str(folder)
+        self.height = height
+        self.width = width
+        listing = read_folder(self.folder)
+        self.class_names = listing.class_names
+        if listing.heldout is not None:
+            self._train, self._heldout = sorted(listing.train), sorted(listing.heldout)
+        else:
+            self._train, self._heldout = hold_out(sorted(listing.train), heldout_pictures)
+
+    @property
+    def num_train(self) -> int:
+        """How many pictures there are to train on."""
+        return len(self._train)
+
+    @property
+    def num_heldout(self) -> int:
+        """How many pictures are kept aside."""
+        return len(self._heldout)
+
+    @property
+    def fingerprint(self) -> dict[str, JSON]:
+        """What decides pixels and captions; no times and no absolute paths, so a copy of the folder has the same."""
+        return {
+            "kind": "images",
+            "train": _digest(self._train),
+            "heldout": _digest(self._heldout),
+            "num_train": self.num_train,
+            "num_heldout": self.num_heldout,
+            "height": self.height,
+            "width": self.width,
+            "crop": "centre",
+            "decoder": decode.VERSION,
+        }
+
+    def train(self, index: int) -> Picture:
+        """Picture `index` of the train part."""
+        return self._picture(self._train, index)
+
+    def heldout(self, index: int) -> Picture:
+        """Picture `index` of the held-out part."""
+        return self._picture(self._heldout, index)
+
+    def captions(self) -> Iterable[str]:
+        """Captions of the train part, at most a hundred thousand."""
+        return [entry.caption for entry in self._train[:_NUM_CAPTIONS]]
+
+    def file_name(self, index: int) -> str:
+        """The file of train picture `index`, below the folder."""
+        return self._train[index].name
+
+    def _picture(self, entries: Sequence[Entry], index: int) -> Picture:
+        if not 0 <= index < len(entries):
+            raise IndexError(f"{self.folder} has {len(entries)} such pictures; asked for {index}")
+        entry = entries[index]
+        try:
+            pixels = decode.decode(self.folder / entry.name, self.height, self.width)
+        except decode.BrokenPictureError as error:
+            raise InputError(
+                f"{self.folder / entry.name} cannot be read: {error}",
+                "a whole PNG, JPEG or WebP file, as when the folder was checked",
+                "replace or remove the file; the next start checks the folder again",
+            ) from None
+        return Picture(pixels=pixels, caption=entry.caption, label=entry.label)
+
+    def check(
+        self,
+        memory: str | Path | None = None,
+        *,
+        num_threads: int | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> CheckReport:
+        """Decode every picture once and leave the broken ones out; from 1 % on they are an InputError instead.
+
+        The result is remembered in the folder `memory` under the names, sizes and times of the files, so that the next start
+        decodes nothing.
+        """
+        names = sorted({entry.name for entry in (*self._train, *self._heldout)})
+        index = None if memory is None else Path(memory) / f"checked-{self._state(names)}.json"
+        broken = None if index is None else _remembered(index)
+        remembered = broken is not None
+        if broken is None:
+            broken = self._broken(names, num_threads or min(8, os.cpu_count() or 1), on_progress)
+            if index is not None:
+                _remember(index, broken)
+        self._judge(broken, len(names))
+        self._train = [entry for entry in self._train if entry.name not in broken]
+        self._heldout = [entry for entry in self._heldout if entry.name not in broken]
+        return CheckReport(num_checked=len(names), broken=broken, remembered=remembered)
+
+    def _broken(
+        self, names: Sequence[str], num_threads: int, on_progress: Callable[[int, int], None] | None
+    ) -> dict[str, str]:
+        broken = {}
+        with ThreadPoolExecutor(num_threads) as threads:
+            for done, (name, reason) in enumerate(zip(names, threads.map(self._fault, names), strict=True), start=1):
+                if reason is not None:
+                    broken[name] = reason
+                if on_progress is not None:
+                    on_progress(done, len(names))
+        return broken
+
+    def _fault(self, name: str) -> str | None:
+        try:
+            decode.check(self.folder / name, self.height, self.width)
+        except decode.BrokenPictureError as error:
+            return str(error)
+        return None
+
+    def _judge(self, broken: dict[str, str], num: int) -> None:
+        named = "".join(f"\n    {name}: {reason}" for name, reason in list(broken.items())[:10])
+        more = f"\n    and {len(broken) - 10} more" if len(broken) > 10 else ""
+        if len(broken) >= _MAX_BROKEN_SHARE * num and broken:
+            raise InputError(
+                f"{len(broken)} of the {num} pictures of {self.folder} are broken:{named}{more}",
+                f"fewer than {_MAX_BROKEN_SHARE:.0%} broken ones",
+                "replace them, or remove them and their lines in the metadata",
+            )
+        for name, reason in broken.items():
+            _log.warning("left out, broken: %s: %s", self.folder / name, reason)
+
+    def _state(self, names: Sequence[str]) -> str:
+        """A key over everything that tells whether a file is still the one that was checked."""
+        digest = hashlib.sha256(json.dumps([str(self.folder.resolve()), decode.VERSION]).encode())
+        for name in names:
+            stat = (self.folder / name).stat()
+            digest.update(json.dumps([name, stat.st_size, stat.st_mtime_ns]).encode())
+        return digest.hexdigest()[:32]
+
+
+def hold_out(entries: Sequence[Entry], num_wanted: int) -> tuple[list[Entry], list[Entry]]:
+    """(train, held out), by a hash of each file's name alone."""
+    if len(entries) < _MIN_TO_HOLD_OUT:
+        return list(entries), []
+    ranked = sorted({_rank(entry.name): entry.name for entry in entries}.items())
+    chosen = {name for rank, name in ranked[:num_wanted] if rank < _HELDOUT_SHARE * 2**64}
+    train = [entry for entry in entries if entry.name not in chosen]
+    return train, [entry for entry in entries if entry.name in chosen]
+
+
+def _rank(name: str) -> int:
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
+
+
+def _digest(entries: Sequence[Entry]) -> str:
+    digest = hashlib.sha256()
+    for entry in entries:
+        digest.update(json.dumps([entry.name, entry.num_bytes, entry.caption, entry.label]).encode())
+    return digest.hexdigest()
+
+
+def _remembered(index: Path) -> dict[str, str] | None:
+    try:
+        broken = json.loads(index.read_bytes())["broken"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return broken if isinstance(broken, dict) else None
+
+
+def _remember(index: Path, broken: dict[str, str]) -> None:
+    try:
+        index.parent.mkdir(parents=True, exist_ok=True)
+        temporary = index.with_name(f".{index.name}.{os.getpid()}.tmp")
+        temporary.write_text(json.dumps({"broken": broken}))
+        temporary.replace(index)
+    except OSError as error:  # a memory that cannot be kept costs time at the next start, nothing else
+        _log.warning("the check of the pictures is not remembered: %s: %s", index, error)
