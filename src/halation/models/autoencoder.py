@@ -1,0 +1,211 @@
+"""The space a denoiser works in: pixels as they are, or the latents of a diffusers autoencoder."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import logging
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from halation.errors import InputError
+from halation.models.base import NotFiniteError
+
+logger = logging.getLogger(__name__)
+
+
+class Space(Protocol):
+    """Pictures to tensors and back."""
+
+    downsample: int
+    channels: int
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        """uint8 NHWC to float32 NCHW, on the device of the pictures."""
+
+    def decode(self, x: Tensor) -> Tensor:
+        """The way back, to uint8 NHWC; NotFiniteError where a picture is not finite."""
+
+    def describe(self) -> dict[str, Any]:
+        """JSON that says which space this is."""
+
+    def fingerprint(self) -> str:
+        """Equal where the same pictures become the same tensors."""
+
+    def to(self, device: torch.device | str) -> Space:
+        """Move what has weights, in place."""
+
+
+def to_unit(pixels: Tensor) -> Tensor:
+    """uint8 NHWC to float32 NCHW in [-1, 1]."""
+    return pixels.permute(0, 3, 1, 2).to(torch.float32) / 127.5 - 1.0
+
+
+def to_bytes(x: Tensor) -> Tensor:
+    """Float NCHW in [-1, 1] to uint8 NHWC: clamp, scale, round half to even; a NaN is refused rather than drawn black."""
+    rows = not_finite_rows(x)
+    if rows:
+        raise NotFiniteError(f"pictures {', '.join(map(str, rows))} of the batch are not finite", rows)
+    scaled = x.to(torch.float32).clamp(-1.0, 1.0) * 127.5 + 127.5
+    return scaled.round().to(torch.uint8).permute(0, 2, 3, 1).contiguous()
+
+
+def not_finite_rows(x: Tensor) -> tuple[int, ...]:
+    """Which pictures of a batch hold a NaN or an infinity."""
+    bad = ~torch.isfinite(x).flatten(1).all(dim=1)
+    return tuple(bad.nonzero().flatten().tolist())
+
+
+class PixelSpace:
+    """Pixels in [-scale, scale]."""
+
+    downsample = 1
+    channels = 3
+
+    def __init__(self, scale: float = 1.0) -> None:
+        if scale <= 0:
+            raise ValueError(f"a pixel scale is positive, not {scale}")
+        self.scale = scale
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        return to_unit(pixels) * self.scale
+
+    def decode(self, x: Tensor) -> Tensor:
+        return to_bytes(x / self.scale)
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "pixels", "scale": self.scale}
+
+    def fingerprint(self) -> str:
+        return f"pixels:{self.scale!r}"
+
+    def to(self, device: torch.device | str) -> PixelSpace:
+        return self
+
+
+class LatentSpace:
+    """Mean latents of a diffusers `AutoencoderKL`, shifted and scaled as its config says."""
+
+    def __init__(self, vae: Any, *, path: str, half_dtype: torch.dtype = torch.float16) -> None:
+        self._vae = vae.requires_grad_(False).eval()
+        self._half: Any = None
+        self._fingerprint: str | None = None
+        self._half_dtype = half_dtype
+        self.path = path
+        self.channels: int = vae.config.latent_channels
+        self.downsample: int = 2 ** (len(vae.config.block_out_channels) - 1)
+        self.scaling: float = vae.config.scaling_factor
+        self.shift: float = vae.config.shift_factor or 0.0
+
+    @classmethod
+    def load(cls, folder: str | Path, *, half_dtype: torch.dtype = torch.float16) -> LatentSpace:
+        """From a folder with `config.json` and safetensors, nothing else: no download, no pickle, no foreign code."""
+        path = Path(folder)
+        if not (path / "config.json").is_file():
+            raise InputError(
+                f"no autoencoder in {path}",
+                "a folder with config.json and diffusion_pytorch_model.safetensors",
+                "give the folder of a diffusers AutoencoderKL (often named vae)",
+            )
+        from diffusers import AutoencoderKL  # slow to import, and pixel models do without it
+
+        try:
+            read: Any = AutoencoderKL.from_pretrained
+            vae = read(str(path), use_safetensors=True, local_files_only=True, torch_dtype=torch.float32)
+        except (OSError, ValueError) as error:
+            raise InputError(
+                f"the autoencoder in {path} cannot be read: {error}",
+                "config.json of an AutoencoderKL and its weights as safetensors",
+                "convert the weights to safetensors, or fetch the folder again",
+            ) from error
+        return cls(vae, path=str(path), half_dtype=half_dtype)
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = next(self._vae.parameters()).device
+        return device
+
+    @torch.no_grad()
+    def encode(self, pixels: Tensor) -> Tensor:
+        mean = self._vae.encode(to_unit(pixels.to(self.device))).latent_dist.mode()
+        latents: Tensor = (mean - self.shift) * self.scaling
+        return latents.to(pixels.device)
+
+    @torch.no_grad()
+    def decode(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Half precision on a GPU and float32 on a CPU unless `dtype` says otherwise; what overflows is decoded again in float32.
+
+        The second attempt takes one picture at a time, so that it does not depend on which neighbours overflowed.
+        """
+        if dtype is None:
+            dtype = self._half_dtype if self.device.type == "cuda" else torch.float32
+        latents = x.to(self.device, torch.float32) / self.scaling + self.shift
+        pictures = self._pictures(latents, dtype)
+        overflown = not_finite_rows(pictures) if dtype != torch.float32 else ()
+        if overflown:
+            logger.info("%d pictures overflowed in %s and are decoded again in float32", len(overflown), dtype)
+            for row in overflown:
+                pictures[row] = self._pictures(latents[row : row + 1], torch.float32)[0]
+        return to_bytes(pictures)
+
+    def _pictures(self, latents: Tensor, dtype: torch.dtype) -> Tensor:
+        vae = self._vae if dtype == torch.float32 else self._narrow(dtype)
+        decoded: Tensor = vae.decode(latents.to(dtype)).sample
+        return decoded.to(torch.float32)
+
+    def _narrow(self, dtype: torch.dtype) -> Any:
+        """The decoder's weights once more, narrow: made at the first use, kept beside the float32 ones."""
+        if self._half is None or self._half.dtype != dtype or self._half.device != self.device:
+            encoder, self._vae.encoder = self._vae.encoder, None
+            try:
+                self._half = copy.deepcopy(self._vae).to(dtype)
+            finally:
+                self._vae.encoder = encoder
+        return self._half
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "latents", "path": self.path, "fingerprint": self.fingerprint()}
+
+    def fingerprint(self) -> str:
+        """A hash of the weights and of the numbers applied around them."""
+        if self._fingerprint is None:
+            digest = hashlib.sha256(f"{self.scaling!r} {self.shift!r}".encode())
+            for name, tensor in sorted(self._vae.state_dict().items()):
+                digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+                digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            self._fingerprint = f"autoencoder_kl:{digest.hexdigest()}"
+        return self._fingerprint
+
+    def save(self, folder: str | Path) -> None:
+        """A copy of the autoencoder in the diffusers layout, safetensors only."""
+        self._vae.save_pretrained(str(folder), safe_serialization=True)
+
+    def to(self, device: torch.device | str) -> LatentSpace:
+        self._vae.to(device)
+        self._half = None
+        return self
+
+
+def space_from(description: dict[str, Any], folder: Path | None = None) -> Space:
+    """The space a description names; a relative autoencoder folder is looked up beside the description."""
+    if description.get("kind") == "pixels":
+        return PixelSpace(scale=float(description.get("scale", 1.0)))
+    if description.get("kind") != "latents":
+        raise InputError(
+            f"a space of kind {description.get('kind')!r}", "pixels or latents", "check the model's config.json"
+        )
+    path = Path(str(description["path"]))
+    if folder is not None and not path.is_absolute():
+        path = folder / path
+    space = LatentSpace.load(path)
+    expected = description.get("fingerprint")
+    if expected is not None and space.fingerprint() != expected:
+        raise InputError(
+            f"the autoencoder in {path} is not the one this model was trained with",
+            f"fingerprint {expected}",
+            "put the original autoencoder back, or train with this one",
+        )
+    return space
