@@ -1,4 +1,4 @@
-"""A pytest plugin that writes down each failure the moment it is known, so that a run cut short still has its verdict."""
+"""A pytest plugin that writes down each failure when it is known, so that a run cut short still has its verdict."""
 
 from __future__ import annotations
 
