@@ -119,3 +119,10 @@ def test_flags_are_read_with_dashes_and_underscores() -> None:
 def test_the_module_is_there_without_torch() -> None:
     code = "import sys, halation.jobs.doctor; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_without_a_working_torch_it_says_so() -> None:
+    code = "import sys; sys.modules['torch'] = None; " + DOCTOR + "run(DoctorConfig())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert "InputError: torch cannot be imported" in done.stderr

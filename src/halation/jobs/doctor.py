@@ -55,7 +55,11 @@ def run(config: DoctorConfig) -> int:
     """Look at everything, print it, and return 0, or 1 where ranks cannot talk to each other."""
     if config.nproc is not None and config.nproc < 1:
         raise InputError(f"--nproc {config.nproc}", "1 or more ranks", "leave --nproc away for the default")
-    devices = _devices()
+    try:
+        devices = _devices()
+    except ImportError as error:
+        action = "make a fresh environment: `make test` in a clone, or `pip install halation`"
+        raise InputError(f"torch cannot be imported: {error}", "a working torch", action) from error
     num_gpus = len(devices["gpus"])
     if num_gpus and config.nproc is not None and config.nproc > num_gpus:
         found = f"--nproc {config.nproc} on a machine with {num_gpus} usable GPUs"
@@ -120,8 +124,10 @@ def _devices() -> dict[str, Any]:
 
 
 def _seen_by_driver() -> tuple[int, str | None]:
-    import pynvml
-
+    try:
+        import pynvml
+    except ImportError:
+        return 0, None
     try:
         pynvml.nvmlInit()
         try:
@@ -192,7 +198,10 @@ def _compile(on_gpu: bool) -> dict[str, Any]:
 
 def _versions() -> dict[str, str | None]:
     """The version of everything the package itself depends on."""
-    requirements = importlib.metadata.requires("halation") or []
+    try:
+        requirements = importlib.metadata.requires("halation") or []
+    except importlib.metadata.PackageNotFoundError:  # run from its source folder
+        requirements = ["torch", "numpy", "pillow", "safetensors", "tyro", "pydantic", "psutil"]
     return {_name(entry): _version(_name(entry)) for entry in requirements if "extra ==" not in entry}
 
 
