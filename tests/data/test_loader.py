@@ -1,0 +1,194 @@
+"""Laws of the prefetching loader."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from halation.data.base import JSON, Picture
+from halation.data.loader import Batch, Batches
+from halation.data.order import Order
+
+
+class Counted:
+    """Pictures that show their own index, and count how often they are made."""
+
+    name = "counted"
+    fingerprint: dict[str, JSON] = {"kind": "counted"}
+    num_train = 37
+    num_heldout = 3
+    height = width = 4
+    class_names = ()
+
+    def __init__(self, broken: int = -1, pause_s: float = 0.0) -> None:
+        self.broken = broken
+        self.pause_s = pause_s
+        self.num_made = 0
+
+    def train(self, index: int) -> Picture:
+        if index == self.broken:
+            raise OSError(f"picture {index} is gone")
+        time.sleep(self.pause_s)
+        self.num_made += 1
+        return Picture(pixels=np.full((4, 4, 3), index, np.uint8), caption=f"number {index}", label=index % 5)
+
+    def heldout(self, index: int) -> Picture:
+        return self.train(index)
+
+    def captions(self) -> Iterable[str]:
+        return []
+
+
+def positions(num_steps: int, batch_size: int = 5) -> Iterator[tuple[int, range]]:
+    return ((step, range(step * batch_size, (step + 1) * batch_size)) for step in range(num_steps))
+
+
+def prefetching_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
+
+
+@pytest.mark.parametrize(("num_threads", "depth", "memory_bytes"), [(1, 1, 0), (3, 2, 0), (2, 7, 10**6), (4, 4, 500)])
+def test_batches_come_in_order_with_what_their_positions_name(num_threads: int, depth: int, memory_bytes: int) -> None:
+    order = Order(7, Counted.num_train)
+    with Batches(
+        Counted(pause_s=0.0003), order, positions(30), num_threads=num_threads, depth=depth, memory_bytes=memory_bytes
+    ) as batches:
+        seen = list(batches)
+    assert [batch["step"] for batch in seen] == list(range(30))
+    for batch in seen:
+        indices = [order.index(int(position)) for position in batch["positions"]]
+        assert batch["pixels"].shape == (5, 4, 4, 3)
+        assert batch["pixels"].dtype == np.uint8
+        assert batch["pixels"][:, 0, 0, 0].tolist() == indices
+        assert batch["captions"] == [f"number {index}" for index in indices]
+        assert batch["labels"].tolist() == [index % 5 for index in indices]
+        assert batch["positions"].dtype == batch["labels"].dtype == np.int64
+
+
+def test_processes_give_the_same_batches_as_threads() -> None:
+    order = Order(7, Counted.num_train)
+    with Batches(Counted(), order, positions(4)) as batches:
+        plain = list(batches)
+    with Batches(Counted(), order, positions(4), num_workers=2) as batches:
+        spawned = list(batches)
+    for one, other in zip(plain, spawned, strict=True):
+        assert one["pixels"].tobytes() == other["pixels"].tobytes()
+        assert (one["captions"], one["labels"].tolist()) == (other["captions"], other["labels"].tolist())
+
+
+def test_an_error_in_the_background_reaches_the_one_who_iterates_and_ends_the_threads() -> None:
+    order = Order(0, Counted.num_train)
+    broken = order.index(12)
+    batches = Batches(Counted(broken=broken), order, positions(10))
+    assert next(batches)["step"] == 0
+    assert next(batches)["step"] == 1
+    with pytest.raises(OSError, match=f"picture {broken} is gone"):
+        next(batches)
+    assert prefetching_threads() == []
+    assert list(batches) == []
+
+
+def test_an_error_in_a_process_reaches_the_one_who_iterates() -> None:
+    source = Counted(broken=Order(0, Counted.num_train).index(1))
+    with (
+        Batches(source, Order(0, Counted.num_train), positions(2), num_workers=1) as batches,
+        pytest.raises(OSError, match="is gone"),
+    ):
+        next(batches)
+
+
+def test_closing_early_leaves_no_thread_and_may_be_done_twice() -> None:
+    batches = Batches(Counted(pause_s=0.001), Order(0, Counted.num_train), positions(10**9), num_threads=3)
+    next(batches)
+    batches.close()
+    batches.close()
+    assert prefetching_threads() == []
+    with pytest.raises(StopIteration):
+        next(batches)
+
+
+def test_no_more_batches_than_asked_for_are_fetched_ahead() -> None:
+    source = Counted()
+    with Batches(source, Order(0, Counted.num_train), positions(10**9), num_threads=2, depth=3) as batches:
+        next(batches)
+        time.sleep(0.2)
+        assert source.num_made <= (1 + 3) * 5
+
+
+def test_kept_pictures_are_made_once_and_never_more_bytes_than_allowed() -> None:
+    everything = Counted()
+    with Batches(everything, Order(0, 37), positions(3, 37), num_threads=1, memory_bytes=10**6) as batches:
+        list(batches)
+    assert everything.num_made == 37
+    ten = Counted()
+    with Batches(ten, Order(0, 37), positions(3, 37), num_threads=1, memory_bytes=10 * 48 + 47) as batches:
+        list(batches)
+    assert ten.num_made == 37 + 2 * 27
+
+
+def test_what_a_transform_writes_into_a_batch_does_not_change_what_is_kept() -> None:
+    def spoil(batch: Batch) -> Batch:
+        seen = batch["pixels"].copy()
+        batch["pixels"][:] = 255
+        return {**batch, "seen": seen}
+
+    order = Order(0, 37)
+    with Batches(Counted(), order, positions(3, 37), num_threads=1, memory_bytes=10**6, transform=spoil) as batches:
+        for batch in batches:
+            assert batch["seen"][:, 0, 0, 0].tolist() == order.at(batch["positions"]).tolist()
+
+
+def test_the_transform_runs_in_a_background_thread() -> None:
+    def name_thread(batch: Batch) -> Batch:
+        return {**batch, "thread": threading.current_thread().name}
+
+    with Batches(Counted(), Order(0, 37), positions(2), transform=name_thread) as batches:
+        assert all(batch["thread"].startswith("prefetch") for batch in batches)
+
+
+def test_processes_are_gone_after_closing_and_die_with_a_killed_parent(tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import multiprocessing, sys, time\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from test_loader import Counted, positions\n"
+        "from halation.data.loader import Batches\n"
+        "from halation.data.order import Order\n"
+        "if __name__ == '__main__':\n"
+        "    with Batches(Counted(), Order(0, 37), positions(2), num_workers=1) as batches:\n"
+        "        list(batches)\n"
+        "    assert not multiprocessing.active_children()\n"
+        "    batches = Batches(Counted(), Order(0, 37), positions(10**9), num_workers=2)\n"
+        "    next(batches)\n"
+        "    print(*[child.pid for child in multiprocessing.active_children()], flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert parent.stdout is not None
+        children = [int(pid) for pid in parent.stdout.readline().split()]
+    finally:
+        parent.send_signal(signal.SIGKILL)
+        parent.communicate()
+    assert len(children) == 2
+    deadline = time.monotonic() + 5
+    while any(_runs(pid) for pid in children):
+        assert time.monotonic() < deadline, "a worker outlived its parent"
+        time.sleep(0.05)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return False
