@@ -42,6 +42,35 @@ _Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Kind:
+    """What may stand at one place; a count is drawn evenly from its tuple."""
+
+    num_cars: tuple[int, ...]
+    num_trees: tuple[int, ...] = (0,)
+    num_houses: tuple[int, ...] = (0,)
+    num_signs: tuple[int, ...] = (0,)
+    num_pedestrians: tuple[int, ...] = (0,)
+    num_traffic_lights: tuple[int, ...] = (0,)
+    chance_wet: float = 0.35
+
+
+_KINDS: dict[Place, _Kind] = {
+    "residential": _Kind(
+        num_cars=(0, 1, 2, 2, 3, 4), num_trees=(0, 1, 2), num_houses=(6,), num_pedestrians=(0, 0, 1), chance_wet=0.5
+    ),
+    "urban intersection": _Kind(
+        num_cars=(0, 1, 2, 3, 4, 5), num_houses=(4, 5, 6), num_pedestrians=(0, 0, 1, 2), num_traffic_lights=(2,)
+    ),
+    "highway": _Kind(num_cars=(0, 1, 2, 3, 4), num_trees=(0, 2, 3), num_signs=(1,)),
+    "rainy street": _Kind(num_cars=(0, 0, 1, 2, 3), num_houses=(6,), num_pedestrians=(0, 1, 2), chance_wet=1.0),
+    "suburban": _Kind(num_cars=(0, 0, 1, 2), num_trees=(4, 5, 6), num_houses=(2, 3, 4)),
+    "parking lot": _Kind(num_cars=(0, 1, 2, 3, 4, 5, 5), num_trees=(2, 3, 4), num_houses=(1,)),
+    "city crossing": _Kind(num_cars=(0, 0, 1, 2), num_houses=(6,), num_signs=(2,), num_pedestrians=(1, 2, 3)),
+    "rural": _Kind(num_cars=(0, 0, 1, 1, 2), num_trees=(2, 3, 4), num_houses=(0, 1)),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Attributes:
     """The labels of one scene; they decide its picture at every size, and its caption."""
 
@@ -59,36 +88,18 @@ class Attributes:
     variation: int
     """The scene's number: it decides whatever the labels leave open, such as where a tree stands."""
 
+    def __post_init__(self) -> None:
+        kind = _KINDS[self.place]
+        for name in ("num_cars", "num_trees", "num_houses", "num_signs", "num_pedestrians", "num_traffic_lights"):
+            num, allowed = getattr(self, name), getattr(kind, name)
+            if num not in allowed:
+                raise ValueError(f"{name} is {num} in a scene of place {self.place!r}, which has one of {set(allowed)}")
+        if self.weather == "dry" and kind.chance_wet == 1.0:
+            raise ValueError(f"the weather is dry in a scene of place {self.place!r}, which is always wet")
+
     @property
     def num_cars(self) -> int:
         return len(self.car_colours)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Kind:
-    """What may stand at one place; a count is drawn evenly from its tuple."""
-
-    cars: tuple[int, ...]
-    trees: tuple[int, ...] = (0,)
-    houses: tuple[int, ...] = (0,)
-    signs: tuple[int, ...] = (0,)
-    pedestrians: tuple[int, ...] = (0,)
-    traffic_lights: tuple[int, ...] = (0,)
-    chance_wet: float = 0.35
-
-
-_KINDS: dict[Place, _Kind] = {
-    "residential": _Kind(cars=(0, 1, 2, 2, 3, 4), trees=(0, 1, 2), houses=(6,), pedestrians=(0, 0, 1), chance_wet=0.5),
-    "urban intersection": _Kind(
-        cars=(0, 1, 2, 3, 4, 5), houses=(4, 5, 6), pedestrians=(0, 0, 1, 2), traffic_lights=(2,)
-    ),
-    "highway": _Kind(cars=(0, 1, 2, 3, 4), trees=(0, 2, 3), signs=(1,)),
-    "rainy street": _Kind(cars=(0, 0, 1, 2, 3), houses=(6,), pedestrians=(0, 1, 2), chance_wet=1.0),
-    "suburban": _Kind(cars=(0, 0, 1, 2), trees=(4, 5, 6), houses=(2, 3, 4)),
-    "parking lot": _Kind(cars=(0, 1, 2, 3, 4, 5, 5), trees=(2, 3, 4), houses=(1,)),
-    "city crossing": _Kind(cars=(0, 0, 1, 2), houses=(6,), signs=(2,), pedestrians=(1, 2, 3)),
-    "rural": _Kind(cars=(0, 0, 1, 1, 2), trees=(2, 3, 4), houses=(0, 1)),
-}
 
 
 class Dice:
@@ -143,11 +154,11 @@ def scene(part: Part, index: int) -> Attributes:
         place=place,
         time=dice.pick(("day", "day", "dusk", "night")),
         weather="wet" if dice.chance(kind.chance_wet) else "dry",
-        car_colours=tuple(dice.pick(CAR_COLOURS) for _ in range(dice.pick(kind.cars))),
-        num_trees=dice.pick(kind.trees),
-        num_houses=dice.pick(kind.houses),
-        num_signs=dice.pick(kind.signs),
-        num_pedestrians=dice.pick(kind.pedestrians),
-        num_traffic_lights=dice.pick(kind.traffic_lights),
+        car_colours=tuple(dice.pick(CAR_COLOURS) for _ in range(dice.pick(kind.num_cars))),
+        num_trees=dice.pick(kind.num_trees),
+        num_houses=dice.pick(kind.num_houses),
+        num_signs=dice.pick(kind.num_signs),
+        num_pedestrians=dice.pick(kind.num_pedestrians),
+        num_traffic_lights=dice.pick(kind.num_traffic_lights),
         variation=number,
     )
