@@ -121,7 +121,7 @@ class LatentSpace:
                 "config.json of an AutoencoderKL and its weights as safetensors",
                 "convert the weights to safetensors, or fetch the folder again",
             ) from error
-        return cls(vae, path=str(path), half_dtype=half_dtype)
+        return cls(vae, path=str(path.resolve()), half_dtype=half_dtype)
 
     @property
     def device(self) -> torch.device:
@@ -130,7 +130,8 @@ class LatentSpace:
 
     @torch.no_grad()
     def encode(self, pixels: Tensor) -> Tensor:
-        mean = self._vae.encode(to_unit(pixels.to(self.device))).latent_dist.mode()
+        with torch.autocast(self.device.type, enabled=False):  # latents must not depend on who asks for them
+            mean = self._vae.encode(to_unit(pixels.to(self.device))).latent_dist.mode()
         latents: Tensor = (mean - self.shift) * self.scaling
         return latents.to(pixels.device)
 
@@ -153,7 +154,8 @@ class LatentSpace:
 
     def _pictures(self, latents: Tensor, dtype: torch.dtype) -> Tensor:
         vae = self._vae if dtype == torch.float32 else self._narrow(dtype)
-        decoded: Tensor = vae.decode(latents.to(dtype)).sample
+        with torch.autocast(self.device.type, enabled=False):
+            decoded: Tensor = vae.decode(latents.to(dtype)).sample
         return decoded.to(torch.float32)
 
     def _narrow(self, dtype: torch.dtype) -> Any:
