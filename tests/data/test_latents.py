@@ -1,0 +1,235 @@
+"""Laws of the cache of pixels and latents."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from halation.data import latents
+from halation.data.base import JSON, Picture
+from halation.data.loader import Batches
+from halation.data.order import Order
+from halation.errors import InputError
+
+FINGERPRINT: dict[str, JSON] = {"source": "drawn", "encoder": "thirds", "size": [8, 8]}
+
+
+class Drawn:
+    """Pictures from a formula, with captions in several scripts."""
+
+    name = "drawn"
+    fingerprint: dict[str, JSON] = {"kind": "drawn"}
+    num_train = 53
+    num_heldout = 7
+    height = width = 8
+    class_names = ("even", "odd")
+
+    def train(self, index: int) -> Picture:
+        pixels = np.random.Generator(np.random.Philox(key=index)).integers(0, 256, (8, 8, 3), np.uint8)
+        return Picture(pixels=pixels, caption=f"scene {index} \U0001f697 거리", label=index % 2)
+
+    def heldout(self, index: int) -> Picture:
+        return self.train(1000 + index)
+
+    def captions(self) -> Iterable[str]:
+        return []
+
+
+class Encoder:
+    """Means over the batch would betray a batch of another size, so the latent carries its size."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def __call__(self, batch: list[np.ndarray]) -> np.ndarray:
+        self.sizes.append(len(batch))
+        pixels = np.stack(batch).transpose(0, 3, 1, 2)
+        return (pixels[:, :, ::4, ::4] / 256 + len(batch)).astype(np.float16)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def test_a_cache_of_pixels_holds_the_pictures(tmp_path: Path) -> None:
+    latents.build(Drawn(), tmp_path, fingerprint=FINGERPRINT, shard_size=16)
+    cache = latents.open(tmp_path, FINGERPRINT)
+    assert (cache.num_train, cache.num_heldout, cache.class_names) == (53, 7, ("even", "odd"))
+    assert not cache.holds_latents
+    for part, num in (("train", 53), ("heldout", 7)):
+        for index in range(num):
+            kept, drawn = getattr(cache, part)(index), getattr(Drawn(), part)(index)
+            assert kept.pixels.tobytes() == drawn.pixels.tobytes()
+            assert (kept.caption, kept.label) == (drawn.caption, drawn.label)
+    assert list(cache.captions()) == [Drawn().train(index).caption for index in range(53)]
+
+
+def test_pixels_are_views_of_the_file_and_cannot_be_written(tmp_path: Path) -> None:
+    latents.build(Drawn(), tmp_path, fingerprint=FINGERPRINT)
+    pixels = latents.open(tmp_path, FINGERPRINT).train(3).pixels
+    assert not pixels.flags.owndata
+    with pytest.raises(ValueError, match="read-only"):
+        pixels[0] = 0
+
+
+def test_any_reader_of_safetensors_can_read_a_shard(tmp_path: Path) -> None:
+    latents.build(Drawn(), tmp_path, Encoder(), fingerprint=FINGERPRINT, shard_size=16)
+    tensor = load_file(tmp_path / "train-00002.safetensors")["x"]
+    cache = latents.open(tmp_path, FINGERPRINT)
+    assert tensor.shape == (16, 3, 2, 2)
+    assert tensor.dtype == np.float16
+    assert tensor[5].tobytes() == cache.train(37).pixels.tobytes()
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 7])
+def test_any_number_of_ranks_writes_the_same_bytes(tmp_path: Path, world_size: int) -> None:
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    latents.build(Drawn(), alone, Encoder(), fingerprint=FINGERPRINT, shard_size=10, encode_size=4)
+    for rank in reversed(range(world_size)):
+        encode = Encoder()
+        latents.build(
+            Drawn(), together, encode, fingerprint=FINGERPRINT, part=(rank, world_size), shard_size=10, encode_size=4
+        )
+        assert set(encode.sizes) == {4}
+    assert files(alone) == files(together)
+
+
+def test_processes_write_the_same_bytes(tmp_path: Path) -> None:
+    latents.build(Drawn(), tmp_path / "here", fingerprint=FINGERPRINT, shard_size=40)
+    latents.build(Drawn(), tmp_path / "there", fingerprint=FINGERPRINT, shard_size=40, num_workers=2)
+    assert files(tmp_path / "here") == files(tmp_path / "there")
+
+
+def test_reading_many_equals_reading_each(tmp_path: Path) -> None:
+    latents.build(Drawn(), tmp_path, Encoder(), fingerprint=FINGERPRINT, shard_size=10)
+    cache = latents.open(tmp_path, FINGERPRINT)
+    assert cache.holds_latents
+    wanted = [52, 0, 10, 9, 0, 31]
+    stack = cache.read(wanted)
+    assert stack.pixels.shape == (6, 3, 2, 2)
+    for row, index in enumerate(wanted):
+        assert stack.pixels[row].tobytes() == cache.train(index).pixels.tobytes()
+        assert (stack.captions[row], stack.labels[row]) == (cache.train(index).caption, cache.train(index).label)
+    assert cache.read([6], part="heldout").captions == [cache.heldout(6).caption]
+    assert cache.read([]).pixels.shape == (0, 3, 2, 2)
+    for outside in (-1, 53):
+        with pytest.raises(IndexError, match="53 pictures"):
+            cache.read([outside])
+        with pytest.raises(IndexError, match="53 pictures"):
+            cache.train(outside)
+
+
+def test_the_loader_reads_a_cache_like_its_source(tmp_path: Path) -> None:
+    latents.build(Drawn(), tmp_path, fingerprint=FINGERPRINT, shard_size=10)
+    steps = [(step, range(step * 9, step * 9 + 9)) for step in range(8)]
+    with Batches(Drawn(), Order(1, 53), steps) as batches:
+        drawn = list(batches)
+    with Batches(latents.open(tmp_path, FINGERPRINT), Order(1, 53), steps) as batches:
+        cached = list(batches)
+    assert [batch["pixels"].tobytes() for batch in drawn] == [batch["pixels"].tobytes() for batch in cached]
+    assert [batch["captions"] for batch in drawn] == [batch["captions"] for batch in cached]
+
+
+def test_a_stale_cache_is_refused_with_the_difference(tmp_path: Path) -> None:
+    latents.build(Drawn(), tmp_path, fingerprint=FINGERPRINT)
+    wanted: dict[str, JSON] = {**FINGERPRINT, "encoder": "halves", "crop": "centre"}
+    with pytest.raises(InputError, match="was made for something else") as caught:
+        latents.open(tmp_path, wanted)
+    assert "encoder: 'thirds' in the cache, 'halves' wanted" in caught.value.found
+    assert "crop: None in the cache, 'centre' wanted" in caught.value.found
+    assert "size" not in caught.value.found
+    with pytest.raises(InputError, match="was made for something else"):
+        latents.build(Drawn(), tmp_path, fingerprint=wanted)
+    with pytest.raises(InputError, match="shard_size: 1024 in the cache, 10 wanted"):
+        latents.build(Drawn(), tmp_path, fingerprint=FINGERPRINT, shard_size=10)
+
+
+def test_a_folder_without_a_cache_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no cache in"):
+        latents.open(tmp_path, FINGERPRINT)
+    (tmp_path / "cache.json").write_text('{"format"')
+    with pytest.raises(InputError, match="is damaged"):
+        latents.open(tmp_path, FINGERPRINT)
+    (tmp_path / "cache.json").write_text('{"format": 99}')
+    with pytest.raises(InputError, match="another format"):
+        latents.open(tmp_path, FINGERPRINT)
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut", "empty", "bit", "note missing", "caption changed", "note cut"])
+def test_a_damaged_shard_is_found_and_only_it_is_made_again(tmp_path: Path, damage: str) -> None:
+    latents.build(Drawn(), tmp_path, Encoder(), fingerprint=FINGERPRINT, shard_size=10, encode_size=5)
+    before = files(tmp_path)
+    shard, note = tmp_path / "train-00001.safetensors", tmp_path / "train-00001.json"
+    _damage(damage, shard, note)
+    with pytest.raises(InputError, match="missing or damaged: train-00001.safetensors"):
+        latents.open(tmp_path, FINGERPRINT)
+    encode = Encoder()
+    latents.build(Drawn(), tmp_path, encode, fingerprint=FINGERPRINT, shard_size=10, encode_size=5)
+    assert len(encode.sizes) == 2
+    assert files(tmp_path) == before
+
+
+def _damage(damage: str, shard: Path, note: Path) -> None:
+    if damage in ("missing", "note missing"):
+        (shard if damage == "missing" else note).unlink()
+    elif damage in ("cut", "note cut"):
+        path = shard if damage == "cut" else note
+        path.write_bytes(path.read_bytes()[:-12])
+    elif damage == "empty":
+        shard.write_bytes(b"")
+    elif damage == "bit":
+        content = bytearray(shard.read_bytes())
+        content[-20] ^= 4
+        shard.write_bytes(content)
+    else:
+        note.write_text(note.read_text().replace("scene 12 ", "scene 13 "))
+
+
+def test_progress_counts_pictures_that_were_there_already(tmp_path: Path) -> None:
+    calls: list[tuple[int, int]] = []
+    latents.build(Drawn(), tmp_path, fingerprint=FINGERPRINT, shard_size=30, on_progress=lambda *now: calls.append(now))
+    assert calls == [(0, 60), (30, 60), (53, 60), (60, 60)]
+    calls.clear()
+    latents.build(Drawn(), tmp_path, fingerprint=FINGERPRINT, shard_size=30, on_progress=lambda *now: calls.append(now))
+    assert calls == [(60, 60)]
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("action", ["kill", "ENOSPC"])
+@pytest.mark.parametrize("point", ["cache.write", "cache.fsync", "cache.rename"])
+def test_a_build_that_dies_at_any_point_is_finished_by_the_same_call(tmp_path: Path, point: str, action: str) -> None:
+    latents.build(Drawn(), tmp_path / "whole", fingerprint=FINGERPRINT, shard_size=20)
+    folder, log = tmp_path / "cache", tmp_path / "fired"
+    script = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from test_latents import Drawn, FINGERPRINT, latents\n"
+        f"latents.build(Drawn(), {str(folder)!r}, fingerprint=FINGERPRINT, shard_size=20)\n"
+    )
+    environment = {**os.environ, "HALATION_FAULT": f"{point}:4:{action}", "HALATION_FAULT_LOG": str(log)}
+    died = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, check=False)
+    assert died.returncode != 0
+    assert f"{point}:4:{action}" in log.read_text()
+    with pytest.raises(InputError, match="missing or damaged"):
+        latents.open(folder, FINGERPRINT)
+    latents.build(Drawn(), folder, fingerprint=FINGERPRINT, shard_size=20)
+    assert files(folder) == files(tmp_path / "whole")
+
+
+def test_an_encoder_that_gives_something_else_is_our_mistake(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="expected float16"):
+        latents.build(Drawn(), tmp_path, lambda batch: np.zeros((len(batch), 4, 2, 2)), fingerprint=FINGERPRINT)
+
+
+def test_what_the_cache_says_about_itself_is_plain_json(tmp_path: Path) -> None:
+    latents.build(Drawn(), tmp_path, fingerprint=FINGERPRINT, shard_size=20)
+    assert json.loads((tmp_path / "cache.json").read_text())["fingerprint"] == FINGERPRINT
+    note = json.loads((tmp_path / "heldout-00000.json").read_text())
+    assert note["captions"][0] == Drawn().heldout(0).caption
