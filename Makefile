@@ -3,6 +3,8 @@
 SHELL := /bin/bash
 VENV := .venv
 STAMP := $(VENV)/installed
+# There while packages are installed: an installation that was cut short may hold half a package, and is begun again.
+HALF := $(VENV)/half_installed
 RUN := $(VENV)/bin/python -m
 PYTEST_ARGS ?=
 
@@ -23,7 +25,7 @@ help:
 
 $(STAMP): pyproject.toml constraints.txt
 	@set -e; start=$$(date +%s); \
-	if [ -n "$(MOVED)" ] || ! $(VENV)/bin/python -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	if [ -n "$(MOVED)" ] || [ -e $(HALF) ] || ! $(VENV)/bin/python -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
 	    for python in $(PYTHON) python3.11 python3 python3.12 python3.13 python3.14; do \
 	        if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then found="$$python"; break; fi; \
 	    done; \
@@ -41,10 +43,11 @@ $(STAMP): pyproject.toml constraints.txt
 	        exit 2; \
 	    }; \
 	fi; \
+	touch $(HALF); \
 	echo "Installing torch, then the rest, into $(VENV): a few minutes the first time"; \
 	$(RUN) pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0; \
 	$(RUN) pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'; \
-	printf '%s' "$$PWD" > $(STAMP); \
+	printf '%s' "$$PWD" > $(STAMP); rm $(HALF); \
 	echo "Installed in $$(( $$(date +%s) - start )) s"
 
 demo: $(STAMP)

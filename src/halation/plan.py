@@ -41,3 +41,13 @@ def share(total: int, world_size: int, rank: int) -> range:
     """Contiguous shares by ceiling division: 6 on 4 ranks are 2, 2, 2, 0."""
     size = -(-total // world_size)
     return range(min(rank * size, total), min((rank + 1) * size, total))
+
+
+def micro_batches(total: int, world_size: int, most: int) -> tuple[int, int]:
+    """(number, size) of the micro-batches in which every rank takes its share of `total` rows, at most `most` rows at once.
+
+    The same on all ranks, whose last rows may be fillers: the number of forwards and their shape must not depend on the rank.
+    """
+    size = -(-total // world_size)
+    number = -(-size // most)
+    return number, -(-size // number)

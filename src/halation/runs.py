@@ -57,7 +57,9 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_bytes())
     except (ValueError, UnicodeDecodeError) as error:
         raise InputError(
-            f"{path} is not JSON ({error})", "the file as Halation wrote it", "restore it, or start in a new --output_dir"
+            f"{path} is not JSON ({error})",
+            "the file as Halation wrote it",
+            "restore it, or start in a new --output_dir",
         ) from error
 
 
@@ -124,7 +126,12 @@ def held(folder: Path, what: str) -> Iterator[None]:
             "wait for it, stop it, or choose another --output_dir",
         ) from None
     try:
-        owner = {"pid": os.getpid(), "host": socket.gethostname(), "command": what, "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        owner = {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "command": what,
+            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+        }
         publish_json(owner_path, owner)
         yield
     finally:
@@ -168,6 +175,51 @@ def refuse_changes(run: Run, old: Mapping[str, Any], new: Mapping[str, Any]) -> 
         )
 
 
+def begin(run: Run, job: str, settings: Mapping[str, Any], fixed: Mapping[str, Any], accept_changes: bool) -> bool:
+    """Write config.json of a new run, or check that this is the run that was begun; returns whether it is new.
+
+    `settings` is everything as resolved, `fixed` the part (and the versions and device) that a resumed run must not change.
+    """
+    if not run.config.exists():
+        publish_json(run.config, {"job": job, "settings": dict(settings), "fixed": dict(fixed), "changes": []})
+        return True
+    record = read_json(run.config)
+    if record.get("job") != job:
+        raise InputError(
+            f"{run.folder} holds a `{record.get('job')}` run",
+            f"a `{job}` run or an empty folder",
+            "choose another --output_dir",
+        )
+    keys = [key for key in record["fixed"] if key in fixed] + [key for key in fixed if key not in record["fixed"]]
+    _settle_changes(run, record, {key: record["fixed"].get(key) for key in keys}, fixed, accept_changes)
+    record["settings"] = dict(settings)
+    publish_json(run.config, record)
+    return False
+
+
+def confirm(run: Run, facts: Mapping[str, Any], accept_changes: bool) -> dict[str, Any]:
+    """Record facts that are known only after the data was opened, or check that they are what they were; returns the record."""
+    record: dict[str, Any] = read_json(run.config)
+    known = {key: record["fixed"][key] for key in facts if key in record["fixed"]}
+    _settle_changes(run, record, known, {key: facts[key] for key in known}, accept_changes)
+    record["fixed"] |= facts
+    publish_json(run.config, record)
+    return record
+
+
+def _settle_changes(
+    run: Run, record: dict[str, Any], old: Mapping[str, Any], new: Mapping[str, Any], accept: bool
+) -> None:
+    lines = difference(old, new)
+    if lines and not accept:
+        refuse_changes(run, old, new)
+    if lines:
+        record["changes"].append(
+            {"time": time.strftime("%Y-%m-%d %H:%M:%S"), "changed": [line.strip() for line in lines]}
+        )
+        record["fixed"] |= new
+
+
 class Metrics:
     """metrics.jsonl: one JSON object a line, appended whole; on resume, what lies after the checkpoint is dropped."""
 
@@ -199,7 +251,9 @@ class Metrics:
             with open(self.path, "ab") as file:
                 file.write(_line(row))
         except OSError as error:
-            raise HalationError(f"cannot write {self.path}: {error.strerror or error}; free some space and run the same command again") from error
+            raise HalationError(
+                f"cannot write {self.path}: {error.strerror or error}; free some space and run the same command again"
+            ) from error
 
 
 def _line(row: Mapping[str, Any]) -> bytes:

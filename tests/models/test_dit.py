@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -255,3 +256,20 @@ def test_an_unknown_size_names_those_that_exist() -> None:
 def test_a_size_that_the_patch_does_not_divide_comes_with_the_nearest_that_it_does() -> None:
     with pytest.raises(InputError, match="use 48 x 32"):
         sized("tiny", height=47, width=33, channels=3, patch_size=4, vocabulary_size=9)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_blocks_compile_without_a_break_into_one_graph_for_all_of_them(
+    make_denoiser: Make, checkpointing: bool
+) -> None:
+    denoiser = make_denoiser()
+    denoiser.module.checkpointing = checkpointing
+    expected = gradients(denoiser)
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    for block in denoiser.module.blocks:
+        block.compile(backend=counter, fullgraph=True)
+    found = gradients(denoiser)
+    assert counter.frame_count == 1
+    assert all(torch.allclose(gradient, found[name], atol=1e-6) for name, gradient in expected.items())
+    torch.compiler.reset()

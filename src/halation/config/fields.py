@@ -36,13 +36,17 @@ def as_json(config: Any) -> dict[str, Any]:
 def fixed(config: Any) -> dict[str, Any]:
     """The settings that a resumed run must not change."""
     values = as_json(config)
-    return {f.name: values[f.name] for f in dataclasses.fields(config) if f.metadata.get("change", "refused") == "refused"}
+    return {
+        f.name: values[f.name] for f in dataclasses.fields(config) if f.metadata.get("change", "refused") == "refused"
+    }
 
 
 def read_file(path: Path) -> dict[str, Any]:
     """Settings from a YAML, TOML or JSON file, by its ending."""
     if not path.is_file():
-        raise InputError(f"there is no file {path}", "a YAML, TOML or JSON file of settings", "check the path given to --config")
+        raise InputError(
+            f"there is no file {path}", "a YAML, TOML or JSON file of settings", "check the path given to --config"
+        )
     text = path.read_text(encoding="utf-8-sig")
     try:
         match path.suffix.lower():
@@ -55,15 +59,21 @@ def read_file(path: Path) -> dict[str, Any]:
             case ".json":
                 values = json.loads(text)
             case ending:
-                raise InputError(f"{path} ends in {ending or 'nothing'}", "a file ending in .yaml, .yml, .toml or .json", "rename it")
+                raise InputError(
+                    f"{path} ends in {ending or 'nothing'}", "a file ending in .yaml, .yml, .toml or .json", "rename it"
+                )
     except InputError:
         raise
-    except Exception as error:  # noqa: BLE001 - three parsers, each with its own family of errors
-        raise InputError(f"{path} cannot be read: {error}", "a well-formed file of settings", "correct the place it names") from error
+    except Exception as error:
+        raise InputError(
+            f"{path} cannot be read: {error}", "a well-formed file of settings", "correct the place it names"
+        ) from error
     if values is None:
         values = {}
     if not isinstance(values, dict):
-        raise InputError(f"{path} holds a {type(values).__name__}", "a table of settings (key: value)", "write one setting a line")
+        raise InputError(
+            f"{path} holds a {type(values).__name__}", "a table of settings (key: value)", "write one setting a line"
+        )
     return {str(key).replace("-", "_"): value for key, value in values.items()}
 
 
@@ -80,12 +90,16 @@ def from_file(config_type: type[ConfigType], path: Path) -> dict[str, Any]:
         if key not in names:
             near = difflib.get_close_matches(key, names, n=1, cutoff=0.0)
             raise InputError(
-                f"{path}: unknown setting '{key}'", f"the nearest known one is '{near[0]}'", "correct or remove it; --help lists all of them"
+                f"{path}: unknown setting '{key}'",
+                f"the nearest known one is '{near[0]}'",
+                "correct or remove it; --help lists all of them",
             )
         try:
             adapter: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(hints[key])
             settings[key] = adapter.validate_json(json.dumps(value), strict=True)
         except (pydantic.ValidationError, TypeError) as error:
             problem = error.errors()[0]["msg"] if isinstance(error, pydantic.ValidationError) else str(error)
-            raise InputError(f"{path}: {key} is {value!r}", f"a value of its type ({problem})", "correct it; --help shows the type") from error
+            raise InputError(
+                f"{path}: {key} is {value!r}", f"a value of its type ({problem})", "correct it; --help shows the type"
+            ) from error
     return settings

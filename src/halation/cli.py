@@ -1,0 +1,190 @@
+"""The command line: `halation COMMAND --flags`; parses first and imports the heavy libraries after, so that --help is instant."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import logging
+import os
+import sys
+import traceback
+import types
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from halation.errors import HalationError, InputError
+
+COMMANDS = {
+    "train": ("TrainConfig", "train a diffusion transformer on every rank, with samples from every rank"),
+    "sample": ("SampleConfig", "draw pictures from a checkpoint on every rank"),
+    "demo": ("DemoConfig", "train a small model on embedded data and show its progress"),
+    "doctor": ("DoctorConfig", "show devices, versions, backends, and what is missing"),
+}
+TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code: 0 done, 1 failures, 2 bad input, 130 or 143 interrupted."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return 0 if words else 2
+    if words[0] in ("-V", "--version", "version"):
+        from halation import __version__
+
+        print(f"halation {__version__}")
+        return 0
+    try:
+        command = words[0]
+        if command not in COMMANDS:
+            raise InputError(f"there is no command '{command}'", f"one of {', '.join(COMMANDS)}", _nearest(command))
+        config = parse(command, words[1:])
+        job = importlib.import_module(f"halation.jobs.{command}")
+        return int(job.run(config))
+    except HalationError as error:
+        _say(f"halation: {error}")
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader went away (halation ... | head); Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception:  # noqa: BLE001 - the last place where an error can be told to a person
+        logging.getLogger(__name__).debug("unexpected", exc_info=True)
+        _say(f"halation: this is a defect in Halation or in a library below it:\n{traceback.format_exc()}")
+        return 1
+
+
+def parse(command: str, words: Sequence[str]) -> Any:
+    """The command's config: defaults, below `--config FILE`, below flags."""
+    import tyro
+
+    from halation.config import fields
+
+    name, _ = COMMANDS[command]
+    config_type = getattr(importlib.import_module(f"halation.config.{command}"), name)
+    file, rest = _take_config(words)
+    settings = fields.from_file(config_type, file) if file else {}
+    return parse_flags(tyro, config_type, settings, rest, prog=f"halation {command}")
+
+
+def parse_flags(
+    tyro: types.ModuleType, config_type: Any, settings: dict[str, Any], words: Sequence[str], prog: str
+) -> Any:
+    required = [
+        f.name for f in dataclasses.fields(config_type) if f.default is f.default_factory is dataclasses.MISSING
+    ]
+    default = {} if any(name not in settings for name in required) else {"default": config_type(**settings)}
+    if not default and settings:  # flags must give the rest; put the file's settings in front of them
+        words = [*_as_flags(settings), *words]
+    return tyro.cli(
+        config_type,
+        prog=prog,
+        args=normalised(config_type, words),
+        use_underscores=True,
+        config=(tyro.conf.AvoidSubcommands,),
+        **default,
+    )
+
+
+def normalised(config_type: Any, words: Sequence[str]) -> list[str]:
+    """Allow what people write: `--gpu_ids 0,1,2` for lists of numbers or choices, and `--compile False` for switches."""
+    hints = typing.get_type_hints(config_type)
+    lists = {
+        name for name, hint in hints.items() if typing.get_origin(hint) is tuple and str not in typing.get_args(hint)
+    }
+    switches = {name for name, hint in hints.items() if hint is bool or hint == (bool | None)}
+    result: list[str] = []
+    words = _split_equals(words)
+    position = 0
+    current = ""
+    while position < len(words):
+        word = words[position]
+        position += 1
+        if word.startswith("--"):
+            current = word[2:].replace("-", "_")
+            value = words[position].lower() if position < len(words) else ""
+            if current in switches and value in TRUE + FALSE:
+                result.append(word if value in TRUE else f"--no_{current}")
+                position += 1
+                continue
+        elif current in lists and "," in word:
+            result.extend(part for part in word.split(",") if part)
+            continue
+        result.append(word)
+    return result
+
+
+def _split_equals(words: Sequence[str]) -> list[str]:
+    result = []
+    for word in words:
+        flag, equals, value = word.partition("=")
+        result.extend([flag, value] if equals and flag.startswith("--") else [word])
+    return result
+
+
+def _as_flags(settings: dict[str, Any]) -> list[str]:
+    flags = []
+    for name, value in settings.items():
+        if isinstance(value, bool):
+            flags.append(f"--{name}" if value else f"--no_{name}")
+        elif isinstance(value, tuple):
+            flags.extend([f"--{name}", *map(str, value)])
+        else:
+            flags.extend([f"--{name}", str(value)])
+    return flags
+
+
+def _take_config(words: Sequence[str]) -> tuple[Path | None, list[str]]:
+    rest, file = [], None
+    words = list(words)
+    position = 0
+    while position < len(words):
+        word = words[position]
+        if word == "--config" or word.startswith("--config="):
+            value = (
+                word.partition("=")[2] if "=" in word else (words[position + 1] if position + 1 < len(words) else "")
+            )
+            if not value:
+                raise InputError("--config without a file", "--config FILE.yaml, .toml or .json", "name the file")
+            position += 1 if "=" in word else 2
+            file = Path(value)
+            continue
+        rest.append(word)
+        position += 1
+    return file, rest
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name.ljust(width)}  {sentence}" for name, (_, sentence) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: halation COMMAND [--flags]",
+            "",
+            "Train and sample diffusion transformers on every GPU that is there.",
+            "",
+            "commands:",
+            *lines,
+            "",
+            "halation COMMAND --help lists the flags. Dashes and underscores are the same; --config FILE (YAML, TOML, JSON) lies below flags.",
+        ]
+    )
+
+
+def _nearest(command: str) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(command, COMMANDS, n=1, cutoff=0.5)
+    return f"did you mean `halation {near[0]}`?" if near else "run `halation --help`"
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text.rstrip() + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

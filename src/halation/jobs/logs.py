@@ -1,0 +1,37 @@
+"""Where log lines go: a file for each rank, and warnings of rank 0 to the person."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+
+class Echo(logging.Handler):
+    """Hands warnings to whoever draws the progress bar, so that a line does not tear it."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.say: Callable[[str], None] | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.say is not None:
+            self.say(record.getMessage())
+
+
+def set_up(folder: Path, rank: int) -> Echo:
+    """Log to `train.log` on rank 0 and `rank_K.log` elsewhere; called once in a process."""
+    folder.mkdir(parents=True, exist_ok=True)
+    logger = logging.getLogger("halation")
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+        handler.close()
+    file = logging.FileHandler(folder / ("train.log" if rank == 0 else f"rank_{rank}.log"), encoding="utf-8")
+    file.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s [rank {rank}] %(message)s"))
+    logger.addHandler(file)
+    echo = Echo()
+    if rank == 0:
+        logger.addHandler(echo)
+    return echo

@@ -1,0 +1,165 @@
+"""`halation train`: the only place that sees a whole training config; it builds the parts and runs the loop over them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import shlex
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from halation import runs
+from halation.config.fields import as_json, fixed
+from halation.config.train import TrainConfig
+from halation.errors import InputError
+from halation.runs import Run
+from halation.world import launch
+
+if TYPE_CHECKING:
+    from halation.jobs.session import Session
+
+log = logging.getLogger(__name__)
+
+
+def run(config: TrainConfig) -> int:
+    """Train, on ranks that are already there or on ranks started here. Exit code 0 when the last step is saved."""
+    config = resolved(config)
+    if launch.launched():
+        run_rank(config)
+        return 0
+    places = launch.devices(config.nproc, config.gpu_ids, config.oversubscribe)
+    folder = Run(config.output_dir)
+    runs.make_folder(folder.folder)
+    with runs.held(folder.folder, "train"):
+        runs.remove_temporaries(folder.folder)
+        begin(config, places[0])
+        if len(places) == 1:
+            os.environ[launch.DEVICE] = places[0]
+            run_rank(config, held=True)
+        else:
+            launch.Launcher("train", as_json(config), places, config.max_restarts).run()
+    return 0
+
+
+def read_config(path: Path) -> TrainConfig:
+    """The config the launcher left for its ranks."""
+    values = json.loads(path.read_text())
+    for field in dataclasses.fields(TrainConfig):
+        if isinstance(values[field.name], list):
+            values[field.name] = tuple(values[field.name])
+    return TrainConfig(**values | {"output_dir": Path(values["output_dir"])})
+
+
+def resolved(config: TrainConfig) -> TrainConfig:
+    """The config with its short forms written out, or an error for what can be refused without looking at the data."""
+    size = tuple(config.image_size)
+    if len(size) == 1:
+        size = size * 2
+    if len(size) != 2 or min(size) < 1:
+        raise InputError(
+            f"--image_size {' '.join(map(str, config.image_size))}",
+            "height and width",
+            "give one or two positive numbers",
+        )
+    for name in ("batch_size", "accumulate", "sample_steps", "sample_batch_size", "log_every", "threads", "n_steps"):
+        if getattr(config, name) < 1:
+            raise InputError(f"--{name} {getattr(config, name)}", "a number above 0", f"raise --{name}")
+    for name in (
+        "ckpt_every",
+        "ckpt_latest_every",
+        "keep_last",
+        "num_register_tokens",
+        "seed",
+        "sample_seed",
+        "heldout_pictures",
+        "patch_size",
+    ):
+        if getattr(config, name) < 0:
+            raise InputError(f"--{name} {getattr(config, name)}", "0 or more", f"raise --{name}")
+    if not 0 <= config.caption_dropout <= 1:
+        raise InputError(f"--caption_dropout {config.caption_dropout}", "a share from 0 to 1", "for example 0.1")
+    if config.patch_size and (size[0] % config.patch_size or size[1] % config.patch_size) and not config.vae:
+        raise InputError(
+            f"--image_size {size[0]} {size[1]} with --patch_size {config.patch_size}",
+            "a size that the patch divides",
+            f"use --image_size {_rounded(size[0], config.patch_size)} {_rounded(size[1], config.patch_size)} or another --patch_size",
+        )
+    if config.data != "streets" and not Path(config.data).is_dir():
+        what = "is a file" if Path(config.data).exists() else "does not exist"
+        raise InputError(f"--data {config.data} {what}", "`streets` or a folder of pictures", "check the path")
+    return dataclasses.replace(config, image_size=size)
+
+
+def _rounded(size: int, patch: int) -> int:
+    return max(patch, round(size / patch) * patch)
+
+
+def begin(config: TrainConfig, place: str) -> bool:
+    """Open the run's record before anything heavy happens, so that changed settings are refused at once."""
+    facts = {
+        f"{name} version": version(name) for name in ("torch", "numpy", "diffusers" if config.vae else "safetensors")
+    }
+    return runs.begin(
+        Run(config.output_dir),
+        "train",
+        as_json(config),
+        fixed(config) | facts | {"device": place.split(":")[0]},
+        config.accept_changes,
+    )
+
+
+def run_rank(config: TrainConfig, held: bool = False) -> None:
+    """One rank of the training; under torchrun or srun, rank 0 also holds the folder."""
+    # cuBLAS reads this when it is first used, so it has to be there before torch touches the GPU.
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    launch.die_with_parent()
+    from halation.jobs.session import Session, joined
+
+    world = joined(config.nproc, config.gpu_ids, config.oversubscribe, config.dist_timeout_s, config.threads)
+    try:
+        alone = held or launch.RENDEZVOUS in os.environ
+        with _hold(config, world, alone), Session(world, config) as session:
+            session.run()
+            if world.first:
+                _tell(config, session)
+    finally:
+        world.close()
+
+
+def _hold(config: TrainConfig, world: Any, alone: bool) -> Any:
+    import contextlib
+
+    from halation.world.ranks import on_first
+
+    if alone:
+        return contextlib.nullcontext()
+    stack = contextlib.ExitStack()
+
+    def open_run(_beat: Any) -> None:
+        runs.make_folder(config.output_dir)
+        stack.enter_context(runs.held(config.output_dir, "train"))
+        runs.remove_temporaries(config.output_dir)
+        begin(config, str(world.device))
+
+    on_first(world, "opening the run", open_run, config.dist_timeout_s)
+    return stack
+
+
+def _tell(config: TrainConfig, session: Session) -> None:
+    """The last words: where everything is."""
+    if config.progress in ("json", "none"):
+        return
+    folder = config.output_dir
+    lines = [f"{'samples':12}{folder / 'samples'}"] if config.sample else []
+    lines += [
+        f"{'checkpoint':12}{session.newest()}",
+        f"{'export':12}{folder / 'export'}",
+        f"{'metrics':12}{folder / 'metrics.jsonl'}",
+    ]
+    again = f"halation sample --checkpoint {shlex.quote(str(folder))} --prompts ..."
+    sys.stderr.write("\n".join([*lines, f"{'draw more':12}{again}"]) + "\n")

@@ -1,0 +1,109 @@
+"""From positions in the data's order to rows on the device; all randomness is a function of (seed, position)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from halation import plan
+from halation.flow.guidance import drop
+from halation.flow.noise import training_draw
+from halation.flow.paths import times_from_uniform
+from halation.models.base import Denoiser
+from halation.training.loop import Rows
+
+
+def positions(
+    start_step: int, start: int, n_steps: int, global_batch: int, size: int, rank: int, most: int
+) -> Iterator[tuple[int, np.ndarray]]:
+    """(step, positions) of this rank for each step to come; behind its share, rows that only fill a micro-batch up."""
+    number, rows = plan.micro_batches(global_batch, size, most)
+    share = plan.share(global_batch, size, rank)
+    padded = np.zeros(number * rows, np.int64)
+    padded[: len(share)] = np.arange(share.start, share.stop)
+    for step in range(start_step, n_steps):
+        yield step, padded + (start + (step - start_step) * global_batch)
+
+
+class Preparer:
+    """Turns a host batch into tensors: noise, times, dropped captions. Runs in the loader's threads, ahead of the step."""
+
+    def __init__(
+        self,
+        denoiser: Denoiser,
+        shape: tuple[int, ...],
+        *,
+        seed: int,
+        dropout: float,
+        time_sampling: str,
+        time_shift: float,
+        num_real: int,
+        pin: bool,
+    ) -> None:
+        self.denoiser = denoiser
+        self.shape = shape
+        self.seed = seed
+        self.dropout = dropout
+        self.time_sampling = time_sampling
+        self.time_shift = time_shift
+        self.num_real = num_real
+        self.pin = pin
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        draws = [training_draw(self.seed, int(position), self.shape) for position in batch["positions"]]
+        condition = self.denoiser.encode_captions(batch["captions"], batch["labels"].tolist())
+        dropped = torch.tensor([d.u_drop < self.dropout for d in draws])
+        condition = drop(condition, self.denoiser.null_condition(len(draws)), dropped)
+        u_time = torch.tensor([d.u_time for d in draws], dtype=torch.float64)
+        tensors = {
+            "pixels": torch.from_numpy(batch["pixels"]),
+            "noise": torch.from_numpy(np.stack([d.noise for d in draws])),
+            "t": times_from_uniform(u_time, self.time_sampling, self.time_shift).float(),  # type: ignore[arg-type]
+            "weight": (torch.arange(len(draws)) < self.num_real).float(),
+            **{f"condition/{name}": value for name, value in condition.items()},
+        }
+        if self.pin:
+            tensors = {name: value.pin_memory() for name, value in tensors.items()}
+        return {"step": batch["step"], "tensors": tensors}
+
+
+def on_device(denoiser: Denoiser, batch: dict[str, Any], rows: int, device: torch.device) -> Sequence[Rows]:
+    """The batch as micro-batches of `rows` rows on the device; pixels become what the model learns."""
+    tensors = {name: value.to(device, non_blocking=True) for name, value in batch["tensors"].items()}
+    result = []
+    for start in range(0, len(tensors["t"]), rows):
+        cut = slice(start, start + rows)
+        pixels = tensors["pixels"][cut]
+        with torch.no_grad():
+            x0 = pixels.float() if pixels.is_floating_point() else denoiser.to_model(pixels)
+        condition = {
+            name.removeprefix("condition/"): value[cut]
+            for name, value in tensors.items()
+            if name.startswith("condition/")
+        }
+        result.append(
+            Rows(
+                x0=x0,
+                noise=tensors["noise"][cut],
+                t=tensors["t"][cut],
+                condition=condition,
+                weight=tensors["weight"][cut],
+            )
+        )
+    return result
+
+
+def idle(denoiser: Denoiser, rows: int, shape: tuple[int, ...], device: torch.device) -> Rows:
+    """Rows of the right shapes that stand for nothing, for the pass before the first step."""
+    condition = {name: value.to(device) for name, value in denoiser.null_condition(rows).items()}
+    zeros = torch.zeros((rows, *shape), device=device)
+    return Rows(
+        x0=zeros,
+        noise=zeros + 0.5,
+        t=torch.full((rows,), 0.5, device=device),
+        condition=condition,
+        weight=torch.ones(rows, device=device),
+    )

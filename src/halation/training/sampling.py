@@ -1,0 +1,361 @@
+"""Samples from all ranks: planned by index, drawn without touching training, published one by one, and reported by everybody.
+
+No collective is open while ranks draw (unless the engine is sharded, where every forward is one), so a slow sampler cannot run
+into a timeout, and a rank that fails tells the others in a word instead of leaving them at a barrier.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from halation import plan
+from halation.errors import InputError, RankFailure
+from halation.faults import fault_point
+from halation.models import draw
+from halation.models.base import Denoiser
+from halation.pictures import encode_png, grid, picture_text, read_png
+from halation.runs import publish, publish_json
+from halation.specs import Sheet, Spec
+from halation.training.loop import AUTOCAST
+from halation.world.ranks import Vigil, World
+
+log = logging.getLogger(__name__)
+
+NUM_WRITERS = 2
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleSettings:
+    """Everything besides the weights that decides a folder of samples."""
+
+    prompts: tuple[str, ...]
+    height: int
+    width: int
+    steps: int
+    seed: int
+    same_seed: bool
+    sampler: str
+    guidance_scale: float
+    sheet_size: int
+    dtype: str
+    time_shift: float = 1.0
+
+    def specs(self) -> list[Spec]:
+        return [
+            Spec(
+                index=index,
+                id=f"sample_{index:02d}",
+                prompt=prompt,
+                seed=self.seed if self.same_seed else self.seed + index,
+                height=self.height,
+                width=self.width,
+                steps=self.steps,
+                guidance_scale=self.guidance_scale,
+            )
+            for index, prompt in enumerate(self.prompts)
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a folder of samples goes and how its files are called."""
+
+    folder: Path
+    suffix: str = ""
+
+    def picture(self, spec: Spec) -> Path:
+        return self.folder / f"{spec.id}{self.suffix}.png"
+
+    def prompt(self, spec: Spec) -> Path:
+        return self.folder / f"{spec.id}.txt"
+
+
+class Writer:
+    """Encodes and publishes pictures in threads while the next ones are drawn; never more than a few wait in memory."""
+
+    def __init__(self, place: Place, sampler: str) -> None:
+        self.place = place
+        self.sampler = sampler
+        self.pool = ThreadPoolExecutor(max_workers=NUM_WRITERS, thread_name_prefix="halation-writer")
+        self.room = threading.BoundedSemaphore(2 * NUM_WRITERS)
+        self.written: list[tuple[Row, Future[None]]] = []
+
+    def submit(self, spec: Spec, pixels: np.ndarray, row: Row) -> None:
+        self.room.acquire()
+        future = self.pool.submit(self._write, spec, pixels)
+        future.add_done_callback(lambda _: self.room.release())
+        self.written.append((row, future))
+
+    def _write(self, spec: Spec, pixels: np.ndarray) -> None:
+        fault_point("sample.write")
+        data = encode_png(pixels, picture_text(spec.as_json(), sampler=self.sampler))
+        for last in (False, True):  # a full or flickering disk gets a second chance
+            try:
+                publish(self.place.picture(spec), data)
+                publish(self.place.prompt(spec), spec.prompt.encode())
+                return
+            except OSError:
+                if last:
+                    raise
+
+    def finish(self) -> None:
+        """Wait for all files; a picture that could not be written becomes a failed row."""
+        for row, future in self.written:
+            error = future.exception()
+            if isinstance(error, OSError):
+                row |= {
+                    "state": "failed",
+                    "reason": f"OSError: cannot write to directory {self.place.folder}: {error.strerror or error}",
+                }
+            elif error is not None:
+                row |= {"state": "failed", "reason": f"{type(error).__name__}: {error}"}
+        self.pool.shutdown()
+
+
+class Drawing:
+    """One drawing of a list of specs by all ranks of a world."""
+
+    def __init__(
+        self,
+        world: World,
+        denoiser: Denoiser,
+        settings: SampleSettings,
+        *,
+        sharded: bool,
+        timeout_s: float,
+        stop: Callable[[], int],
+    ) -> None:
+        self.world = world
+        self.denoiser = denoiser
+        self.settings = settings
+        self.sharded = sharded
+        self.timeout_s = timeout_s
+        self.stop = stop
+        self.pair = settings.guidance_scale != 1.0
+
+    def run(self, place: Place, label: str) -> list[Row]:
+        """Draw what is missing in the folder; every rank returns the same rows, one a spec, done, failed or open."""
+        specs = self.settings.specs()
+        sheets = plan.cut(specs, self.settings.sheet_size)
+        todo = self.world.from_first(self._missing(place, sheets) if self.world.first else None)
+        log.info(
+            "Generating samples: %d of %d pictures on %d ranks (%s)",
+            sum(sheets[i].num_real for i in todo),
+            len(specs),
+            self.world.size,
+            label,
+        )
+        rows: list[Row] = []
+        with Vigil(self.world, f"sampling {label}", self.timeout_s) as vigil, _invisible(self.denoiser):
+            writer = Writer(place, self.settings.sampler)
+            try:
+                for turn in range(plan.rounds(len(todo), self.world.size)):
+                    if self._stopping():
+                        break
+                    mine = plan.sheet_for(turn, self.world.rank, self.world.size, len(todo))
+                    if mine is None and not self.sharded:
+                        break
+                    rows.extend(self._draw(None if mine is None else sheets[todo[mine]], sheets[0], writer, vigil))
+            finally:
+                writer.finish()
+            words = vigil.finish(rows)
+        for row in (
+            row
+            for rank, word in enumerate(words)
+            if rank != self.world.rank
+            for row in word
+            if row["state"] == "failed"
+        ):
+            log.error("Error during sampling on GPU %d: %s", row["rank"], row["reason"])
+        return _complete(specs, [row for word in words for row in word], place)
+
+    def _missing(self, place: Place, sheets: Sequence[Sheet]) -> list[int]:
+        place.folder.mkdir(parents=True, exist_ok=True)
+        return [number for number, sheet in enumerate(sheets) if not all(is_drawn(place, spec) for spec in sheet.real)]
+
+    def _stopping(self) -> bool:
+        """Between sheets a person's wish to stop is granted; sharded ranks must all grant it at once."""
+        if not self.sharded:
+            return self.stop() != 0
+        return any(self.world.exchange(self.stop()))
+
+    def _draw(self, sheet: Sheet | None, shape: Sheet, writer: Writer, vigil: Vigil) -> list[Row]:
+        """One sheet, or the company a rank without one keeps to the others. Only a sharded forward's error cannot be survived."""
+        began = time.perf_counter()
+        rows = [_row(spec, self.world.rank) for spec in sheet.real] if sheet else []
+        inputs = self._phase(rows, lambda: self._prepare(sheet)) if sheet else None
+        if inputs is None and not self.sharded:
+            return rows
+        if inputs is None:
+            inputs = self.filler(shape)
+        x = self._forward(rows, inputs, vigil)
+        if sheet is None or x is None or rows[0]["state"] == "failed":
+            return rows
+        decoded = self._phase(rows, lambda: self._decode(x, sheet))
+        vigil.beat()
+        if decoded is None:
+            return rows
+        for number, (spec, row) in enumerate(zip(sheet.real, rows, strict=True)):
+            row["seconds"] = round((time.perf_counter() - began) / sheet.num_real, 3)
+            if number in decoded.failures:
+                self._failed([row], str(decoded.failures[number]))
+            else:
+                writer.submit(spec, decoded.pixels[number], row)
+        return rows
+
+    def _prepare(self, sheet: Sheet) -> draw.Inputs:
+        fault_point("sample.prepare")
+        inputs = draw.prepare(self.denoiser, sheet, self.world.device)
+        for spec, truncated in zip(sheet.real, inputs.truncated, strict=False):
+            if truncated:
+                log.warning(
+                    "prompt %d is longer than the model reads; its end has no effect: %s", spec.index, spec.prompt[:80]
+                )
+        return inputs
+
+    def filler(self, shape: Sheet) -> draw.Inputs:
+        spec = shape.specs[0]
+        return draw.filler(
+            self.denoiser,
+            num_specs=len(shape.specs),
+            height=spec.height,
+            width=spec.width,
+            num_steps=spec.steps,
+            device=self.world.device,
+        )
+
+    def _forward(self, rows: list[Row], inputs: draw.Inputs, vigil: Vigil) -> torch.Tensor | None:
+        def denoise() -> torch.Tensor | None:
+            return self._denoise(inputs, vigil)
+
+        if not self.sharded:
+            return self._phase(rows, denoise)
+        try:
+            return denoise()
+        except Exception as error:
+            if isinstance(error, RuntimeError) and _is_about_peers(error):
+                raise RankFailure(
+                    f"a sharded forward of the samples could not be completed: {vigil.blame()}"
+                ) from error
+            raise RankFailure(
+                f"rank {self.world.rank} failed inside a sharded forward while sampling, which no rank can survive:\n{traceback.format_exc()}"
+            ) from error
+
+    def _denoise(self, inputs: draw.Inputs, vigil: Vigil) -> torch.Tensor | None:
+        x = None
+        settings = self.settings
+        dtype = AUTOCAST[settings.dtype] or torch.float32
+        states = draw.denoise(
+            self.denoiser, inputs, sampler=settings.sampler, pair=self.pair, dtype=dtype, shift=settings.time_shift
+        )
+        for state in states:
+            x = state
+            fault_point("sample.forward")
+            vigil.beat()
+        return x
+
+    def _decode(self, x: torch.Tensor, sheet: Sheet) -> draw.Decoded:
+        fault_point("sample.decode")
+        return draw.decode(self.denoiser, x, sheet)
+
+    def _phase(self, rows: list[Row], action: Callable[[], Any]) -> Any:
+        """Run one phase of one sheet; an error costs this sheet's pictures and nothing else."""
+        try:
+            return action()
+        except Exception as error:  # noqa: BLE001 - whatever a picture dies of, the others are drawn
+            log.debug("while sampling:\n%s", traceback.format_exc())
+            self._failed(rows, f"{type(error).__name__}: {error}")
+            return None
+
+    def _failed(self, rows: list[Row], reason: str) -> None:
+        log.error("Error during sampling on GPU %d: %s", self.world.rank, reason)
+        for row in rows:
+            row |= {"state": "failed", "reason": reason}
+
+
+def _row(spec: Spec, rank: int) -> Row:
+    return {
+        "index": spec.index,
+        "prompt": spec.prompt,
+        "seed": spec.seed,
+        "rank": rank,
+        "seconds": 0.0,
+        "state": "done",
+        "reason": "",
+    }
+
+
+def _complete(specs: Sequence[Spec], rows: Sequence[Row], place: Place) -> list[Row]:
+    """One row a spec, in order: what was drawn now, what was there already, and what is still open."""
+    by_index = {row["index"]: row for row in rows}
+    result = []
+    for spec in specs:
+        row = by_index.get(spec.index) or _row(spec, -1) | {"state": "done" if is_drawn(place, spec) else "open"}
+        result.append(row | {"file": place.picture(spec).name})
+    return result
+
+
+def is_drawn(place: Place, spec: Spec) -> bool:
+    """Whether the picture of this very spec is there, whole, with its prompt beside it."""
+    try:
+        _, text = read_png(place.picture(spec))
+        return (
+            json.loads(text["halation"]) == spec.as_json() and place.prompt(spec).read_bytes() == spec.prompt.encode()
+        )
+    except (InputError, OSError, ValueError, KeyError):
+        return False
+
+
+def _is_about_peers(error: RuntimeError) -> bool:
+    text = str(error).lower()
+    return any(
+        word in text
+        for word in ("timed out", "timeout", "connection closed", "connection reset", "broken pipe", "nccl")
+    )
+
+
+@contextlib.contextmanager
+def _invisible(denoiser: Denoiser) -> Iterator[None]:
+    """Evaluation mode inside, every module's own mode again afterwards."""
+    modes = [(module, module.training) for module in denoiser.module.modules()]
+    denoiser.module.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def publish_index(
+    place: Place, rows: Sequence[Row], facts: dict[str, Any], others: Sequence[tuple[Place, Sequence[Row]]] = ()
+) -> np.ndarray:
+    """grid.png and samples.json of a folder; returns the grid."""
+    everything = [(place, rows), *others]
+    cells, labels, listed = [], [], []
+    for where, drawn in everything:
+        for row in drawn:
+            path = where.folder / row["file"]
+            cells.append(read_png(path)[0] if row["state"] == "done" else None)
+            labels.append(row["prompt"] + (" (raw)" if where.suffix else ""))
+            listed.append(row | {"raw": bool(where.suffix)})
+    picture = (
+        grid(cells, columns=min(4, max(1, len(rows))), labels=labels) if cells else np.full((8, 8, 3), 255, np.uint8)
+    )
+    if cells:
+        publish(place.folder / "grid.png", encode_png(picture, {}))
+    publish_json(place.folder / "samples.json", facts | {"samples": listed})
+    return picture

@@ -1,0 +1,69 @@
+"""Everything a checkpoint of a training run holds, and putting it back on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from halation.flow.ema import Ema
+from halation.runs import publish_json, sync_folder
+from halation.training.loop import Position
+from halation.world.checkpoint import Reader
+from halation.world.engines import Engine, Piece, fill_optimizer, local, optimizer_pieces, piece
+
+
+def parts(engine: Engine, ema: Ema, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Piece]]:
+    """This rank's pieces of model, EMA and optimizer."""
+    model = {name: piece(parameter.detach()) for name, parameter in engine.named_parameters()}
+    averages = ema.tensors()
+    average = {name: Piece(local=averages[name], start=p.start, shape=p.shape) for name, p in model.items()}
+    return {"model": model, "ema": average, "optimizer": optimizer_pieces(engine, optimizer)}
+
+
+def state(position: Position, ema: Ema, denoiser: Mapping[str, Any], sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """What is the same on all ranks; with it a checkpoint can be drawn from without the run around it."""
+    return {
+        "position": asdict(position),
+        "ema_updates": ema.num_updates,
+        "denoiser": dict(denoiser),
+        "sampling": dict(sampling),
+    }
+
+
+def restore(reader: Reader, engine: Engine, ema: Ema, optimizer: torch.optim.Optimizer) -> Position:
+    """Fill everything from a checkpoint, whatever number of ranks wrote it."""
+    averages = {}
+    with torch.no_grad():
+        for name, parameter in engine.named_parameters():
+            mine = piece(parameter.detach())
+            rows = mine.local.shape[0] if mine.local.ndim else None
+            local(parameter.detach()).copy_(reader.read("model", name, mine.start, rows))
+            averages[name] = reader.read("ema", name, mine.start, rows)
+        ema.load_tensors(averages, reader.state["ema_updates"])
+        if reader.has("optimizer"):  # none before the first step that counted
+            fill_optimizer(engine, optimizer, lambda name, start, rows: reader.read("optimizer", name, start, rows))
+    return Position(**reader.state["position"])
+
+
+def export(reader: Reader, folder: Path) -> None:
+    """model.safetensors (EMA), model_raw.safetensors, config.json, and model.pth for loaders that want a torch file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for part, name in (("ema", "model"), ("model", "model_raw")):
+        tensors: dict[str, Tensor] = dict(reader.whole(part))
+        _replace(folder / f"{name}.safetensors", lambda path, tensors=tensors: save_file(tensors, path))
+        if part == "ema":
+            _replace(folder / "model.pth", lambda path, tensors=tensors: torch.save(tensors, path))
+    publish_json(folder / "config.json", reader.state["denoiser"] | {"sampling": reader.state["sampling"]})
+    sync_folder(folder)
+
+
+def _replace(path: Path, write: Any) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    write(temporary)
+    temporary.replace(path)

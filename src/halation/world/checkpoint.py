@@ -1,0 +1,319 @@
+"""Checkpoints: copied to host memory in the step, written behind its back, and named only when every byte is there.
+
+A save goes to a fresh hidden folder. Each rank writes its parts and a list of their SHA-256 sums; rank 0 waits for all lists,
+writes COMMIT.json, renames the folder, and only then removes older ones. What has no valid COMMIT.json was never saved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from halation.errors import HalationError
+from halation.faults import fault_point
+from halation.runs import publish, publish_json, sync_folder
+from halation.world.engines import Piece
+from halation.world.ranks import World
+
+log = logging.getLogger(__name__)
+
+COMMIT = "COMMIT.json"
+POLL_S = 0.02
+Parts = Mapping[str, Mapping[str, Piece]]
+
+
+def digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class HostCopies:
+    """Host memory that is kept between saves, so that a step waits for a copy and not for allocation."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[str, Tensor] = {}
+
+    def copy(self, name: str, source: Tensor) -> Tensor:
+        buffer = self.buffers.get(name)
+        if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
+            buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+            self.buffers[name] = buffer
+        buffer.copy_(source, non_blocking=True)
+        return buffer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A committed checkpoint."""
+
+    folder: Path
+    step: int
+    kind: str
+
+
+class Checkpoints:
+    """The checkpoints of one run as its ranks write them."""
+
+    def __init__(self, world: World, folder: Path, *, keep_last: int, sharded: bool) -> None:
+        self.world = world
+        self.folder = folder
+        self.keep_last = keep_last
+        self.sharded = sharded
+        self.copies = HostCopies()
+        self.pending: threading.Thread | None = None
+        self.error: str | None = None
+        self.blocked_s = 0.0
+        folder.mkdir(parents=True, exist_ok=True)
+        # One word for all saves of this start, so that leftovers of a killed one cannot be taken for ours.
+        self.token = str(world.from_first(os.urandom(6).hex()))
+        if world.first:
+            for leftover in folder.glob(".saving_*"):
+                shutil.rmtree(leftover, ignore_errors=True)
+            for leftover in folder.glob("*.removing"):
+                shutil.rmtree(leftover, ignore_errors=True)
+
+    def save(self, step: int, kind: str, parts: Parts, state: Mapping[str, Any], rank_state: Mapping[str, Any]) -> None:
+        """Copy now, write later. A save that is still being written is waited for first: two never race for the disk."""
+        self.wait()
+        began = time.perf_counter()
+        fault_point("checkpoint.copy")
+        copied: dict[str, dict[str, Piece]] = {}
+        if self.sharded or self.world.first:
+            for part, pieces in parts.items():
+                copied[part] = {
+                    name: Piece(
+                        local=self.copies.copy(f"{part}/{name}", p.local.detach()), start=p.start, shape=p.shape
+                    )
+                    for name, p in pieces.items()
+                }
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize(self.world.device)
+        self.blocked_s = time.perf_counter() - began
+        words = (step, kind, copied, dict(state), dict(rank_state))
+        self.pending = threading.Thread(target=self._write, args=words, name="halation-checkpoint", daemon=True)
+        self.pending.start()
+
+    def wait(self) -> None:
+        """Until this rank's part of the last save is on disk (and, on rank 0, committed)."""
+        if self.pending is not None:
+            self.pending.join()
+            self.pending = None
+
+    def raise_error(self) -> None:
+        if self.error is not None:
+            raise HalationError(self.error)
+
+    def _write(self, step: int, kind: str, copied: Parts, state: dict[str, Any], rank_state: dict[str, Any]) -> None:
+        """Write this rank's files, once more if the disk refuses the first time; then, on rank 0, commit."""
+        name = f"step_{step:07d}"
+        place = self.folder / f".saving_{name}_{self.token}"
+        problem = None
+        for _attempt in range(2):
+            try:
+                place.mkdir(exist_ok=True)
+                sums = self._write_files(place, copied, state, rank_state)
+                publish_json(place / f"rank_{self.world.rank}.json", {"files": sums, "error": None})
+                problem = None
+                break
+            except OSError as error:
+                problem = f"cannot save checkpoint {name} in {self.folder}: {error.strerror or error}"
+        if problem:
+            self.error = problem + "; free some space or mend the disk, then run the same command again"
+            with contextlib.suppress(OSError):
+                publish_json(place / f"rank_{self.world.rank}.json", {"files": {}, "error": problem})
+        if self.world.first:
+            try:
+                self._commit(name, step, kind, place)
+            except (OSError, HalationError) as error:
+                self.error = self.error or f"cannot commit checkpoint {name} in {self.folder}: {error}"
+                shutil.rmtree(place, ignore_errors=True)
+
+    def _write_files(
+        self, place: Path, copied: Parts, state: Mapping[str, Any], rank_state: Mapping[str, Any]
+    ) -> dict[str, str]:
+        files = {}
+        for part, pieces in copied.items():
+            suffix = f"-{self.world.rank + 1:05d}-of-{self.world.size:05d}" if self.sharded else ""
+            path = place / f"{part}{suffix}.safetensors"
+            fault_point("checkpoint.part")
+            layout = {name: {"start": p.start, "shape": p.shape} for name, p in pieces.items()}
+            save_file(
+                {name: p.local.contiguous() for name, p in pieces.items()},
+                path,
+                metadata={"halation": json.dumps(layout)},
+            )
+            fault_point("checkpoint.fsync")
+            with open(path, "rb+") as file:
+                os.fsync(file.fileno())
+            files[path.name] = digest(path)
+        written = {f"rank_state_{self.world.rank}.json": rank_state}
+        if self.world.first:
+            written["state.json"] = state
+        for name, value in written.items():
+            publish_json(place / name, value)
+            files[name] = digest(place / name)
+        return files
+
+    def _commit(self, name: str, step: int, kind: str, place: Path) -> None:
+        deadline = time.monotonic() + self.world.timeout_s
+        lists = [place / f"rank_{rank}.json" for rank in range(self.world.size)]
+        while not all(path.exists() for path in lists):
+            if time.monotonic() > deadline:
+                missing = [rank for rank, path in enumerate(lists) if not path.exists()]
+                raise HalationError(f"no word from ranks {missing} within {self.world.timeout_s:.0f} s")
+            time.sleep(POLL_S)
+        files: dict[str, str] = {}
+        for path in lists:
+            word = json.loads(path.read_bytes())
+            if word["error"]:
+                raise HalationError(word["error"])
+            files |= word["files"]
+            path.unlink()
+        fault_point("checkpoint.commit")
+        sizes = {file: (place / file).stat().st_size for file in files}
+        commit = {
+            "step": step,
+            "kind": kind,
+            "world_size": self.world.size,
+            "sharded": self.sharded,
+            "sha256": files,
+            "bytes": sizes,
+        }
+        publish_json(place / COMMIT, commit)
+        final = self.folder / name
+        if final.exists():  # an older save of this step that was found damaged, or of a run that went back
+            _remove(final)
+        fault_point("checkpoint.rename")
+        os.rename(place, final)
+        sync_folder(self.folder)
+        fault_point("checkpoint.latest")
+        publish(self.folder / "latest", f"{name}\n".encode())
+        fault_point("checkpoint.rotate")
+        self._rotate(step)
+
+    def _rotate(self, newest: int) -> None:
+        """Remove what is no longer wanted; never the checkpoint that was just committed, nor one that came after."""
+        found = [item for item in committed(self.folder) if item.step < newest]
+        kept = [item for item in committed(self.folder) if item.kind == "kept"]
+        surplus = kept[: -self.keep_last] if self.keep_last else []
+        for item in found:
+            if item.kind == "latest" or item in surplus:
+                fault_point("checkpoint.remove")
+                _remove(item.folder)
+
+
+def _remove(folder: Path) -> None:
+    """Take the name away first, so that a half-removed checkpoint is never one."""
+    doomed = folder.with_name(f".{folder.name}.{os.urandom(3).hex()}.removing")
+    os.rename(folder, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def committed(folder: Path) -> list[Found]:
+    """Checkpoints with a readable commit file, oldest first; their parts are not looked at yet."""
+    found = []
+    for path in sorted(folder.glob("step_*")):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            commit = json.loads((path / COMMIT).read_bytes())
+            found.append(Found(folder=path, step=int(commit["step"]), kind=str(commit["kind"])))
+    return sorted(found, key=lambda item: item.step)
+
+
+def damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint, or None where every part has the bytes it was committed with."""
+    try:
+        commit = json.loads((folder / COMMIT).read_bytes())
+        sums: dict[str, str] = commit["sha256"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{COMMIT} cannot be read ({error})"
+    if not sums:
+        return f"{COMMIT} lists no files"
+    missing = [name for name in sums if not (folder / name).is_file()]
+    if missing:
+        return f"{missing[0]} is missing"
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        for name, found in zip(sums, pool.map(lambda name: digest(folder / name), sums), strict=True):
+            if found != sums[name]:
+                return f"{name} does not have the SHA-256 it was saved with"
+    return None
+
+
+def newest_good(folder: Path, on_damage: Callable[[Found, str], None] | None = None) -> Found | None:
+    """The newest checkpoint whose every byte checks; damaged ones are reported and set aside under another name."""
+    for item in reversed(committed(folder)):
+        problem = damage(item.folder)
+        if problem is None:
+            return item
+        log.error("checkpoint %s is damaged: %s; looking for an older one", item.folder, problem)
+        if on_damage:
+            on_damage(item, problem)
+    return None
+
+
+class Reader:
+    """Tensors of a committed checkpoint by part and name, whatever number of ranks wrote them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.state: dict[str, Any] = json.loads((folder / "state.json").read_bytes())
+        self._places: dict[str, dict[str, list[tuple[int, Path]]]] = {}
+
+    def rank_state(self, rank: int) -> dict[str, Any] | None:
+        path = self.folder / f"rank_state_{rank}.json"
+        return json.loads(path.read_bytes()) if path.exists() else None
+
+    def names(self, part: str) -> list[str]:
+        return list(self._layout(part))
+
+    def has(self, part: str) -> bool:
+        return bool(self._layout(part))
+
+    def read(self, part: str, name: str, start: int = 0, rows: int | None = None) -> Tensor:
+        """Rows [start, start + rows) of a tensor along its first dimension, or all of it."""
+        pieces = []
+        for offset, path in self._layout(part)[name]:
+            with safe_open(path, framework="pt") as file:
+                part_slice = file.get_slice(name)
+                shape = part_slice.get_shape()
+                if not shape:
+                    return file.get_tensor(name)
+                low = max(start - offset, 0)
+                high = shape[0] if rows is None else min(start + rows - offset, shape[0])
+                if low < high:
+                    pieces.append(part_slice[low:high])
+                elif not pieces and (rows == 0 or 0 in shape):
+                    empty = file.get_tensor(name)[:0]
+        return torch.cat(pieces) if len(pieces) > 1 else (pieces[0] if pieces else empty)
+
+    def whole(self, part: str) -> Iterator[tuple[str, Tensor]]:
+        return ((name, self.read(part, name)) for name in self.names(part))
+
+    def _layout(self, part: str) -> dict[str, list[tuple[int, Path]]]:
+        if part not in self._places:
+            layout: dict[str, list[tuple[int, Path]]] = {}
+            paths = [self.folder / f"{part}.safetensors", *sorted(self.folder.glob(f"{part}-*-of-*.safetensors"))]
+            for path in paths:
+                if not path.exists():
+                    continue
+                with safe_open(path, framework="pt") as file:
+                    starts = json.loads((file.metadata() or {}).get("halation", "{}"))
+                    for name in file.keys():  # noqa: SIM118 - not a mapping
+                        layout.setdefault(name, []).append((starts.get(name, {}).get("start", 0), path))
+            self._places[part] = {name: sorted(places) for name, places in layout.items()}
+        return self._places[part]

@@ -1,0 +1,287 @@
+"""The ranks of a job: finding each other, telling each other, agreeing, and noticing the one that stopped; one rank is the same code."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from halation.errors import HalationError, RankFailure
+from halation.world import launch
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.05
+BEAT_S = 0.5
+
+
+@dataclass(kw_only=True)
+class World:
+    """This process among its peers. `rank` is global; collectives of tensors use the default group, words use `control`."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+    store: dist.Store
+    control: dist.ProcessGroup
+    timeout_s: float
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def exchange(self, word: Any) -> list[Any]:
+        """Every rank's word (plain JSON), in rank order, on every rank."""
+        data = torch.frombuffer(bytearray(json.dumps(word).encode() or b" "), dtype=torch.uint8)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([data.numel()]), group=self.control)
+        longest = int(max(lengths))
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: data.numel()] = data
+        rows = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(rows, padded, group=self.control)
+        return [json.loads(bytes(row[: int(length)].numpy())) for row, length in zip(rows, lengths, strict=True)]
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum over ranks, in place, on the default group."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def from_first(self, word: Any) -> Any:
+        """Rank 0's word on every rank."""
+        return self.exchange(word if self.first else None)[0]
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def join(device: torch.device | None = None, timeout_s: float = 600.0) -> World:
+    """Join the world that the environment describes: our launcher's, torchrun's, srun's, or a world of one."""
+    environment = os.environ
+    if launch.RENDEZVOUS in environment:
+        rank, size, local = int(environment["RANK"]), int(environment["WORLD_SIZE"]), int(environment["LOCAL_RANK"])
+        store: dist.Store = _store_by_folder(Path(environment[launch.RENDEZVOUS]), rank, size, "127.0.0.1", timeout_s)
+    elif "RANK" in environment and "WORLD_SIZE" in environment:
+        rank, size, local = (
+            int(environment["RANK"]),
+            int(environment["WORLD_SIZE"]),
+            int(environment.get("LOCAL_RANK", "0")),
+        )
+        store, rank, size = next(dist.rendezvous("env://", rank, size, timeout=timedelta(seconds=timeout_s)))
+    elif launch.slurm_world() > 1:
+        rank, size, local = (
+            int(environment["SLURM_PROCID"]),
+            launch.slurm_world(),
+            int(environment.get("SLURM_LOCALID", "0")),
+        )
+        job = f"{environment.get('SLURM_JOB_ID')}.{environment.get('SLURM_STEP_ID')}.{environment.get('SLURM_RESTART_COUNT', '0')}"
+        folder = Path(environment.get("SLURM_SUBMIT_DIR", ".")) / f".halation_rendezvous_{job}"
+        folder.mkdir(exist_ok=True)
+        store = _store_by_folder(folder, rank, size, socket.gethostname(), timeout_s)
+    else:
+        rank, size, local = 0, 1, 0
+        store = dist.HashStore()
+    return create(
+        rank=rank, size=size, local_rank=local, device=device or torch.device("cpu"), store=store, timeout_s=timeout_s
+    )
+
+
+def create(
+    *, rank: int, size: int, local_rank: int, device: torch.device, store: dist.Store, timeout_s: float
+) -> World:
+    """Make the process groups over a store. Ranks that share a GPU cannot use NCCL, so they speak over gloo."""
+    timeout = timedelta(seconds=timeout_s)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    place = f"{socket.gethostname()}/{os.environ.get('CUDA_VISIBLE_DEVICES', '')}/{device}/{rank if device.type == 'cpu' else ''}"
+    places = _gather_by_store(dist.PrefixStore("places", store), rank, size, place)
+    shared = len(set(places)) < size
+    backend = "nccl" if device.type == "cuda" and not shared and dist.is_nccl_available() else "gloo"
+    bound = device if backend == "nccl" else None
+    dist.init_process_group(
+        backend, store=dist.PrefixStore("default", store), rank=rank, world_size=size, timeout=timeout, device_id=bound
+    )
+    control = dist.new_group(backend="gloo", timeout=timeout)
+    assert control is not None
+    return World(
+        rank=rank, size=size, local_rank=local_rank, device=device, store=store, control=control, timeout_s=timeout_s
+    )
+
+
+def _gather_by_store(store: dist.Store, rank: int, size: int, word: str) -> list[str]:
+    store.set(str(rank), word)
+    return [store.get(str(peer)).decode() for peer in range(size)]
+
+
+def _store_by_folder(folder: Path, rank: int, size: int, host: str, timeout_s: float) -> dist.Store:
+    """Rank 0 listens on a port the system picks and leaves the address in the folder; a taken port cannot happen."""
+    path = folder / "address"
+    timeout = timedelta(seconds=timeout_s)
+    if rank == 0:
+        store = dist.TCPStore(host, 0, size, is_master=True, wait_for_workers=False, timeout=timeout)
+        path.with_suffix(".tmp").write_text(f"{host} {store.port}")
+        path.with_suffix(".tmp").rename(path)
+        return store
+    deadline = time.monotonic() + timeout_s
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise RankFailure(f"rank 0 did not open its port within {timeout_s:.0f} s; its log says why")
+        time.sleep(POLL_S)
+    address, port = path.read_text().split()
+    return dist.TCPStore(address, int(port), size, is_master=False, timeout=timeout)
+
+
+def checksum(named: Iterable[tuple[str, Tensor]]) -> tuple[list[str], Tensor]:
+    """One integer for each tensor that changes when any of its bits does (up to sums that cancel)."""
+    names, sums = [], []
+    for name, tensor in named:
+        words = tensor.detach().contiguous().flatten().view(torch.uint8 if tensor.element_size() < 4 else torch.int32)
+        weights = torch.arange(1, words.numel() + 1, device=words.device, dtype=torch.int64)
+        names.append(name)
+        sums.append((words.to(torch.int64) * weights).sum())
+    return names, torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64)
+
+
+def check_ranks_agree(world: World, named: Iterable[tuple[str, Tensor]], when: str) -> None:
+    """Raise on all ranks, naming rank and tensor, where replicated tensors are not bit for bit the same everywhere."""
+    if world.size == 1:
+        return
+    names, sums = checksum(named)
+    rows = world.exchange(sums.tolist())
+    for rank, row in enumerate(rows):
+        different = [name for name, mine, theirs in zip(names, row, rows[0], strict=True) if mine != theirs]
+        if different:
+            raise RankFailure(
+                f"ranks disagree {when}: rank {rank} differs from rank 0 in {len(different)} of {len(names)} tensors, first in {different[0]}; "
+                "gradients were not synchronised, or a rank's memory is faulty. Run the same command again to go on from the last checkpoint."
+            )
+
+
+def on_first(world: World, name: str, action: Callable[[Callable[[], None]], Any], timeout_s: float) -> Any:
+    """Do something on rank 0 while the others wait as long as it makes progress; its result, or its error, on all ranks."""
+    word: dict[str, Any] = {}
+    with Vigil(world, name, timeout_s) as vigil:
+        if world.first:
+            try:
+                word = {"value": action(vigil.beat)}
+            except HalationError as error:
+                word = {"error": str(error), "exit_code": error.exit_code}
+        word = vigil.finish(word)[0]
+    if "error" in word:
+        failure = HalationError(word["error"])
+        failure.exit_code = word["exit_code"]
+        raise failure
+    return word["value"]
+
+
+class Vigil:
+    """A stretch in which ranks work apart for as long as they like, and are missed only when they stop making progress.
+
+    Each rank calls `beat` as it works; a thread tells the store. No collective is open meanwhile, so no length of work can
+    run into a process group's timeout. A rank whose count has not moved for `timeout_s` is named, with its stack where its
+    process can still speak.
+    """
+
+    def __init__(self, world: World, name: str, timeout_s: float) -> None:
+        self.world = world
+        self.timeout_s = timeout_s
+        self.prefix = f"vigil/{name}"
+        self.count = 0
+        self._moved = time.monotonic()
+        self._thread_id = threading.get_ident()
+        self._closed = threading.Event()
+        self._store = world.store.clone() if isinstance(world.store, dist.TCPStore) else world.store
+        self._thread = threading.Thread(target=self._tell, name="halation-vigil", daemon=True)
+
+    def __enter__(self) -> Vigil:
+        if self.world.size > 1:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closed.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def beat(self) -> None:
+        self.count += 1
+        self._moved = time.monotonic()
+
+    def finish(self, word: Any) -> list[Any]:
+        """Leave this rank's word and wait for everybody's; raise, naming who stopped, when one makes no progress."""
+        if self.world.size == 1:
+            return [word]
+        self.world.store.set(f"{self.prefix}/word/{self.world.rank}", json.dumps(word))
+        words: dict[int, Any] = {self.world.rank: word}
+        seen = {rank: ("", time.monotonic()) for rank in range(self.world.size)}
+        while len(words) < self.world.size:
+            self.beat()
+            for rank in [rank for rank in range(self.world.size) if rank not in words]:
+                if self.world.store.check([f"{self.prefix}/word/{rank}"]):
+                    words[rank] = json.loads(self.world.store.get(f"{self.prefix}/word/{rank}"))
+                    continue
+                state = self._heard(rank)
+                if state.get("count") != seen[rank][0]:
+                    seen[rank] = (state.get("count"), time.monotonic())
+                elif time.monotonic() - seen[rank][1] > self.timeout_s:
+                    raise RankFailure(self._sentence(rank, state))
+            time.sleep(POLL_S)
+        return [words[rank] for rank in range(self.world.size)]
+
+    def blame(self) -> str:
+        """Who is furthest behind, for the message when a sharded forward could not be completed."""
+        states = {rank: self._heard(rank) for rank in range(self.world.size) if rank != self.world.rank}
+        states[self.world.rank] = {"count": self.count}
+        last = min(states, key=lambda rank: (states[rank].get("count") or 0, rank))
+        return self._sentence(last, states[last])
+
+    def _heard(self, rank: int) -> dict[str, Any]:
+        key = f"{self.prefix}/beat/{rank}"
+        heard: dict[str, Any] = json.loads(self._get(key)) if self.world.store.check([key]) else {}
+        return heard
+
+    def _get(self, key: str) -> bytes:
+        value: bytes = self.world.store.get(key)
+        return value
+
+    def _sentence(self, rank: int, state: dict[str, Any]) -> str:
+        stack = state.get("stack")
+        where = (
+            f"\nwhere it stands:\n{stack}"
+            if stack
+            else "\nits process does not answer (stopped, killed or stuck in the driver)"
+        )
+        what = self.prefix.removeprefix("vigil/")
+        return f"rank {rank} has made no progress for {self.timeout_s:.0f} s in {what} (beat {state.get('count') or 0}){where}"
+
+    def _tell(self) -> None:
+        while not self._closed.is_set():
+            state: dict[str, Any] = {"count": self.count}
+            if time.monotonic() - self._moved > max(self.timeout_s - 2 * BEAT_S, self.timeout_s / 2):
+                frame = sys._current_frames().get(self._thread_id)
+                state["stack"] = "".join(traceback.format_stack(frame)[-12:]) if frame else ""
+            try:
+                self._store.set(f"{self.prefix}/beat/{self.world.rank}", json.dumps(state))
+            except (RuntimeError, ValueError):  # the store went with its rank; the launcher speaks then
+                return
+            self._closed.wait(BEAT_S)

@@ -1,0 +1,45 @@
+"""The global random states of a rank, as plain JSON. Halation draws from none of them; what a user plugs in may."""
+
+from __future__ import annotations
+
+import base64
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def capture(device: torch.device) -> dict[str, Any]:
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
+    state: dict[str, Any] = {
+        "python": [version, list(words), gauss],
+        "numpy": [kind, _text(np.asarray(keys).tobytes()), int(position), int(has_gauss), float(cached)],
+        "torch": _text(torch.get_rng_state().numpy().tobytes()),
+    }
+    if device.type == "cuda":
+        state["cuda"] = _text(torch.cuda.get_rng_state(device).numpy().tobytes())
+    return state
+
+
+def restore(state: dict[str, Any], device: torch.device) -> None:
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, np.frombuffer(_bytes(keys), np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(_tensor(state["torch"]))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(_tensor(state["cuda"]), device)
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _bytes(text: str) -> bytes:
+    return base64.b64decode(text)
+
+
+def _tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(_bytes(text)), dtype=torch.uint8)

@@ -1,0 +1,38 @@
+"""Being asked to stop: the first signal is a wish that all ranks grant at one step, the second one an order."""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType, TracebackType
+
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+class StopSignals:
+    """While entered, remembers the signal this process was sent. SIGUSR1 is what SLURM is usually told to send before it kills."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._previous: dict[int, object] = {}
+
+    def __enter__(self) -> StopSignals:
+        for number in STOPPING:
+            self._previous[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if self.number and number in (signal.SIGINT, signal.SIGTERM):
+            os._exit(128 + number)
+        self.number = self.number or number
+
+
+def exit_code(number: int) -> int:
+    """130 for Ctrl+C, 143 for every other wish to stop: a scheduler's warning counts as termination."""
+    return 130 if number == signal.SIGINT else 143
