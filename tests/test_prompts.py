@@ -1,5 +1,7 @@
 """Prompt files are read exactly, or refused with file, line and column."""
 
+# ruff: noqa: RUF001
+
 from __future__ import annotations
 
 import io
