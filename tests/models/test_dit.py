@@ -258,6 +258,8 @@ def test_a_size_that_the_patch_does_not_divide_comes_with_the_nearest_that_it_do
         sized("tiny", height=47, width=33, channels=3, patch_size=4, vocabulary_size=9)
 
 
+# Dynamo looks at `.grad` of the activations that enter a block, and torch warns about that.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_blocks_compile_without_a_break_into_one_graph_for_all_of_them(
     make_denoiser: Make, checkpointing: bool
