@@ -13,7 +13,7 @@ PYTEST_ARGS ?=
 .DELETE_ON_ERROR:
 
 # The scripts of a virtual environment hold its path: one that was moved or copied is made again.
-MOVED := $(shell [ ! -e $(STAMP) ] || [ "$$(cat $(STAMP))" = "$$PWD" ] || { rm -f $(STAMP); echo yes; })
+$(shell [ ! -e $(STAMP) ] || [ "$$(cat $(STAMP))" = "$$(pwd -P)" ] || mv $(STAMP) $(HALF))
 
 help:
 	@echo "make demo       train a small DiT on two ranks, with samples at every checkpoint (no network, no GPU)"
@@ -25,7 +25,7 @@ help:
 
 $(STAMP): pyproject.toml constraints.txt
 	@set -e; start=$$(date +%s); \
-	if [ -n "$(MOVED)" ] || [ -e $(HALF) ] || ! $(VENV)/bin/python -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	if [ -e $(HALF) ] || ! $(VENV)/bin/python -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
 	    for python in $(PYTHON) python3.11 python3 python3.12 python3.13 python3.14; do \
 	        if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then found="$$python"; break; fi; \
 	    done; \
@@ -47,7 +47,7 @@ $(STAMP): pyproject.toml constraints.txt
 	echo "Installing torch, then the rest, into $(VENV): a few minutes the first time"; \
 	$(RUN) pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0; \
 	$(RUN) pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'; \
-	printf '%s' "$$PWD" > $(STAMP); rm $(HALF); \
+	printf '%s' "$$(pwd -P)" > $(STAMP); rm $(HALF); \
 	echo "Installed in $$(( $$(date +%s) - start )) s"
 
 demo: $(STAMP)
