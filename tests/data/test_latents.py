@@ -169,7 +169,7 @@ def test_a_damaged_shard_is_found_and_only_it_is_made_again(tmp_path: Path, dama
     before = files(tmp_path)
     shard, note = tmp_path / "train-00001.safetensors", tmp_path / "train-00001.json"
     _damage(damage, shard, note)
-    with pytest.raises(InputError, match="missing or damaged: train-00001.safetensors"):
+    with pytest.raises(InputError, match=r"missing or damaged: train-00001\.safetensors"):
         latents.open(tmp_path, FINGERPRINT)
     encode = Encoder()
     latents.build(Drawn(), tmp_path, encode, fingerprint=FINGERPRINT, shard_size=10, encode_size=5)
