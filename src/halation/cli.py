@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader went away (halation ... | head); Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except Exception:  # noqa: BLE001 - the last place where an error can be told to a person
+    except Exception:
         logging.getLogger(__name__).debug("unexpected", exc_info=True)
         _say(f"halation: this is a defect in Halation or in a library below it:\n{traceback.format_exc()}")
         return 1

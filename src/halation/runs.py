@@ -119,9 +119,9 @@ def held(folder: Path, what: str) -> Iterator[None]:
     try:
         lock.acquire(timeout=0.2)
     except Timeout:
-        owner = _owner(owner_path)
+        holder = _owner(owner_path)
         raise InputError(
-            f"{folder} is in use by {owner}",
+            f"{folder} is in use by {holder}",
             "one command at a time on a folder",
             "wait for it, stop it, or choose another --output_dir",
         ) from None

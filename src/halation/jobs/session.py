@@ -28,10 +28,10 @@ from halation.data.streets import DRIVING_PROMPTS
 from halation.errors import HalationError, InputError, Interrupted
 from halation.flow.ema import Ema
 from halation.jobs import logs
+from halation.jobs.models import load_denoiser
 from halation.models.autoencoder import LatentSpace, PixelSpace, Space
 from halation.models.denoiser import DiTDenoiser, new_dit
 from halation.models.dit import SIZES
-from halation.models.load import build, load_export, load_weights
 from halation.pictures import read_png
 from halation.prompts import from_flags
 from halation.training import batches, heldout, state, trackers
@@ -52,7 +52,7 @@ MEMORY_CACHE_BYTES = 2 * 2**30
 NUM_DEFAULT_PROMPTS = 8
 
 
-def joined(nproc: int, gpu_ids: Sequence[int], oversubscribe: bool, timeout_s: float, threads: int) -> World:
+def joined(gpu_ids: Sequence[int], oversubscribe: bool, timeout_s: float, threads: int) -> World:
     """Join the world on this rank's device, with a fixed number of CPU threads."""
     torch.set_num_threads(threads)
     place = os.environ.get(launch.DEVICE)
@@ -146,7 +146,7 @@ class Session:
 
     def _cached(self, source: Pictures, kind: str, folder: Path) -> Pictures:
         """Encode once, on all ranks, into memory-mapped shards."""
-        fingerprint = {
+        fingerprint: dict[str, Any] = {
             "source": source.fingerprint,
             "kind": kind,
             "space": self.space.fingerprint() if kind == "latents" else "pixels",
@@ -403,8 +403,8 @@ class Session:
         """Fill everything from the newest good checkpoint; whether there was one."""
         folder = self.folder.checkpoints
 
-        def find(beat: Any) -> list[Any]:
-            found = newest_good(folder, on_damage=lambda item, problem: (beat(), set_aside(item, problem))[0])
+        def find(_beat: Any) -> list[Any]:
+            found = newest_good(folder, on_damage=set_aside)
             return [str(found.folder), found.step] if found else ["", 0]
 
         place, step = on_first(self.world, "looking for a checkpoint", find, self.config.dist_timeout_s)
@@ -455,6 +455,7 @@ class Session:
             sheet_size=config.sample_batch_size,
             dtype=config.dtype,
             time_shift=config.time_shift,
+            threads=config.threads,
         )
 
     def _duties(self, step: int) -> None:
@@ -614,22 +615,3 @@ def default_prompts(source: Pictures, data: str) -> tuple[str, ...]:
     if source.class_names:
         return source.class_names[:NUM_DEFAULT_PROMPTS]
     return tuple(itertools.islice(dict.fromkeys(source.captions()), NUM_DEFAULT_PROMPTS))
-
-
-def load_denoiser(folder: Path, *, raw: bool) -> DiTDenoiser:
-    """The model of a run folder, a checkpoint folder or an export folder."""
-    if (folder / "checkpoints").is_dir():
-        found = newest_good(folder / "checkpoints")
-        if found is None:
-            raise InputError(
-                f"no whole checkpoint in {folder / 'checkpoints'}",
-                "a run that has saved once",
-                "train it first, or name another folder",
-            )
-        folder = found.folder
-    if (folder / "COMMIT.json").exists():
-        reader = Reader(folder)
-        denoiser = build(reader.state["denoiser"])
-        load_weights(denoiser, dict(reader.whole("model" if raw else "ema")), source=str(folder))
-        return denoiser
-    return load_export(folder, "model_raw.safetensors" if raw else "model.safetensors")

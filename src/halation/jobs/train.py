@@ -120,7 +120,7 @@ def run_rank(config: TrainConfig, held: bool = False) -> None:
     launch.die_with_parent()
     from halation.jobs.session import Session, joined
 
-    world = joined(config.nproc, config.gpu_ids, config.oversubscribe, config.dist_timeout_s, config.threads)
+    world = joined(config.gpu_ids, config.oversubscribe, config.dist_timeout_s, config.threads)
     try:
         alone = held or launch.RENDEZVOUS in os.environ
         with _hold(config, world, alone), Session(world, config) as session:

@@ -53,6 +53,7 @@ class SampleSettings:
     sheet_size: int
     dtype: str
     time_shift: float = 1.0
+    threads: int = 1
 
     def specs(self) -> list[Spec]:
         return [

@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -130,7 +130,7 @@ def check(names: Sequence[str], asked: bool) -> tuple[str, ...]:
 
 
 def open_trackers(names: Sequence[str], folder: Path, name: str, config: Mapping[str, Any], step: int) -> list[Tracker]:
-    makers = {
+    makers: dict[str, Callable[[], Tracker]] = {
         "tensorboard": lambda: TensorBoard(folder, step),
         "wandb": lambda: Wandb(folder, name, config),
         "trackio": lambda: Trackio(name, config),

@@ -91,7 +91,9 @@ class Ddp(Engine):
     def __init__(self, world: World, module: nn.Module) -> None:
         super().__init__(world, module)
         # Buffers are constants here; sending them before every forward would be work for nothing.
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, [name for name, _ in module.named_buffers()])
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+            module, [name for name, _ in module.named_buffers()]
+        )
         places = [world.device.index] if world.device.type == "cuda" else None
         self.trained = DistributedDataParallel(module, device_ids=places, gradient_as_bucket_view=True)
 

@@ -233,7 +233,7 @@ class Vigil:
             return [word]
         self.world.store.set(f"{self.prefix}/word/{self.world.rank}", json.dumps(word))
         words: dict[int, Any] = {self.world.rank: word}
-        seen = {rank: ("", time.monotonic()) for rank in range(self.world.size)}
+        seen: dict[int, tuple[Any, float]] = {rank: ("", time.monotonic()) for rank in range(self.world.size)}
         while len(words) < self.world.size:
             self.beat()
             for rank in [rank for rank in range(self.world.size) if rank not in words]:

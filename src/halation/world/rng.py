@@ -12,7 +12,7 @@ import torch
 
 def capture(device: torch.device) -> dict[str, Any]:
     version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
         "python": [version, list(words), gauss],
         "numpy": [kind, _text(np.asarray(keys).tobytes()), int(position), int(has_gauss), float(cached)],
