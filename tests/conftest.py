@@ -1,0 +1,31 @@
+"""What all tests share: an environment in which CPUs repeat themselves, a pool of ranks, and a training of a second."""
+
+from __future__ import annotations
+
+import os
+
+# Before anything imports torch. Some machines report AMX they cannot use; two threads add up in another order than one.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+import rank_jobs
+from halation.config.train import TrainConfig
+from halation.world.testing import RankPool
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """Three ranks that live as long as the session; see RankPool.run."""
+    with RankPool(3, preload=("rank_jobs", "halation.jobs.session", "halation.jobs.sample")) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def small_config() -> Callable[..., TrainConfig]:
+    """`small_config(folder, **changes)`: a TrainConfig whose run takes about a second."""
+    return rank_jobs.small_config

@@ -1,0 +1,83 @@
+"""What ranks of a pool are asked to do in several tests: whole trainings and drawings, small enough to take a second."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from halation.config.train import TrainConfig
+from halation.world import launch
+
+PROMPTS = ("a red car in a city", "a rainy street at night", "three trees", "a highway", "a parking lot at dusk")
+
+
+def small_config(folder: Path, **changes: Any) -> TrainConfig:
+    """A training of a second: a tiny model, few pixels, two sampling steps, nothing but files."""
+    settings: dict[str, Any] = {
+        "output_dir": folder,
+        "data": "streets",
+        "model": "tiny",
+        "image_size": (32, 32),
+        "patch_size": 8,
+        "batch_size": 2,
+        "n_steps": 2,
+        "ckpt_every": 0,
+        "keep_last": 0,
+        "log_every": 1,
+        "heldout_pictures": 4,
+        "sample_prompts": PROMPTS[:2],
+        "sample_steps": 2,
+        "report_to": ("none",),
+        "progress": "none",
+        "dist_timeout_s": 30.0,
+    }
+    return TrainConfig(**settings | changes)
+
+
+def train(world: Any, config: TrainConfig) -> None:
+    """A whole training in a world that stands already, by the road that torchrun's ranks take."""
+    from halation.jobs import train as job
+    from halation.jobs.session import Session
+
+    with job._hold(config, world, alone=False), Session(world, config) as session:
+        session.run()
+
+
+def train_until(world: Any, config: TrainConfig, step: int, rank: int = 0) -> int:
+    """A training of which one rank alone is sent SIGTERM so that all stop at `step`; the exit code, 0 where it ran to its end."""
+    from halation.errors import Interrupted
+    from halation.jobs import train as job
+    from halation.jobs.session import Session
+
+    class Signalled(Session):
+        def _announce(self, fresh: bool) -> None:
+            super()._announce(fresh)
+            self._send(self.position.step)
+
+        def _log(self, report: Any, window: Any) -> None:
+            super()._log(report, window)
+            self._send(report.step)
+
+        def _send(self, done: int) -> None:
+            if done == step - 1 and self.world.rank == rank:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    with job._hold(config, world, alone=False), Signalled(world, config) as session:
+        try:
+            session.run()
+        except Interrupted as interruption:
+            assert session.position.step == step
+            return interruption.exit_code
+    return 0
+
+
+def run_job(world: Any, name: str, config: Any, rendezvous: Path) -> None:
+    """`halation NAME` as the launcher's ranks run it: it joins a world of its own, so the pool's is closed first."""
+    import importlib
+
+    world.close()
+    os.environ[launch.RENDEZVOUS] = str(rendezvous)
+    os.environ[launch.DEVICE] = "cpu"
+    importlib.import_module(f"halation.jobs.{name}").run_rank(config)

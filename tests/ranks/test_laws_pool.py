@@ -1,0 +1,113 @@
+"""The pool that the other laws stand on: results in order, errors with their rank, and no hung process left to the next test."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from halation import faults
+from halation.world.testing import RankPool, RanksFailed
+
+pytestmark = pytest.mark.ranks
+
+
+def who(world: Any, word: str) -> tuple[int, int, str, list[str]]:
+    return world.rank, world.size, os.environ["RANK"], world.exchange(f"{word}{world.rank}")
+
+
+def fail(world: Any, culprit: int) -> None:
+    if world.rank == culprit:
+        raise ValueError("this one")
+    world.exchange("the others wait")
+
+
+def hang(world: Any, culprit: int) -> None:
+    if world.rank == culprit:
+        time.sleep(600)
+    world.exchange("the others wait")
+
+
+def die(world: Any, culprit: int) -> None:
+    if world.rank == culprit:
+        os.kill(os.getpid(), signal.SIGKILL)
+    world.exchange("the others wait")
+
+
+def meddle(world: Any) -> tuple[str, dict[str, int]]:
+    """Leave traces that the next call must not see."""
+    seen = os.environ.get("HALATION_FAULT", ""), dict(faults._counts)
+    os.environ["HALATION_FAULT"] = "left.over:1:raise"
+    faults.fault_point("some.point")
+    return seen
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_results_come_in_rank_order(ranks: RankPool, size: int) -> None:
+    words = [f"w{rank}" for rank in range(size)]
+    assert ranks.run(size, who, "w") == [(rank, size, str(rank), words) for rank in range(size)]
+
+
+def test_an_error_names_its_rank_and_shows_its_traceback(ranks: RankPool) -> None:
+    with pytest.raises(RanksFailed, match=r"rank 1: ValueError: this one") as caught:
+        ranks.run(3, fail, 1)
+    assert caught.value.troubles[1].kind == "ValueError"
+    assert "in fail" in caught.value.troubles[1].trace
+
+
+def test_a_hung_rank_is_killed_shows_its_stack_and_the_next_call_works(ranks: RankPool) -> None:
+    began = time.monotonic()
+    with pytest.raises(RanksFailed) as caught:
+        ranks.run(2, hang, 1, timeout_s=1.0)
+    assert time.monotonic() - began < 10
+    assert caught.value.troubles[1].kind == "Hung"
+    assert "in hang" in caught.value.troubles[1].trace
+    assert [result[0] for result in ranks.run(3, who, "w")] == [0, 1, 2]
+
+
+def test_a_killed_rank_is_told_apart_from_the_ones_that_missed_it(ranks: RankPool) -> None:
+    with pytest.raises(RanksFailed) as caught:
+        ranks.run(3, die, 2)
+    assert caught.value.troubles[2].exit_code == -signal.SIGKILL
+    assert caught.value.troubles[0].kind == caught.value.troubles[1].kind == "RuntimeError"
+    assert [result[0] for result in ranks.run(3, who, "w")] == [0, 1, 2]
+
+
+def test_a_call_leaves_no_environment_and_no_counts_behind(ranks: RankPool) -> None:
+    assert ranks.run(1, meddle, environment={"HALATION_FAULT": "a:1:raise"}) == [("a:1:raise", {})]
+    assert ranks.run(1, meddle) == [("", {})]
+
+
+def test_more_ranks_than_the_pool_has_are_refused(ranks: RankPool) -> None:
+    with pytest.raises(ValueError, match="4 ranks in a pool of 3"):
+        ranks.run(4, who, "w")
+
+
+def test_ranks_are_gone_soon_after_their_owner_was_killed(tmp_path: Path) -> None:
+    script = tmp_path / "owner.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "from halation.world.testing import RankPool\n"
+        "def pid(world):\n    return os.getpid()\n"
+        "if __name__ == '__main__':\n"
+        "    pool = RankPool(2)\n    print(*pool.run(2, pid), flush=True)\n    time.sleep(600)\n"
+    )
+    owner = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    with owner.stdout:
+        pids = [int(word) for word in owner.stdout.readline().split()]
+        assert len(pids) == 2
+        assert all(psutil.pid_exists(pid) for pid in pids)
+        owner.kill()
+        owner.wait()
+    deadline = time.monotonic() + 5
+    while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
