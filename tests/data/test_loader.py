@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 from halation.data.base import JSON, Picture
 from halation.data.loader import Batch, Batches
 from halation.data.order import Order
+from halation.data.workers import Workers
 
 
 class Counted:
@@ -184,6 +186,22 @@ def test_processes_are_gone_after_closing_and_die_with_a_killed_parent(tmp_path:
     while any(_runs(pid) for pid in children):
         assert time.monotonic() < deadline, "a worker outlived its parent"
         time.sleep(0.05)
+
+
+def test_processes_outlive_the_thread_that_asks_them_first() -> None:
+    workers = Workers(Counted(pause_s=0.002), 3)
+    try:
+        started = {child.pid for child in multiprocessing.active_children()}
+        assert len(started) == 3
+        for _ in range(3):
+            asks = threading.Thread(target=lambda: [workers.draw("train", range(9)) for _ in range(6)])
+            asks.start()
+            asks.join()
+            assert workers.draw("train", [4]).result(timeout=20).captions == ["number 4"]
+        assert {child.pid for child in multiprocessing.active_children()} == started
+    finally:
+        workers.close()
+    assert not multiprocessing.active_children()
 
 
 def _runs(pid: int) -> bool:

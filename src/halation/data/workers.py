@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing.synchronize import Barrier
 from typing import NamedTuple
 
 import numpy as np
@@ -55,16 +56,20 @@ def draw(source: Pictures, part: str, indices: Sequence[int]) -> Stack:
 
 
 class Workers:
-    """A fixed number of spawned processes, each with its own copy of the source."""
+    """A fixed number of spawned processes, each with its own copy of the source; they live as long as the thread that made them."""
 
     def __init__(self, source: Pictures, num_workers: int) -> None:
         self.num_workers = num_workers
+        context = multiprocessing.get_context("spawn")
+        # The kernel ties "die with the parent" to the thread that starts a process. So all are started here, by the thread
+        # that owns the pool, and none later by a prefetching thread, whose end would kill it and leave its lock taken. The
+        # pool starts a process for each task that finds none idle; until the last has come to the barrier, none is.
+        barrier = context.Barrier(num_workers)
         self._pool = ProcessPoolExecutor(
-            num_workers, multiprocessing.get_context("spawn"), initializer=_start, initargs=(source, os.getpid())
+            num_workers, context, initializer=_start, initargs=(source, os.getpid(), barrier)
         )
-        # The kernel ties "die with the parent" to the thread that starts a process, so they are started here, by the
-        # thread that owns the pool, and not by the prefetching thread that happens to ask first.
-        self._pool.submit(_nothing)
+        for _ in range(num_workers):
+            self._pool.submit(_nothing)
 
     def draw(self, part: str, indices: Sequence[int]) -> Future[Stack]:
         """As the function `draw`, but in one of the processes."""
@@ -78,7 +83,7 @@ class Workers:
 _source: Pictures | None = None
 
 
-def _start(source: Pictures, parent: int) -> None:
+def _start(source: Pictures, parent: int, barrier: Barrier) -> None:
     global _source
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C is the parent's to handle; it ends these
     if sys.platform == "linux":
@@ -86,6 +91,7 @@ def _start(source: Pictures, parent: int) -> None:
         if os.getppid() != parent:  # it died before the line above took effect
             os._exit(1)
     _source = source
+    barrier.wait()
 
 
 def _draw(part: str, indices: list[int]) -> Stack:
