@@ -107,9 +107,10 @@ class RankPool:
         function: Callable[..., Any],
         *args: Any,
         timeout_s: float = 60.0,
+        world_timeout_s: float | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> list[Any]:
-        """`function(world, *args)` on ranks 0 to size - 1; their results in rank order.
+        """`function(world, *args)` on ranks 0 to size - 1; their results in rank order. `world_timeout_s` is that of the world's collectives.
 
         RanksFailed carries every rank's own end. After one, the ranks of that call are replaced: what a failed collective leaves
         behind in a process is nobody's business.
@@ -129,7 +130,7 @@ class RankPool:
                 pickled=pickled,
                 path=list(sys.path),
                 store=store,
-                timeout_s=timeout_s,
+                timeout_s=timeout_s if world_timeout_s is None else world_timeout_s,
                 environment=dict(environment or {}),
             )
             rank.connection.send(call)
@@ -251,7 +252,9 @@ def _answer(call: Call) -> tuple[Any, Trouble | None]:
             kind=type(error).__name__, message=str(error), trace=traceback.format_exc(), exit_code=code
         )
     finally:
-        logging.getLogger("halation").handlers.clear()
+        for handler in list(logging.getLogger("halation").handlers):
+            logging.getLogger("halation").removeHandler(handler)
+            handler.close()
 
 
 def _in_world(call: Call, function: Callable[..., Any], args: Sequence[Any]) -> Any:

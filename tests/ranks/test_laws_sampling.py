@@ -1,0 +1,196 @@
+"""Samples from all ranks: invisible to training, the same bytes on any number of ranks, and nobody waits for a rank that failed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import rank_jobs
+import run_folders
+from halation.config.sample import SampleConfig
+from halation.config.train import TrainConfig
+from halation.jobs import train as job
+from halation.jobs.models import find, load_denoiser, sampling_of
+from halation.jobs.session import Session
+from halation.training.sampling import Drawing, Place, SampleSettings, publish_index
+from halation.world import rng
+from halation.world.testing import RankPool
+
+pytestmark = pytest.mark.ranks
+
+NUM_STEPS = 3
+
+
+class Suspicious(Session):
+    """Looks at everything that sampling could disturb, before and after."""
+
+    num_looks = 0
+
+    def _duties(self, step: int) -> None:
+        before = self._visible()
+        super()._duties(step)
+        assert self._visible() == before
+        self.num_looks += 1
+
+    def _visible(self) -> dict[str, Any]:
+        modules = self.denoiser.module.modules()
+        weights = [parameter.detach() for _, parameter in self.engine.named_parameters()]
+        return {
+            "random": rng.capture(self.world.device),
+            "modes": [module.training for module in modules],
+            "requires_grad": [weight.requires_grad for weight in self.denoiser.module.parameters()],
+            "grad": torch.is_grad_enabled(),
+            "places": [type(weight).__name__ for weight in weights],
+            "weights": [getattr(weight, "to_local", lambda w=weight: w)().numpy().tobytes() for weight in weights],
+            "averages": [average.numpy().tobytes() for average in self.ema.tensors().values()],
+        }
+
+
+def train_suspiciously(world: Any, config: TrainConfig) -> int:
+    random.seed(1)
+    np.random.seed(2)
+    torch.manual_seed(3)
+    with job._hold(config, world, alone=False), Suspicious(world, config) as session:
+        next(iter(session.denoiser.shard_units())).eval()  # one module in its own mode, which must stay its own
+        session.run()
+        return session.num_looks
+
+
+def draw(world: Any, folder: Path, prompts: tuple[str, ...], sheet_size: int, output: Path) -> list[str]:
+    """Draw from a run's newest checkpoint as `halation sample` does, also where there is no prompt at all."""
+    checkpoint = find(folder)
+    names = {field.name for field in dataclasses.fields(SampleSettings)}
+    known = {name: value for name, value in sampling_of(checkpoint).items() if name in names}
+    settings = SampleSettings(**known | {"prompts": prompts, "sheet_size": sheet_size})
+    drawing = Drawing(
+        world, load_denoiser(checkpoint, raw=False), settings, sharded=False, timeout_s=30.0, stop=lambda: 0
+    )
+    rows = drawing.run(Place(folder=output), "for a test")
+    if world.first:
+        publish_index(Place(folder=output), rows, {})
+    return [row["state"] for row in rows]
+
+
+def draw_sharded(world: Any, config: TrainConfig, cases: list[tuple[int, int]], output: Path) -> list[list[str]]:
+    """The same with the weights in shards, where every forward is a collective: one case for (number of prompts, sheet size)."""
+    with job._hold(config, world, alone=False), Session(world, config) as session:
+        assert session._resume()
+        states = []
+        with session.ema.swapped():
+            for num, sheet_size in cases:
+                changes = {"prompts": rank_jobs.PROMPTS[:num], "sheet_size": sheet_size}
+                settings = dataclasses.replace(session._sample_settings(), **changes)
+                drawing = Drawing(world, session.denoiser, settings, sharded=True, timeout_s=30.0, stop=lambda: 0)
+                place = Place(folder=output / f"{num}_{sheet_size}")
+                rows = drawing.run(place, f"{num} on sheets of {sheet_size}")
+                if world.first:
+                    publish_index(place, rows, {})
+                states.append([row["state"] for row in rows])
+            session.engine.at_rest()
+    return states
+
+
+def sampled(folder: Path, **changes: Any) -> TrainConfig:
+    """Steps large enough that weights show in the pictures."""
+    settings = {"n_steps": NUM_STEPS, "lr": 2e-2, "ckpt_every": 1, "ema_decay": 0.5}
+    return rank_jobs.small_config(folder, **settings | changes)
+
+
+SIZES = [
+    pytest.param("ddp", 2, marks=pytest.mark.slow),
+    ("ddp", 3),
+    ("fsdp", 2),
+    pytest.param("fsdp", 3, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("engine", "size"), SIZES)
+def test_training_that_samples_at_every_step_has_the_bits_of_training_that_never_samples(
+    ranks: RankPool, tmp_path: Path, engine: str, size: int
+) -> None:
+    drawing = sampled(tmp_path / "drawing", engine=engine, sample_raw=True, sample_batch_size=2)
+    assert ranks.run(size, train_suspiciously, drawing) == [NUM_STEPS] * size
+    never = sampled(tmp_path / "never", engine=engine, sample=False, ckpt_every=0, heldout_pictures=0)
+    ranks.run(size, train_suspiciously, never)
+    assert len(list((tmp_path / "drawing/samples").glob("step_*/sample_*.png"))) == NUM_STEPS * 2 * 2
+    assert not (tmp_path / "never/samples").exists()
+    assert run_folders.saved(tmp_path / "drawing", NUM_STEPS) == run_folders.saved(tmp_path / "never", NUM_STEPS)
+    assert run_folders.losses(tmp_path / "drawing") == run_folders.losses(tmp_path / "never")
+    for rank in range(size):
+        mine, theirs = (
+            json.loads((tmp_path / name / f"checkpoints/step_{NUM_STEPS:07d}/rank_state_{rank}.json").read_text())
+            for name in ("drawing", "never")
+        )
+        assert mine == theirs, "python, numpy and torch drew nothing"
+
+
+@pytest.fixture(scope="module")
+def trained(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A run of two ranks that published five pictures on sheets of two, trained once for each engine."""
+    known: dict[str, Path] = {}
+
+    def folder(engine: str) -> Path:
+        if engine not in known:
+            known[engine] = tmp_path_factory.mktemp(f"trained_{engine}")
+            settings = {"engine": engine, "sample_prompts": rank_jobs.PROMPTS, "sample_batch_size": 2, "ckpt_every": 0}
+            ranks.run(2, rank_jobs.train, sampled(known[engine], **settings))
+        return known[engine]
+
+    return folder
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_a_checkpoint_gives_the_pictures_that_training_published_on_one_two_and_three_ranks(
+    ranks: RankPool, tmp_path: Path, trained: Callable[[str], Path], engine: str
+) -> None:
+    folder = trained(engine)
+    published = run_folders.pictures(folder / f"samples/step_{NUM_STEPS:07d}")
+    assert len(published) == 5 + 5 + 1, "pictures, prompts and the grid"
+    assert len({data for name, data in published.items() if name.endswith(".png")}) == 6, "prompts and seeds differ"
+    for size in (1, 2, 3):
+        rendezvous = tmp_path / f"rendezvous_{size}"
+        rendezvous.mkdir()
+        output = tmp_path / f"by_hand_{size}"
+        config = SampleConfig(checkpoint=folder, output_dir=output, progress="none", dist_timeout_s=30.0)
+        ranks.run(size, rank_jobs.run_job, "sample", config, rendezvous)
+        assert run_folders.pictures(output) == published
+
+
+@pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num", [0, 1, 5])
+def test_none_one_and_five_prompts_are_the_same_bytes_on_any_number_of_ranks(
+    ranks: RankPool, tmp_path: Path, trained: Callable[[str], Path], engine: str, num: int
+) -> None:
+    for sheet_size in (1, 2):
+        seen = []
+        for size in (1, 2, 3):
+            output = tmp_path / f"{sheet_size}_{size}"
+            states = ranks.run(size, draw, trained(engine), rank_jobs.PROMPTS[:num], sheet_size, output)
+            assert states == [["done"] * num] * size
+            seen.append(run_folders.pictures(output))
+        assert len(seen[0]) == (2 * num + 1 if num else 0)
+        assert seen[1] == seen[0]
+        assert seen[2] == seen[0]
+
+
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
+def test_sharded_ranks_draw_none_one_and_five_prompts_to_the_bytes_of_one_whole_rank(
+    ranks: RankPool, tmp_path: Path, trained: Callable[[str], Path], size: int
+) -> None:
+    cases = [(0, 1), (1, 1), (5, 1), (1, 2), (5, 2)]
+    folder = trained("fsdp")
+    settings = {"engine": "fsdp", "sample_prompts": rank_jobs.PROMPTS, "sample_batch_size": 2, "ckpt_every": 0}
+    states = ranks.run(size, draw_sharded, sampled(folder, **settings), cases, tmp_path / "sharded")
+    assert states == [[["done"] * num for num, _ in cases]] * size
+    for num, sheet_size in cases:
+        ranks.run(1, draw, folder, rank_jobs.PROMPTS[:num], sheet_size, tmp_path / "whole" / f"{num}_{sheet_size}")
+        whole = run_folders.pictures(tmp_path / "whole" / f"{num}_{sheet_size}")
+        assert run_folders.pictures(tmp_path / "sharded" / f"{num}_{sheet_size}") == whole
