@@ -10,7 +10,7 @@ import sys
 import traceback
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(f"halation {__version__}")
         return 0
+    return run(words[0], words[1:])
+
+
+def run(
+    command: str, words: Sequence[str], *, defaults: Mapping[str, Any] | None = None, prog: str | None = None
+) -> int:
+    """Run one command and return its exit code; a recipe brings its own defaults and the name it goes by."""
     try:
-        command = words[0]
         if command not in COMMANDS:
             raise InputError(f"there is no command '{command}'", f"one of {', '.join(COMMANDS)}", _nearest(command))
-        config = parse(command, words[1:])
+        config = parse(command, words, defaults=defaults, prog=prog)
         job = importlib.import_module(f"halation.jobs.{command}")
         return int(job.run(config))
     except HalationError as error:
@@ -58,7 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def parse(command: str, words: Sequence[str]) -> Any:
+def parse(
+    command: str, words: Sequence[str], *, defaults: Mapping[str, Any] | None = None, prog: str | None = None
+) -> Any:
     """The command's config: defaults, below `--config FILE`, below flags."""
     import tyro
 
@@ -67,8 +75,8 @@ def parse(command: str, words: Sequence[str]) -> Any:
     name, _ = COMMANDS[command]
     config_type = getattr(importlib.import_module(f"halation.config.{command}"), name)
     file, rest = _take_config(words)
-    settings = fields.from_file(config_type, file) if file else {}
-    return parse_flags(tyro, config_type, settings, rest, prog=f"halation {command}")
+    settings = {**(defaults or {}), **(fields.from_file(config_type, file) if file else {})}
+    return parse_flags(tyro, config_type, settings, rest, prog=prog or f"halation {command}")
 
 
 def parse_flags(
@@ -96,7 +104,8 @@ def normalised(config_type: Any, words: Sequence[str]) -> list[str]:
     lists = {
         name for name, hint in hints.items() if typing.get_origin(hint) is tuple and str not in typing.get_args(hint)
     }
-    switches = {name for name, hint in hints.items() if hint is bool or hint == (bool | None)}
+    switches = {name for name, hint in hints.items() if hint is bool}
+    choices = {name for name, hint in hints.items() if hint == (bool | None)}
     result: list[str] = []
     words = _split_equals(words)
     position = 0
@@ -110,6 +119,13 @@ def normalised(config_type: Any, words: Sequence[str]) -> list[str]:
             if current in switches and value in TRUE + FALSE:
                 result.append(word if value in TRUE else f"--no_{current}")
                 position += 1
+                continue
+            # For tyro these take a value, because "not said" is a third one; a person may leave it out.
+            if current.removeprefix("no_") in choices:
+                said = value in TRUE + FALSE
+                yes = (value in TRUE if said else True) != current.startswith("no_")
+                result.extend([f"--{current.removeprefix('no_')}", str(yes)])
+                position += said
                 continue
         elif current in lists and "," in word:
             result.extend(part for part in word.split(",") if part)

@@ -82,6 +82,10 @@ class Run:
         self.logs = folder / "logs"
         self.export = folder / "export"
 
+    def has_saved(self) -> bool:
+        """Whether there ever was a checkpoint, a damaged one included."""
+        return any(path.name.startswith(("step_", "damaged_")) for path in self.checkpoints.glob("*"))
+
     def samples_at(self, step: int) -> Path:
         return self.samples / step_name(step)
 
@@ -190,6 +194,9 @@ def begin(run: Run, job: str, settings: Mapping[str, Any], fixed: Mapping[str, A
             f"a `{job}` run or an empty folder",
             "choose another --output_dir",
         )
+    if not run.has_saved():  # a first start that was refused or killed binds nobody to its settings
+        publish_json(run.config, {"job": job, "settings": dict(settings), "fixed": dict(fixed), "changes": []})
+        return True
     keys = [key for key in record["fixed"] if key in fixed] + [key for key in fixed if key not in record["fixed"]]
     _settle_changes(run, record, {key: record["fixed"].get(key) for key in keys}, fixed, accept_changes)
     record["settings"] = dict(settings)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import re
 import tomllib
+import typing
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -47,13 +49,11 @@ def read_file(path: Path) -> dict[str, Any]:
         raise InputError(
             f"there is no file {path}", "a YAML, TOML or JSON file of settings", "check the path given to --config"
         )
-    text = path.read_text(encoding="utf-8-sig")
     try:
+        text = path.read_text(encoding="utf-8-sig")
         match path.suffix.lower():
             case ".yaml" | ".yml":
-                import yaml
-
-                values = yaml.safe_load(text)
+                values = _read_yaml(text)
             case ".toml":
                 values = tomllib.loads(text)
             case ".json":
@@ -77,10 +77,20 @@ def read_file(path: Path) -> dict[str, Any]:
     return {str(key).replace("-", "_"): value for key, value in values.items()}
 
 
+def _read_yaml(text: str) -> Any:
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """YAML 1.1 takes 1e-4 for text, which nobody means."""
+
+    Loader.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+    )
+    return yaml.load(text, Loader)
+
+
 def from_file(config_type: type[ConfigType], path: Path) -> dict[str, Any]:
     """The file's settings with their declared types; an unknown key is an error that names the nearest known one."""
-    import typing
-
     import pydantic
 
     hints = typing.get_type_hints(config_type)
@@ -94,6 +104,8 @@ def from_file(config_type: type[ConfigType], path: Path) -> dict[str, Any]:
                 f"the nearest known one is '{near[0]}'",
                 "correct or remove it; --help lists all of them",
             )
+        if _is_list(hints[key]) and not isinstance(value, list):  # as on the command line, one value is a list of one
+            value = [value]
         try:
             adapter: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(hints[key])
             settings[key] = adapter.validate_json(json.dumps(value), strict=True)
@@ -103,3 +115,7 @@ def from_file(config_type: type[ConfigType], path: Path) -> dict[str, Any]:
                 f"{path}: {key} is {value!r}", f"a value of its type ({problem})", "correct it; --help shows the type"
             ) from error
     return settings
+
+
+def _is_list(hint: Any) -> bool:
+    return typing.get_origin(hint) is tuple and typing.get_args(hint)[-1] is Ellipsis

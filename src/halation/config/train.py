@@ -26,7 +26,7 @@ class TrainConfig:
     model: str = setting("small")
     """tiny, small, base, large or xlarge; or the folder of an export or checkpoint to start from."""
     patch_size: int = setting(0)
-    """Pixels (or latents) on a side of a token; 0 picks the smallest power of two that gives at most 256 tokens."""
+    """Pixels (or latents) on a side of a token; 0 picks 4 up to 64 pixels and 8 above, and 2 on latents."""
     num_register_tokens: int = setting(0)
     """Learned extra tokens that take part in attention and are dropped before the output."""
     vae: str = setting("")

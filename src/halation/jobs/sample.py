@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -13,7 +14,16 @@ from halation import runs
 from halation.config.fields import as_json
 from halation.config.sample import SampleConfig
 from halation.errors import HalationError, InputError
+from halation.jobs.train import RANGES, check_ranges
 from halation.world import launch
+
+# 0, and -1 where 0 has a meaning, stand for what the run used.
+SAMPLE_RANGES = {
+    **dict.fromkeys(("sample_steps", "batch_size", "threads"), (0, math.inf)),
+    "guidance_scale": (-1, RANGES["guidance_scale"][1]),
+    "sample_seed": (-1, RANGES["sample_seed"][1]),
+    "dist_timeout_s": RANGES["dist_timeout_s"],
+}
 
 
 def run(config: SampleConfig) -> int:
@@ -22,6 +32,7 @@ def run(config: SampleConfig) -> int:
         raise InputError(
             f"there is no folder {config.checkpoint}", "a run, a checkpoint or an export", "check --checkpoint"
         )
+    check_ranges(config, SAMPLE_RANGES)
     if launch.launched():
         run_rank(config)
         return 0

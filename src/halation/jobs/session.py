@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
+import math
 import os
 import shutil
 import time
@@ -34,7 +35,7 @@ from halation.models.denoiser import DiTDenoiser, new_dit
 from halation.models.dit import SIZES
 from halation.pictures import read_png
 from halation.prompts import from_flags
-from halation.training import batches, heldout, state, trackers
+from halation.training import batches, heldout, memory, state, trackers
 from halation.training.cadence import Cadence
 from halation.training.loop import Position, StepReport, StepSettings, autocast, train_steps
 from halation.training.objectives import flow_matching
@@ -279,14 +280,14 @@ class Session:
             world.rank,
             config.batch_size,
         )
-        memory = 0 if config.cache in ("none", "pixels", "latents") else MEMORY_CACHE_BYTES
+        memory_bytes = 0 if config.cache in ("none", "pixels", "latents") else MEMORY_CACHE_BYTES
         loader = Batches(
             self.source,
             Order(config.seed, self.source.num_train),
             coming,
             num_threads=2 if world.device.type == "cuda" else 1,
             num_workers=config.num_workers,
-            memory_bytes=memory,
+            memory_bytes=memory_bytes,
             transform=prepare,
         )
         self.cleanup.callback(loader.close)
@@ -334,6 +335,7 @@ class Session:
     def _warm_up(self) -> None:
         """One pass that is thrown away: it settles DDP's buckets, compiles, and finds a batch that does not fit before it costs anything."""
         _, rows = plan.micro_batches(self.global_batch, self.world.size, self.config.batch_size)
+        self._refuse_hopeless(rows)
         try:
             with autocast(self.world.device, self.config.dtype):
                 losses = flow_matching(
@@ -346,8 +348,24 @@ class Session:
             raise InputError(
                 f"a batch of {rows} pictures does not fit into the memory of {self.world.device}",
                 "a batch that fits",
-                f"try --batch_size {max(1, rows // 2)} (with --accumulate 2 for the same global batch), --activation_checkpointing or --dtype bf16",
+                memory.advice(max(1, rows // 2), 2 * self.config.accumulate),
             ) from error
+
+    def _refuse_hopeless(self, rows: int) -> None:
+        config, module = self.config, self.denoiser.config
+        cost = memory.PictureCost(
+            flops=self.denoiser.flops_per_picture(),
+            hidden=module.hidden,
+            depth=module.depth,
+            num_values=math.prod(self.shape),
+            dtype=config.dtype,
+            checkpointing=config.activation_checkpointing,
+        )
+        sharing = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", "1")))
+        free = min(self.world.exchange(memory.free_bytes(self.world.device, sharing)))
+        error = memory.refuse_batch(rows, config.accumulate, cost, self.world.device, free)
+        if error:
+            raise error
 
     def _announce(self, fresh: bool) -> None:
         if not self.world.first:

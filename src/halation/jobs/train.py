@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 import os
 import shlex
 import sys
@@ -65,23 +66,7 @@ def resolved(config: TrainConfig) -> TrainConfig:
             "height and width",
             "give one or two positive numbers",
         )
-    for name in ("batch_size", "accumulate", "sample_steps", "sample_batch_size", "log_every", "threads", "n_steps"):
-        if getattr(config, name) < 1:
-            raise InputError(f"--{name} {getattr(config, name)}", "a number above 0", f"raise --{name}")
-    for name in (
-        "ckpt_every",
-        "ckpt_latest_every",
-        "keep_last",
-        "num_register_tokens",
-        "seed",
-        "sample_seed",
-        "heldout_pictures",
-        "patch_size",
-    ):
-        if getattr(config, name) < 0:
-            raise InputError(f"--{name} {getattr(config, name)}", "0 or more", f"raise --{name}")
-    if not 0 <= config.caption_dropout <= 1:
-        raise InputError(f"--caption_dropout {config.caption_dropout}", "a share from 0 to 1", "for example 0.1")
+    check_ranges(config, RANGES)
     if config.patch_size and (size[0] % config.patch_size or size[1] % config.patch_size) and not config.vae:
         raise InputError(
             f"--image_size {size[0]} {size[1]} with --patch_size {config.patch_size}",
@@ -92,6 +77,38 @@ def resolved(config: TrainConfig) -> TrainConfig:
         what = "is a file" if Path(config.data).exists() else "does not exist"
         raise InputError(f"--data {config.data} {what}", "`streets` or a folder of pictures", "check the path")
     return dataclasses.replace(config, image_size=size)
+
+
+# Lowest and highest value, both allowed; seeds end where torch would wrap them, less the room for sample_seed + k.
+RANGES: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("batch_size", "accumulate", "log_every", "threads", "n_steps"), (1, math.inf)),
+    **dict.fromkeys(("sample_steps", "sample_batch_size"), (1, math.inf)),
+    **dict.fromkeys(
+        ("ckpt_every", "ckpt_latest_every", "keep_last", "num_register_tokens", "patch_size"), (0, math.inf)
+    ),
+    **dict.fromkeys(("heldout_pictures", "warmup_steps", "decay_steps", "num_workers", "max_restarts"), (0, math.inf)),
+    **dict.fromkeys(("weight_decay", "grad_clip", "guidance_scale", "sample_timeout_s"), (0, sys.float_info.max)),
+    **dict.fromkeys(("lr", "time_shift", "dist_timeout_s"), (sys.float_info.min, sys.float_info.max)),
+    **dict.fromkeys(("seed", "sample_seed"), (0, 2**63 - 2**32)),
+    "caption_dropout": (0, 1),
+    "ema_decay": (0, math.nextafter(1, 0)),
+    "betas": (0, math.nextafter(1, 0)),
+}
+
+
+def check_ranges(config: Any, ranges: dict[str, tuple[float, float]]) -> None:
+    """Refuse numbers that nothing below could work with; one that is not a number is in no range."""
+    for name, (low, high) in ranges.items():
+        value = getattr(config, name)
+        values = value if isinstance(value, tuple) else (value,)
+        if not all(low <= each <= high for each in values):
+            least = "above 0" if low == sys.float_info.min else f"from {low} on"
+            most = f", at most {high}" if high < 1e30 else ""
+            most = ", below 1" if high == math.nextafter(1, 0) else most
+            given = " ".join(map(str, values))
+            raise InputError(
+                f"--{name} {given}", f"a number {least}{most}", f"change --{name}; --help says what it means"
+            )
 
 
 def _rounded(size: int, patch: int) -> int:

@@ -114,7 +114,9 @@ def check(names: Sequence[str], asked: bool) -> tuple[str, ...]:
         if name == "none":
             continue
         package, extra = EXTRAS[name]
-        if importlib.util.find_spec(package) is not None:
+        spec = importlib.util.find_spec(package)
+        # Without an origin it is a mere folder, such as the `wandb/` that wandb's own runs are in.
+        if spec is not None and spec.origin is not None:
             usable.append(name)
         elif asked:
             raise InputError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -132,11 +133,11 @@ def _gather_by_store(store: dist.Store, rank: int, size: int, word: str) -> list
 
 
 def _store_by_folder(folder: Path, rank: int, size: int, host: str, timeout_s: float) -> dist.Store:
-    """Rank 0 listens on a port the system picks and leaves the address in the folder; a taken port cannot happen."""
+    """Rank 0 listens on MASTER_PORT if that is set and free, else on a port the system picks, and leaves the address in the folder."""
     path = folder / "address"
     timeout = timedelta(seconds=timeout_s)
     if rank == 0:
-        store = dist.TCPStore(host, 0, size, is_master=True, wait_for_workers=False, timeout=timeout)
+        store = _listen(host, size, timeout)
         path.with_suffix(".tmp").write_text(f"{host} {store.port}")
         path.with_suffix(".tmp").rename(path)
         return store
@@ -147,6 +148,28 @@ def _store_by_folder(folder: Path, rank: int, size: int, host: str, timeout_s: f
         time.sleep(POLL_S)
     address, port = path.read_text().split()
     return dist.TCPStore(address, int(port), size, is_master=False, timeout=timeout)
+
+
+def _listen(host: str, size: int, timeout: timedelta) -> dist.TCPStore:
+    wanted = os.environ.get("MASTER_PORT", "")
+    if wanted.isdigit() and _is_free(int(wanted)):
+        with contextlib.suppress(dist.DistNetworkError):  # somebody was faster
+            return dist.TCPStore(host, int(wanted), size, is_master=True, wait_for_workers=False, timeout=timeout)
+    store = dist.TCPStore(host, 0, size, is_master=True, wait_for_workers=False, timeout=timeout)
+    if wanted not in ("", "0"):
+        log.warning("port %s is taken or not a port; ranks meet on port %d", wanted, store.port)
+    return store
+
+
+def _is_free(port: int) -> bool:
+    """Asked before, because torch tells of a taken port in several lines of its own."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("", port))
+            return True
+    except (OSError, OverflowError):
+        return False
 
 
 def checksum(named: Iterable[tuple[str, Tensor]]) -> tuple[list[str], Tensor]:
