@@ -1,0 +1,24 @@
+"""Settings of `halation demo`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoConfig:
+    """Train a small model on the embedded street scenes, with samples from every rank, and show its progress in one picture.
+
+    Needs no network, no GPU and no account. The same command goes on where the last one was stopped.
+    """
+
+    output_dir: Path = Path("demo_run")
+    """Folder of the run."""
+    n_steps: int = 420
+    """Training steps; more make better pictures."""
+    nproc: int = 0
+    """Ranks to train and sample on; 0 is all GPUs, or two ranks without a GPU."""
+    progress: Literal["auto", "rich", "plain", "json", "none"] = "auto"
+    """auto shows a bar on a terminal and a line every 30 s elsewhere."""
