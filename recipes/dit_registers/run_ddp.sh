@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Train on every visible GPU, or on two CPU ranks where there is none. Takes the flags of train.py, from any folder.
+set -euo pipefail
+
+here="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)"
+python="$here/../../.venv/bin/python"
+[ -x "$python" ] || python="$(command -v python || command -v python3)"
+
+# Ranks meet here if it is free, else on a port that the system picks.
+export MASTER_PORT="${MASTER_PORT:-29500}"
+
+ranks=()
+case " ${*//-/_} " in
+    *" __nproc"* | *" __help "* | *" _h "*) ;;
+    *)
+        gpus="$("$python" -c 'from halation.world.launch import num_gpus; print(num_gpus())')"
+        if [ "$gpus" = 0 ]; then
+            echo "run_ddp.sh: no GPU is visible, so 2 ranks train on the CPU" >&2
+            ranks=(--nproc 2)
+        fi
+        ;;
+esac
+
+exec "$python" "$here/train.py" ${ranks[@]+"${ranks[@]}"} "$@"

@@ -1,0 +1,149 @@
+"""The commands of the recipe run as its page shows them, from any folder, and say in their exit code how it went."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "dit_registers"
+TORCHRUN = Path(sys.executable).with_name("torchrun")
+TINY = [
+    "--model",
+    "tiny",
+    "--image_size",
+    "32",
+    "--patch_size",
+    "8",
+    "--n_steps",
+    "4",
+    "--batch_size",
+    "2",
+    "--sample_steps",
+    "1",
+]
+QUIET = ["--heldout_pictures", "0", "--sample_prompts", "a rainy street"]
+
+
+def started(command: list[str | Path], folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "MASTER_", "HALATION"))}
+    return subprocess.run(
+        list(map(str, command)),
+        cwd=folder,
+        env={**clean, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.socket() as owner:
+        owner.bind(("", 0))
+        owner.listen()
+        yield int(owner.getsockname()[1])
+
+
+@pytest.mark.ranks
+def test_run_ddp_trains_on_two_cpu_ranks_from_a_foreign_folder_with_its_port_taken(
+    tmp_path: Path, taken_port: int
+) -> None:
+    command = ["bash", RECIPE / "run_ddp.sh", *TINY, *QUIET, "--num-register-tokens", "3", "--lr", "2e-4"]
+    done = started(command, tmp_path, MASTER_PORT=str(taken_port))
+    assert done.returncode == 0, done.stderr
+    assert "2 ranks train on the CPU" in done.stderr
+    assert f"port {taken_port} is taken" in done.stderr
+    run = tmp_path / "runs" / "dit_registers"
+    record = json.loads((run / "config.json").read_text())
+    assert (record["settings"]["num_register_tokens"], record["settings"]["lr"], record["settings"]["nproc"]) == (
+        3,
+        2e-4,
+        2,
+    )
+    assert record["fixed"]["global batch"] == 4
+    weights = torch.load(run / "export" / "model.pth", weights_only=True)
+    same = load_file(run / "export" / "model.safetensors")
+    assert weights.keys() == same.keys()
+    assert all(torch.equal(weights[name], same[name]) for name in same)
+    assert weights["registers"].shape[0] == 3
+    assert list((run / "samples" / "step_0000004").glob("sample_*.png"))
+    assert list((tmp_path / "wandb").glob("offline-run-*")), "wandb is offline unless told otherwise"
+    assert list((run / "tensorboard").iterdir())
+
+
+@pytest.mark.ranks
+def test_run_single_gpu_is_one_rank_and_flags_and_wandb_mode_win_over_the_recipe(tmp_path: Path) -> None:
+    command = ["bash", RECIPE / "run_single_gpu.sh", *TINY, *QUIET, "--report_to", "wandb", "--output-dir", "here"]
+    done = started(command, tmp_path, WANDB_MODE="disabled")
+    assert done.returncode == 0, done.stderr
+    assert "1 rank (single, cpu)" in done.stderr
+    assert (tmp_path / "here" / "export" / "model.pth").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["here"], "WANDB_MODE decides, and it says disabled"
+
+
+@pytest.mark.ranks
+def test_under_torchrun_its_ranks_are_joined(tmp_path: Path) -> None:
+    torchrun = [TORCHRUN, "--standalone", "--nproc_per_node=2", RECIPE / "train.py"]
+    done = started([*torchrun, *TINY, *QUIET, "--report_to", "none", "--output_dir", tmp_path / "run"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "2 ranks (ddp, cpu)" in done.stderr
+    assert (tmp_path / "run" / "export" / "model.pth").is_file()
+
+
+def test_torchrun_with_a_taken_port_fails_before_training_as_the_page_says(tmp_path: Path, taken_port: int) -> None:
+    torchrun = [TORCHRUN, "--nproc_per_node=1", f"--master_port={taken_port}", RECIPE / "train.py", "--help"]
+    done = started(torchrun, tmp_path)
+    assert done.returncode != 0
+    assert "EADDRINUSE" in done.stderr
+    assert "num_register_tokens" not in done.stdout
+
+
+def test_help_shows_the_defaults_of_the_recipe(tmp_path: Path) -> None:
+    for command in (
+        ["bash", RECIPE / "run_ddp.sh"],
+        [TORCHRUN, "--nproc_per_node=1", "--standalone", RECIPE / "train.py"],
+    ):
+        done = started([*command, "--help"], tmp_path, COLUMNS="300")
+        assert done.returncode == 0, done.stderr
+        flat = re.sub(r"[\s│]+", " ", done.stdout)
+        for flag, default in (
+            ("num_register_tokens", "0"),
+            ("batch_size", "128"),
+            ("n_steps", "200000"),
+            ("lr", "0.0001"),
+        ):
+            told = flat.split(f" --{flag} ", 1)[1]
+            assert re.search(r"\(default: (.*?)\)", told).group(1) == default, flag  # type: ignore[union-attr]
+        assert "runs/dit_registers" in flat
+
+
+def test_exit_codes_pass_through_the_scripts(tmp_path: Path) -> None:
+    for script in ("run_ddp.sh", "run_single_gpu.sh"):
+        done = started(["bash", RECIPE / script, "--data", "nosuch"], tmp_path)
+        assert done.returncode == 2
+        assert "nosuch does not exist" in done.stderr
+        assert started(["bash", RECIPE / script, "--num_register_token", "4"], tmp_path).returncode == 2
+
+
+def test_without_a_venv_beside_it_the_scripts_use_the_python_on_the_path(tmp_path: Path) -> None:
+    copy = tmp_path / "recipes" / "dit_registers"
+    shutil.copytree(RECIPE, copy, ignore=shutil.ignore_patterns("__pycache__", "wandb", "runs"))
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "python").write_text(f'#!/bin/sh\necho "this python" >&2\nexec {sys.executable} "$@"\n')
+    (tools / "python").chmod(0o755)
+    path = f"{tools}:{os.environ['PATH']}"
+    done = started(["bash", copy / "run_single_gpu.sh", "--data", "nosuch"], tmp_path, PATH=path)
+    assert done.returncode == 2
+    assert "this python" in done.stderr
