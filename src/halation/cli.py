@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from halation.errors import HalationError, InputError
+from halation.errors import HalationError, InputError, refused_by_system
 
 COMMANDS = {
     "train": ("TrainConfig", "train a diffusion transformer on every rank, with samples from every rank"),
@@ -58,8 +58,12 @@ def run(
         # The reader went away (halation ... | head); Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except Exception:
+    except Exception as error:
         logging.getLogger(__name__).debug("unexpected", exc_info=True)
+        refusal = refused_by_system(error)
+        if refusal:
+            _say(f"halation: {refusal}")
+            return 1
         _say(f"halation: this is a defect in Halation or in a library below it:\n{traceback.format_exc()}")
         return 1
 

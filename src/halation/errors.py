@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+
+REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE)
+
 
 class HalationError(Exception):
     """Something a person should read; the command line prints it without a traceback."""
@@ -31,3 +35,11 @@ class Interrupted(HalationError):
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+def refused_by_system(error: BaseException) -> str | None:
+    """A sentence for a full, broken or read-only disk and the like, which is nobody's defect and needs no traceback."""
+    if not isinstance(error, OSError) or error.errno not in REFUSALS:
+        return None
+    where = f" ({error.filename})" if error.filename else ""
+    return f"the system refused: {error.strerror}{where}; mend that, for a full disk free some space, then run the same command again"

@@ -32,9 +32,11 @@ def publish(path: Path, data: bytes) -> None:
         fault_point("publish.rename")
         os.replace(temporary, path)
         fault_point("publish.renamed")
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)  # a full disk is told by write(), which knows no name
         raise
     sync_folder(path.parent)
 

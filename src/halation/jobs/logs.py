@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,8 @@ class Echo(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if self.say is not None:
             self.say(record.getMessage())
+        else:  # before the bar and after it: a damaged checkpoint is found then
+            sys.stderr.write(f"halation: {record.getMessage()}\n")
 
 
 def set_up(folder: Path, rank: int) -> Echo:

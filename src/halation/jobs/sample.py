@@ -43,7 +43,7 @@ def run(config: SampleConfig) -> int:
             os.environ[launch.DEVICE] = places[0]
             run_rank(config)
         else:
-            launch.Launcher("sample", as_json(config), places, max_restarts=0).run()
+            launch.Launcher("sample", as_json(config), places, 0, config.output_dir).run()
     return 0
 
 

@@ -203,6 +203,7 @@ class Session:
             space=self.space,
             patch_size=config.patch_size or None,
             num_register_tokens=config.num_register_tokens,
+            prediction=config.prediction,
         )
         return denoiser.initialise(config.seed)
 
@@ -451,9 +452,15 @@ class Session:
                     shutil.rmtree(samples, ignore_errors=True)
         return True
 
+    def _await_save(self) -> None:
+        """Until all ranks know the last save to be whole. Nobody leaves earlier: who stays behind a leaver is soon ended too."""
+        with Vigil(self.world, f"saving step {self.position.step}", self.config.dist_timeout_s) as vigil:
+            self.checkpoints.wait(vigil.beat)
+            self.checkpoints.raise_error()
+            vigil.finish("")
+
     def _interrupt(self, report: StepReport) -> None:
-        self.checkpoints.wait()
-        self.checkpoints.raise_error()
+        self._await_save()
         raise Interrupted(
             f"asked to stop (signal {report.stop}): saved at step {report.step}; the same command goes on from there",
             exit_code(report.stop),
@@ -588,11 +595,9 @@ class Session:
         """Everything on disk before anybody leaves; the export is made from the checkpoint, so it is what was saved."""
         if not self.newest().exists() and self.checkpoints.pending is None:
             self._save("kept")
-        self.checkpoints.wait()
-        self.checkpoints.raise_error()
+        self._await_save()
 
         def write(_beat: Any) -> None:
-            self.checkpoints.raise_error()
             state.export(Reader(self.newest()), self.folder.export)
 
         on_first(self.world, "exporting", write, self.config.dist_timeout_s)

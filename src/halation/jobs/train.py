@@ -42,7 +42,7 @@ def run(config: TrainConfig) -> int:
             os.environ[launch.DEVICE] = places[0]
             run_rank(config, held=True)
         else:
-            launch.Launcher("train", as_json(config), places, config.max_restarts).run()
+            launch.Launcher("train", as_json(config), places, config.max_restarts, folder.folder).run()
     return 0
 
 

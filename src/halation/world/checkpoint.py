@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -35,12 +35,30 @@ log = logging.getLogger(__name__)
 
 COMMIT = "COMMIT.json"
 POLL_S = 0.02
+AGAIN_S = 0.2
 Parts = Mapping[str, Mapping[str, Piece]]
+Result = TypeVar("Result")
 
 
 def digest(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def seal(commit: Mapping[str, Any]) -> str:
+    """The SHA-256 of a commit file's own words: a flipped bit there could otherwise move a step or hide a part."""
+    words = {name: value for name, value in commit.items() if name != "seal"}
+    return hashlib.sha256(json.dumps(words, sort_keys=True).encode()).hexdigest()
+
+
+def twice(action: Callable[[], Result]) -> Result:
+    """Do it once more where the disk refuses the first time: a full quota or a network disk may have a short moment."""
+    try:
+        return action()
+    except (OSError, SafetensorError) as error:  # safetensors tells of a full disk with an error of its own
+        log.warning("the disk refused (%s); trying once more", error)
+        time.sleep(AGAIN_S)
+        return action()
 
 
 class HostCopies:
@@ -109,10 +127,13 @@ class Checkpoints:
         self.pending = threading.Thread(target=self._write, args=words, name="halation-checkpoint", daemon=True)
         self.pending.start()
 
-    def wait(self) -> None:
-        """Until this rank's part of the last save is on disk (and, on rank 0, committed)."""
+    def wait(self, beat: Callable[[], None] | None = None) -> None:
+        """Until this rank's part of the last save is on disk (and, on rank 0, committed); `beat` is called meanwhile."""
         if self.pending is not None:
-            self.pending.join()
+            while self.pending.is_alive():
+                self.pending.join(0.5)
+                if beat:
+                    beat()
             self.pending = None
 
     def raise_error(self) -> None:
@@ -120,34 +141,33 @@ class Checkpoints:
             raise HalationError(self.error)
 
     def _write(self, step: int, kind: str, copied: Parts, state: dict[str, Any], rank_state: dict[str, Any]) -> None:
-        """Write this rank's files, once more if the disk refuses the first time; then, on rank 0, commit."""
+        """Write this rank's files; then, on rank 0, commit. Whatever fails is kept for `raise_error`: nobody sees a thread die."""
         name = f"step_{step:07d}"
         place = self.folder / f".saving_{name}_{self.token}"
-        problem = None
-        for _attempt in range(2):
-            try:
-                place.mkdir(exist_ok=True)
-                sums = self._write_files(place, copied, state, rank_state)
-                publish_json(place / f"rank_{self.world.rank}.json", {"files": sums, "error": None})
-                problem = None
-                break
-            except OSError as error:
-                problem = f"cannot save checkpoint {name} in {self.folder}: {error.strerror or error}"
-        if problem:
-            self.error = problem + "; free some space or mend the disk, then run the same command again"
-            with contextlib.suppress(OSError):
-                publish_json(place / f"rank_{self.world.rank}.json", {"files": {}, "error": problem})
-        if self.world.first:
-            try:
+        word: dict[str, Any] = {"files": {}, "error": None}
+        try:
+            word["files"] = twice(lambda: self._write_files(place, copied, state, rank_state))
+        except Exception as error:  # noqa: BLE001
+            word["error"] = f"cannot save checkpoint {name} in {self.folder}: {_reason(error)}"
+        try:
+            twice(lambda: publish_json(place / f"rank_{self.world.rank}.json", word))
+            if self.world.first:
                 self._commit(name, step, kind, place)
-            except (OSError, HalationError) as error:
-                self.error = self.error or f"cannot commit checkpoint {name} in {self.folder}: {error}"
+        except Exception as error:  # noqa: BLE001
+            self.error = word["error"] or f"cannot commit checkpoint {name} in {self.folder}: {_reason(error)}"
+        if word["error"] or self.error:
+            self.error = (
+                f"{self.error or word['error']}; free some space or mend the disk, then run the same command again"
+            )
+            log.error("%s", self.error)
+            if self.world.first:
                 shutil.rmtree(place, ignore_errors=True)
 
     def _write_files(
         self, place: Path, copied: Parts, state: Mapping[str, Any], rank_state: Mapping[str, Any]
     ) -> dict[str, str]:
         files = {}
+        place.mkdir(exist_ok=True)
         for part, pieces in copied.items():
             suffix = f"-{self.world.rank + 1:05d}-of-{self.world.size:05d}" if self.sharded else ""
             path = place / f"{part}{suffix}.safetensors"
@@ -171,51 +191,79 @@ class Checkpoints:
         return files
 
     def _commit(self, name: str, step: int, kind: str, place: Path) -> None:
-        deadline = time.monotonic() + self.world.timeout_s
-        lists = [place / f"rank_{rank}.json" for rank in range(self.world.size)]
-        while not all(path.exists() for path in lists):
-            if time.monotonic() > deadline:
-                missing = [rank for rank, path in enumerate(lists) if not path.exists()]
-                raise HalationError(f"no word from ranks {missing} within {self.world.timeout_s:.0f} s")
-            time.sleep(POLL_S)
-        files: dict[str, str] = {}
-        for path in lists:
-            word = json.loads(path.read_bytes())
-            if word["error"]:
-                raise HalationError(word["error"])
-            files |= word["files"]
-            path.unlink()
-        fault_point("checkpoint.commit")
-        sizes = {file: (place / file).stat().st_size for file in files}
+        files = self._gathered(place)
         commit = {
             "step": step,
             "kind": kind,
             "world_size": self.world.size,
             "sharded": self.sharded,
             "sha256": files,
-            "bytes": sizes,
+            "bytes": {file: (place / file).stat().st_size for file in files},
         }
-        publish_json(place / COMMIT, commit)
-        final = self.folder / name
-        if final.exists():  # an older save of this step that was found damaged, or of a run that went back
-            _remove(final)
-        fault_point("checkpoint.rename")
-        os.rename(place, final)
-        sync_folder(self.folder)
+
+        def publish_commit() -> None:
+            fault_point("checkpoint.commit")
+            publish_json(place / COMMIT, commit | {"seal": seal(commit)})
+
+        twice(publish_commit)
+        twice(lambda: _take_name(place, self.folder / name))
+        try:  # the checkpoint stands; what follows may fail without harm to it
+            twice(lambda: self._tell_latest(name))
+            twice(lambda: self._rotate(step))
+        except OSError as error:
+            log.error("checkpoint %s is saved, but older ones could not be tidied up: %s", name, error)
+
+    def _gathered(self, place: Path) -> dict[str, str]:
+        """The files of all ranks with their sums, as soon as every rank has left its list, or the first error among them."""
+        deadline = time.monotonic() + self.world.timeout_s
+        waiting = [place / f"rank_{rank}.json" for rank in range(self.world.size)]
+        files: dict[str, str] = {}
+        while waiting:
+            for path in [path for path in waiting if path.exists()]:
+                word = json.loads(path.read_bytes())
+                if word["error"]:
+                    raise HalationError(word["error"])
+                files |= word["files"]
+                path.unlink()
+                waiting.remove(path)
+            if waiting and time.monotonic() > deadline:
+                missing = ", ".join(path.stem.removeprefix("rank_") for path in waiting)
+                raise HalationError(f"no word from rank {missing} within {self.world.timeout_s:.0f} s")
+            if waiting:
+                time.sleep(POLL_S)
+        return files
+
+    def _tell_latest(self, name: str) -> None:
         fault_point("checkpoint.latest")
         publish(self.folder / "latest", f"{name}\n".encode())
-        fault_point("checkpoint.rotate")
-        self._rotate(step)
 
     def _rotate(self, newest: int) -> None:
         """Remove what is no longer wanted; never the checkpoint that was just committed, nor one that came after."""
-        found = [item for item in committed(self.folder) if item.step < newest]
-        kept = [item for item in committed(self.folder) if item.kind == "kept"]
+        fault_point("checkpoint.rotate")
+        everything = committed(self.folder)
+        found = [item for item in everything if item.step < newest]
+        kept = [item for item in everything if item.kind == "kept"]
         surplus = kept[: -self.keep_last] if self.keep_last else []
         for item in found:
             if item.kind == "latest" or item in surplus:
                 fault_point("checkpoint.remove")
                 _remove(item.folder)
+
+
+def _take_name(place: Path, final: Path) -> None:
+    """Give a committed folder its name; a folder of that name (a damaged one, as a good one is never saved again) makes way."""
+    if place.exists():  # not there where only the fsync below is tried again
+        if final.exists():
+            _remove(final)
+        fault_point("checkpoint.rename")
+        os.rename(place, final)
+    sync_folder(final.parent)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    return str(error) if isinstance(error, HalationError | SafetensorError) else f"{type(error).__name__}: {error}"
 
 
 def _remove(folder: Path) -> None:
@@ -225,12 +273,23 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
 
 
+def read_commit(folder: Path) -> dict[str, Any]:
+    """The commit file of a checkpoint; ValueError where it is not the one that was written."""
+    try:
+        commit: dict[str, Any] = json.loads((folder / COMMIT).read_bytes())
+        if commit["seal"] != seal(commit):
+            raise ValueError("its words do not have the seal they were written with")
+        return commit
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{COMMIT} cannot be trusted ({type(error).__name__}: {error})") from error
+
+
 def committed(folder: Path) -> list[Found]:
-    """Checkpoints with a readable commit file, oldest first; their parts are not looked at yet."""
+    """Checkpoints with a good commit file, oldest first; their parts are not looked at yet."""
     found = []
-    for path in sorted(folder.glob("step_*")):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            commit = json.loads((path / COMMIT).read_bytes())
+    for path in folder.glob("step_*"):
+        with contextlib.suppress(ValueError):
+            commit = read_commit(path)
             found.append(Found(folder=path, step=int(commit["step"]), kind=str(commit["kind"])))
     return sorted(found, key=lambda item: item.step)
 
@@ -238,31 +297,35 @@ def committed(folder: Path) -> list[Found]:
 def damage(folder: Path) -> str | None:
     """What is wrong with a checkpoint, or None where every part has the bytes it was committed with."""
     try:
-        commit = json.loads((folder / COMMIT).read_bytes())
-        sums: dict[str, str] = commit["sha256"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"{COMMIT} cannot be read ({error})"
+        sums: dict[str, str] = read_commit(folder)["sha256"]
+    except ValueError as error:
+        return str(error)
     if not sums:
         return f"{COMMIT} lists no files"
     missing = [name for name in sums if not (folder / name).is_file()]
     if missing:
         return f"{missing[0]} is missing"
-    with ThreadPoolExecutor(max_workers=4) as pool:
-        for name, found in zip(sums, pool.map(lambda name: digest(folder / name), sums), strict=True):
-            if found != sums[name]:
-                return f"{name} does not have the SHA-256 it was saved with"
+    try:
+        with ThreadPoolExecutor(max_workers=4) as pool:
+            for name, found in zip(sums, pool.map(lambda name: digest(folder / name), sums), strict=True):
+                if found != sums[name]:
+                    return f"{name} does not have the SHA-256 it was saved with"
+    except OSError as error:
+        return f"a part cannot be read ({error})"
     return None
 
 
 def newest_good(folder: Path, on_damage: Callable[[Found, str], None] | None = None) -> Found | None:
-    """The newest checkpoint whose every byte checks; damaged ones are reported and set aside under another name."""
-    for item in reversed(committed(folder)):
-        problem = damage(item.folder)
+    """The newest checkpoint whose every byte checks; damaged ones are reported, and handed to `on_damage`."""
+    good = {item.folder: item for item in committed(folder)}
+    named = [path for path in folder.glob("step_*") if path.name.removeprefix("step_").isdigit()]
+    for path in sorted(named, key=lambda path: int(path.name.removeprefix("step_")), reverse=True):
+        problem = damage(path)
         if problem is None:
-            return item
-        log.error("checkpoint %s is damaged: %s; looking for an older one", item.folder, problem)
+            return good[path]
+        log.error("checkpoint %s is damaged: %s; looking for an older one", path, problem)
         if on_damage:
-            on_damage(item, problem)
+            on_damage(Found(folder=path, step=int(path.name.removeprefix("step_")), kind=""), problem)
     return None
 
 

@@ -23,12 +23,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from halation.errors import HalationError, InputError, Interrupted, RankFailure
+from halation.errors import HalationError, InputError, Interrupted, RankFailure, refused_by_system
+from halation.world.signals import exit_code
 
 log = logging.getLogger(__name__)
 
 RENDEZVOUS = "HALATION_RENDEZVOUS"
 DEVICE = "HALATION_DEVICE"
+PARENT = "HALATION_PARENT"
+SCRATCH = ".halation_ranks_"
 GRACE_S = 5.0
 PR_SET_PDEATHSIG = 1
 
@@ -87,6 +90,9 @@ def die_with_parent() -> None:
     """Ask the kernel to kill this rank when the process that started it is gone; torchrun's SIGKILL leaves orphans otherwise."""
     if sys.platform == "linux" and (RENDEZVOUS in os.environ or "TORCHELASTIC_RUN_ID" in os.environ):
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        # It may have died before the line above took effect.
+        if PARENT in os.environ and os.getppid() != int(os.environ[PARENT]):
+            os._exit(1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,11 +112,11 @@ def report_error(error: BaseException, trace: str) -> None:
     if not folder:
         return
     rank = int(os.environ["RANK"])
-    user_error = isinstance(error, HalationError)
+    refusal = refused_by_system(error)
     row = {
         "rank": rank,
-        "kind": type(error).__name__,
-        "message": str(error) if user_error else trace,
+        "kind": "HalationError" if refusal else type(error).__name__,
+        "message": refusal or (str(error) if isinstance(error, HalationError) else trace),
         "exit_code": error.exit_code if isinstance(error, HalationError) else 1,
         "time": time.time(),
     }
@@ -123,11 +129,15 @@ def report_error(error: BaseException, trace: str) -> None:
 class Launcher:
     """Starts the ranks of one job, waits for them, and starts them again after a failure as often as it may."""
 
-    def __init__(self, job: str, config: dict[str, Any], places: Sequence[str], max_restarts: int) -> None:
+    def __init__(
+        self, job: str, config: dict[str, Any], places: Sequence[str], max_restarts: int, folder: Path | None = None
+    ) -> None:
+        """`folder` is one that this job holds alone: what a killed launcher leaves in it is swept by the next one."""
         self.job = job
         self.config = config
         self.places = places
         self.max_restarts = max_restarts
+        self.folder = folder
         self.ranks: list[subprocess.Popen[bytes]] = []
         self.signals: list[int] = []
 
@@ -142,7 +152,8 @@ class Launcher:
                 error = self._attempt(attempt)
                 if error is None:
                     return
-                if error.exit_code == InputError.exit_code or self.signals or attempt == self.max_restarts:
+                asked_to_end = self.signals or error.kind == "Interrupted"  # a scheduler may have asked one rank alone
+                if error.exit_code == InputError.exit_code or asked_to_end or attempt == self.max_restarts:
                     self._raise(error)
                 log.warning(
                     "%s\nstarting again from the last checkpoint (%d of %d)",
@@ -155,7 +166,10 @@ class Launcher:
                 signal.signal(number, handler)
 
     def _attempt(self, attempt: int) -> RankError | None:
-        folder = Path(tempfile.mkdtemp(prefix="halation_"))
+        if self.folder:
+            for leftover in self.folder.glob(f"{SCRATCH}*"):
+                shutil.rmtree(leftover, ignore_errors=True)
+        folder = Path(tempfile.mkdtemp(prefix=SCRATCH, dir=self.folder)).absolute()
         try:
             (folder / "config.json").write_text(json.dumps(self.config))
             self.ranks = [self._start(rank, folder, attempt) for rank in range(len(self.places))]
@@ -172,6 +186,7 @@ class Launcher:
             "LOCAL_WORLD_SIZE": str(len(self.places)),
             RENDEZVOUS: str(folder),
             DEVICE: self.places[rank],
+            PARENT: str(os.getpid()),
             "HALATION_RESTART": str(attempt),
         }
         # -P: the folder the user stands in must not shadow modules the rank imports.
@@ -207,6 +222,9 @@ class Launcher:
         for path in folder.glob("error_*.json"):
             with contextlib.suppress(OSError, ValueError):
                 errors.append(RankError(**json.loads(path.read_text())))
+        begun = [error for error in errors if error.kind != "KeyboardInterrupt"]
+        if self.signals and (len(begun) < len(errors) or any(-code in self.signals for code in self._codes())):
+            return self._stopped_early()
         silent = [rank for rank in failed if rank not in {error.rank for error in errors}]
         if silent:
             code = self.ranks[silent[0]].returncode
@@ -219,6 +237,15 @@ class Launcher:
                 why += "; where nobody sent it, the machine ran out of memory"
             return RankError(rank=silent[0], kind="Killed", message=f"rank {silent[0]} {why}", exit_code=1, time=0.0)
         return min(errors, key=lambda error: (error.kind == "RankFailure", error.time))
+
+    def _codes(self) -> list[int]:
+        return [rank.returncode for rank in self.ranks if rank.returncode is not None]
+
+    def _stopped_early(self) -> RankError:
+        """A rank that was still starting has nothing to save, and simply ends by the signal."""
+        number = self.signals[0]
+        message = f"asked to stop (signal {number}) before all ranks had begun; the same command starts again"
+        return RankError(rank=0, kind="Interrupted", message=message, exit_code=exit_code(number), time=0.0)
 
     def _raise(self, error: RankError) -> None:
         if error.kind == "Interrupted":

@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import socket
 import sys
 import threading
@@ -97,6 +98,9 @@ def join(device: torch.device | None = None, timeout_s: float = 600.0) -> World:
         folder = Path(environment.get("SLURM_SUBMIT_DIR", ".")) / f".halation_rendezvous_{job}"
         folder.mkdir(exist_ok=True)
         store = _store_by_folder(folder, rank, size, socket.gethostname(), timeout_s)
+        _gather_by_store(dist.PrefixStore("met", store), rank, size, "")
+        if rank == 0:  # everybody has read the address
+            shutil.rmtree(folder, ignore_errors=True)
     else:
         rank, size, local = 0, 1, 0
         store = dist.HashStore()
