@@ -1,0 +1,97 @@
+"""Work is divided so that every spec is drawn once and every rank makes the same number of forwards."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from halation import plan
+from halation.specs import Spec
+
+WORLDS = st.integers(1, 17)
+
+
+def spec(index: int, height: int, steps: int) -> Spec:
+    return Spec(
+        index=index, id=str(index), prompt="a", seed=index, height=height, width=64, steps=steps, guidance_scale=1.0
+    )
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> list[Spec]:
+    shapes = draw(st.lists(st.tuples(st.sampled_from([32, 64]), st.sampled_from([5, 10])), max_size=40))
+    return draw(st.permutations([spec(index, *shape) for index, shape in enumerate(shapes)]))
+
+
+@given(specs(), st.integers(1, 9))
+def test_every_spec_stands_on_one_sheet_and_sheets_are_full_rows_of_one_shape(given: list[Spec], size: int) -> None:
+    sheets = plan.cut(given, size)
+    assert sorted(s.index for sheet in sheets for s in sheet.real) == list(range(len(given)))
+    for sheet in sheets:
+        assert len(sheet.specs) == size
+        assert 1 <= sheet.num_real <= size
+        assert len({s.shape for s in sheet.specs}) == 1
+        assert all(filler == sheet.real[-1] for filler in sheet.specs[sheet.num_real :])
+        assert list(sheet.real) == sorted(sheet.real, key=lambda s: s.index)
+    assert plan.cut(sorted(given, key=lambda s: s.index), size) == sheets, "the order they were asked in is no matter"
+
+
+@given(specs(), st.integers(1, 9))
+def test_only_the_last_sheet_of_a_shape_has_fillers(given: list[Spec], size: int) -> None:
+    sheets = plan.cut(given, size)
+    for before, after in itertools.pairwise(sheets):
+        if before.specs[0].shape == after.specs[0].shape:
+            assert before.num_real == size
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_sheet_without_room_is_a_mistake(size: int) -> None:
+    with pytest.raises(ValueError, match="at least one spec"):
+        plan.cut([], size)
+
+
+@given(st.integers(0, 200), WORLDS)
+def test_every_sheet_is_drawn_once_in_rounds_that_are_equal_for_all_ranks(num_sheets: int, world_size: int) -> None:
+    num_rounds = plan.rounds(num_sheets, world_size)
+    drawn = [
+        plan.sheet_for(number, rank, world_size, num_sheets)
+        for number in range(num_rounds)
+        for rank in range(world_size)
+    ]
+    assert [sheet for sheet in drawn if sheet is not None] == list(range(num_sheets))
+    assert drawn.count(None) < world_size, "no round is a round of fillers only"
+
+
+@given(st.integers(0, 500), WORLDS)
+def test_shares_follow_each_other_and_leave_nothing_out(total: int, world_size: int) -> None:
+    shares = [plan.share(total, world_size, rank) for rank in range(world_size)]
+    assert [row for share in shares for row in share] == list(range(total))
+    assert max(map(len, shares)) == -(-total // world_size)
+
+
+def test_six_on_four_are_two_two_two_and_none() -> None:
+    assert [len(plan.share(6, 4, rank)) for rank in range(4)] == [2, 2, 2, 0]
+
+
+@given(st.integers(1, 300), WORLDS, st.integers(1, 40))
+def test_micro_batches_hold_every_share_with_as_few_forwards_as_can_be(total: int, world_size: int, most: int) -> None:
+    number, rows = plan.micro_batches(total, world_size, most)
+    longest = len(plan.share(total, world_size, 0))
+    assert 1 <= rows <= most
+    assert number * rows >= longest, "every rank's share fits"
+    assert (number - 1) * most < longest, "no forward could be left out"
+    assert number * (rows - 1) < longest, "no row could be left out of all of them"
+
+
+@given(st.integers(1, 100), WORLDS, st.integers(1, 20))
+def test_the_micro_batches_of_all_ranks_cover_the_batch_exactly_once(total: int, world_size: int, most: int) -> None:
+    number, rows = plan.micro_batches(total, world_size, most)
+    seen: list[int] = []
+    for rank in range(world_size):
+        share = plan.share(total, world_size, rank)
+        for micro in range(number):
+            seen += share[micro * rows : (micro + 1) * rows]
+    assert seen == list(range(total))
