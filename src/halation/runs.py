@@ -170,6 +170,18 @@ def _short(value: Any) -> str:
     return text if len(text) <= 100 else text[:97] + "..."
 
 
+def read_record(run: Run) -> dict[str, Any]:
+    """config.json as `begin` wrote it."""
+    record = read_json(run.config)
+    if not isinstance(record, dict) or not {"job", "fixed", "changes"} <= record.keys():
+        raise InputError(
+            f"{run.config} is not the record of a run",
+            "the file as Halation wrote it",
+            "restore it, or start in a new --output_dir",
+        )
+    return record
+
+
 def refuse_changes(run: Run, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
     """Raise, with a diff, where a resumed run would not be the run it was."""
     lines = difference(old, new)
@@ -189,7 +201,7 @@ def begin(run: Run, job: str, settings: Mapping[str, Any], fixed: Mapping[str, A
     if not run.config.exists():
         publish_json(run.config, {"job": job, "settings": dict(settings), "fixed": dict(fixed), "changes": []})
         return True
-    record = read_json(run.config)
+    record = read_record(run)
     if record.get("job") != job:
         raise InputError(
             f"{run.folder} holds a `{record.get('job')}` run",
@@ -208,7 +220,7 @@ def begin(run: Run, job: str, settings: Mapping[str, Any], fixed: Mapping[str, A
 
 def confirm(run: Run, facts: Mapping[str, Any], accept_changes: bool) -> dict[str, Any]:
     """Record facts that are known only after the data was opened, or check that they are what they were; returns the record."""
-    record: dict[str, Any] = read_json(run.config)
+    record = read_record(run)
     known = {key: record["fixed"][key] for key in facts if key in record["fixed"]}
     _settle_changes(run, record, known, {key: facts[key] for key in known}, accept_changes)
     record["fixed"] |= facts
@@ -255,8 +267,8 @@ class Metrics:
         publish(self.path, b"".join(_line(row) for row in kept))
 
     def append(self, row: Mapping[str, Any]) -> None:
-        fault_point("metrics.append")
         try:
+            fault_point("metrics.append")
             with open(self.path, "ab") as file:
                 file.write(_line(row))
         except OSError as error:
