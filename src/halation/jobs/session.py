@@ -219,7 +219,7 @@ class Session:
         config, world = self.config, self.world
 
         def recall(_beat: Any) -> int:
-            record = runs.read_json(self.folder.config)
+            record = runs.read_record(self.folder)
             known = record["fixed"].get("global batch")
             size = int(known or config.batch_size * world.size * config.accumulate)
             runs.confirm(self.folder, {"global batch": size}, config.accept_changes)
