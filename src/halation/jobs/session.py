@@ -203,7 +203,6 @@ class Session:
             space=self.space,
             patch_size=config.patch_size or None,
             num_register_tokens=config.num_register_tokens,
-            prediction=config.prediction,
         )
         return denoiser.initialise(config.seed)
 
