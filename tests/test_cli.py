@@ -1,0 +1,375 @@
+"""The command line answers at once, takes flags as people write them, and says what was found, expected and to be done."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from halation import cli
+
+HALATION = Path(sys.executable).with_name("halation")
+TINY = [
+    *"--model tiny --image_size 32 --patch_size 8 --batch_size 2 --n_steps 2 --ckpt_every 0 --sample_steps 1".split(),  # noqa: SIM905
+    *"--heldout_pictures 0 --report_to none --progress none --nproc 1".split(),  # noqa: SIM905
+]
+
+Refused = Callable[..., str]
+
+
+@contextlib.contextmanager
+def cleaned_up() -> Iterator[None]:
+    """A command owns its process, so it leaves its environment and its log file behind; here other tests follow."""
+    environment = dict(os.environ)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+        logger = logging.getLogger("halation")
+        for handler in list(logger.handlers):
+            logger.removeHandler(handler)
+            handler.close()
+        logger.propagate = True
+        logger.setLevel(logging.NOTSET)
+
+
+@pytest.fixture(autouse=True)
+def as_it_was() -> Iterator[None]:
+    with cleaned_up():
+        yield
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
+    """Run a command that is refused, and return what a person reads."""
+
+    def run(*words: object) -> str:
+        assert cli.main([str(word) for word in words]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("halation: ")
+        assert "Traceback" not in said
+        lines = said.splitlines()
+        assert sum(line.startswith("  expected: ") for line in lines) == 1, said
+        assert sum(line.startswith("  to do:    ") for line in lines) == 1, said
+        return said
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    with cleaned_up():
+        assert cli.main(["train", *TINY, "--output_dir", str(folder)]) == 0
+    return folder
+
+
+def class_folder(folder: Path) -> Path:
+    for number, name in enumerate(("ash_tree", "birch")):
+        (folder / name).mkdir(parents=True)
+        for picture in range(2):
+            colour = np.full((32, 32, 3), 60 * number + 20 * picture, np.uint8)
+            Image.fromarray(colour).save(folder / name / f"{picture}.png")
+    return folder
+
+
+# -- quickly, and without torch
+
+
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["sample", "--help"], ["train", "-h"]])
+def test_help_answers_within_half_a_second(words: list[str]) -> None:
+    seconds = []
+    for _ in range(3):
+        began = time.perf_counter()
+        done = subprocess.run([HALATION, *words], capture_output=True, text=True, timeout=30)
+        seconds.append(time.perf_counter() - began)
+        assert done.returncode == 0, done.stderr
+        assert "usage: halation" in done.stdout
+    assert min(seconds) < 0.5, seconds
+
+
+def test_parsing_and_refusing_import_no_torch() -> None:
+    script = (
+        "import sys; from halation import cli; cli.parse('train', ['--n-steps', '3']); cli.parse('sample', ['--checkpoint', 'x']);"
+        "assert cli.main(['train', '--data', 'nosuch']) == 2; assert cli.main(['sample', '--checkpoint', 'nosuch']) == 2;"
+        "heavy = {'torch', 'diffusers', 'transformers'} & set(sys.modules); assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_without_a_command_the_overview_is_shown_and_counts_as_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    assert "halation COMMAND --help" in capsys.readouterr().out
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("halation ")
+
+
+# -- flags as people write them
+
+
+def test_dashes_and_underscores_are_the_same() -> None:
+    assert cli.parse("train", ["--n-steps", "7", "--ckpt_latest-every", "3", "--no-sample"]) == cli.parse(
+        "train", ["--n_steps", "7", "--ckpt_latest_every", "3", "--no_sample"]
+    )
+    assert cli.parse("train", ["--n-steps=7"]).n_steps == 7
+
+
+def test_a_flag_given_twice_means_the_last() -> None:
+    config = cli.parse(
+        "train", ["--lr", "1", "--gpu_ids", "0", "1", "--compile", "--lr", "2e-4", "--gpu-ids", "3", "--no_compile"]
+    )
+    assert (config.lr, config.gpu_ids, config.compile) == (2e-4, (3,), False)
+
+
+@pytest.mark.parametrize(
+    "words", ["--gpu_ids 0 1 2 3", "--gpu_ids 0,1,2,3", "--gpu-ids=0,1 2,3", "--gpu_ids 0, 1, 2, 3"]
+)
+def test_lists_are_written_with_spaces_or_commas(words: str) -> None:
+    assert cli.parse("train", words.split()).gpu_ids == (0, 1, 2, 3)
+
+
+def test_commas_stay_in_prompts() -> None:
+    config = cli.parse("train", ["--sample_prompts", "a car, at night", "rain", "--report-to", "tensorboard,wandb"])
+    assert config.sample_prompts == ("a car, at night", "rain")
+    assert config.report_to == ("tensorboard", "wandb")
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [("--sample False", False), ("--sample true", True), ("--sample=0", False), ("--no-sample", False)],
+)
+def test_a_switch_may_have_its_value_spelled_out(words: str, value: bool) -> None:
+    assert cli.parse("train", words.split()).sample is value
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        ("", None),
+        ("--same_seed", True),
+        ("--same-seed True", True),
+        ("--same_seed=off", False),
+        ("--no_same_seed", False),
+    ],
+)
+def test_a_switch_that_may_be_left_open_has_three_values(words: str, value: bool | None) -> None:
+    assert cli.parse("sample", ["--checkpoint", "x", *words.split(), "--nproc", "2"]).same_seed is value
+
+
+# -- files of settings
+
+FILES = {
+    "settings.yaml": "n-steps: 7\nlr: 1e-4\nimage_size: 48\nsample_prompts: [a, 'b, c']\ncompile: true\noutput_dir: there\n",
+    "settings.toml": 'n_steps = 7\nlr = 1e-4\nimage_size = [48]\nsample_prompts = ["a", "b, c"]\ncompile = true\noutput_dir = "there"\n',
+    "settings.json": json.dumps(
+        {
+            "n_steps": 7,
+            "lr": 1e-4,
+            "image_size": [48],
+            "sample_prompts": ["a", "b, c"],
+            "compile": True,
+            "output_dir": "there",
+        }
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_lies_above_defaults_and_below_flags(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(FILES[name])
+    config = cli.parse("train", ["--n_steps", "9", "--config", str(tmp_path / name), "--no_compile"])
+    assert (config.n_steps, config.compile) == (9, False)
+    assert (config.lr, config.image_size, config.sample_prompts) == (1e-4, (48,), ("a", "b, c"))
+    assert (config.output_dir, config.batch_size) == (Path("there"), 32)
+
+
+def test_a_file_may_give_what_is_required(tmp_path: Path) -> None:
+    (tmp_path / "s.json").write_text('{"checkpoint": "x", "prompts": ["a", "b"], "raw": true}')
+    config = cli.parse("sample", [f"--config={tmp_path / 's.json'}", "--nproc", "2"])
+    assert (config.checkpoint, config.prompts, config.raw, config.nproc) == (Path("x"), ("a", "b"), True, 2)
+
+
+def test_an_unknown_key_names_file_key_and_nearest(tmp_path: Path, refused: Refused) -> None:
+    path = tmp_path / "s.yaml"
+    path.write_text("n_step: 7\n")
+    said = refused("train", "--config", path)
+    assert str(path) in said
+    assert "'n_step'" in said
+    assert "'n_steps'" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [("n_steps: many", "n_steps"), ("lr: '1'", "lr"), ("dtype: int8", "dtype"), ("gpu_ids: [a]", "gpu_ids")],
+)
+def test_a_value_of_another_type_is_refused_by_name(text: str, word: str, tmp_path: Path, refused: Refused) -> None:
+    path = tmp_path / "s.yaml"
+    path.write_text(text)
+    said = refused("train", "--config", path)
+    assert f"{path}: {word} is" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("s.yaml", b"a: [1"),
+        ("s.json", b"{"),
+        ("s.toml", b"= 3"),
+        ("s.ini", b"a=1"),
+        ("s.yaml", b"- a\n"),
+        ("s.yaml", b"a: \xff\xfe"),
+    ],
+)
+def test_a_file_that_holds_no_settings_is_refused(name: str, content: bytes, tmp_path: Path, refused: Refused) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert name in refused("train", "--config", tmp_path / name)
+
+
+def test_config_without_a_file_is_refused(tmp_path: Path, refused: Refused) -> None:
+    assert "--config" in refused("train", "--config")
+    assert "nosuch.yaml" in refused("train", "--config", tmp_path / "nosuch.yaml")
+
+
+def test_a_recipe_brings_defaults_that_files_and_flags_override(tmp_path: Path) -> None:
+    (tmp_path / "s.yaml").write_text("lr: 3.0")
+    words = ["--config", str(tmp_path / "s.yaml"), "--seed", "5"]
+    config = cli.parse("train", words, defaults={"batch_size": 128, "lr": 2.0, "seed": 4})
+    assert (config.batch_size, config.lr, config.seed) == (128, 3.0, 5)
+
+
+# -- what is refused
+
+
+def test_an_unknown_command_suggests_the_nearest(refused: Refused) -> None:
+    assert "halation train" in refused("tran")
+    assert "halation --help" in refused("xyzzy")
+
+
+def test_an_unknown_flag_suggests_the_nearest() -> None:
+    done = subprocess.run([HALATION, "train", "--n_step", "4"], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 2
+    assert "--n_steps" in done.stdout + done.stderr
+
+
+def test_data_that_is_no_folder_of_pictures(tmp_path: Path, refused: Refused) -> None:
+    here = ["train", *TINY, "--output_dir", tmp_path / "run", "--data"]
+    assert "does not exist" in refused(*here, tmp_path / "nosuch")
+    (tmp_path / "file").write_text("")
+    assert "is a file" in refused(*here, tmp_path / "file")
+    (tmp_path / "empty").mkdir()
+    assert "is empty" in refused(*here, tmp_path / "empty")
+
+
+def test_metadata_without_a_caption_column_names_the_nearest(tmp_path: Path, refused: Refused) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    Image.fromarray(np.zeros((32, 32, 3), np.uint8)).save(folder / "a.png")
+    (folder / "metadata.csv").write_text("file_name,caption\na.png,a car\n")
+    said = refused("train", *TINY, "--output_dir", tmp_path / "run", "--data", folder)
+    assert "'text'" in said
+    assert "'caption'" in said
+
+
+@pytest.mark.parametrize("ids", [["7"], ["-1"], ["0", "0"], ["0,1"]])
+def test_gpus_that_are_not_there_are_refused_with_what_is(ids: list[str], tmp_path: Path, refused: Refused) -> None:
+    said = refused("train", *TINY, "--output_dir", tmp_path / "run", "--gpu_ids", *ids)
+    assert "this machine has" in said
+    assert not (tmp_path / "run").exists()
+    assert "this machine has" in refused("sample", "--checkpoint", tmp_path, "--gpu_ids", *ids)
+
+
+def test_sizes_that_do_not_fit_the_patch_or_the_streets(tmp_path: Path, refused: Refused) -> None:
+    here = ["train", *TINY, "--output_dir", tmp_path / "run", "--image_size"]
+    assert "--image_size 32 32" in refused(*here, 30)
+    assert "--image_size" in refused(*here, 32, 32, 32)
+    assert "from 32 to 128" in refused(*here, 24)
+    assert "from 32 to 128" in refused(*here, 64, 32)
+    assert "multiples of 8" in refused(*here, 68, "--patch_size", "0")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--batch_size 0", "--n_steps 0", "--sample_steps 0", "--ckpt_every -1", "--lr nan", "--lr 0", "--ema_decay 1", "--betas 0.9 1",
+        "--caption_dropout 1.5", "--seed -1", "--sample_seed 99999999999999999999", "--guidance_scale inf", "--nproc -1",
+        "--num_register_tokens -2", "--dist_timeout_s 0", "--model giant", "--vae nosuch", "--cache latents",
+    ],
+)  # fmt: skip
+def test_numbers_and_names_nothing_could_work_with(words: str, tmp_path: Path, refused: Refused) -> None:
+    flag, *values = words.split()
+    said = refused("train", *TINY, "--output_dir", tmp_path / "run", flag, *values)
+    assert flag in said or values[0] in said
+
+
+def test_a_batch_that_cannot_fit_names_a_smaller_one_at_once(tmp_path: Path, refused: Refused) -> None:
+    began = time.monotonic()
+    said = refused("train", *TINY, "--output_dir", tmp_path / "run", "--batch_size", 100_000_000)
+    assert time.monotonic() - began < 20
+    smaller = int(said.split("try --batch_size ")[1].split()[0])
+    assert 1 <= smaller < 10_000_000
+
+
+def test_a_refused_first_start_binds_nobody_to_its_settings(tmp_path: Path, refused: Refused) -> None:
+    refused("train", *TINY, "--output_dir", tmp_path / "run", "--batch_size", 100_000_000)
+    assert cli.main(["train", *TINY, "--output_dir", str(tmp_path / "run")]) == 0
+
+
+def test_other_settings_on_resume_are_refused_with_a_diff(trained: Path, refused: Refused) -> None:
+    said = refused("train", *TINY, "--output_dir", trained, "--seed", 5, "--lr", "3e-4", "--n_steps", 9)
+    assert "  lr: 0.0001 -> 0.0003" in said
+    assert "  seed: 0 -> 5" in said
+    assert "n_steps" not in said
+    assert "--accept_changes" in said
+
+
+def test_fewer_steps_than_were_done(trained: Path, refused: Refused) -> None:
+    assert "--n_steps 2 or more" in refused("train", *TINY, "--output_dir", trained, "--n_steps", 1)
+
+
+def test_an_output_folder_that_cannot_be_written(tmp_path: Path, trained: Path, refused: Refused) -> None:
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        assert str(folder) in refused("train", *TINY, "--output_dir", folder)
+        assert str(folder) in refused("sample", "--checkpoint", trained, "--nproc", 1, "--output_dir", folder)
+
+
+def test_sampling_from_what_is_no_model(tmp_path: Path, trained: Path, refused: Refused) -> None:
+    (tmp_path / "empty").mkdir()
+    here = ["--nproc", 1, "--output_dir", tmp_path / "out"]
+    assert "no whole checkpoint" in refused("sample", "--checkpoint", tmp_path / "empty", *here)
+    assert "nosuch" in refused("sample", "--checkpoint", tmp_path / "nosuch", *here)
+    assert "--sample_steps" in refused("sample", "--checkpoint", trained, *here, "--sample_steps", -3)
+    assert "--batch_size" in refused("sample", "--checkpoint", trained, *here, "--batch_size", -1)
+
+
+def test_prompt_files_that_are_not_there_or_not_text(tmp_path: Path, trained: Path, refused: Refused) -> None:
+    (tmp_path / "prompts.txt").write_bytes("grün\n".encode("utf-16"))
+    for name in ("nosuch.txt", "prompts.txt"):
+        file = tmp_path / name
+        assert name in refused("train", *TINY, "--output_dir", tmp_path / "run", "--sample_prompts_file", file)
+        assert name in refused(
+            "sample", "--checkpoint", trained, "--nproc", 1, "--output_dir", tmp_path / "o", "--prompts_file", file
+        )
+
+
+def test_a_prompt_for_a_class_model_that_is_no_class_names_the_nearest(tmp_path: Path, refused: Refused) -> None:
+    here = ["train", *TINY, "--data", str(class_folder(tmp_path / "data")), "--output_dir", str(tmp_path / "run")]
+    assert "birch" in refused(*here, "--sample_prompts", "birsh")
+    assert cli.main(here) == 0
+    drawn = refused(
+        "sample", "--checkpoint", tmp_path / "run", "--nproc", 1, "--output_dir", tmp_path / "o", "--prompts", "ashtree"
+    )
+    assert "ash_tree" in drawn

@@ -1,0 +1,74 @@
+"""The estimate of what a batch takes is near what autograd really keeps, and a refusal names a batch that fits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from halation.models.denoiser import DiTDenoiser, new_dit
+from halation.training import batches, memory
+from halation.training.objectives import flow_matching
+
+CPU = torch.device("cpu")
+
+
+def kept_bytes(denoiser: DiTDenoiser, rows: int, shape: tuple[int, ...]) -> int:
+    """Bytes of all storages that a forward keeps for its backward."""
+    seen: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        seen[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        losses = flow_matching(denoiser.module, batches.idle(denoiser, rows, shape, CPU))
+    assert losses.requires_grad
+    return sum(seen.values())
+
+
+@pytest.mark.parametrize(("size", "patch", "registers"), [(32, 8, 0), (32, 4, 4), (64, 4, 0)])
+def test_the_estimate_is_within_a_quarter_of_what_is_kept(size: int, patch: int, registers: int) -> None:
+    denoiser = new_dit(
+        "tiny", height=size, width=size, captions=["a car at night"], patch_size=patch, num_register_tokens=registers
+    ).initialise(0)
+    shape = denoiser.sample_shape(size, size)
+    each = (kept_bytes(denoiser, 4, shape) - kept_bytes(denoiser, 2, shape)) / 2
+    config = denoiser.config
+    cost = memory.PictureCost(
+        flops=denoiser.flops_per_picture(),
+        hidden=config.hidden,
+        depth=config.depth,
+        num_values=1,
+        dtype="fp32",
+        checkpointing=False,
+    )
+    assert 0.75 < cost.activation_bytes() / each < 1.25
+
+
+def cost(checkpointing: bool = False) -> memory.PictureCost:
+    return memory.PictureCost(
+        flops=10**9, hidden=100, depth=6, num_values=10, dtype="fp32", checkpointing=checkpointing
+    )
+
+
+def test_a_batch_that_fits_is_not_refused_and_one_that_does_not_gets_a_size_that_does() -> None:
+    each = cost().on(CPU)
+    assert memory.refuse_batch(64, 1, cost(), CPU, 64 * each) is None
+    error = memory.refuse_batch(64, 2, cost(), CPU, 50 * each)
+    assert error is not None
+    assert "--batch_size 32 " in error.action
+    assert "--accumulate 4 " in error.action
+    assert memory.refuse_batch(32, 4, cost(), CPU, 50 * each) is None
+
+
+def test_where_not_even_one_picture_fits_a_smaller_model_is_the_advice() -> None:
+    error = memory.refuse_batch(1, 1, cost(), CPU, cost().on(CPU) / 2)
+    assert error is not None
+    assert "--model" in error.action
+
+
+def test_checkpointing_keeps_less_and_ranks_share_a_machine() -> None:
+    assert cost(checkpointing=True).activation_bytes() < cost().activation_bytes() / 3
+    alone, shared = memory.free_bytes(CPU, 1), memory.free_bytes(CPU, 4)
+    assert 0 < shared < alone
