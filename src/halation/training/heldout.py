@@ -51,7 +51,9 @@ def heldout_loss(
 
 
 def _rows(denoiser: Denoiser, source: Pictures, rows: np.ndarray, device: torch.device) -> Rows:
-    pictures = [source.heldout(int(row) // NUM_BINS) for row in rows]
+    numbers = [int(row) // NUM_BINS for row in rows]
+    decoded = {number: source.heldout(number) for number in dict.fromkeys(numbers)}  # once, not once for each bin
+    pictures = [decoded[number] for number in numbers]
     samples = torch.from_numpy(np.stack([picture.pixels for picture in pictures])).to(device)
     x0 = samples.float() if samples.is_floating_point() else denoiser.to_model(samples)
     noise = np.stack([training_draw(NOISE_SEED, int(row), tuple(x0.shape[1:])).noise for row in rows])

@@ -111,8 +111,10 @@ def train_steps(
         for group in optimizer.param_groups:
             group["lr"] = lr
         local_loss = _gradients(world, engine, objective, rows, settings, position.loss_scale)
+        # Launched before the loss is read, so that a GPU does not stand still between the two.
+        device_norm = _unscaled_norm(engine, settings.grad_clip, position.loss_scale)
         loss, stopping, failed, not_finite = words.share(local_loss, stop(), save_failed())
-        norm = _unscaled_norm(engine, settings.grad_clip, position.loss_scale)
+        norm = float(device_norm)
         finite = math.isfinite(loss) and math.isfinite(norm)
         if finite:
             optimizer.step()
@@ -157,10 +159,10 @@ def _gradients(
     return total
 
 
-def _unscaled_norm(engine: Engine, max_norm: float, scale: float) -> float:
+def _unscaled_norm(engine: Engine, max_norm: float, scale: float) -> Tensor:
     if scale != 1.0:  # a power of two, so dividing is exact
         torch._foreach_div_([p.grad for p in engine.module.parameters() if p.grad is not None], scale)
-    return float(engine.grad_norm(max_norm))
+    return engine.grad_norm(max_norm)
 
 
 def _judge(
