@@ -1,0 +1,223 @@
+"""Duel 4: eight samples from all ranks against rank 0 alone while the others wait, as diffusers' training examples do.
+
+Both sides use the same drawing code in the same gloo world, turns A B A B. The painter is a real tiny model, and a painter that
+mostly sleeps: the sleep stands for a device of its own for each rank, so that four ranks are fair on two cores. The shipped
+`halation sample --nproc N` is run as well, for its own clock and to compare its files byte for byte.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import inputs, measure, shipped
+
+PROMPTS = tuple(
+    f"a {time} street with {count} cars" for time in ("sunny", "dark") for count in ("no", "one", "two", "three")
+)
+RESULT = "result.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One size of the duel."""
+
+    worlds: tuple[int, ...]
+    image_size: int
+    steps: int
+    sleep_s: float
+    rounds: int
+
+    @property
+    def fault(self) -> str:
+        return f"sample.forward:1+:sleep={self.sleep_s}"
+
+
+FULL = Setting(worlds=(2, 4), image_size=64, steps=10, sleep_s=0.04, rounds=5)
+SMALL = Setting(worlds=(2,), image_size=32, steps=4, sleep_s=0.05, rounds=2)
+
+
+def model(setting: Setting, work: Path) -> Path:
+    """A checkpoint of the shipped command, two steps old."""
+    run = work / "run"
+    size = str(setting.image_size)
+    words = [
+        "train", "--output_dir", str(run), "--model", "tiny", "--image_size", size, size, "--n_steps", "2", "--batch_size", "4",
+        "--no_sample", "--heldout_pictures", "0", "--sample_steps", str(setting.steps), "--report_to", "none", "--nproc", "1",
+    ]  # fmt: skip
+    shipped.halation(words, work / "train.log", CPU)
+    return run / "export"
+
+
+CPU = {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def by_command(setting: Setting, export: Path, size: int, work: Path) -> tuple[float, dict[str, bytes]]:
+    """Seconds from the first to the last picture of the busiest rank of `halation sample --nproc SIZE`, and the files."""
+    folder = work / f"command_{size}"
+    words = [
+        "sample",
+        "--checkpoint",
+        str(export),
+        "--output_dir",
+        str(folder),
+        "--nproc",
+        str(size),
+        "--prompts",
+        *PROMPTS,
+    ]
+    shipped.halation(words, work / "sample.log", CPU | {"HALATION_FAULT": setting.fault})
+    by_rank: dict[int, float] = {}
+    for row in json.loads((folder / "samples.json").read_text())["samples"]:
+        by_rank[row["rank"]] = by_rank.get(row["rank"], 0.0) + row["seconds"]
+    return max(by_rank.values()), {path.name: path.read_bytes() for path in folder.glob("sample_*.png")}
+
+
+def world_of(size: int, setting: Setting, name: str, export: Path, work: Path) -> dict[str, Any]:
+    """Start the ranks of one world of this benchmark and return what rank 0 found."""
+    place = Path(tempfile.mkdtemp(prefix=f"world_{size}_", dir=work))
+    command = [sys.executable, "-m", "benchmarks.duel_04_all_ranks", "--as_rank", name, str(export), str(place)]
+    ranks = []
+    for rank in range(size):
+        extra = CPU | {
+            "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "HALATION_RENDEZVOUS": str(place),
+            "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        ranks.append(subprocess.Popen(command, env=shipped.environment(extra), cwd=Path(__file__).resolve().parents[1]))
+    codes = [rank.wait() for rank in ranks]
+    if any(codes):
+        raise SystemExit(f"the ranks of a world of {size} ended with {codes}")
+    result: dict[str, Any] = json.loads((place / RESULT).read_text())
+    return result
+
+
+def as_rank(name: str, export: Path, place: Path) -> None:
+    """What each rank of a world does: both patterns in turn, with the real painter and with the sleeping one."""
+    import torch
+    import torch.distributed as dist
+
+    from halation.jobs.models import load_denoiser
+    from halation.world.ranks import World, join
+
+    torch.set_num_threads(1)
+    setting = FULL if name == "full" else SMALL
+    world = join(torch.device("cpu"))
+    alone = dist.new_group([0], backend="gloo")
+    solo = None
+    if world.first:
+        assert alone is not None
+        solo = World(
+            rank=0, size=1, local_rank=0, device=world.device, store=dist.HashStore(), control=alone, timeout_s=600
+        )
+    patterns = Patterns(setting, world, solo, load_denoiser(export, raw=False), place)
+    found = {}
+    for painter, fault in (("real", ""), ("sleeping", setting.fault)):
+        os.environ["HALATION_FAULT"] = fault
+        patterns.all_ranks()
+        turns: dict[str, Callable[[], float]] = {
+            "ours": lambda: measure.seconds(patterns.all_ranks),
+            "peer": lambda: measure.seconds(patterns.rank_0_alone),
+        }
+        found[painter] = measure.interleaved(turns, setting.rounds)
+    if world.first:
+        (place / RESULT).write_text(json.dumps(found))
+    dist.barrier()
+    world.close()
+
+
+class Patterns:
+    """The two ways to draw the same specs in one world."""
+
+    def __init__(self, setting: Setting, world: Any, solo: Any, denoiser: Any, place: Path) -> None:
+        from halation.training.sampling import SampleSettings
+
+        self.world, self.solo, self.denoiser, self.place = world, solo, denoiser, place
+        self.number = 0
+        self.settings = SampleSettings(
+            prompts=PROMPTS, height=setting.image_size, width=setting.image_size, steps=setting.steps, seed=42, same_seed=False,
+            sampler="multistep", guidance_scale=3.0, sheet_size=1, dtype="fp32",
+        )  # fmt: skip
+
+    def _draw(self, world: Any) -> None:
+        from halation.training.sampling import Drawing, Place
+
+        drawing = Drawing(world, self.denoiser, self.settings, sharded=False, timeout_s=600, stop=lambda: 0)
+        rows = drawing.run(Place(folder=self.place / f"drawing_{self.number}"), f"{self.number}")
+        assert all(row["state"] == "done" for row in rows), rows
+
+    def _together(self) -> None:
+        import torch.distributed as dist
+
+        self.number += 1
+        dist.barrier()
+
+    def all_ranks(self) -> None:
+        self._together()
+        self._draw(self.world)
+
+    def rank_0_alone(self) -> None:
+        """The rank-0 pattern: the first rank draws everything, a barrier holds the others."""
+        import torch.distributed as dist
+
+        self._together()
+        if self.solo is not None:
+            self._draw(self.solo)
+        dist.barrier()
+
+
+def duel(setting: Setting, name: str, work: Path) -> measure.Report:
+    measure.say("training a tiny model for two steps")
+    export = model(setting, work)
+    command = {}
+    files: dict[int, dict[str, bytes]] = {}
+    for size in (1, *setting.worlds):
+        command[size], files[size] = by_command(setting, export, size, work)
+        measure.say(f"halation sample --nproc {size}, sleeping painter: {command[size]:.2f} s")
+    rows = []
+    for size in setting.worlds:
+        same = len(files[1]) == len(PROMPTS) and files[size] == files[1]
+        check = f"{len(files[size])} files {'byte-identical' if same else 'DIFFERENT'}"
+        found = world_of(size, setting, name, export, work)
+        measure.say(f"{size} ranks: {found}")
+        for painter in ("sleeping", "real"):
+            middle = measure.medians(found[painter])
+            ideal = size if painter == "sleeping" else min(size, measure.num_cores())
+            rows.append(_row(f"{size} ranks, {painter} painter", middle["ours"], middle["peer"], ideal, check))
+        rows.append(_row(f"{size} ranks, halation sample", command[size], command[1], size, check))
+    facts = measure.machine() | {"prompts": len(PROMPTS), "steps": setting.steps, "sleep_s": setting.sleep_s}
+    return measure.Report(name="duel_04_all_ranks", rows=tuple(rows), facts=facts)
+
+
+def _row(case: str, ours: float, peer: float, ideal: int, check: str) -> measure.Row:
+    note = f"ideal {ideal}x"
+    return measure.Row(
+        case=case, ours=ours, peer=peer, unit="s", limit=peer / ideal, check=check, equality="E0", note=note
+    )
+
+
+def main(arguments: list[str] | None = None) -> measure.Report:
+    words = sys.argv[1:] if arguments is None else arguments
+    asked = measure.parser(__doc__ or "").parse_args(words)
+    setting = FULL if asked.size == "full" else SMALL
+    with inputs.workplace(asked.work) as work:
+        report = duel(setting, asked.size, work)
+    measure.finish(report, asked.output)
+    if any("DIFFERENT" in row.check for row in report.rows):
+        raise SystemExit("the number of ranks changed a picture")
+    return report
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 5 and sys.argv[1] == "--as_rank":
+        with contextlib.redirect_stdout(sys.stderr):
+            as_rank(sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4]))
+    else:
+        main()

@@ -1,0 +1,30 @@
+"""Every benchmark runs at its small size on a CPU, finishes its table, and its two sides did the same work."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = ("duel_01_training", "duel_02_loader", "duel_03_preview", "duel_04_all_ranks", "scaling")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_the_small_size_runs_on_a_cpu_and_ends_with_a_ratio(name: str, tmp_path: Path) -> None:
+    output = tmp_path / "report.json"
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--size", "small", "--output", str(output)]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT / "src"), "TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    report = json.loads(output.read_text())
+    ratios = [line for line in done.stdout.splitlines() if line.startswith(f"RATIO {name} | ")]
+    assert report["rows"]
+    assert len(ratios) == len(report["rows"])
+    assert all(row["ours"] > 0 and row["peer"] > 0 for row in report["rows"])
+    assert not list(tmp_path.glob("halation_benchmark_*"))  # the temporary inputs are gone again
