@@ -30,6 +30,7 @@ from halation.pictures import encode_png, grid, picture_text, read_png
 from halation.runs import publish, publish_json
 from halation.specs import Sheet, Spec
 from halation.training.loop import AUTOCAST
+from halation.world.launch import about_peers
 from halation.world.ranks import Vigil, World
 
 log = logging.getLogger(__name__)
@@ -124,6 +125,8 @@ class Writer:
                 }
             elif error is not None:
                 row |= {"state": "failed", "reason": f"{type(error).__name__}: {error}"}
+            if error is not None:
+                log.error("Error during sampling on GPU %d: %s", row["rank"], row["reason"])
         self.pool.shutdown()
 
 
@@ -248,10 +251,11 @@ class Drawing:
         try:
             return denoise()
         except Exception as error:
-            if isinstance(error, RuntimeError) and _is_about_peers(error):
+            if isinstance(error, RuntimeError) and about_peers(str(error)):
                 raise RankFailure(
                     f"a sharded forward of the samples could not be completed: {vigil.blame()}"
                 ) from error
+            vigil.fail(f"{type(error).__name__}: {error}")
             raise RankFailure(
                 f"rank {self.world.rank} failed inside a sharded forward while sampling, which no rank can survive:\n{traceback.format_exc()}"
             ) from error
@@ -319,14 +323,6 @@ def is_drawn(place: Place, spec: Spec) -> bool:
         )
     except (InputError, OSError, ValueError, KeyError):
         return False
-
-
-def _is_about_peers(error: RuntimeError) -> bool:
-    text = str(error).lower()
-    return any(
-        word in text
-        for word in ("timed out", "timeout", "connection closed", "connection reset", "broken pipe", "nccl")
-    )
 
 
 @contextlib.contextmanager

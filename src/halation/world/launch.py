@@ -236,7 +236,7 @@ class Launcher:
             if code == -signal.SIGKILL:
                 why += "; where nobody sent it, the machine ran out of memory"
             return RankError(rank=silent[0], kind="Killed", message=f"rank {silent[0]} {why}", exit_code=1, time=0.0)
-        return min(errors, key=lambda error: (error.kind == "RankFailure", error.time))
+        return min(errors, key=lambda error: (_misses_a_peer(error), error.kind == "RankFailure", error.time))
 
     def _codes(self) -> list[int]:
         return [rank.returncode for rank in self.ranks if rank.returncode is not None]
@@ -265,6 +265,28 @@ class Launcher:
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self.signals.append(number)
+
+
+def about_peers(message: str) -> bool:
+    """Whether a collective's error only says that somebody else is gone."""
+    text = message.lower()
+    words = (
+        "timed out",
+        "timeout",
+        "connection closed",
+        "connection reset",
+        "connection refused",
+        "broken pipe",
+        "nccl",
+    )
+    return any(word in text for word in words)
+
+
+def _misses_a_peer(error: RankError) -> bool:
+    """The last line of a traceback alone is asked: the lines above it are full of timeouts by name."""
+    if error.kind not in ("RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError"):
+        return False
+    return about_peers(error.message.rstrip().rpartition("\n")[2])
 
 
 def _sentence(error: RankError) -> str:

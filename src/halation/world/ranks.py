@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -235,7 +236,7 @@ class Vigil:
         self._moved = time.monotonic()
         self._thread_id = threading.get_ident()
         self._closed = threading.Event()
-        self._store = world.store.clone() if isinstance(world.store, dist.TCPStore) else world.store
+        self._store = world.store.clone() if isinstance(world.store, dist.TCPStore) else world.store  # type: ignore[attr-defined]
         self._thread = threading.Thread(target=self._tell, name="halation-vigil", daemon=True)
 
     def __enter__(self) -> Vigil:
@@ -275,9 +276,32 @@ class Vigil:
             time.sleep(POLL_S)
         return [words[rank] for rank in range(self.world.size)]
 
+    def fail(self, reason: str) -> None:
+        """Leave word that this rank cannot go on, for those who will miss it in a collective."""
+        with contextlib.suppress(RuntimeError):
+            self.world.store.set(f"{self.prefix}/failed/{self.world.rank}", reason)
+
     def blame(self) -> str:
-        """Who is furthest behind, for the message when a sharded forward could not be completed."""
-        states = {rank: self._heard(rank) for rank in range(self.world.size) if rank != self.world.rank}
+        """Why a collective could not be completed: who said that it failed, who fell silent, or who is furthest behind."""
+        try:
+            return self._culprit()
+        except RuntimeError:
+            return "rank 0 is gone, and with it the store in which ranks leave word"
+
+    def _culprit(self) -> str:
+        store, prefix = self.world.store, self.prefix
+        peers = [rank for rank in range(self.world.size) if rank != self.world.rank]
+        store.set(f"{prefix}/missing/{self.world.rank}", "")
+        for rank in peers:
+            if store.check([f"{prefix}/failed/{rank}"]):
+                return f"rank {rank} failed: {self._get(f'{prefix}/failed/{rank}').decode()}"
+        before = {rank: self._heard(rank) for rank in peers}
+        time.sleep(3 * BEAT_S)
+        states = {rank: self._heard(rank) for rank in peers}
+        for rank in peers:  # who misses somebody too may end any moment, and is not the one
+            if states[rank] == before[rank] and not store.check([f"{prefix}/missing/{rank}"]):
+                what, count = prefix.removeprefix("vigil/"), states[rank].get("count") or 0
+                return f"rank {rank} fell silent in {what} (beat {count}): it was stopped or killed"
         states[self.world.rank] = {"count": self.count}
         last = min(states, key=lambda rank: (states[rank].get("count") or 0, rank))
         return self._sentence(last, states[last])
@@ -302,8 +326,10 @@ class Vigil:
         return f"rank {rank} has made no progress for {self.timeout_s:.0f} s in {what} (beat {state.get('count') or 0}){where}"
 
     def _tell(self) -> None:
-        while not self._closed.is_set():
-            state: dict[str, Any] = {"count": self.count}
+        for tick in itertools.count():
+            if self._closed.is_set():
+                return
+            state: dict[str, Any] = {"count": self.count, "tick": tick}
             if time.monotonic() - self._moved > max(self.timeout_s - 2 * BEAT_S, self.timeout_s / 2):
                 frame = sys._current_frames().get(self._thread_id)
                 state["stack"] = "".join(traceback.format_stack(frame)[-12:]) if frame else ""

@@ -223,7 +223,10 @@ def _serve(connection: Connection, stacks: str) -> None:
                 call: Call = connection.recv()
             except (EOFError, OSError):
                 os._exit(0)
-            connection.send(_answer(call))
+            answer = _answer(call)
+            connection.send(answer)
+            if answer[1] is not None:  # like a real rank: what it leaves to its peers is a closed connection
+                os._exit(1)
             os.environ.clear()
             os.environ.update(environment)
 

@@ -1,0 +1,182 @@
+"""A rank that fails or hangs while it samples: everybody knows which one, nobody waits, and training ends in the same bits."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rank_jobs
+import run_folders
+from halation.config.train import TrainConfig
+from halation.world.testing import RankPool, RanksFailed
+
+pytestmark = [pytest.mark.ranks, pytest.mark.faults]
+
+POINTS = ("sample.prepare", "sample.forward", "sample.decode", "sample.write")
+OUTSIDE_A_FORWARD = ("sample.prepare", "sample.decode", "sample.write")
+
+
+def config(folder: Path, engine: str, **changes: Any) -> TrainConfig:
+    """Three prompts, so that each of up to three ranks draws one; samples after the first step and after the last."""
+    settings = {"n_steps": 2, "lr": 1e-2, "ckpt_every": 1, "sample_prompts": rank_jobs.PROMPTS[:3]}
+    return rank_jobs.small_config(folder, engine=engine, **settings | changes)
+
+
+@pytest.fixture(scope="module")
+def unharmed(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
+    known: dict[tuple[str, int], Path] = {}
+
+    def folder(engine: str, size: int) -> Path:
+        if (engine, size) not in known:
+            known[engine, size] = tmp_path_factory.mktemp(f"unharmed_{engine}_{size}")
+            ranks.run(size, rank_jobs.train, config(known[engine, size], engine))
+        return known[engine, size]
+
+    return folder
+
+
+FAST = [
+    ("ddp", 2, "sample.prepare", 0),
+    ("ddp", 3, "sample.forward", 2),
+    ("ddp", 2, "sample.write", 1),
+    ("fsdp", 2, "sample.decode", 1),
+]
+GRID = [
+    (engine, size, point, rank)
+    for engine, points in (("ddp", POINTS), ("fsdp", OUTSIDE_A_FORWARD))
+    for size in (2, 3)
+    for point in points
+    for rank in (0, size - 1)
+]
+
+
+@pytest.mark.parametrize(
+    ("engine", "size", "point", "culprit"),
+    [case if case in FAST else pytest.param(*case, marks=pytest.mark.slow) for case in GRID],
+)
+def test_a_rank_that_raises_while_sampling_is_reported_by_all_and_training_keeps_its_bits(
+    ranks: RankPool,
+    tmp_path: Path,
+    unharmed: Callable[[str, int], Path],
+    engine: str,
+    size: int,
+    point: str,
+    culprit: int,
+) -> None:
+    fired = tmp_path / "fired"
+    environment = {"HALATION_FAULT": f"{point}:1:raise:{culprit}", "HALATION_FAULT_LOG": str(fired)}
+    ranks.run(size, rank_jobs.train, config(tmp_path / "run", engine), environment=environment)
+    assert fired.read_text() == f"{point}:1:raise:{culprit}\n"
+
+    first, last = run_folders.samples(tmp_path / "run", 1), run_folders.samples(tmp_path / "run", 2)
+    failed = [row for row in first if row["state"] == "failed"]
+    assert [row["rank"] for row in failed] == [culprit]
+    assert failed[0]["reason"] == f"InjectedFault: fault injected at {point}, passage 1"
+    assert [row["state"] for row in first if row is not failed[0]] == ["done", "done"]
+    assert [row["state"] for row in last] == ["done"] * 3
+    for rank in range(size):
+        moment = said_at(run_folders.log_of(tmp_path / "run", rank), f"Error during sampling on GPU {culprit}: ")
+        assert moment - fired.stat().st_mtime < 5
+
+    whole = unharmed(engine, size)
+    assert run_folders.saved(tmp_path / "run", 2) == run_folders.saved(whole, 2)
+    names = [row["file"] for row in first if row["state"] == "done"]
+    mine, theirs = (run_folders.pictures(folder / "samples/step_0000001") for folder in (tmp_path / "run", whole))
+    assert all(mine[name] == theirs[name] for name in names)
+    assert run_folders.pictures(tmp_path / "run/samples/step_0000002") == run_folders.pictures(
+        whole / "samples/step_0000002"
+    )
+
+
+def said_at(log: str, words: str) -> float:
+    """When a line with these words was logged, in seconds since 1970."""
+    line = next(line for line in log.splitlines() if words in line)
+    return datetime.strptime(line[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp()
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_a_rank_that_raises_inside_a_sharded_forward_ends_all_and_is_named_by_all(
+    ranks: RankPool, tmp_path: Path, culprit: int
+) -> None:
+    began = time.monotonic()
+    with pytest.raises(RanksFailed) as caught:
+        ranks.run(
+            3,
+            rank_jobs.train,
+            config(tmp_path, "fsdp"),
+            environment={"HALATION_FAULT": f"sample.forward:1:raise:{culprit}"},
+        )
+    assert time.monotonic() - began < 15
+    assert sorted(caught.value.troubles) == [0, 1, 2]
+    for trouble in caught.value.troubles.values():
+        assert trouble.kind == "RankFailure"
+        assert re.search(rf"\brank {culprit} failed", trouble.message)
+    assert "fault injected at sample.forward" in caught.value.troubles[culprit].message
+
+
+@pytest.mark.parametrize("action", ["sleep=5", pytest.param("stop", marks=pytest.mark.slow)])
+def test_a_rank_that_hangs_while_sampling_is_named_in_time_with_its_stack_where_it_can_speak(
+    ranks: RankPool, tmp_path: Path, action: str
+) -> None:
+    fired = tmp_path / "fired"
+    environment = {"HALATION_FAULT": f"sample.forward:1:{action}:1", "HALATION_FAULT_LOG": str(fired)}
+    timeout_s = 2.0
+    with pytest.raises(RanksFailed) as caught:
+        ranks.run(
+            2, train_and_time, config(tmp_path / "run", "ddp", sample_timeout_s=timeout_s), environment=environment
+        )
+    trouble = caught.value.troubles[0]
+    assert trouble.kind == "RankFailure"
+    assert "rank 1 has made no progress for 2 s in sampling step 1" in trouble.message
+    if action == "stop":
+        assert "its process does not answer" in trouble.message
+    else:
+        assert "fault_point" in trouble.message, "the stack shows where it stands"
+    named_at = float((tmp_path / "run/given_up_0").read_text())
+    assert named_at - fired.stat().st_mtime < timeout_s + 5
+
+
+def train_and_time(world: Any, config: TrainConfig) -> None:
+    try:
+        rank_jobs.train(world, config)
+    finally:
+        (config.output_dir / f"given_up_{world.rank}").write_text(str(time.time()))
+
+
+def test_a_sampler_far_slower_than_the_timeout_of_collectives_is_no_failure(ranks: RankPool, tmp_path: Path) -> None:
+    fired = tmp_path / "fired"
+    environment = {"HALATION_FAULT": "sample.forward:1+:sleep=1.1:1", "HALATION_FAULT_LOG": str(fired)}
+    patient = config(tmp_path / "run", "ddp", n_steps=1, sample_steps=6, dist_timeout_s=3.0)
+    began = time.monotonic()
+    ranks.run(2, rank_jobs.train, patient, environment=environment, world_timeout_s=3.0)
+    assert time.monotonic() - began > 6 * 1.1
+    assert len(fired.read_text().splitlines()) == 6
+    assert [row["state"] for row in run_folders.samples(tmp_path / "run", 1)] == ["done"] * 3
+
+
+@pytest.mark.parametrize(
+    ("action", "culprit", "words"),
+    [
+        pytest.param("sleep=7", 1, "rank 1 has made no progress", marks=pytest.mark.slow),
+        pytest.param("sleep=7", 0, "rank 0 has made no progress", marks=pytest.mark.slow),
+        pytest.param("stop", 1, "rank 1 fell silent", marks=pytest.mark.slow),
+        ("kill", 1, "rank 1 fell silent"),
+    ],
+)
+def test_a_rank_that_hangs_or_dies_inside_a_sharded_forward_is_named_when_the_collective_gives_up(
+    ranks: RankPool, tmp_path: Path, action: str, culprit: int, words: str
+) -> None:
+    environment = {"HALATION_FAULT": f"sample.forward:2:{action}:{culprit}"}
+    settings = config(tmp_path, "fsdp", dist_timeout_s=4.0, sample_steps=3)
+    with pytest.raises(RanksFailed) as caught:
+        ranks.run(3, rank_jobs.train, settings, environment=environment, world_timeout_s=4.0)
+    for rank, trouble in caught.value.troubles.items():
+        if rank != culprit:
+            assert trouble.kind == "RankFailure"
+            assert words in trouble.message
