@@ -1,0 +1,97 @@
+"""That training learns: a caption reaches the picture, and the held-out loss falls and is one number on any number of ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import rank_jobs
+import run_folders
+from halation.config.train import TrainConfig
+from halation.jobs import train as job
+from halation.jobs.session import Session
+from halation.training import heldout
+from halation.training.objectives import flow_matching
+from halation.world.testing import RankPool
+
+pytestmark = pytest.mark.ranks
+
+
+def measure(world: Any, config: TrainConfig) -> dict[str, float]:
+    """The held-out loss of a run's newest checkpoint, from the EMA as training measures it."""
+    with job._hold(config, world, alone=False), Session(world, config) as session:
+        assert session._resume()
+        with session.ema.swapped():
+            losses = heldout.heldout_loss(
+                world,
+                session.denoiser,
+                session.source,
+                flow_matching,
+                num_pictures=config.heldout_pictures,
+                dtype=config.dtype,
+                beat=lambda: None,
+            )
+            session.engine.at_rest()
+        return heldout.summary(world.exchange(losses), config.heldout_pictures)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_the_held_out_loss_of_a_checkpoint_is_the_same_number_on_one_two_and_three_ranks(
+    ranks: RankPool, tmp_path: Path, engine: str
+) -> None:
+    # Nine pictures are 72 rows on three sheets, the last of them partial: fillers must not count.
+    changes = {"lr": 1e-2, "heldout_pictures": 9, "sample": False, "batch_size": 6}
+    config = rank_jobs.small_config(tmp_path, engine=engine, **changes)
+    ranks.run(1, rank_jobs.train, config)
+    written = [row for row in run_folders.metrics(tmp_path) if row.get("metric") == "heldout_loss"][-1]
+    for size in (1, 2, 3):
+        for found in ranks.run(size, measure, config):
+            assert found == {"heldout_loss": written["value"], **written["bins"]}
+
+
+def test_the_held_out_loss_falls_with_training(ranks: RankPool, tmp_path: Path) -> None:
+    changes = {"n_steps": 60, "ckpt_every": 20, "lr": 2e-3, "ema_decay": 0.9, "batch_size": 8, "heldout_pictures": 8}
+    ranks.run(2, rank_jobs.train, rank_jobs.small_config(tmp_path, sample=False, **changes))
+    values = list(run_folders.heldout(tmp_path).values())
+    assert len(values) == 3
+    assert values[2] < values[1] < values[0]
+    assert values[2] < 0.8 * values[0]
+
+
+CAPTIONS = {"a red sunset": (220, 40, 20), "a deep blue sea": (10, 50, 210)}
+
+
+@pytest.fixture
+def two_captions(tmp_path: Path) -> Path:
+    """A folder of two plain pictures, each under several names."""
+    folder = tmp_path / "two_captions"
+    folder.mkdir()
+    rows = []
+    for caption, colour in CAPTIONS.items():
+        for number in range(4):
+            name = f"{caption.replace(' ', '_')}_{number}.png"
+            Image.new("RGB", (32, 32), colour).save(folder / name)
+            rows.append({"file_name": name, "text": caption})
+    (folder / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_a_caption_reaches_the_picture(ranks: RankPool, tmp_path: Path, two_captions: Path) -> None:
+    changes = {"n_steps": 150, "batch_size": 8, "lr": 2e-3, "ema_decay": 0.95, "warmup_steps": 10}
+    sampling = {"sample_prompts": tuple(CAPTIONS), "same_seed": True, "sample_steps": 8, "guidance_scale": 2.0}
+    config = rank_jobs.small_config(tmp_path / "run", data=str(two_captions), heldout_pictures=0, **changes, **sampling)
+    ranks.run(1, rank_jobs.train, config, timeout_s=120)
+    drawn = [
+        np.asarray(Image.open(tmp_path / f"run/samples/step_0000150/sample_{index:02d}.png")).astype(float)
+        for index in range(2)
+    ]
+    own = [np.array(colour, float) for colour in CAPTIONS.values()]
+    distance = np.array([[np.abs(picture - colour).mean() for colour in own] for picture in drawn])
+    assert np.abs(drawn[0] - drawn[1]).mean() > 40, "one seed, two captions, two pictures"
+    assert distance[0, 0] < 0.5 * distance[0, 1]
+    assert distance[1, 1] < 0.5 * distance[1, 0]
