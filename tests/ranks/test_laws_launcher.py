@@ -1,0 +1,106 @@
+"""The laws of failing and stopping through the real command: ranks that the launcher starts, watches and starts again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import rank_jobs
+import run_folders
+from halation.config.fields import as_json
+from halation.config.train import TrainConfig
+from halation.world.testing import RankPool
+
+pytestmark = [pytest.mark.ranks, pytest.mark.faults]
+
+HALATION = Path(sys.executable).with_name("halation")
+
+
+def command(config: TrainConfig, *more: str) -> list[str]:
+    """`halation train` with the settings of a config that are not the defaults."""
+    usual, words = as_json(TrainConfig()), [str(HALATION), "train"]
+    for name, value in as_json(config).items():
+        if value != usual[name]:
+            values = [str(item) for item in value] if isinstance(value, list) else [str(value)]
+            words += [f"--{name}", *values]
+    return [*words, *more]
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "CUDA_VISIBLE_DEVICES": "", **more}
+
+
+@pytest.mark.parametrize("culprit", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_failure_inside_a_sharded_forward_names_its_rank_and_is_mended_by_starting_again(
+    ranks: RankPool, tmp_path: Path, culprit: int
+) -> None:
+    fired = tmp_path / "fired"
+    settings = {"engine": "fsdp", "lr": 1e-2, "ckpt_every": 1, "n_steps": 2}
+    config = rank_jobs.small_config(tmp_path / "run", **settings, max_restarts=1, nproc=2)
+    fault = {"HALATION_FAULT": f"sample.forward:1:raise:{culprit}:once", "HALATION_FAULT_LOG": str(fired)}
+    result = subprocess.run(
+        command(config), env=environment(**fault), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert fired.read_text() == f"sample.forward:1:raise:{culprit}\n"
+    assert f"rank {culprit} failed inside a sharded forward while sampling" in result.stderr
+    assert "fault injected at sample.forward" in result.stderr
+    assert "starting again from the last checkpoint (1 of 1)" in result.stderr
+    for step in (1, 2):
+        assert [row["state"] for row in run_folders.samples(tmp_path / "run", step)] == ["done", "done"]
+    ranks.run(2, rank_jobs.train, rank_jobs.small_config(tmp_path / "never", **settings))
+    assert run_folders.saved(tmp_path / "run", 2) == run_folders.saved(tmp_path / "never", 2)
+
+
+def rank_of(process: psutil.Process) -> str:
+    try:
+        return process.environ().get("RANK", "")
+    except psutil.Error:
+        return ""
+
+
+def test_sigterm_to_one_rank_stops_all_at_one_step_and_the_same_command_goes_on_to_the_same_bits(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"engine": "ddp", "lr": 1e-2, "n_steps": 8, "sample": False, "heldout_pictures": 0}
+    config = rank_jobs.small_config(tmp_path / "run", **settings, nproc=2)
+    fired = tmp_path / "fired"
+    pause = {"HALATION_FAULT": "train.step:3:sleep=2:0", "HALATION_FAULT_LOG": str(fired)}
+    with open(tmp_path / "said", "wb") as said:
+        job = subprocess.Popen(command(config), env=environment(**pause), stderr=said, stdout=said)
+    deadline = time.monotonic() + 60
+    while not fired.exists() and job.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    (last,) = (child for child in psutil.Process(job.pid).children() if rank_of(child) == "1")
+    last.send_signal(signal.SIGTERM)
+    assert job.wait(60) == 128 + signal.SIGTERM, (tmp_path / "said").read_text()
+    assert "saved at step" in (tmp_path / "said").read_text()
+
+    stopped = [int(path.name.removeprefix("step_")) for path in (tmp_path / "run/checkpoints").glob("step_*")]
+    assert len(stopped) == 1
+    assert 3 < stopped[0] < 8
+    subprocess.run(command(config), env=environment(), timeout=120, check=True)
+    ranks.run(2, rank_jobs.train, rank_jobs.small_config(tmp_path / "never", **settings))
+    assert run_folders.saved(tmp_path / "run", 8) == run_folders.saved(tmp_path / "never", 8)
+    assert run_folders.losses(tmp_path / "run") == run_folders.losses(tmp_path / "never")
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_while_sampling_is_what_the_launcher_tells_and_not_the_noise_it_makes_waking_up(
+    tmp_path: Path,
+) -> None:
+    config = rank_jobs.small_config(tmp_path / "run", engine="ddp", sample_timeout_s=2.0, max_restarts=0, nproc=2)
+    fault = {"HALATION_FAULT": "sample.forward:1:sleep=4:1"}
+    result = subprocess.run(
+        command(config), env=environment(**fault), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.returncode == 1
+    assert "rank 1 has made no progress for 2 s in sampling step" in result.stderr
