@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+
+from faults import checker
 
 HALATION = str(Path(sys.executable).with_name("halation"))
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
@@ -157,3 +161,20 @@ def last_step(folder: Path) -> int:
 def fired(log: Path) -> list[str]:
     path = log.with_name("fired")
     return path.read_text().split() if path.exists() else []
+
+
+@functools.cache
+def unbroken() -> dict[str, str]:
+    """The bits of the last checkpoint of a run on two ranks that nobody disturbed; made once for all tests of a session."""
+    with tempfile.TemporaryDirectory(prefix="halation_unbroken_") as name:
+        folder = Path(name)
+        assert finish(halation(train(folder / "run")), folder / "log") == 0, (folder / "log").read_text()
+        return last_bits(folder / "run")
+
+
+def last_bits(run: Path) -> dict[str, str]:
+    """The bits a run of six steps ended with, once nothing else is wrong with its folder."""
+    assert max(checker.checkpoints(run / "checkpoints")) == 6
+    assert checker.problem(run / "checkpoints" / "step_0000006") is None
+    assert checker.leftovers(run) == []
+    return checker.bits(run / "checkpoints" / "step_0000006")

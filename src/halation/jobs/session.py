@@ -74,6 +74,7 @@ class Session:
         self.folder = runs.Run(config.output_dir)
         self.echo = logs.set_up(self.folder.logs, world.rank)
         self.cleanup = contextlib.ExitStack()
+        rng.begin(config.seed, world.rank)
         if config.deterministic:
             torch.use_deterministic_algorithms(True)
         self.height, self.width = config.image_size

@@ -89,6 +89,7 @@ def join(device: torch.device | None = None, timeout_s: float = 600.0) -> World:
             int(environment.get("LOCAL_RANK", "0")),
         )
         store, rank, size = next(dist.rendezvous("env://", rank, size, timeout=timedelta(seconds=timeout_s)))
+        store = _fresh_corner(store, rank, size, timeout_s)
     elif launch.slurm_world() > 1:
         rank, size, local = (
             int(environment["SLURM_PROCID"]),
@@ -130,6 +131,35 @@ def create(
     return World(
         rank=rank, size=size, local_rank=local_rank, device=device, store=store, control=control, timeout_s=timeout_s
     )
+
+
+def _fresh_corner(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist.Store:
+    """A corner of the store that no earlier start of these ranks has written to.
+
+    torchrun keeps its store when it starts ranks again, and gloo would take the addresses of dead ranks for those of living ones.
+    Restarts are counted by node and cannot tell starts apart, so each rank asks with a word that was never used before.
+    """
+    mine = os.urandom(8).hex()
+    if rank > 0:
+        store.set(f"halation/asks/{rank}", mine)
+        corner = store.get(f"halation/answer/{rank}/{mine}").decode()
+        store.set(f"{corner}/heard/{rank}", "")
+        return dist.PrefixStore(corner, store)
+    deadline = time.monotonic() + timeout_s
+    missing = set(range(1, size))
+    while missing:
+        for peer in sorted(missing):
+            if store.check([f"halation/asks/{peer}"]):
+                asked = store.get(f"halation/asks/{peer}").decode()
+                store.set(
+                    f"halation/answer/{peer}/{asked}", mine
+                )  # perhaps to a dead one; the living one asks after it
+                if store.check([f"{mine}/heard/{peer}"]):
+                    missing.discard(peer)
+        if missing and time.monotonic() > deadline:
+            raise RankFailure(f"rank {min(missing)} did not come within {timeout_s:.0f} s; its log says why")
+        time.sleep(POLL_S if missing else 0)
+    return dist.PrefixStore(mine, store)
 
 
 def _gather_by_store(store: dist.Store, rank: int, size: int, word: str) -> list[str]:
@@ -236,7 +266,7 @@ class Vigil:
         self._moved = time.monotonic()
         self._thread_id = threading.get_ident()
         self._closed = threading.Event()
-        self._store = world.store.clone() if isinstance(world.store, dist.TCPStore) else world.store  # type: ignore[attr-defined]
+        self._store = world.store.clone() if isinstance(world.store, dist.TCPStore | dist.PrefixStore) else world.store  # type: ignore[union-attr]
         self._thread = threading.Thread(target=self._tell, name="halation-vigil", daemon=True)
 
     def __enter__(self) -> Vigil:

@@ -10,6 +10,14 @@ import numpy as np
 import torch
 
 
+def begin(seed: int, rank: int) -> None:
+    """Give the states of a fresh run a beginning of their own, or python's and numpy's would come from the clock."""
+    words = np.random.SeedSequence((seed, rank)).generate_state(3)
+    random.seed(int(words[0]))
+    np.random.seed(int(words[1]))
+    torch.manual_seed(int(words[2]))
+
+
 def capture(device: torch.device) -> dict[str, Any]:
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)

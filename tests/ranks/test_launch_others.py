@@ -1,0 +1,138 @@
+"""Under torchrun and srun `halation train` joins the ranks that are there, on one machine or two, and goes on after their kills."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from faults import checker, commands
+from faults.commands import TORCHRUN, finish, fired, halation, last_step, started, train, until
+
+pytestmark = pytest.mark.ranks
+
+SLOWLY = "train.step:1+:sleep=0.15"
+
+
+def torchrun(*flags: str) -> list[str]:
+    return [TORCHRUN, *flags, "-m", "halation.cli"]
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def test_two_torchrun_agents_on_two_nodes_train_one_run_to_the_launchers_bits(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    port = str(free_port())
+    with ExitStack() as stack:
+        agents = []
+        for node in ("0", "1"):
+            flags = ("--nnodes", "2", "--nproc_per_node", "1", "--rdzv_backend", "static", "--master_addr", "127.0.0.1")
+            words = torchrun(*flags, "--master_port", port, "--node_rank", node) + train(run, nproc=None)
+            agents.append(stack.enter_context(started(words, tmp_path / f"log_{node}")))
+        for agent in agents:
+            assert agent.process.wait(120) == 0, agent.said()
+            agent.until_gone(1.0)
+    assert commands.last_bits(run) == commands.unbroken()
+    assert (run / "logs" / "rank_1.log").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+def test_torchrun_starts_a_killed_rank_again_and_it_resumes_by_itself(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = torchrun("--standalone", "--nproc_per_node", "2", "--max_restarts", "1") + train(run, nproc=None)
+    assert finish(words, tmp_path / "log", "train.step:3:kill:1:once") == 0, (tmp_path / "log").read_text()
+    assert fired(tmp_path / "log") == ["train.step:3:kill:1"]
+    assert "going on from step 2" in (run / "logs" / "train.log").read_text()
+    assert commands.last_bits(run) == commands.unbroken()
+
+
+@pytest.mark.slow
+def test_a_killed_torchrun_leaves_no_rank_behind(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = torchrun("--standalone", "--nproc_per_node", "2") + train(run, nproc=None)
+    with started(words, tmp_path / "log", SLOWLY) as command:
+        until(lambda: last_step(run) >= 1, command=command)
+        assert sorted(command.rank_pids()) == [0, 1]
+        command.process.kill()
+        command.until_gone(5.0)
+
+
+@pytest.mark.slow
+def test_torchrun_told_to_end_saves_first(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = torchrun("--standalone", "--nproc_per_node", "2") + train(run, nproc=None, ckpt_every=0)
+    with started(words, tmp_path / "log", SLOWLY) as command:
+        until(lambda: last_step(run) >= 1, command=command)
+        command.process.send_signal(signal.SIGTERM)
+        assert command.process.wait(60) != 0
+        command.until_gone(1.0)
+    assert len(checker.good(run / "checkpoints")) == 1
+    assert checker.leftovers(run) == []
+
+
+def slurm(job: str, rank: int, folder: Path) -> dict[str, str]:
+    """What srun tells each task of a step of two."""
+    return {
+        "SLURM_JOB_ID": job,
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": str(rank),
+        "SLURM_NTASKS": "2",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_LOCALID": str(rank),
+        "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_SUBMIT_DIR": str(folder),
+    }
+
+
+@pytest.mark.slow
+def test_tasks_of_srun_join_one_world_and_its_signal_saves(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = halation(train(run, nproc=None))
+    for attempt, signalled in enumerate((True, False)):
+        with ExitStack() as stack:
+            tasks = [
+                stack.enter_context(
+                    started(
+                        words,
+                        tmp_path / f"log_{rank}",
+                        SLOWLY if signalled else "",
+                        slurm(f"17{attempt}", rank, tmp_path),
+                    )
+                )
+                for rank in (0, 1)
+            ]
+            if signalled:
+                until(lambda: last_step(run) >= 3, command=tasks[0])
+                for task in tasks:
+                    os.kill(task.process.pid, signal.SIGUSR1)
+            codes = [task.process.wait(60) for task in tasks]
+        assert codes == ([143, 143] if signalled else [0, 0]), (tmp_path / "log_0").read_text()
+        assert list(tmp_path.glob(".halation_rendezvous*")) == []
+        if signalled:
+            assert max(checker.good(run / "checkpoints")) >= 3
+    assert commands.last_bits(run) == commands.unbroken()
+
+
+def test_a_batch_script_is_no_world_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside sbatch, before srun, the variables speak of the whole job: one command is still one process."""
+    from halation.world import launch
+
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert not launch.launched()
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    assert launch.launched()
+    assert launch.slurm_world() == 8
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    assert not launch.launched()
