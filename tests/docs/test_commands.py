@@ -1,0 +1,79 @@
+"""Commands that the pages show are run as they stand there, and what the pages list is what the code says."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from halation.config.train import TrainConfig
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *(ROOT / "recipes").rglob("*.md"), ROOT / "README.md"])
+BLOCK = re.compile(r"^<!-- run(?:: exit (?P<code>\d+))? -->\n```bash\n(?P<script>.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: Path) -> list[tuple[str, int]]:
+    return [(match["script"], int(match["code"] or 0)) for match in BLOCK.finditer(page.read_text())]
+
+
+RUN = [page for page in PAGES if blocks(page)]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("page", RUN, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_commands_of_a_page_work(page: Path, tmp_path: Path) -> None:
+    environment = dict(os.environ) | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    for script, code in blocks(page):
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", script],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert done.returncode == code, f"{script}\n{done.stdout}\n{done.stderr}"
+
+
+def test_every_mark_has_its_block() -> None:
+    for page in PAGES:
+        marks = re.findall(r"^<!-- run", page.read_text(), re.MULTILINE)
+        assert len(marks) == len(blocks(page)), page
+    assert {page.name for page in RUN} >= {"training.md", "data.md", "troubleshooting.md"}
+
+
+def test_every_link_between_pages_leads_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page}: {target}"
+
+
+def test_the_page_on_training_lists_exactly_what_a_resumed_run_may_change() -> None:
+    row = re.search(r"^\| may change \| (.*) \|$", (ROOT / "docs/training.md").read_text(), re.MULTILINE)
+    assert row is not None
+    free = {field.name for field in dataclasses.fields(TrainConfig) if field.metadata.get("change") == "free"}
+    assert set(re.findall(r"`(\w+)`", row.group(1))) == free
+
+
+def test_flags_that_pages_name_exist() -> None:
+    known = {field.name for field in dataclasses.fields(TrainConfig)}
+    foreign = {
+        "config", "help", "checkpoint", "prompts", "prompts_file",
+        "nproc_per_node", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "master_port", "master_addr", "nnodes", "node_rank", "standalone",
+        "nodes", "ntasks_per_node", "gres", "cpus_per_task", "gpus_per_task", "time", "signal", "requeue", "open_mode", "job_name",
+    }  # fmt: skip
+    for page in PAGES:
+        if page.name == "log.md":
+            continue
+        for flag in re.findall(r"(?<![\w-])--([a-z][\w-]*\w)", page.read_text()):
+            assert flag.replace("-", "_") in known | foreign, f"{page}: --{flag}"
