@@ -158,6 +158,14 @@ def last_step(folder: Path) -> int:
     return max(steps)
 
 
+def last_line(folder: Path) -> str:
+    """The last step and its time: a restarted run's first line differs from the line it was killed after."""
+    try:
+        return (folder / "metrics.jsonl").read_text()
+    except FileNotFoundError:
+        return ""
+
+
 def fired(log: Path) -> list[str]:
     path = log.with_name("fired")
     return path.read_text().split() if path.exists() else []

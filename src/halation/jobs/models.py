@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from halation.errors import InputError
 from halation.models.denoiser import DiTDenoiser
 from halation.models.load import build, load_export, load_weights
-from halation.world.checkpoint import COMMIT, Reader, damage, newest_good
+from halation.world.checkpoint import COMMIT, Reader, damage, digest, newest_good
 
 
 def find(folder: Path) -> Path:
@@ -42,14 +45,39 @@ def load_denoiser(folder: Path, *, raw: bool) -> DiTDenoiser:
     folder = find(folder)
     if not (folder / COMMIT).exists():
         return load_export(folder, "model_raw.safetensors" if raw else "model.safetensors")
-    reader = Reader(folder)
-    denoiser = build(reader.state["denoiser"])
-    load_weights(denoiser, dict(reader.whole("model" if raw else "ema")), source=str(folder))
+    try:
+        reader = Reader(folder)
+        denoiser = build(dict(reader.state["denoiser"]))
+        tensors = dict(reader.whole("model" if raw else "ema"))
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _unreadable(folder, error) from error
+    load_weights(denoiser, tensors, source=str(folder))
     return denoiser
+
+
+def _unreadable(folder: Path, error: Exception) -> InputError:
+    """Sums keep out damage, not files that were made by something else."""
+    return InputError(
+        f"{folder} cannot be read: {type(error).__name__}: {error}",
+        "a checkpoint or an export as Halation wrote it",
+        "name another folder, or train or export it again",
+    )
+
+
+def digest_of(folder: Path, *, raw: bool) -> str:
+    """One word for the very weights that are drawn from."""
+    part = "model" if raw else "ema"
+    if (folder / COMMIT).exists():
+        sums = json.loads((folder / COMMIT).read_bytes())["sha256"]
+        mine = sorted(value for name, value in sums.items() if name.split(".")[0].split("-")[0] == part)
+        return hashlib.sha256(" ".join(mine).encode()).hexdigest()
+    return digest(folder / ("model_raw.safetensors" if raw else "model.safetensors"))
 
 
 def sampling_of(folder: Path) -> dict[str, Any]:
     """How the run this model comes from drew its samples."""
     source = folder / ("state.json" if (folder / COMMIT).exists() else "config.json")
-    settings: dict[str, Any] = json.loads(source.read_bytes()).get("sampling", {})
-    return settings
+    try:
+        return dict(json.loads(source.read_bytes()).get("sampling", {}))
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise _unreadable(folder, error) from error

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
 import json
 import math
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from halation import runs
 from halation.config.fields import as_json
 from halation.config.sample import SampleConfig
-from halation.errors import HalationError, InputError
+from halation.errors import HalationError, InputError, Interrupted
 from halation.jobs.train import RANGES, check_ranges
 from halation.world import launch
+from halation.world.signals import exit_code
+
+if TYPE_CHECKING:
+    from halation.world.ranks import World
 
 # 0, and -1 where 0 has a meaning, stand for what the run used.
 SAMPLE_RANGES = {
@@ -28,17 +34,16 @@ SAMPLE_RANGES = {
 
 def run(config: SampleConfig) -> int:
     """Draw on ranks that are already there or on ranks started here; exit code 0 only if every picture is there."""
-    if not config.checkpoint.is_dir():
-        raise InputError(
-            f"there is no folder {config.checkpoint}", "a run, a checkpoint or an export", "check --checkpoint"
-        )
     check_ranges(config, SAMPLE_RANGES)
+    config, identity = _resolved(config)
     if launch.launched():
-        run_rank(config)
+        run_rank(config, identity)
         return 0
+    assert config.output_dir is not None
     places = launch.devices(config.nproc, config.gpu_ids, config.oversubscribe)
     runs.make_folder(config.output_dir)
     with runs.held(config.output_dir, "sample"):
+        begin(config.output_dir, identity)
         if len(places) == 1:
             os.environ[launch.DEVICE] = places[0]
             run_rank(config)
@@ -47,53 +52,103 @@ def run(config: SampleConfig) -> int:
     return 0
 
 
+def _resolved(config: SampleConfig) -> tuple[SampleConfig, dict[str, Any]]:
+    """The checkpoint that is meant, the prompts written out, a folder of its own for these very pictures, and what decides them."""
+    from halation.jobs.models import digest_of, find, sampling_of
+
+    folder = find(config.checkpoint)
+    settings = _settings(config, sampling_of(folder))
+    config = dataclasses.replace(config, checkpoint=folder, prompts=settings["prompts"], prompts_file="")
+    identity = {"model": digest_of(folder, raw=config.raw), **json.loads(json.dumps(settings))}
+    if config.output_dir is None:
+        name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
+        config = dataclasses.replace(config, output_dir=Path("outputs") / f"samples_{name}")
+    return config, identity
+
+
+def begin(folder: Path, identity: dict[str, Any]) -> None:
+    """Pictures of another model or other settings under the same names would pass for these: refuse the folder."""
+    record = runs.Run(folder).config
+    if record.exists():
+        lines = runs.difference(runs.read_json(record).get("fixed", {}), identity)
+        if lines:
+            raise InputError(
+                f"{folder} holds other pictures:\n" + "\n".join(lines),
+                "an empty folder, or the settings its pictures were drawn with",
+                "choose another --output_dir, or leave it out",
+            )
+    runs.publish_json(record, {"job": "sample", "fixed": identity})
+
+
 def read_config(path: Path) -> SampleConfig:
     values = json.loads(path.read_text())
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     return SampleConfig(**values | {"checkpoint": Path(values["checkpoint"]), "output_dir": Path(values["output_dir"])})
 
 
-def run_rank(config: SampleConfig) -> None:
+def run_rank(config: SampleConfig, identity: dict[str, Any] | None = None) -> None:
+    """One rank; under torchrun or srun, where no parent did it, rank 0 also holds the folder."""
     launch.die_with_parent()
-    import torch
-
-    from halation.jobs.models import find, load_denoiser, sampling_of
     from halation.jobs.session import joined
-    from halation.training.sampling import Drawing, Place, SampleSettings, publish_index
     from halation.world.ranks import on_first
-    from halation.world.signals import StopSignals
 
     world = joined(config.gpu_ids, config.oversubscribe, config.dist_timeout_s, max(1, config.threads))
+    assert config.output_dir is not None
+    folder = config.output_dir
     try:
-        folder = Path(
-            on_first(
-                world, "checking the checkpoint", lambda _beat: str(find(config.checkpoint)), config.dist_timeout_s
-            )
-        )
-        settings = SampleSettings(**_settings(config, sampling_of(folder)))
-        torch.set_num_threads(settings.threads)
-        denoiser = load_denoiser(folder, raw=config.raw).to(world.device)
-        denoiser.encode_prompts(settings.prompts)
-        place = Place(folder=config.output_dir, suffix="_raw" if config.raw else "")
-        with StopSignals() as signals:
-            drawing = Drawing(
-                world, denoiser, settings, sharded=False, timeout_s=config.dist_timeout_s, stop=lambda: signals.number
-            )
-            rows = drawing.run(place, "by hand")
-        if world.first:
-            publish_index(place, rows, {"checkpoint": str(folder)})
-        missing = [row for row in rows if row["state"] != "done"]
-        if missing:
-            reasons = "\n".join(f"  {row['file']}: {row['reason'] or 'interrupted'}" for row in missing)
-            raise HalationError(
-                f"{len(missing)} of {len(rows)} pictures are missing; the same command draws them:\n{reasons}"
-            )
-        if world.first and config.progress not in ("json", "none"):
-            sys.stderr.write(
-                f"{len(rows)} pictures in {config.output_dir}, together in {config.output_dir / 'grid.png'}\n"
-            )
+        with contextlib.ExitStack() as stack:
+            if identity is not None:
+
+                def open_folder(_beat: Any) -> None:
+                    runs.make_folder(folder)
+                    stack.enter_context(runs.held(folder, "sample"))
+                    begin(folder, identity)
+
+                on_first(world, "opening the folder", open_folder, config.dist_timeout_s)
+            _draw(world, config, folder)
     finally:
         world.close()
+
+
+def _draw(world: World, config: SampleConfig, folder: Path) -> None:
+    import torch
+
+    from halation.jobs.models import load_denoiser, sampling_of
+    from halation.training.sampling import Drawing, Place, SampleSettings, publish_index
+    from halation.training.trackers import Progress
+    from halation.world.signals import StopSignals
+
+    settings = SampleSettings(**_settings(config, sampling_of(config.checkpoint)))
+    torch.set_num_threads(settings.threads)
+    torch.use_deterministic_algorithms(settings.deterministic)
+    denoiser = load_denoiser(config.checkpoint, raw=config.raw).to(world.device)
+    denoiser.encode_prompts(settings.prompts)
+    if settings.compile:
+        for unit in denoiser.shard_units():
+            unit.compile(dynamic=False)
+    place = Place(folder=folder, suffix="_raw" if config.raw else "")
+    kind = config.progress if world.first else "none"
+    with StopSignals() as signals, Progress(kind, 1, 0, "drawing") as progress:
+        drawing = Drawing(
+            world,
+            denoiser,
+            settings,
+            sharded=False,
+            timeout_s=config.dist_timeout_s,
+            stop=lambda: signals.number,
+            on_step=lambda done, total: progress.update(done, f"on each of {world.size} ranks", {}, total),
+        )
+        rows = drawing.run(place, "by hand")
+    if world.first:
+        publish_index(place, rows, {"checkpoint": str(config.checkpoint)})
+    missing = [row for row in rows if row["state"] != "done"]
+    if missing and signals.number:
+        raise Interrupted(f"stopped with {len(missing)} of {len(rows)} pictures to go; the same command draws them", exit_code(signals.number))
+    if missing:
+        reasons = "\n".join(f"  {row['file']}: {row['reason'] or 'interrupted'}" for row in missing)
+        raise HalationError(f"{len(missing)} of {len(rows)} pictures are missing; the same command draws them:\n{reasons}")
+    if world.first and config.progress not in ("json", "none"):
+        sys.stderr.write(f"{len(rows)} pictures in {folder}, together in {folder / 'grid.png'}\n")
 
 
 def _settings(config: SampleConfig, recorded: dict[str, Any]) -> dict[str, Any]:
@@ -101,7 +156,8 @@ def _settings(config: SampleConfig, recorded: dict[str, Any]) -> dict[str, Any]:
     from halation.prompts import from_flags
     from halation.training.sampling import SampleSettings
 
-    if not recorded:
+    needed = {f.name for f in dataclasses.fields(SampleSettings) if f.default is dataclasses.MISSING}
+    if not needed <= recorded.keys():
         raise InputError(
             f"{config.checkpoint} does not say how it was sampled",
             "a checkpoint or export of this release",
@@ -117,6 +173,7 @@ def _settings(config: SampleConfig, recorded: dict[str, Any]) -> dict[str, Any]:
         "sheet_size": config.batch_size or None,
         "dtype": config.dtype or None,
         "threads": config.threads or None,
+        "compile": config.compile,
     }
     merged = recorded | {name: value for name, value in asked.items() if value is not None}
     names = {field.name for field in dataclasses.fields(SampleSettings)}

@@ -1,0 +1,52 @@
+"""A disk that takes no more: the run ends with a sentence, what was saved stays, and with space it goes on to the same bits."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from faults import checker, commands
+from faults.commands import finish, fired, halation, train
+
+pytestmark = pytest.mark.faults
+
+
+def test_a_disk_that_is_full_from_the_start_is_told_in_a_sentence(tmp_path: Path) -> None:
+    began = time.monotonic()
+    assert finish(halation(train(tmp_path / "run")), tmp_path / "log", "publish.write:1+:ENOSPC") == 1
+    assert time.monotonic() - began < 10
+    assert fired(tmp_path / "log")
+    said = (tmp_path / "log").read_text()
+    assert "No space left on device" in said
+    assert "run the same command again" in said
+    assert "Traceback" not in said
+    assert checker.leftovers(tmp_path / "run") == []
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_disk_that_fills_up_while_saving_ends_the_run_and_space_lets_it_go_on(tmp_path: Path, rank: int) -> None:
+    run = tmp_path / "run"
+    words = halation(train(run))
+    point = "checkpoint.part:4+" if rank == 0 else "publish.write:3+"
+    assert finish(words, tmp_path / "log", f"{point}:ENOSPC:{rank}") == 1
+    assert len(fired(tmp_path / "log")) >= 2
+    said = (tmp_path / "log").read_text()
+    assert f"cannot save checkpoint step_0000004 in {run / 'checkpoints'}: No space left on device" in said
+    assert "free some space" in said
+    assert "Traceback" not in said
+    assert list(checker.good(run / "checkpoints")) == list(checker.checkpoints(run / "checkpoints")) == [2]
+    assert finish(words, tmp_path / "log") == 0
+    assert commands.last_bits(run) == commands.unbroken()
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_disk_that_refuses_once_costs_nothing(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert finish(halation(train(run)), tmp_path / "log", "checkpoint.part:4:EIO:0;publish.fsync:3:ENOSPC:1") == 0
+    assert sorted(fired(tmp_path / "log")) == ["checkpoint.part:4:EIO:0", "publish.fsync:3:ENOSPC:1"]
+    assert commands.last_bits(run) == commands.unbroken()
