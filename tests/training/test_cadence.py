@@ -55,7 +55,7 @@ def test_short_epochs_add_at_most_a_few_dates_to_an_interval(cadence: Cadence) -
     intervals = [every for every in (cadence.ckpt_every, cadence.ckpt_latest_every) if every]
     shortest = min(intervals, default=cadence.n_steps)
     for start in (1, 1 + shortest, 1 + 7 * shortest):
-        assert sum(cadence.epoch_end(step) for step in range(start, start + shortest)) <= 17
+        assert sum(cadence.epoch_end(step) for step in range(start, start + shortest)) <= 2  # the first one's, and one
 
 
 @given(CADENCES)

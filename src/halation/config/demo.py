@@ -16,7 +16,7 @@ class DemoConfig:
 
     output_dir: Path = Path("demo_run")
     """Folder of the run."""
-    n_steps: int = 420
+    n_steps: int = 1000
     """Training steps; more make better pictures."""
     nproc: int = 0
     """Ranks to train and sample on; 0 is all GPUs, or two ranks without a GPU."""

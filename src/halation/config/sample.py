@@ -16,8 +16,8 @@ class SampleConfig:
 
     checkpoint: Path
     """A checkpoint folder, a run folder (its newest good checkpoint) or an export folder."""
-    output_dir: Path = Path("outputs/samples")
-    """Folder for the pictures, their prompts, grid.png and samples.json."""
+    output_dir: Path | None = None
+    """Folder for the pictures, their prompts, grid.png and samples.json; by default one of their own under outputs/."""
     prompts: tuple[str, ...] = ()
     """Prompts to draw; by default those of the run."""
     prompts_file: str = ""
@@ -36,6 +36,8 @@ class SampleConfig:
     """Pictures on a sheet; 0 is what the run used. It is part of the picture's bits."""
     dtype: Literal["", "fp32", "bf16", "fp16"] = ""
     """Precision; empty is what the run used."""
+    compile: bool | None = None
+    """Compile the transformer block; by default as the run did, because compiled pictures round differently."""
     raw: bool = False
     """Draw from the weights as they are instead of their average."""
     nproc: int = 0

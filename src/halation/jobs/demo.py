@@ -8,6 +8,9 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from halation.config.demo import DemoConfig
 from halation.config.fields import as_json
 from halation.config.train import TrainConfig
@@ -27,10 +30,18 @@ def run(config: DemoConfig) -> int:
         raise InputError(f"--n_steps {config.n_steps}", f"at least {MAX_ROWS} steps", "leave it out for the default")
     began = time.monotonic()
     settings = settings_for(config)
-    _say("Training a small diffusion transformer on embedded street scenes. This is the command:\n\n" + command(settings) + "\n")
+    _say(
+        "Training a small diffusion transformer on embedded street scenes. This is the command:\n\n"
+        + command(settings)
+        + "\n"
+    )
     train.run(settings)
-    path = draw_progress(Run(config.output_dir), f"{config.n_steps} steps on {settings.nproc or launch.num_gpus()} ranks")
-    _say(f"\nprogress    {path.resolve()}\n            rows are steps, columns are prompts; done in {time.monotonic() - began:.0f} s")
+    path = draw_progress(
+        Run(config.output_dir), f"{config.n_steps} steps on {settings.nproc or launch.num_gpus()} ranks"
+    )
+    _say(
+        f"\nprogress    {path.resolve()}\n            rows are steps, columns are prompts; done in {time.monotonic() - began:.0f} s"
+    )
     return 0
 
 
@@ -44,16 +55,17 @@ def settings_for(config: DemoConfig) -> TrainConfig:
         patch_size=4,
         num_register_tokens=2,
         n_steps=config.n_steps,
-        batch_size=16,
+        batch_size=8,
         lr=2e-3,
-        warmup_steps=20,
-        decay_steps=max(1, config.n_steps - 20),
+        betas=(0.9, 0.95),
+        warmup_steps=40,
+        decay_steps=max(1, config.n_steps - 40),
         ema_decay=0.98,
         ckpt_every=-(-config.n_steps // 6),
         keep_last=2,
         heldout_pictures=16,
-        sample_steps=16,
-        guidance_scale=2.5,
+        sample_steps=20,
+        guidance_scale=2.0,
         nproc=config.nproc or (0 if launch.num_gpus() else 2),
         progress=config.progress,
     )
@@ -80,7 +92,11 @@ def command(settings: TrainConfig) -> str:
 def draw_progress(run: Run, title: str) -> Path:
     """progress.png: rows are steps, columns are prompts, the loss below."""
     folders = sorted(run.samples.glob("step_*"))
-    chosen = [folders[round(i * (len(folders) - 1) / (MAX_ROWS - 1))] for i in range(MAX_ROWS)] if len(folders) > MAX_ROWS else folders
+    chosen = (
+        [folders[round(i * (len(folders) - 1) / (MAX_ROWS - 1))] for i in range(MAX_ROWS)]
+        if len(folders) > MAX_ROWS
+        else folders
+    )
     rows = []
     for folder in chosen:
         pictures = [_picture(folder / f"sample_{index:02d}.png") for index in range(len(DRIVING_PROMPTS))]
@@ -91,7 +107,7 @@ def draw_progress(run: Run, title: str) -> Path:
     return path
 
 
-def _picture(path: Path):  # type: ignore[no-untyped-def]
+def _picture(path: Path) -> NDArray[np.uint8] | None:
     return read_png(path)[0] if path.exists() else None
 
 

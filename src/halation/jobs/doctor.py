@@ -93,7 +93,7 @@ def _torch() -> dict[str, Any]:
 
     nccl = None
     if torch.cuda.is_available() and torch.distributed.is_nccl_available():
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
     return {"version": torch.__version__, "cuda": torch.version.cuda, "rocm": torch.version.hip, "nccl": nccl}
 
 

@@ -26,7 +26,7 @@ def main(folder: Path, backend: str, timeout_s: float) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     _say(folder, rank, "joining the group")
-    store = dist.FileStore(str(folder / "store"), world_size)  # type: ignore[attr-defined]
+    store = dist.FileStore(str(folder / "store"), world_size)
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
     )

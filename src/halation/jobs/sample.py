@@ -119,6 +119,8 @@ def _draw(world: World, config: SampleConfig, folder: Path) -> None:
     from halation.world.signals import StopSignals
 
     settings = SampleSettings(**_settings(config, sampling_of(config.checkpoint)))
+    if settings.deterministic:  # read by cuBLAS when it is first used
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.set_num_threads(settings.threads)
     torch.use_deterministic_algorithms(settings.deterministic)
     denoiser = load_denoiser(config.checkpoint, raw=config.raw).to(world.device)
@@ -143,10 +145,15 @@ def _draw(world: World, config: SampleConfig, folder: Path) -> None:
         publish_index(place, rows, {"checkpoint": str(config.checkpoint)})
     missing = [row for row in rows if row["state"] != "done"]
     if missing and signals.number:
-        raise Interrupted(f"stopped with {len(missing)} of {len(rows)} pictures to go; the same command draws them", exit_code(signals.number))
+        raise Interrupted(
+            f"stopped with {len(missing)} of {len(rows)} pictures to go; the same command draws them",
+            exit_code(signals.number),
+        )
     if missing:
         reasons = "\n".join(f"  {row['file']}: {row['reason'] or 'interrupted'}" for row in missing)
-        raise HalationError(f"{len(missing)} of {len(rows)} pictures are missing; the same command draws them:\n{reasons}")
+        raise HalationError(
+            f"{len(missing)} of {len(rows)} pictures are missing; the same command draws them:\n{reasons}"
+        )
     if world.first and config.progress not in ("json", "none"):
         sys.stderr.write(f"{len(rows)} pictures in {folder}, together in {folder / 'grid.png'}\n")
 

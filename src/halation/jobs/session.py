@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import json
 import logging
 import math
 import os
@@ -34,7 +35,6 @@ from halation.models.autoencoder import LatentSpace, PixelSpace, Space
 from halation.models.denoiser import DiTDenoiser, new_dit
 from halation.models.dit import SIZES
 from halation.pictures import read_png
-from halation.prompts import from_flags
 from halation.training import batches, heldout, memory, state, trackers
 from halation.training.cadence import Cadence
 from halation.training.loop import Position, StepReport, StepSettings, autocast, train_steps
@@ -209,8 +209,7 @@ class Session:
 
     def _check_prompts(self) -> None:
         config = self.config
-        asked = tuple(from_flags(config.sample_prompts, config.sample_prompts_file or None))
-        self.prompts = asked or default_prompts(self.source, config.data)
+        self.prompts = config.sample_prompts or default_prompts(self.source, config.data)
         if self.source.class_names:
             self.denoiser.encode_prompts(self.prompts)  # an unknown class is refused now, not at the first checkpoint
 
@@ -316,7 +315,7 @@ class Session:
                 self._save(due or "latest")
                 window.reset()
             if report.stop:
-                self._interrupt(report)
+                self._interrupt(report.step, report.stop)
             if due:
                 self._duties(report.step)
                 window.reset()
@@ -459,11 +458,10 @@ class Session:
             self.checkpoints.raise_error()
             vigil.finish("")
 
-    def _interrupt(self, report: StepReport) -> None:
+    def _interrupt(self, step: int, stop: int) -> None:
         self._await_save()
         raise Interrupted(
-            f"asked to stop (signal {report.stop}): saved at step {report.step}; the same command goes on from there",
-            exit_code(report.stop),
+            f"asked to stop (signal {stop}): saved at step {step}; the same command goes on from there", exit_code(stop)
         )
 
     def _sample_settings(self) -> SampleSettings:
@@ -481,6 +479,8 @@ class Session:
             dtype=config.dtype,
             time_shift=config.time_shift,
             threads=config.threads,
+            compile=config.compile,
+            deterministic=config.deterministic,
         )
 
     def _duties(self, step: int) -> None:
@@ -496,14 +496,11 @@ class Session:
             self.engine.at_rest()
         if drawn is not None and self.world.first:
             self._publish(step, drawn, raw if "raw" in wanted else None)
-        if self.signals.number and self.world.size == 1:
-            self._interrupt_now(step)
-
-    def _interrupt_now(self, step: int) -> None:
-        self.checkpoints.wait()
-        raise Interrupted(
-            f"asked to stop (signal {self.signals.number}): saved at step {step}", exit_code(self.signals.number)
-        )
+        stop = max(
+            self.world.exchange(self.signals.number)
+        )  # asked while drawing: there may be no next step to notice it
+        if stop:
+            self._interrupt(step, stop)
 
     def _open_duties(self, step: int) -> list[str]:
         wanted = []
@@ -513,12 +510,25 @@ class Session:
         if not (self.config.sample and self.prompts):
             return wanted
         folder = self.folder.samples_at(step)
+        if self._recorded(folder) not in (None, self._settings_json()):
+            shutil.rmtree(folder, ignore_errors=True)  # drawn another way before this start; the names would hide it
         specs = self._sample_settings().specs()
         suffixes = ["", "_raw"] if self.config.sample_raw else [""]
         done = (folder / "samples.json").exists() and all(
             is_drawn(Place(folder=folder, suffix=s), spec) for s in suffixes for spec in specs
         )
         return wanted if done else [*wanted, "samples", *(["raw"] if self.config.sample_raw else [])]
+
+    def _settings_json(self) -> dict[str, Any]:
+        settings: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self._sample_settings())))
+        return settings
+
+    @staticmethod
+    def _recorded(folder: Path) -> Any:
+        try:
+            return json.loads((folder / "samples.json").read_bytes()).get("settings")
+        except (OSError, ValueError, AttributeError):
+            return None
 
     def _num_heldout(self) -> int:
         return min(self.config.heldout_pictures, self.source.num_heldout)
@@ -570,7 +580,9 @@ class Session:
         place = Place(folder=self.folder.samples_at(step))
         others = [(Place(folder=place.folder, suffix="_raw"), raw)] if raw else []
         try:
-            publish_index(place, rows, {"step": step, "loss": self.last_loss}, others)
+            publish_index(
+                place, rows, {"step": step, "loss": self.last_loss, "settings": self._settings_json()}, others
+            )
         except OSError as error:
             log.error("cannot write to directory %s: %s; training goes on", place.folder, error.strerror or error)
             return

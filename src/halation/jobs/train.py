@@ -17,6 +17,7 @@ from halation import runs
 from halation.config.fields import as_json, fixed
 from halation.config.train import TrainConfig
 from halation.errors import InputError
+from halation.prompts import from_flags
 from halation.runs import Run
 from halation.world import launch
 
@@ -76,7 +77,8 @@ def resolved(config: TrainConfig) -> TrainConfig:
     if config.data != "streets" and not Path(config.data).is_dir():
         what = "is a file" if Path(config.data).exists() else "does not exist"
         raise InputError(f"--data {config.data} {what}", "`streets` or a folder of pictures", "check the path")
-    return dataclasses.replace(config, image_size=size)
+    prompts = tuple(from_flags(config.sample_prompts, config.sample_prompts_file or None))
+    return dataclasses.replace(config, image_size=size, sample_prompts=prompts, sample_prompts_file="")
 
 
 # Lowest and highest value, both allowed; seeds end where torch would wrap them, less the room for sample_seed + k.

@@ -97,6 +97,23 @@ def filler(
     )
 
 
+def halves(inputs: Inputs) -> tuple[Inputs, Inputs]:
+    """The first and the second half of a sheet's rows."""
+    middle = -(-len(inputs.noise) // 2)
+
+    def rows(cut: slice) -> Inputs:
+        return Inputs(
+            noise=inputs.noise[cut],
+            condition={name: value[cut] for name, value in inputs.condition.items()},
+            null={name: value[cut] for name, value in inputs.null.items()},
+            scales=inputs.scales[cut],
+            num_steps=inputs.num_steps,
+            truncated=inputs.truncated[cut],
+        )
+
+    return rows(slice(None, middle)), rows(slice(middle, None))
+
+
 # The decorator, unlike a `with` in the body, leaves the caller's grad mode alone between two steps. Not inference_mode: the tensors
 # it makes cannot be used by FSDP afterwards.
 @torch.no_grad()

@@ -20,10 +20,10 @@ class Cadence:
 
     @property
     def epochs_between(self) -> int:
-        """Every how many epochs an epoch's end is a date: at least a tenth of the shortest interval apart."""
+        """Every how many epochs an epoch's end is a date: at least the shortest interval apart."""
         intervals = [every for every in (self.ckpt_every, self.ckpt_latest_every) if every > 0]
-        apart = min(intervals, default=self.n_steps) / 10
-        return max(1, round(apart * self.global_batch / self.num_pictures))
+        apart = min(intervals, default=self.n_steps) * self.global_batch
+        return max(1, -(-apart // self.num_pictures))
 
     def epoch_end(self, step: int) -> bool:
         """Whether an epoch that counts ended during this step."""

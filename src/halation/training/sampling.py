@@ -55,6 +55,8 @@ class SampleSettings:
     dtype: str
     time_shift: float = 1.0
     threads: int = 1
+    compile: bool = False
+    deterministic: bool = False
 
     def specs(self) -> list[Spec]:
         return [
@@ -142,6 +144,7 @@ class Drawing:
         sharded: bool,
         timeout_s: float,
         stop: Callable[[], int],
+        on_step: Callable[[int, int], None] | None = None,
     ) -> None:
         self.world = world
         self.denoiser = denoiser
@@ -149,6 +152,8 @@ class Drawing:
         self.sharded = sharded
         self.timeout_s = timeout_s
         self.stop = stop
+        self.on_step = on_step
+        self.done = self.total = 0
         self.pair = settings.guidance_scale != 1.0
 
     def run(self, place: Place, label: str) -> list[Row]:
@@ -163,6 +168,7 @@ class Drawing:
             self.world.size,
             label,
         )
+        self.done, self.total = 0, plan.rounds(len(todo), self.world.size) * self.settings.steps
         rows: list[Row] = []
         with Vigil(self.world, f"sampling {label}", self.timeout_s) as vigil, _invisible(self.denoiser):
             writer = Writer(place, self.settings.sampler)
@@ -188,7 +194,8 @@ class Drawing:
         return _complete(specs, [row for word in words for row in word], place)
 
     def _missing(self, place: Place, sheets: Sequence[Sheet]) -> list[int]:
-        place.folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):  # a disk that cannot be written costs the samples, not the training
+            place.folder.mkdir(parents=True, exist_ok=True)
         return [number for number, sheet in enumerate(sheets) if not all(is_drawn(place, spec) for spec in sheet.real)]
 
     def _stopping(self) -> bool:
@@ -243,13 +250,11 @@ class Drawing:
         )
 
     def _forward(self, rows: list[Row], inputs: draw.Inputs, vigil: Vigil) -> torch.Tensor | None:
-        def denoise() -> torch.Tensor | None:
-            return self._denoise(inputs, vigil)
-
         if not self.sharded:
-            return self._phase(rows, denoise)
+            drawn: torch.Tensor | None = self._phase(rows, lambda: self._fitting(rows, inputs, vigil))
+            return drawn
         try:
-            return denoise()
+            return self._denoise(inputs, vigil)
         except Exception as error:
             if isinstance(error, RuntimeError) and about_peers(str(error)):
                 raise RankFailure(
@@ -260,8 +265,29 @@ class Drawing:
                 f"rank {self.world.rank} failed inside a sharded forward while sampling, which no rank can survive:\n{traceback.format_exc()}"
             ) from error
 
-    def _denoise(self, inputs: draw.Inputs, vigil: Vigil) -> torch.Tensor | None:
-        x = None
+    def _fitting(self, rows: list[Row], inputs: draw.Inputs, vigil: Vigil) -> torch.Tensor:
+        """The whole sheet at once or, where memory runs out, half of it after the other; such pictures are marked."""
+        before = self.done
+        try:
+            return self._denoise(inputs, vigil)
+        except torch.OutOfMemoryError:
+            if len(inputs.noise) == 1:
+                raise
+        self.done = before
+        if self.world.device.type == "cuda":
+            torch.cuda.empty_cache()
+        log.warning(
+            "out of memory while sampling %d pictures at once on GPU %d: trying half",
+            len(inputs.noise),
+            self.world.rank,
+        )
+        pieces = [self._fitting(rows, half, vigil) for half in draw.halves(inputs)]
+        for row in rows:
+            row["micro_batch"] = min(row.get("micro_batch", len(inputs.noise)), -(-len(inputs.noise) // 2))
+        return torch.cat(pieces)
+
+    def _denoise(self, inputs: draw.Inputs, vigil: Vigil) -> torch.Tensor:
+        x = inputs.noise
         settings = self.settings
         dtype = AUTOCAST[settings.dtype] or torch.float32
         states = draw.denoise(
@@ -271,6 +297,9 @@ class Drawing:
             x = state
             fault_point("sample.forward")
             vigil.beat()
+            self.done += 1
+            if self.on_step is not None:
+                self.on_step(min(self.done, self.total), self.total)
         return x
 
     def _decode(self, x: torch.Tensor, sheet: Sheet) -> draw.Decoded:

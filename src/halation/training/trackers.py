@@ -143,7 +143,8 @@ def open_trackers(names: Sequence[str], folder: Path, name: str, config: Mapping
 class Progress:
     """What a person sees of a run: a bar on a terminal, a line every 30 s elsewhere, JSON lines for machines, or nothing."""
 
-    def __init__(self, kind: str, total: int, done: int) -> None:
+    def __init__(self, kind: str, total: int, done: int, title: str = "training") -> None:
+        self.title = title
         if kind == "auto":
             kind = "rich" if sys.stderr.isatty() else "plain"
         self.kind = kind
@@ -167,7 +168,7 @@ class Progress:
             )
 
             self._bar = Progress(
-                TextColumn("[bold]training"),
+                TextColumn(f"[bold]{self.title}"),
                 BarColumn(bar_width=None),
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[words]}"),
@@ -178,7 +179,7 @@ class Progress:
                 expand=True,
             )
             self._bar.start()
-            self._task = self._bar.add_task("training", total=self.total, completed=self.first, words="")
+            self._task = self._bar.add_task(self.title, total=self.total, completed=self.first, words="")
         return self
 
     def __exit__(
@@ -187,9 +188,10 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
 
-    def update(self, step: int, words: str, numbers: Mapping[str, float]) -> None:
+    def update(self, step: int, words: str, numbers: Mapping[str, float], total: int | None = None) -> None:
+        self.total = total or self.total
         if self._bar is not None:
-            self._bar.update(self._task, completed=step, words=words)
+            self._bar.update(self._task, completed=step, words=words, total=self.total)
             return
         now = time.monotonic()
         last = step == self.total
