@@ -7,7 +7,6 @@ hold float16, read in the same shuffled order, from a warm page cache, on the sa
 from __future__ import annotations
 
 import os
-import statistics
 import time
 import warnings
 from collections.abc import Iterable, Iterator
@@ -177,10 +176,10 @@ def duel(num: int, num_peer: int, rounds: int, work: Path) -> measure.Report:
         turns = {
             "ours": lambda: rate(ours(cache, num, 1)),
             "peer": lambda: rate(peer(files, num_peer, 1)),
+            "prepared": lambda: prepared_rate(cache, num_peer),
             "copy": copy_rate,
         }
         found = measure.interleaved(turns, rounds)
-        prepared = statistics.median([prepared_rate(cache, num_peer) for _ in range(3)])
         few = 8 * BATCH
         stepping = {
             "ours": lambda: behind_a_step(ours(cache, few, 2)),
@@ -203,7 +202,7 @@ def duel(num: int, num_peer: int, rounds: int, work: Path) -> measure.Report:
             equality="E0",
         ),
         measure.Row(
-            case="with our noise for each sample", ours=prepared, peer=middle["peer"], unit="samples/s", limit=limit,
+            case="with our noise for each sample", ours=middle["prepared"], peer=middle["peer"], unit="samples/s", limit=limit,
             check=check, equality="E0", note="ours also draws each sample's noise by its position; the peer leaves that to the device",
         ),
         measure.Row(
