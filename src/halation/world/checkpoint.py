@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import shutil
 import threading
@@ -36,6 +37,7 @@ log = logging.getLogger(__name__)
 COMMIT = "COMMIT.json"
 POLL_S = 0.02
 AGAIN_S = 0.2
+HURRY_S = 3.0
 Parts = Mapping[str, Mapping[str, Piece]]
 Result = TypeVar("Result")
 
@@ -97,6 +99,7 @@ class Checkpoints:
         self.pending: threading.Thread | None = None
         self.error: str | None = None
         self.blocked_s = 0.0
+        self._latest_end = math.inf
         folder.mkdir(parents=True, exist_ok=True)
         # One word for all saves of this start, so that leftovers of a killed one cannot be taken for ours.
         self.token = str(world.from_first(os.urandom(6).hex()))
@@ -135,6 +138,10 @@ class Checkpoints:
                 if beat:
                     beat()
             self.pending = None
+
+    def hurry(self) -> None:
+        """The run ends with an error: a save may still be finished, but not wait long for ranks that are perhaps gone."""
+        self._latest_end = time.monotonic() + HURRY_S
 
     def raise_error(self) -> None:
         if self.error is not None:
@@ -215,7 +222,8 @@ class Checkpoints:
 
     def _gathered(self, place: Path) -> dict[str, str]:
         """The files of all ranks with their sums, as soon as every rank has left its list, or the first error among them."""
-        deadline = time.monotonic() + self.world.timeout_s
+        began = time.monotonic()
+        deadline = began + self.world.timeout_s
         waiting = [place / f"rank_{rank}.json" for rank in range(self.world.size)]
         files: dict[str, str] = {}
         while waiting:
@@ -226,9 +234,9 @@ class Checkpoints:
                 files |= word["files"]
                 path.unlink()
                 waiting.remove(path)
-            if waiting and time.monotonic() > deadline:
+            if waiting and time.monotonic() > min(deadline, self._latest_end):
                 missing = ", ".join(path.stem.removeprefix("rank_") for path in waiting)
-                raise HalationError(f"no word from rank {missing} within {self.world.timeout_s:.0f} s")
+                raise HalationError(f"no word from rank {missing} within {time.monotonic() - began:.0f} s")
             if waiting:
                 time.sleep(POLL_S)
         return files
