@@ -42,7 +42,6 @@ def unharmed(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Calla
 
 
 FAST = [
-    ("ddp", 2, "sample.prepare", 0),
     ("ddp", 3, "sample.forward", 2),
     ("ddp", 2, "sample.write", 1),
     ("fsdp", 2, "sample.decode", 1),
@@ -100,7 +99,7 @@ def said_at(log: str, words: str) -> float:
     return datetime.strptime(line[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp()
 
 
-@pytest.mark.parametrize("culprit", [0, 2])
+@pytest.mark.parametrize("culprit", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_rank_that_raises_inside_a_sharded_forward_ends_all_and_is_named_by_all(
     ranks: RankPool, tmp_path: Path, culprit: int
 ) -> None:

@@ -19,7 +19,7 @@ from halation.config.fields import as_json
 from halation.config.train import TrainConfig
 from halation.world.testing import RankPool
 
-pytestmark = [pytest.mark.ranks, pytest.mark.faults]
+pytestmark = [pytest.mark.ranks, pytest.mark.faults, pytest.mark.slow]
 
 HALATION = Path(sys.executable).with_name("halation")
 
@@ -38,7 +38,7 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "CUDA_VISIBLE_DEVICES": "", **more}
 
 
-@pytest.mark.parametrize("culprit", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("culprit", [0, 1])
 def test_a_failure_inside_a_sharded_forward_names_its_rank_and_is_mended_by_starting_again(
     ranks: RankPool, tmp_path: Path, culprit: int
 ) -> None:
@@ -93,7 +93,6 @@ def test_sigterm_to_one_rank_stops_all_at_one_step_and_the_same_command_goes_on_
     assert run_folders.losses(tmp_path / "run") == run_folders.losses(tmp_path / "never")
 
 
-@pytest.mark.slow
 def test_a_rank_that_hangs_while_sampling_is_what_the_launcher_tells_and_not_the_noise_it_makes_waking_up(
     tmp_path: Path,
 ) -> None:

@@ -40,7 +40,7 @@ def measure(world: Any, config: TrainConfig) -> dict[str, float]:
         return heldout.summary(world.exchange(losses), config.heldout_pictures)
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+@pytest.mark.parametrize("engine", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_the_held_out_loss_of_a_checkpoint_is_the_same_number_on_one_two_and_three_ranks(
     ranks: RankPool, tmp_path: Path, engine: str
 ) -> None:
@@ -55,7 +55,7 @@ def test_the_held_out_loss_of_a_checkpoint_is_the_same_number_on_one_two_and_thr
 
 
 def test_the_held_out_loss_falls_with_training(ranks: RankPool, tmp_path: Path) -> None:
-    changes = {"n_steps": 60, "ckpt_every": 20, "lr": 2e-3, "ema_decay": 0.9, "batch_size": 8, "heldout_pictures": 8}
+    changes = {"n_steps": 30, "ckpt_every": 10, "lr": 2e-3, "ema_decay": 0.8, "batch_size": 4, "heldout_pictures": 8}
     ranks.run(2, rank_jobs.train, rank_jobs.small_config(tmp_path, sample=False, **changes))
     values = list(run_folders.heldout(tmp_path).values())
     assert len(values) == 3
@@ -82,12 +82,12 @@ def two_captions(tmp_path: Path) -> Path:
 
 
 def test_a_caption_reaches_the_picture(ranks: RankPool, tmp_path: Path, two_captions: Path) -> None:
-    changes = {"n_steps": 150, "batch_size": 8, "lr": 2e-3, "ema_decay": 0.95, "warmup_steps": 10}
+    changes = {"n_steps": 100, "batch_size": 8, "lr": 2e-3, "ema_decay": 0.95, "warmup_steps": 10}
     sampling = {"sample_prompts": tuple(CAPTIONS), "same_seed": True, "sample_steps": 8, "guidance_scale": 2.0}
     config = rank_jobs.small_config(tmp_path / "run", data=str(two_captions), heldout_pictures=0, **changes, **sampling)
     ranks.run(1, rank_jobs.train, config, timeout_s=120)
     drawn = [
-        np.asarray(Image.open(tmp_path / f"run/samples/step_0000150/sample_{index:02d}.png")).astype(float)
+        np.asarray(Image.open(tmp_path / f"run/samples/step_0000100/sample_{index:02d}.png")).astype(float)
         for index in range(2)
     ]
     own = [np.array(colour, float) for colour in CAPTIONS.values()]

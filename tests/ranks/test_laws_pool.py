@@ -23,6 +23,10 @@ def who(world: Any, word: str) -> tuple[int, int, str, list[str]]:
     return world.rank, world.size, os.environ["RANK"], world.exchange(f"{word}{world.rank}")
 
 
+def process_id(world: Any) -> int:
+    return os.getpid()
+
+
 def fail(world: Any, culprit: int) -> None:
     if world.rank == culprit:
         raise ValueError("this one")
@@ -83,6 +87,15 @@ def test_a_killed_rank_is_told_apart_from_the_ones_that_missed_it(ranks: RankPoo
 def test_a_call_leaves_no_environment_and_no_counts_behind(ranks: RankPool) -> None:
     assert ranks.run(1, meddle, environment={"HALATION_FAULT": "a:1:raise"}) == [("a:1:raise", {})]
     assert ranks.run(1, meddle) == [("", {})]
+
+
+def test_a_process_serves_the_same_rank_all_its_life(ranks: RankPool) -> None:
+    before = ranks.run(3, process_id)
+    with pytest.raises(RanksFailed):
+        ranks.run(1, fail, 0)
+    after = ranks.run(3, process_id)
+    assert after[1:] == before[1:]
+    assert after[0] not in before
 
 
 def test_more_ranks_than_the_pool_has_are_refused(ranks: RankPool) -> None:

@@ -81,7 +81,7 @@ def test_a_run_stopped_after_every_single_step_ends_in_the_same_bits(
     assert run_folders.saved(tmp_path, NUM_STEPS) == run_folders.saved(uninterrupted(engine, size), NUM_STEPS)
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+@pytest.mark.parametrize("engine", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_on_two_then_one_then_three_then_two_ranks_the_loss_is_that_of_one_rank(
     ranks: RankPool, tmp_path: Path, engine: str
 ) -> None:

@@ -34,9 +34,9 @@ class Suspicious(Session):
 
     num_looks = 0
 
-    def _duties(self, step: int) -> None:
+    def _after_save(self, step: int) -> None:
         before = self._visible()
-        super()._duties(step)
+        super()._after_save(step)
         assert self._visible() == before
         self.num_looks += 1
 
@@ -87,7 +87,7 @@ def draw_sharded(world: Any, config: TrainConfig, cases: list[tuple[int, int]], 
         with session.ema.swapped():
             for num, sheet_size in cases:
                 changes = {"prompts": rank_jobs.PROMPTS[:num], "sheet_size": sheet_size}
-                settings = dataclasses.replace(session._sample_settings(), **changes)
+                settings = dataclasses.replace(session.sample_settings, **changes)
                 drawing = Drawing(world, session.denoiser, settings, sharded=True, timeout_s=30.0, stop=lambda: 0)
                 place = Place(folder=output / f"{num}_{sheet_size}")
                 rows = drawing.run(place, f"{num} on sheets of {sheet_size}")

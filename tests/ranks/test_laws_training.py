@@ -93,7 +93,7 @@ def small(folder: Path, **changes: Any) -> TrainConfig:
     return rank_jobs.small_config(folder, **settings | changes)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_ranks_hold_equal_weights_after_every_step(ranks: RankPool, tmp_path: Path, size: int) -> None:
     seen = ranks.run(size, digests, small(tmp_path, engine="ddp"))
     assert len(set(seen[0])) == 3, "every step changes the weights"
@@ -101,7 +101,7 @@ def test_ranks_hold_equal_weights_after_every_step(ranks: RankPool, tmp_path: Pa
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_rank_that_went_astray_is_caught_at_the_next_save_and_named_with_the_tensor(
     ranks: RankPool, tmp_path: Path, size: int
 ) -> None:
@@ -132,8 +132,8 @@ def assert_alike(one: Path, other: Path, step: int) -> None:
     [
         (1, {"batch_size": 2, "accumulate": 2}),
         (2, {"engine": "ddp"}),
-        (2, {"engine": "fsdp"}),
-        (2, {"engine": "ddp", "batch_size": 1, "accumulate": 2}),
+        pytest.param(2, {"engine": "fsdp"}, marks=pytest.mark.slow),
+        pytest.param(2, {"engine": "ddp", "batch_size": 1, "accumulate": 2}, marks=pytest.mark.slow),
         (2, {"engine": "fsdp", "batch_size": 1, "accumulate": 2}),
     ],
 )
@@ -152,7 +152,9 @@ def whole_batch(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize(("engine", "size", "culprit"), [("ddp", 3, 1), ("fsdp", 2, 1)])
+@pytest.mark.parametrize(
+    ("engine", "size", "culprit"), [("ddp", 3, 1), pytest.param("fsdp", 2, 1, marks=pytest.mark.slow)]
+)
 def test_a_loss_that_is_not_finite_on_one_rank_stops_all_of_them_and_names_it(
     ranks: RankPool, tmp_path: Path, engine: str, size: int, culprit: int
 ) -> None:
@@ -167,7 +169,9 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_all_of_them_and_names_it(
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize(("engine", "size", "culprit"), [("ddp", 3, 2), ("fsdp", 2, 0)])
+@pytest.mark.parametrize(
+    ("engine", "size", "culprit"), [pytest.param("ddp", 3, 2, marks=pytest.mark.slow), ("fsdp", 2, 0)]
+)
 def test_a_skipped_step_leaves_all_ranks_with_equal_and_finite_weights(
     ranks: RankPool, tmp_path: Path, engine: str, size: int, culprit: int
 ) -> None:
@@ -181,6 +185,7 @@ def test_a_skipped_step_leaves_all_ranks_with_equal_and_finite_weights(
         assert "step 2 was skipped" in run_folders.log_of(tmp_path, rank)
 
 
+@pytest.mark.slow
 def test_an_overflow_in_fp16_halves_the_loss_scale_and_skips_the_step(ranks: RankPool, tmp_path: Path) -> None:
     config = small(tmp_path, engine="ddp", dtype="fp16", n_steps=12)
     scale, skipped = ranks.run(2, train_scaled, config, 2.0**30)[0]

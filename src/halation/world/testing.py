@@ -91,7 +91,8 @@ class RankPool:
         self._folder = tempfile.TemporaryDirectory(prefix="halation_ranks_")
         self._num_calls = 0
         self._num_started = 0
-        self._ranks: list[_Rank] = []
+        # A process serves one rank for all its life: torch remembers offsets of shards by mesh, and a mesh does not say whose it is.
+        self._ranks: dict[int, _Rank] = {}
 
     def __enter__(self) -> RankPool:
         return self
@@ -118,7 +119,7 @@ class RankPool:
         if not 1 <= size <= self.num:
             raise ValueError(f"{size} ranks in a pool of {self.num}")
         self._fill()
-        ranks = self._ranks[:size]
+        ranks = [self._ranks[number] for number in range(size)]
         self._num_calls += 1
         store = str(Path(self._folder.name) / f"store_{self._num_calls}")
         pickled = pickle.dumps((function, args))
@@ -146,19 +147,20 @@ class RankPool:
         return [rank.result for rank in ranks]
 
     def close(self) -> None:
-        self._replace(self._ranks)
+        self._replace(list(self._ranks.values()))
         self._folder.cleanup()
 
     def _fill(self) -> None:
-        self._ranks = [rank for rank in self._ranks if rank.process.is_alive()]
-        while len(self._ranks) < self.num:
+        for number in range(self.num):
+            if number in self._ranks and self._ranks[number].process.is_alive():
+                continue
             ours, theirs = self._context.Pipe()
             self._num_started += 1
             stacks = Path(self._folder.name) / f"stacks_{self._num_started}"
             process = self._context.Process(target=_serve, args=(theirs, str(stacks)), daemon=True)
             process.start()
             theirs.close()
-            self._ranks.append(_Rank(process=process, connection=ours, stacks=stacks))
+            self._ranks[number] = _Rank(process=process, connection=ours, stacks=stacks)
 
     def _collect(self, ranks: Sequence[_Rank], timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
@@ -195,8 +197,7 @@ class RankPool:
             stack = rank.stacks.read_text() if rank.stacks.exists() else ""
             rank.trouble = Trouble(kind="Hung", message=f"no result within {timeout_s:g} s", trace=stack)
 
-    def _replace(self, ranks: Sequence[_Rank]) -> None:
-        gone = list(ranks)
+    def _replace(self, gone: Sequence[_Rank]) -> None:
         self.num_replaced += len(gone)
         for rank in gone:
             rank.process.kill()
@@ -204,7 +205,7 @@ class RankPool:
             rank.process.join()
             rank.connection.close()
             rank.process.close()
-        self._ranks = [rank for rank in self._ranks if rank not in gone]
+        self._ranks = {number: rank for number, rank in self._ranks.items() if rank not in gone}
 
 
 def _serve(connection: Connection, stacks: str) -> None:
