@@ -35,18 +35,22 @@ SAMPLE_RANGES = {
 def run(config: SampleConfig) -> int:
     """Draw on ranks that are already there or on ranks started here; exit code 0 only if every picture is there."""
     check_ranges(config, SAMPLE_RANGES)
-    config, identity = _resolved(config)
-    if launch.launched():
-        run_rank(config, identity)
+    if not config.checkpoint.is_dir():  # found without torch, so said at once
+        raise InputError(
+            f"there is no folder {config.checkpoint}", "a run, a checkpoint or an export", "check --checkpoint"
+        )
+    places = () if launch.launched() else launch.devices(config.nproc, config.gpu_ids, config.oversubscribe)
+    if not places:
+        run_rank(config)
         return 0
+    config, identity = _resolved(config)
     assert config.output_dir is not None
-    places = launch.devices(config.nproc, config.gpu_ids, config.oversubscribe)
     runs.make_folder(config.output_dir)
     with runs.held(config.output_dir, "sample"):
         begin(config.output_dir, identity)
         if len(places) == 1:
             os.environ[launch.DEVICE] = places[0]
-            run_rank(config)
+            run_rank(config, held=True)
         else:
             launch.Launcher("sample", as_json(config), places, 0, config.output_dir).run()
     return 0
@@ -86,10 +90,11 @@ def read_config(path: Path) -> SampleConfig:
     return SampleConfig(**values | {"checkpoint": Path(values["checkpoint"]), "output_dir": Path(values["output_dir"])})
 
 
-def run_rank(config: SampleConfig, identity: dict[str, Any] | None = None) -> None:
+def run_rank(config: SampleConfig, held: bool = False) -> None:
     """One rank; under torchrun or srun, where no parent did it, rank 0 also holds the folder."""
     launch.die_with_parent()
-    from halation.jobs.session import joined
+    config, identity = _resolved(config)
+    from halation.jobs.assembly import joined
     from halation.world.ranks import on_first
 
     world = joined(config.gpu_ids, config.oversubscribe, config.dist_timeout_s, max(1, config.threads))
@@ -97,7 +102,7 @@ def run_rank(config: SampleConfig, identity: dict[str, Any] | None = None) -> No
     folder = config.output_dir
     try:
         with contextlib.ExitStack() as stack:
-            if identity is not None:
+            if not held and launch.RENDEZVOUS not in os.environ:
 
                 def open_folder(_beat: Any) -> None:
                     runs.make_folder(folder)

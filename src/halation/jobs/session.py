@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
-import json
 import logging
 import math
 import os
 import shutil
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,48 +18,27 @@ import torch
 from halation import plan, runs
 from halation.config.fields import as_json
 from halation.config.train import TrainConfig
-from halation.data import latents
-from halation.data.base import Pictures
 from halation.data.loader import Batches
 from halation.data.order import Order
-from halation.data.sources import check_pictures, open_pictures
-from halation.data.streets import DRIVING_PROMPTS
-from halation.errors import HalationError, InputError, Interrupted
+from halation.errors import InputError, Interrupted, RankFailure
 from halation.flow.ema import Ema
-from halation.jobs import logs
-from halation.jobs.models import load_denoiser
+from halation.jobs import assembly, logs
+from halation.jobs.duties import Duties
 from halation.models.autoencoder import LatentSpace, PixelSpace, Space
-from halation.models.denoiser import DiTDenoiser, new_dit
-from halation.models.dit import SIZES
-from halation.pictures import read_png
-from halation.training import batches, heldout, memory, state, trackers
+from halation.training import batches, memory, state, trackers
 from halation.training.cadence import Cadence
 from halation.training.loop import Position, StepReport, StepSettings, autocast, train_steps
 from halation.training.objectives import flow_matching
-from halation.training.sampling import Drawing, Place, Row, SampleSettings, is_drawn, publish_index
 from halation.training.speed import matrix_rate, memory_gb
-from halation.world import launch, rng
+from halation.world import rng
 from halation.world.checkpoint import Checkpoints, Found, Reader, newest_good
 from halation.world.engines import adamw, spread
-from halation.world.ranks import Vigil, World, check_ranks_agree, join, on_first
+from halation.world.ranks import Vigil, World, check_ranks_agree, on_first
 from halation.world.signals import StopSignals, exit_code
 
 log = logging.getLogger(__name__)
 
 MEMORY_CACHE_BYTES = 2 * 2**30
-NUM_DEFAULT_PROMPTS = 8
-
-
-def joined(gpu_ids: Sequence[int], oversubscribe: bool, timeout_s: float, threads: int) -> World:
-    """Join the world on this rank's device, with a fixed number of CPU threads."""
-    torch.set_num_threads(threads)
-    place = os.environ.get(launch.DEVICE)
-    if place is None:
-        local = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
-        count = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", "0"))) or local + 1
-        places = launch.devices(max(count, local + 1), gpu_ids, oversubscribe)
-        place = places[local]
-    return join(torch.device(place), timeout_s)
 
 
 class Session:
@@ -77,12 +53,14 @@ class Session:
         rng.begin(config.seed, world.rank)
         if config.deterministic:
             torch.use_deterministic_algorithms(True)
-        self.height, self.width = config.image_size
         self.space: Space = LatentSpace.load(config.vae) if config.vae else PixelSpace()
-        self.source = self._open_source()
-        self.denoiser = self._new_denoiser().to(world.device)
-        self.shape = self.denoiser.sample_shape(self.height, self.width)
-        self._check_prompts()
+        self.source = assembly.open_source(world, config, self.folder, self.space)
+        self.denoiser = assembly.new_denoiser(config, self.source, self.space).to(world.device)
+        self.shape = self.denoiser.sample_shape(*config.image_size)
+        prompts = config.sample_prompts or assembly.default_prompts(self.source, config.data)
+        if self.source.class_names:
+            self.denoiser.encode_prompts(prompts)  # an unknown class is refused now, not at the first checkpoint
+        self.sample_settings = assembly.sample_settings(config, prompts)
         module = self.denoiser.module
         module.train()
         if config.activation_checkpointing:
@@ -97,7 +75,7 @@ class Session:
         self.checkpoints = Checkpoints(
             world, self.folder.checkpoints, keep_last=config.keep_last, sharded=self.engine.sharded
         )
-        self.global_batch = self._global_batch()
+        self.global_batch = assembly.global_batch(world, config, self.folder)
         self.cadence = Cadence(
             n_steps=config.n_steps,
             ckpt_every=config.ckpt_every,
@@ -107,7 +85,6 @@ class Session:
         )
         self.metrics = runs.Metrics(self.folder.metrics)
         self.trackers: list[trackers.Tracker] = []
-        self.drawings = itertools.count()
         self.last_loss = 0.0
 
     def __enter__(self) -> Session:
@@ -116,115 +93,12 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:
+            self.checkpoints.hurry()
         self.checkpoints.wait()
         self.cleanup.close()
         for tracker in self.trackers:
             tracker.close()
-
-    # -- building
-
-    def _open_source(self) -> Pictures:
-        config, world = self.config, self.world
-        cache = Path(config.cache_dir) if config.cache_dir else self.folder.folder / "cache"
-
-        def look(beat: Any) -> dict[str, Any]:
-            source = open_pictures(config.data, self.height, self.width, config.heldout_pictures)
-            check_pictures(source, cache, lambda _done, _total: beat())
-            return source.fingerprint
-
-        fingerprint = on_first(world, "reading the data", look, config.dist_timeout_s)
-        source = open_pictures(config.data, self.height, self.width, config.heldout_pictures)
-        check_pictures(source, cache)  # remembered by now
-        if world.first:
-            runs.confirm(self.folder, {"data fingerprint": fingerprint}, config.accept_changes)
-        kind = config.cache if config.cache != "auto" else ("latents" if config.vae else "memory")
-        if kind == "latents" and not config.vae:
-            raise InputError(
-                "--cache latents without --vae",
-                "an autoencoder that makes latents",
-                "give --vae FOLDER or use --cache pixels",
-            )
-        return self._cached(source, kind, cache) if kind in ("pixels", "latents") else source
-
-    def _cached(self, source: Pictures, kind: str, folder: Path) -> Pictures:
-        """Encode once, on all ranks, into memory-mapped shards."""
-        fingerprint: dict[str, Any] = {
-            "source": source.fingerprint,
-            "kind": kind,
-            "space": self.space.fingerprint() if kind == "latents" else "pixels",
-        }
-        encode = None
-        if kind == "latents":
-            self.space.to(self.world.device)
-
-            def encode(pixels: list[Any]) -> Any:
-                import numpy as np
-
-                with torch.no_grad():
-                    batch = torch.from_numpy(np.stack(pixels)).to(self.world.device)
-                    return self.space.encode(batch).half().cpu().numpy()
-
-        with Vigil(self.world, "caching the data", self.config.dist_timeout_s) as vigil:
-            error = ""
-            try:
-                latents.build(
-                    source,
-                    folder / kind,
-                    encode,
-                    fingerprint=fingerprint,
-                    part=(self.world.rank, self.world.size),
-                    num_workers=self.config.num_workers,
-                    on_progress=lambda _done, _total: vigil.beat(),
-                )
-            except HalationError as problem:
-                error = str(problem)
-            words = vigil.finish(error)
-        if any(words):
-            failure = HalationError(next(word for word in words if word))
-            failure.exit_code = InputError.exit_code
-            raise failure
-        return latents.open(folder / kind, fingerprint, verify=self.world.local_rank == 0)
-
-    def _new_denoiser(self) -> DiTDenoiser:
-        config = self.config
-        if config.model not in SIZES:
-            if not Path(config.model).is_dir():
-                raise InputError(
-                    f"--model {config.model}",
-                    f"one of {', '.join(SIZES)}, or the folder of an export or checkpoint",
-                    "check the name or path",
-                )
-            return load_denoiser(Path(config.model), raw=False)
-        denoiser = new_dit(
-            config.model,
-            height=self.height,
-            width=self.width,
-            captions=() if self.source.class_names else self.source.captions(),
-            class_names=self.source.class_names,
-            space=self.space,
-            patch_size=config.patch_size or None,
-            num_register_tokens=config.num_register_tokens,
-        )
-        return denoiser.initialise(config.seed)
-
-    def _check_prompts(self) -> None:
-        config = self.config
-        self.prompts = config.sample_prompts or default_prompts(self.source, config.data)
-        if self.source.class_names:
-            self.denoiser.encode_prompts(self.prompts)  # an unknown class is refused now, not at the first checkpoint
-
-    def _global_batch(self) -> int:
-        """Pictures a step, decided when the run began: other ranks share them out anew, so the loss goes on as it was."""
-        config, world = self.config, self.world
-
-        def recall(_beat: Any) -> int:
-            record = runs.read_record(self.folder)
-            known = record["fixed"].get("global batch")
-            size = int(known or config.batch_size * world.size * config.accumulate)
-            runs.confirm(self.folder, {"global batch": size}, config.accept_changes)
-            return size
-
-        return int(on_first(world, "the global batch", recall, config.dist_timeout_s))
 
     # -- running
 
@@ -242,10 +116,11 @@ class Session:
             self.echo.say = progress.say
             self.progress = progress
             self.signals = signals
+            self.duties = self._make_duties()
             self._announce(fresh)
             try:
                 if not fresh:
-                    self._duties(self.position.step)
+                    self._after_save(self.position.step)
                 self._train()
             finally:
                 self.echo.say = None
@@ -309,7 +184,7 @@ class Session:
             self._log(report, window)
             if report.save_failed:
                 self.checkpoints.raise_error()
-                raise HalationError("another rank could not save its part of a checkpoint; its log says why")
+                raise RankFailure("another rank could not save its part of a checkpoint; its log says why")
             due = self.cadence.due(report.step)
             if due or report.stop:
                 self._save(due or "latest")
@@ -317,7 +192,7 @@ class Session:
             if report.stop:
                 self._interrupt(report.step, report.stop)
             if due:
-                self._duties(report.step)
+                self._after_save(report.step)
                 window.reset()
 
     def _step_settings(self) -> StepSettings:
@@ -410,9 +285,7 @@ class Session:
 
     def _save(self, kind: str) -> None:
         check_ranks_agree(self.world, self.engine.parameters_agree(), f"at step {self.position.step}")
-        whole = state.state(
-            self.position, self.ema, self.denoiser.describe(), dataclasses.asdict(self._sample_settings())
-        )
+        whole = state.state(self.position, self.ema, self.denoiser.describe(), dataclasses.asdict(self.sample_settings))
         mine = {"rng": rng.capture(self.world.device)}
         self.checkpoints.save(self.position.step, kind, state.parts(self.engine, self.ema, self.optimizer), whole, mine)
         log.info("checkpoint %d (%s): training waited %.3f s", self.position.step, kind, self.checkpoints.blocked_s)
@@ -464,141 +337,28 @@ class Session:
             f"asked to stop (signal {stop}): saved at step {step}; the same command goes on from there", exit_code(stop)
         )
 
-    def _sample_settings(self) -> SampleSettings:
-        config = self.config
-        return SampleSettings(
-            prompts=self.prompts,
-            height=self.height,
-            width=self.width,
-            steps=config.sample_steps,
-            seed=config.sample_seed,
-            same_seed=config.same_seed,
-            sampler=config.sampler,
-            guidance_scale=config.guidance_scale,
-            sheet_size=config.sample_batch_size,
-            dtype=config.dtype,
-            time_shift=config.time_shift,
-            threads=config.threads,
-            compile=config.compile,
-            deterministic=config.deterministic,
+    def _make_duties(self) -> Duties:
+        return Duties(
+            world=self.world,
+            config=self.config,
+            run=self.folder,
+            source=self.source,
+            denoiser=self.denoiser,
+            engine=self.engine,
+            ema=self.ema,
+            settings=self.sample_settings,
+            metrics=self.metrics,
+            trackers=self.trackers,
+            stop=lambda: self.signals.number,
+            say=self.progress.say,
         )
 
-    def _duties(self, step: int) -> None:
-        """Held-out loss and samples of a saved step, with the EMA in the model's place; done again where a kill left them open."""
-        wanted = self.world.from_first(self._open_duties(step) if self.world.first else None)
-        with self.ema.swapped():
-            if "heldout" in wanted:
-                self._heldout(step)
-            drawn = self._draw(step, "") if "samples" in wanted else None
-            self.engine.at_rest()
-        if "raw" in wanted:
-            raw = self._draw(step, "_raw")
-            self.engine.at_rest()
-        if drawn is not None and self.world.first:
-            self._publish(step, drawn, raw if "raw" in wanted else None)
-        stop = max(
-            self.world.exchange(self.signals.number)
-        )  # asked while drawing: there may be no next step to notice it
+    def _after_save(self, step: int) -> None:
+        self.duties.do(step, self.last_loss)
+        # Asked to stop while drawing: after the last step there is no next one to notice it.
+        stop = max(self.world.exchange(self.signals.number))
         if stop:
             self._interrupt(step, stop)
-
-    def _open_duties(self, step: int) -> list[str]:
-        wanted = []
-        known = any(row.get("metric") == "heldout_loss" and row["step"] == step for row in self.metrics.lines())
-        if self._num_heldout() and not known:
-            wanted.append("heldout")
-        if not (self.config.sample and self.prompts):
-            return wanted
-        folder = self.folder.samples_at(step)
-        if self._recorded(folder) not in (None, self._settings_json()):
-            shutil.rmtree(folder, ignore_errors=True)  # drawn another way before this start; the names would hide it
-        specs = self._sample_settings().specs()
-        suffixes = ["", "_raw"] if self.config.sample_raw else [""]
-        done = (folder / "samples.json").exists() and all(
-            is_drawn(Place(folder=folder, suffix=s), spec) for s in suffixes for spec in specs
-        )
-        return wanted if done else [*wanted, "samples", *(["raw"] if self.config.sample_raw else [])]
-
-    def _settings_json(self) -> dict[str, Any]:
-        settings: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self._sample_settings())))
-        return settings
-
-    @staticmethod
-    def _recorded(folder: Path) -> Any:
-        try:
-            return json.loads((folder / "samples.json").read_bytes()).get("settings")
-        except (OSError, ValueError, AttributeError):
-            return None
-
-    def _num_heldout(self) -> int:
-        return min(self.config.heldout_pictures, self.source.num_heldout)
-
-    def _heldout(self, step: int) -> None:
-        with Vigil(self.world, f"held-out loss at step {step}", self.config.dist_timeout_s) as vigil:
-            losses = heldout.heldout_loss(
-                self.world,
-                self.denoiser,
-                self.source,
-                flow_matching,
-                num_pictures=self._num_heldout(),
-                dtype=self.config.dtype,
-                beat=vigil.beat,
-            )
-            words = vigil.finish(losses)
-        values = heldout.summary(words, self._num_heldout())
-        if self.world.first:
-            bins = {name: value for name, value in values.items() if name != "heldout_loss"}
-            self.metrics.append({"step": step, "metric": "heldout_loss", "value": values["heldout_loss"], "bins": bins})
-            for tracker in self.trackers:
-                tracker.scalars(step, {f"heldout/{name}": value for name, value in values.items()})
-
-    def _draw(self, step: int, suffix: str) -> list[Row]:
-        began = time.perf_counter()
-        drawing = Drawing(
-            self.world,
-            self.denoiser,
-            self._sample_settings(),
-            sharded=self.engine.sharded,
-            timeout_s=self.config.sample_timeout_s or self.config.dist_timeout_s,
-            stop=lambda: self.signals.number,
-        )
-        rows = drawing.run(
-            Place(folder=self.folder.samples_at(step), suffix=suffix), f"step {step}{suffix} #{next(self.drawings)}"
-        )
-        failed = sum(row["state"] == "failed" for row in rows)
-        log.info(
-            "samples of step %d%s: %d done, %d failed, %.2f s",
-            step,
-            suffix,
-            len(rows) - failed,
-            failed,
-            time.perf_counter() - began,
-        )
-        return rows
-
-    def _publish(self, step: int, rows: list[Row], raw: list[Row] | None) -> None:
-        place = Place(folder=self.folder.samples_at(step))
-        others = [(Place(folder=place.folder, suffix="_raw"), raw)] if raw else []
-        try:
-            publish_index(
-                place, rows, {"step": step, "loss": self.last_loss, "settings": self._settings_json()}, others
-            )
-        except OSError as error:
-            log.error("cannot write to directory %s: %s; training goes on", place.folder, error.strerror or error)
-            return
-        pictures = {}
-        for where, drawn in [(place, rows), *others]:
-            for row in drawn:
-                if row["state"] == "done":
-                    pictures[f"samples{where.suffix}/{row['index']:02d} {row['prompt'][:60]}"] = read_png(
-                        where.folder / row["file"]
-                    )[0]
-        for tracker in self.trackers:
-            tracker.pictures(step, pictures)
-        failed = [row for row in rows if row["state"] != "done"]
-        self.progress.say(
-            f"samples of step {step}: {place.folder / 'grid.png'}" + (f" ({len(failed)} failed)" if failed else "")
-        )
 
     def newest(self) -> Path:
         return self.folder.checkpoints / runs.step_name(self.position.step)
@@ -641,12 +401,3 @@ def set_aside(item: Found, problem: str) -> None:
     target = item.folder.with_name(f"damaged_{item.folder.name}_{os.urandom(2).hex()}")
     os.rename(item.folder, target)
     log.error("set aside as %s (%s)", target, problem)
-
-
-def default_prompts(source: Pictures, data: str) -> tuple[str, ...]:
-    """The driving prompts, class names, or the first different captions of a folder."""
-    if data == "streets":
-        return tuple(DRIVING_PROMPTS)
-    if source.class_names:
-        return source.class_names[:NUM_DEFAULT_PROMPTS]
-    return tuple(itertools.islice(dict.fromkeys(source.captions()), NUM_DEFAULT_PROMPTS))

@@ -137,7 +137,8 @@ def run_rank(config: TrainConfig, held: bool = False) -> None:
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     launch.die_with_parent()
-    from halation.jobs.session import Session, joined
+    from halation.jobs.assembly import joined
+    from halation.jobs.session import Session
 
     world = joined(config.gpu_ids, config.oversubscribe, config.dist_timeout_s, config.threads)
     try:

@@ -1,0 +1,210 @@
+"""The parts of a training run, each built from the config and checked before the next: world, data, model, prompts, global batch."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from halation import runs
+from halation.config.train import TrainConfig
+from halation.data import latents
+from halation.data.base import Pictures
+from halation.data.sources import check_pictures, open_pictures
+from halation.data.streets import DRIVING_PROMPTS
+from halation.errors import HalationError, InputError
+from halation.jobs.models import load_denoiser
+from halation.models.autoencoder import Space
+from halation.models.denoiser import DiTDenoiser, new_dit
+from halation.models.dit import SIZES
+from halation.training.sampling import SampleSettings
+from halation.training.trackers import Progress
+from halation.world import launch
+from halation.world.ranks import Vigil, World, join, on_first
+
+NUM_DEFAULT_PROMPTS = 8
+PATIENCE_S = 2.0
+
+
+def joined(gpu_ids: Sequence[int], oversubscribe: bool, timeout_s: float, threads: int) -> World:
+    """Join the world on this rank's device, with a fixed number of CPU threads."""
+    torch.set_num_threads(threads)
+    place = os.environ.get(launch.DEVICE)
+    if place is None:
+        local = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
+        count = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", "0"))) or local + 1
+        places = launch.devices(max(count, local + 1), gpu_ids, oversubscribe)
+        place = places[local]
+    return join(torch.device(place), timeout_s)
+
+
+def open_source(world: World, config: TrainConfig, run: runs.Run, space: Space) -> Pictures:
+    """The pictures, looked at once by rank 0 for all, and cached where asked."""
+    height, width = config.image_size
+    cache = Path(config.cache_dir) if config.cache_dir else run.folder / "cache"
+    kind = config.cache if config.cache != "auto" else ("latents" if config.vae else "memory")
+    if kind == "latents" and not config.vae:
+        raise InputError(
+            "--cache latents without --vae",
+            "an autoencoder that makes latents",
+            "give --vae FOLDER or use --cache pixels",
+        )
+
+    def look(beat: Callable[[], None]) -> None:
+        source = open_pictures(config.data, height, width, config.heldout_pictures)
+        with _bar(world, config, "reading", beat) as tell:
+            check_pictures(source, cache, tell)
+        runs.confirm(run, {"data fingerprint": source.fingerprint}, config.accept_changes)
+
+    on_first(world, "reading the data", look, config.dist_timeout_s)
+    source = open_pictures(config.data, height, width, config.heldout_pictures)
+    check_pictures(source, cache)  # remembered by now
+    return _cached(world, config, source, space, kind, cache) if kind in ("pixels", "latents") else source
+
+
+def _cached(world: World, config: TrainConfig, source: Pictures, space: Space, kind: str, folder: Path) -> Pictures:
+    """Encode once, on all ranks, into memory-mapped shards."""
+    fingerprint: dict[str, Any] = {
+        "source": source.fingerprint,
+        "kind": kind,
+        "space": space.fingerprint() if kind == "latents" else "pixels",
+    }
+
+    def encode(pixels: list[np.ndarray]) -> np.ndarray:
+        with torch.no_grad():
+            batch = torch.from_numpy(np.stack(pixels)).to(world.device)
+            encoded: np.ndarray = space.encode(batch).half().cpu().numpy()
+            return encoded
+
+    if kind == "latents":
+        space.to(world.device)
+    with (
+        Vigil(world, "caching the data", config.dist_timeout_s) as vigil,
+        _bar(world, config, "caching", vigil.beat) as tell,
+    ):
+        error = ""
+        try:
+            latents.build(
+                source,
+                folder / kind,
+                encode if kind == "latents" else None,
+                fingerprint=fingerprint,
+                part=(world.rank, world.size),
+                num_workers=config.num_workers,
+                on_progress=tell,
+            )
+        except HalationError as problem:
+            error = str(problem)
+        words = vigil.finish(error)
+    if any(words):
+        failure = HalationError(next(word for word in words if word))
+        failure.exit_code = InputError.exit_code
+        raise failure
+    return latents.open(folder / kind, fingerprint, verify=world.local_rank == 0)
+
+
+@contextlib.contextmanager
+def _bar(
+    world: World, config: TrainConfig, title: str, beat: Callable[[], None]
+) -> Iterator[Callable[[int, int], None]]:
+    """Progress of rank 0's share, shown only where it takes long enough to wonder."""
+    began = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        bars: list[Progress] = []
+
+        def tell(done: int, total: int) -> None:
+            beat()
+            if not bars and world.first and time.monotonic() - began > PATIENCE_S:
+                bars.append(stack.enter_context(Progress(config.progress, total, done, title)))
+            for bar in bars:
+                bar.update(done, "pictures" if world.size == 1 else f"pictures on each of {world.size} ranks", {})
+
+        yield tell
+
+
+def new_denoiser(config: TrainConfig, source: Pictures, space: Space) -> DiTDenoiser:
+    """A model of a named size, or the one in a folder, if it fits the data."""
+    if config.model not in SIZES:
+        if not Path(config.model).is_dir():
+            raise InputError(
+                f"--model {config.model}",
+                f"one of {', '.join(SIZES)}, or the folder of an export or checkpoint",
+                "check the name or path",
+            )
+        return _refuse_misfit(load_denoiser(Path(config.model), raw=False), config, source, space)
+    height, width = config.image_size
+    denoiser = new_dit(
+        config.model,
+        height=height,
+        width=width,
+        captions=() if source.class_names else source.captions(),
+        class_names=source.class_names,
+        space=space,
+        patch_size=config.patch_size or None,
+        num_register_tokens=config.num_register_tokens,
+    )
+    return denoiser.initialise(config.seed)
+
+
+def _refuse_misfit(denoiser: DiTDenoiser, config: TrainConfig, source: Pictures, space: Space) -> DiTDenoiser:
+    if denoiser.class_names and denoiser.class_names != source.class_names:
+        raise InputError(
+            f"--model {config.model} knows {len(denoiser.class_names)} classes, --data {config.data} has {len(source.class_names)} others",
+            "a data set with the classes the model was trained on",
+            "choose other data, or a model that reads text",
+        )
+    if denoiser.space.fingerprint() != space.fingerprint():
+        raise InputError(
+            f"--model {config.model} works in another space than --vae {config.vae or '(none: pixels)'}",
+            "the autoencoder the model was trained with",
+            "give the same --vae, or none for a model of pixels",
+        )
+    return denoiser
+
+
+def default_prompts(source: Pictures, data: str) -> tuple[str, ...]:
+    """The driving prompts, class names, or the first different captions of a folder."""
+    if data == "streets":
+        return tuple(DRIVING_PROMPTS)
+    if source.class_names:
+        return source.class_names[:NUM_DEFAULT_PROMPTS]
+    return tuple(itertools.islice(dict.fromkeys(source.captions()), NUM_DEFAULT_PROMPTS))
+
+
+def global_batch(world: World, config: TrainConfig, run: runs.Run) -> int:
+    """Pictures a step, decided when the run began: other ranks share them out anew, so the loss goes on as it was."""
+
+    def recall(_beat: Callable[[], None]) -> int:
+        known = runs.read_record(run)["fixed"].get("global batch")
+        size = int(known or config.batch_size * world.size * config.accumulate)
+        runs.confirm(run, {"global batch": size}, config.accept_changes)
+        return size
+
+    return int(on_first(world, "the global batch", recall, config.dist_timeout_s))
+
+
+def sample_settings(config: TrainConfig, prompts: tuple[str, ...]) -> SampleSettings:
+    height, width = config.image_size
+    return SampleSettings(
+        prompts=prompts,
+        height=height,
+        width=width,
+        steps=config.sample_steps,
+        seed=config.sample_seed,
+        same_seed=config.same_seed,
+        sampler=config.sampler,
+        guidance_scale=config.guidance_scale,
+        sheet_size=config.sample_batch_size,
+        dtype=config.dtype,
+        time_shift=config.time_shift,
+        threads=config.threads,
+        compile=config.compile,
+        deterministic=config.deterministic,
+    )

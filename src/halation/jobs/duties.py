@@ -1,0 +1,152 @@
+"""What follows a save: the held-out loss and the samples of that step, by all ranks, with the EMA in the model's place."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import logging
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from halation import runs
+from halation.config.train import TrainConfig
+from halation.data.base import Pictures
+from halation.flow.ema import Ema
+from halation.models.base import Denoiser
+from halation.pictures import read_png
+from halation.training import heldout
+from halation.training.objectives import flow_matching
+from halation.training.sampling import Drawing, Place, Row, SampleSettings, is_drawn, publish_index
+from halation.training.trackers import Tracker
+from halation.world.engines import Engine
+from halation.world.ranks import Vigil, World
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Duties:
+    """Held-out loss and samples of saved steps; `do` may be called again for a step and does only what is still open."""
+
+    world: World
+    config: TrainConfig
+    run: runs.Run
+    source: Pictures
+    denoiser: Denoiser
+    engine: Engine
+    ema: Ema
+    settings: SampleSettings
+    metrics: runs.Metrics
+    trackers: list[Tracker]
+    stop: Callable[[], int]
+    say: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        self.num_heldout = min(self.config.heldout_pictures, self.source.num_heldout)
+        self.drawings = itertools.count()
+
+    def do(self, step: int, loss: float) -> None:
+        """Everything that is open for this step."""
+        wanted = self.world.from_first(self._open(step) if self.world.first else None)
+        drawn: list[tuple[Place, list[Row]]] = []
+        with self.ema.swapped():
+            if "heldout" in wanted:
+                self._heldout(step)
+            if "samples" in wanted:
+                drawn.append(self._draw(step, ""))
+            self.engine.at_rest()
+        if "raw" in wanted:
+            drawn.append(self._draw(step, "_raw"))
+            self.engine.at_rest()
+        if drawn and self.world.first:
+            self._publish(step, loss, drawn)
+
+    def _open(self, step: int) -> list[str]:
+        """What is not there yet: everything after a save, and after a kill what it left undone."""
+        wanted = []
+        known = any(row.get("metric") == "heldout_loss" and row["step"] == step for row in self.metrics.lines())
+        if self.num_heldout and not known:
+            wanted.append("heldout")
+        if not (self.config.sample and self.settings.prompts):
+            return wanted
+        folder = self.run.samples_at(step)
+        if _recorded(folder) not in (None, self._settings_json()):
+            shutil.rmtree(folder, ignore_errors=True)  # drawn another way before this start; the names would hide it
+        suffixes = ["", "_raw"] if self.config.sample_raw else [""]
+        places = [Place(folder=folder, suffix=suffix) for suffix in suffixes]
+        done = (folder / "samples.json").exists() and all(
+            is_drawn(place, spec) for place in places for spec in self.settings.specs()
+        )
+        return wanted if done else [*wanted, "samples", *(["raw"] if self.config.sample_raw else [])]
+
+    def _settings_json(self) -> dict[str, Any]:
+        settings: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self.settings)))
+        return settings
+
+    def _heldout(self, step: int) -> None:
+        with Vigil(self.world, f"held-out loss at step {step}", self.config.dist_timeout_s) as vigil:
+            losses = heldout.heldout_loss(
+                self.world,
+                self.denoiser,
+                self.source,
+                flow_matching,
+                num_pictures=self.num_heldout,
+                dtype=self.config.dtype,
+                beat=vigil.beat,
+            )
+            words = vigil.finish(losses)
+        if not self.world.first:
+            return
+        values = heldout.summary(words, self.num_heldout)
+        bins = {name: value for name, value in values.items() if name != "heldout_loss"}
+        self.metrics.append({"step": step, "metric": "heldout_loss", "value": values["heldout_loss"], "bins": bins})
+        for tracker in self.trackers:
+            tracker.scalars(step, {f"heldout/{name}": value for name, value in values.items()})
+
+    def _draw(self, step: int, suffix: str) -> tuple[Place, list[Row]]:
+        began = time.perf_counter()
+        place = Place(folder=self.run.samples_at(step), suffix=suffix)
+        drawing = Drawing(
+            self.world,
+            self.denoiser,
+            self.settings,
+            sharded=self.engine.sharded,
+            timeout_s=self.config.sample_timeout_s or self.config.dist_timeout_s,
+            stop=self.stop,
+        )
+        rows = drawing.run(place, f"step {step}{suffix} #{next(self.drawings)}")
+        failed = sum(row["state"] == "failed" for row in rows)
+        seconds = time.perf_counter() - began
+        log.info("samples of step %d%s: %d done, %d failed, %.2f s", step, suffix, len(rows) - failed, failed, seconds)
+        return place, rows
+
+    def _publish(self, step: int, loss: float, drawn: list[tuple[Place, list[Row]]]) -> None:
+        """Grid and index, and the pictures to the trackers under one tag a prompt."""
+        (place, rows), *others = drawn
+        try:
+            publish_index(place, rows, {"step": step, "loss": loss, "settings": self._settings_json()}, others)
+        except OSError as error:
+            log.error("cannot write to directory %s: %s; training goes on", place.folder, error.strerror or error)
+            return
+        pictures = {
+            f"samples{where.suffix}/{row['index']:02d} {row['prompt'][:60]}": read_png(where.folder / row["file"])[0]
+            for where, those in drawn
+            for row in those
+            if row["state"] == "done"
+        }
+        for tracker in self.trackers:
+            tracker.pictures(step, pictures)
+        missing = sum(row["state"] != "done" for row in rows)
+        self.say(f"samples of step {step}: {place.folder / 'grid.png'}" + (f" ({missing} missing)" if missing else ""))
+
+
+def _recorded(folder: Path) -> Any:
+    """The settings a folder of samples was drawn with, where it says so."""
+    try:
+        return json.loads((folder / "samples.json").read_bytes()).get("settings")
+    except (OSError, ValueError, AttributeError):
+        return None
