@@ -355,6 +355,26 @@ def test_sampling_from_what_is_no_model(tmp_path: Path, trained: Path, refused: 
     assert "--batch_size" in refused("sample", "--checkpoint", trained, *here, "--batch_size", -1)
 
 
+def test_a_folder_of_other_pictures_is_refused_with_a_diff(tmp_path: Path, trained: Path, refused: Refused) -> None:
+    here = [
+        "sample",
+        "--checkpoint",
+        trained,
+        "--nproc",
+        1,
+        "--output_dir",
+        tmp_path,
+        "--prompts",
+        "a street",
+        "--progress",
+        "none",
+    ]
+    assert cli.main(list(map(str, here))) == 0
+    said = refused(*here, "--sample_steps", 2)
+    assert "  steps: 1 -> 2" in said
+    assert "--output_dir" in said
+
+
 def test_prompt_files_that_are_not_there_or_not_text(tmp_path: Path, trained: Path, refused: Refused) -> None:
     (tmp_path / "prompts.txt").write_bytes("grün\n".encode("utf-16"))
     for name in ("nosuch.txt", "prompts.txt"):
