@@ -96,6 +96,7 @@ def test_one_ctrl_c_saves_however_long_that_takes_and_the_same_command_goes_on_t
 
 
 @pytest.mark.faults
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with started(halation(train(run)), tmp_path / "log", f"{SLOWLY};checkpoint.part:4+:sleep=60") as command:
