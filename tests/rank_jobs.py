@@ -52,9 +52,9 @@ def train_until(world: Any, config: TrainConfig, step: int, rank: int = 0) -> in
     from halation.jobs.session import Session
 
     class Signalled(Session):
-        def _announce(self, fresh: bool) -> None:
-            super()._announce(fresh)
+        def _train(self) -> None:
             self._send(self.position.step)
+            super()._train()
 
         def _log(self, report: Any, window: Any) -> None:
             super()._log(report, window)

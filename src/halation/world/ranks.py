@@ -117,6 +117,7 @@ def create(
     """Make the process groups over a store. Ranks that share a GPU cannot use NCCL, so they speak over gloo."""
     timeout = timedelta(seconds=timeout_s)
     if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)  # torch refuses a GPU without a number here
         torch.cuda.set_device(device)
     place = f"{socket.gethostname()}/{os.environ.get('CUDA_VISIBLE_DEVICES', '')}/{device}/{rank if device.type == 'cpu' else ''}"
     places = _gather_by_store(dist.PrefixStore("places", store), rank, size, place)
