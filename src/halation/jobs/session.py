@@ -249,6 +249,15 @@ class Session:
         ranks = (
             f"{self.world.size} rank{'s' if self.world.size > 1 else ''} ({self.engine.name}, {self.world.device.type})"
         )
+        settings = self.sample_settings
+        if (
+            self.world.device.type == "cuda"
+            and settings.sheet_size == 1
+            and len(settings.prompts) > 2 * self.world.size
+        ):
+            log.info(
+                "samples are drawn one by one; --sample_batch_size %d would draw them at once", len(settings.prompts)
+            )
         how = "training" if fresh else f"going on from step {self.position.step}:"
         log.warning(
             "%s %s on %s: %.1f M parameters, %d pictures, global batch %d, %s",
@@ -365,8 +374,6 @@ class Session:
 
     def _finish(self) -> None:
         """Everything on disk before anybody leaves; the export is made from the checkpoint, so it is what was saved."""
-        if not self.newest().exists() and self.checkpoints.pending is None:
-            self._save("kept")
         self._await_save()
 
         def write(_beat: Any) -> None:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
 
 from halation.errors import InputError
 from halation.world.ranks import World
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,14 +29,21 @@ class Piece:
     shape: tuple[int, ...]
 
 
+def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Asked by its methods: importing DTensor and FSDP takes two seconds, which ranks that do not shard need not wait for."""
+    return hasattr(tensor, "to_local")
+
+
 def local(tensor: Tensor) -> Tensor:
     """The memory this rank holds of a tensor, sharded or not."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def piece(tensor: Tensor) -> Piece:
-    if not isinstance(tensor, DTensor):
+    if not is_sharded(tensor):
         return Piece(local=tensor, start=0, shape=tuple(tensor.shape))
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return Piece(local=tensor.to_local(), start=offset[0] if offset else 0, shape=tuple(tensor.shape))
 
@@ -69,7 +76,7 @@ class Engine:
         """Norm of the whole gradient, which is clipped to `max_norm` where that is positive."""
         parameters = [p for p in self.module.parameters() if p.grad is not None]
         total = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        if isinstance(total, DTensor):
+        if is_sharded(total):
             total = total.full_tensor()
         if max_norm > 0:
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
@@ -120,6 +127,9 @@ class Fsdp(Engine):
     sharded = True
 
     def __init__(self, world: World, module: nn.Module, units: Sequence[nn.Module]) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
         super().__init__(world, module)
         mesh = init_device_mesh(world.device.type, (world.size,))
         for unit in units:
@@ -128,15 +138,14 @@ class Fsdp(Engine):
 
     @contextlib.contextmanager
     def accumulating(self, last: bool) -> Iterator[None]:
-        assert isinstance(self.module, FSDPModule)
-        self.module.set_requires_gradient_sync(last)
+        cast("FSDPModule", self.module).set_requires_gradient_sync(last)
         yield
 
     def at_rest(self) -> None:
         """After a forward without backward the root stays whole: the EMA would meet whole tensors instead of shards."""
         for submodule in self.module.modules():
-            if isinstance(submodule, FSDPModule):
-                submodule.reshard()
+            if hasattr(submodule, "reshard"):
+                cast("FSDPModule", submodule).reshard()
 
     def parameters_agree(self) -> Iterator[tuple[str, Tensor]]:
         return iter(())
@@ -195,8 +204,10 @@ def _fused_on_gpu(parameter: Tensor) -> bool:
 
 
 def _like(parameter: Tensor, values: Tensor) -> Tensor:
-    if not isinstance(parameter, DTensor):
+    if not is_sharded(parameter):
         return values
+    from torch.distributed.tensor import DTensor
+
     return DTensor.from_local(
         values,
         parameter.device_mesh,

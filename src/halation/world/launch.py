@@ -49,12 +49,34 @@ def slurm_world() -> int:
 
 
 def num_gpus() -> int:
-    """GPUs that torch would see; torch itself is imported only where a driver is there."""
+    """GPUs that torch would see; torch itself is imported only where the driver's own list does not settle it."""
     if not any(Path(node).exists() for node in ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")):
         return 0
+    counted = _counted_by_driver()
+    if counted is not None:
+        return counted
     import torch
 
     return torch.cuda.device_count()
+
+
+def _counted_by_driver() -> int | None:
+    """What NVML says within a CUDA_VISIBLE_DEVICES of plain numbers, which end, as in CUDA, at the first that is not there."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        present = int(pynvml.nvmlDeviceGetCount())
+        pynvml.nvmlShutdown()
+    except Exception:  # noqa: BLE001 - no NVML, no answer: torch knows other ways
+        return None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return present
+    words = [word.strip() for word in visible.split(",")] if visible.strip() else []
+    if not all(word.lstrip("-").isdigit() for word in words) or len(set(words)) != len(words):
+        return None
+    return next((place for place, word in enumerate(words) if not 0 <= int(word) < present), len(words))
 
 
 def devices(nproc: int, gpu_ids: Sequence[int], oversubscribe: bool) -> tuple[str, ...]:
