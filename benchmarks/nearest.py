@@ -22,7 +22,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--columns", type=int, default=8)
     arguments = parser.parse_args()
-    rows = [row for row in json.loads((arguments.samples / "samples.json").read_text())["samples"] if row["state"] == "done"]
+    rows = [
+        row for row in json.loads((arguments.samples / "samples.json").read_text())["samples"] if row["state"] == "done"
+    ]
     samples = [read_png(arguments.samples / row["file"])[0] for row in rows]
     height, width = samples[0].shape[:2]
     source = open_pictures(arguments.data, height, width, 64)
@@ -35,7 +37,9 @@ def main() -> None:
         seen = "seen" if row["prompt"] in captions else "not seen"
         cells += [sample, training[nearest].astype(np.uint8)]
         labels += [f"{row['prompt']} ({seen})", f"nearest: {captions[nearest]}, {distance[nearest]:.0f} grey levels"]
-        print(f"{row['prompt']:24} {seen:9} nearest {captions[nearest]:30} root mean square {distance[nearest]:6.2f} grey levels")
+        print(
+            f"{row['prompt']:24} {seen:9} nearest {captions[nearest]:30} root mean square {distance[nearest]:6.2f} grey levels"
+        )
     arguments.output.write_bytes(encode_png(grid(cells, arguments.columns, labels), {}))
 
 
