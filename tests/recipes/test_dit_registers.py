@@ -141,7 +141,7 @@ def test_without_a_venv_beside_it_the_scripts_use_the_python_on_the_path(tmp_pat
     shutil.copytree(RECIPE, copy, ignore=shutil.ignore_patterns("__pycache__", "wandb", "runs"))
     tools = tmp_path / "bin"
     tools.mkdir()
-    (tools / "python").write_text(f'#!/bin/sh\necho "this python" >&2\nexec {sys.executable} "$@"\n')
+    (tools / "python").write_text(f'#!/bin/sh\necho "this python" >&2\nexec "{sys.executable}" "$@"\n')
     (tools / "python").chmod(0o755)
     path = f"{tools}:{os.environ['PATH']}"
     done = started(["bash", copy / "run_single_gpu.sh", "--data", "nosuch"], tmp_path, PATH=path)
