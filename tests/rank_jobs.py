@@ -80,4 +80,5 @@ def run_job(world: Any, name: str, config: Any, rendezvous: Path) -> None:
     world.close()
     os.environ[launch.RENDEZVOUS] = str(rendezvous)
     os.environ[launch.DEVICE] = "cpu"
-    importlib.import_module(f"halation.jobs.{name}").run_rank(config)
+    job = importlib.import_module(f"halation.jobs.{name}")
+    job.run_rank(job._resolved(config)[0] if name == "sample" else config)

@@ -43,6 +43,16 @@ def run(
     command: str, words: Sequence[str], *, defaults: Mapping[str, Any] | None = None, prog: str | None = None
 ) -> int:
     """Run one command and return its exit code; a recipe brings its own defaults and the name it goes by."""
+    code = _outcome(command, words, defaults, prog)
+    if code and "RANK" in os.environ and "torch" in sys.modules:
+        # A rank that failed must not wait, in taking its groups down, for peers that wait for it.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _outcome(command: str, words: Sequence[str], defaults: Mapping[str, Any] | None, prog: str | None) -> int:
     try:
         if command not in COMMANDS:
             raise InputError(f"there is no command '{command}'", f"one of {', '.join(COMMANDS)}", _nearest(command))

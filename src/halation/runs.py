@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import socket
 import time
@@ -18,20 +19,23 @@ CONFIG_FILE = "config.json"
 METRICS_FILE = "metrics.jsonl"
 
 
-def publish(path: Path, data: bytes) -> None:
-    """Write a file so that its name never stands for half of it: temporary name, fsync, rename, fsync of the folder."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+def publish(path: Path, data: bytes, point: str = "publish") -> None:
+    """Write a file so that its name never stands for half of it: temporary name, fsync, rename, fsync of the folder.
+
+    `point` is what its fault points are called.
+    """
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")
     try:
-        fault_point("publish.open")
+        fault_point(f"{point}.open")
         with open(temporary, "wb") as file:
-            fault_point("publish.write")
+            fault_point(f"{point}.write")
             file.write(data)
             file.flush()
-            fault_point("publish.fsync")
+            fault_point(f"{point}.fsync")
             os.fsync(file.fileno())
-        fault_point("publish.rename")
+        fault_point(f"{point}.rename")
         os.replace(temporary, path)
-        fault_point("publish.renamed")
+        fault_point(f"{point}.renamed")
     except BaseException as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
@@ -68,8 +72,9 @@ def read_json(path: Path) -> Any:
 def remove_temporaries(folder: Path) -> None:
     """Sweep what a killed writer left behind; call it only while the run is held."""
     for path in folder.rglob(".*.tmp"):
-        with contextlib.suppress(OSError):
-            path.unlink()
+        if path.relative_to(folder).parts[0] != "cache":  # other runs may be writing there
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 class Run:
@@ -278,4 +283,8 @@ class Metrics:
 
 
 def _line(row: Mapping[str, Any]) -> bytes:
-    return (json.dumps(row, ensure_ascii=False) + "\n").encode()
+    """One line of JSON; a number that is not finite, which JSON has no word for, becomes null."""
+    plain = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
+    }
+    return (json.dumps(plain, ensure_ascii=False) + "\n").encode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
@@ -35,7 +36,10 @@ def test_a_disk_that_fills_up_while_saving_ends_the_run_and_space_lets_it_go_on(
     assert finish(words, tmp_path / "log", f"{point}:ENOSPC:{rank}") == 1
     assert len(fired(tmp_path / "log")) >= 2
     said = (tmp_path / "log").read_text()
-    assert f"cannot save checkpoint step_0000004 in {run / 'checkpoints'}: No space left on device" in said
+    assert re.search(r"cannot save checkpoint step_000000[46] in ", said), (
+        said
+    )  # whichever save the counted write fell into
+    assert f"{run / 'checkpoints'}: No space left on device" in said
     assert "free some space" in said
     assert "Traceback" not in said
     assert list(checker.good(run / "checkpoints")) == list(checker.checkpoints(run / "checkpoints")) == [2]

@@ -24,7 +24,7 @@ from safetensors.numpy import save
 from halation.data.base import JSON, Picture, Pictures
 from halation.data.workers import Stack, Workers, draw, joined
 from halation.errors import InputError
-from halation.faults import fault_point
+from halation.runs import publish
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +69,12 @@ def build(
     workers = Workers(source, num_workers) if num_workers and missing else None
     try:
         for shard, stack in _made(source, workers, missing):
-            _publish_shard(folder, shard, stack, _encoded(stack.pixels, encode, encode_size))
+
+            def tell(num: int, before: int = done) -> None:
+                if on_progress is not None:
+                    on_progress(before + num, total)
+
+            _publish_shard(folder, shard, stack, _encoded(stack.pixels, encode, encode_size, tell))
             done += len(shard.indices)
             if on_progress is not None:
                 on_progress(done, total)
@@ -217,7 +222,7 @@ def _claim(folder: Path, asked: dict[str, Any]) -> None:
         same = json.loads(json.dumps(asked))
         _refuse_stale(folder, {**there, "name": None}, {**same, "name": None})
     else:
-        _publish(folder / "cache.json", json.dumps(asked, indent=1, sort_keys=True).encode())
+        publish(folder / "cache.json", json.dumps(asked, indent=1, sort_keys=True).encode())
     _remove_leftovers(folder)
 
 
@@ -292,7 +297,7 @@ def _collected(shard: _Shard, pieces: list[Future[Stack]]) -> tuple[_Shard, Stac
     return shard, joined([piece.result() for piece in pieces])
 
 
-def _encoded(pixels: np.ndarray, encode: Encode | None, size: int) -> np.ndarray:
+def _encoded(pixels: np.ndarray, encode: Encode | None, size: int, tell: Callable[[int], None]) -> np.ndarray:
     if encode is None:
         return pixels
     batches = []
@@ -303,6 +308,7 @@ def _encoded(pixels: np.ndarray, encode: Encode | None, size: int) -> np.ndarray
         if latents.shape[0] != size or latents.dtype != np.float16:
             raise ValueError(f"encode gave {latents.dtype} {latents.shape}; expected float16 ({size}, C, h, w)")
         batches.append(latents[:num_real])
+        tell(start + num_real)
     return np.concatenate(batches)
 
 
@@ -316,30 +322,8 @@ def _publish_shard(folder: Path, shard: _Shard, stack: Stack, samples: np.ndarra
         "labels": stack.labels.tolist(),
     }
     commit["digest"] = _digest_of_notes(commit)
-    _publish(path, content)
-    _publish(path.with_suffix(".json"), json.dumps(commit, sort_keys=True).encode())
-
-
-def _publish(path: Path, content: bytes) -> None:
-    """Under its final name there is either nothing, the file before, or all of this one."""
-    temporary = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            fault_point("cache.write")
-            file.write(content)
-            file.flush()
-            fault_point("cache.fsync")
-            os.fsync(file.fileno())
-        fault_point("cache.rename")
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    handle = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    publish(path, content, point="cache")
+    publish(path.with_suffix(".json"), json.dumps(commit, sort_keys=True).encode(), point="cache")
 
 
 def _remove_leftovers(folder: Path) -> None:

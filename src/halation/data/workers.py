@@ -85,7 +85,8 @@ _source: Pictures | None = None
 
 def _start(source: Pictures, parent: int, barrier: Barrier) -> None:
     global _source
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C is the parent's to handle; it ends these
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # wishes to stop are the parent's to grant; its end is the end of these
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it died before the line above took effect

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,7 @@ from halation.data import latents
 from halation.data.base import Pictures
 from halation.data.sources import check_pictures, open_pictures
 from halation.data.streets import DRIVING_PROMPTS
-from halation.errors import HalationError, InputError
+from halation.errors import HalationError, InputError, refused_by_system
 from halation.jobs.models import load_denoiser
 from halation.models.autoencoder import Space
 from halation.models.denoiser import DiTDenoiser, new_dit
@@ -28,6 +29,8 @@ from halation.training.sampling import SampleSettings
 from halation.training.trackers import Progress
 from halation.world import launch
 from halation.world.ranks import Vigil, World, join, on_first
+
+log = logging.getLogger(__name__)
 
 NUM_DEFAULT_PROMPTS = 8
 PATIENCE_S = 2.0
@@ -39,10 +42,29 @@ def joined(gpu_ids: Sequence[int], oversubscribe: bool, timeout_s: float, thread
     place = os.environ.get(launch.DEVICE)
     if place is None:
         local = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
+        if not gpu_ids and "LOCAL_RANK" not in os.environ and launch.num_gpus() == 1:
+            return join(torch.device("cuda:0"), timeout_s)  # the scheduler shows each task its own GPU
         count = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", "0"))) or local + 1
         places = launch.devices(max(count, local + 1), gpu_ids, oversubscribe)
         place = places[local]
     return join(torch.device(place), timeout_s)
+
+
+def confirm_device(world: World, config: TrainConfig, run: runs.Run, space: Space) -> None:
+    """Record what computes and what encodes; a resumed run on another GPU or autoencoder is not the run it was."""
+    mine = "cpu"
+    if world.device.type == "cuda":
+        mine = f"{torch.cuda.get_device_name(world.device)}, CUDA {torch.version.cuda or torch.version.hip}"
+    everybody = world.exchange(mine)
+    if len(set(everybody)) > 1:
+        log.warning(
+            "a mixed world: %s; pictures round differently on different devices", ", ".join(sorted(set(everybody)))
+        )
+
+    def record(_beat: Callable[[], None]) -> None:
+        runs.confirm(run, {"computes on": everybody[0], "space": space.fingerprint()}, config.accept_changes)
+
+    on_first(world, "recording the device", record, config.dist_timeout_s)
 
 
 def open_source(world: World, config: TrainConfig, run: runs.Run, space: Space) -> Pictures:
@@ -100,8 +122,8 @@ def _cached(world: World, config: TrainConfig, source: Pictures, space: Space, k
                 num_workers=config.num_workers,
                 on_progress=tell,
             )
-        except HalationError as problem:
-            error = str(problem)
+        except (HalationError, OSError) as problem:
+            error = refused_by_system(problem) or str(problem)
         words = vigil.finish(error)
     if any(words):
         failure = HalationError(next(word for word in words if word))
@@ -160,6 +182,13 @@ def _refuse_misfit(denoiser: DiTDenoiser, config: TrainConfig, source: Pictures,
             "a data set with the classes the model was trained on",
             "choose other data, or a model that reads text",
         )
+    for name, asked in (("num_register_tokens", config.num_register_tokens), ("patch_size", config.patch_size)):
+        if asked and asked != getattr(denoiser.config, name):
+            raise InputError(
+                f"--{name} {asked} with --model {config.model}",
+                f"{getattr(denoiser.config, name)}, which that model was made with",
+                f"leave --{name} out",
+            )
     if denoiser.space.fingerprint() != space.fingerprint():
         raise InputError(
             f"--model {config.model} works in another space than --vae {config.vae or '(none: pixels)'}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -15,9 +16,11 @@ from typing import Any
 from halation import runs
 from halation.config.train import TrainConfig
 from halation.data.base import Pictures
+from halation.errors import InputError
 from halation.flow.ema import Ema
 from halation.models.base import Denoiser
 from halation.pictures import read_png
+from halation.runs import publish_json
 from halation.training import heldout
 from halation.training.objectives import flow_matching
 from halation.training.sampling import Drawing, Place, Row, SampleSettings, is_drawn, publish_index
@@ -52,6 +55,8 @@ class Duties:
     def do(self, step: int, loss: float) -> None:
         """Everything that is open for this step."""
         wanted = self.world.from_first(self._open(step) if self.world.first else None)
+        if "samples" in wanted and self.world.first:
+            self._claim(step)
         drawn: list[tuple[Place, list[Row]]] = []
         with self.ema.swapped():
             if "heldout" in wanted:
@@ -78,10 +83,17 @@ class Duties:
             shutil.rmtree(folder, ignore_errors=True)  # drawn another way before this start; the names would hide it
         suffixes = ["", "_raw"] if self.config.sample_raw else [""]
         places = [Place(folder=folder, suffix=suffix) for suffix in suffixes]
-        done = (folder / "samples.json").exists() and all(
+        done = (folder / "grid.png").exists() and all(
             is_drawn(place, spec) for place in places for spec in self.settings.specs()
         )
         return wanted if done else [*wanted, "samples", *(["raw"] if self.config.sample_raw else [])]
+
+    def _claim(self, step: int) -> None:
+        """Say how the pictures of this folder are drawn before the first is there: a kill may leave some of them behind."""
+        folder = self.run.samples_at(step)
+        with contextlib.suppress(OSError):  # a disk that cannot be written costs the samples, not the training
+            folder.mkdir(parents=True, exist_ok=True)
+            publish_json(folder / "samples.json", {"step": step, "settings": self._settings_json(), "samples": []})
 
     def _settings_json(self) -> dict[str, Any]:
         settings: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self.settings)))
@@ -129,15 +141,20 @@ class Duties:
         (place, rows), *others = drawn
         try:
             publish_index(place, rows, {"step": step, "loss": loss, "settings": self._settings_json()}, others)
+            pictures = {
+                f"samples{where.suffix}/{row['index']:02d} {row['prompt'][:60]}": read_png(where.folder / row["file"])[
+                    0
+                ]
+                for where, those in drawn
+                for row in those
+                if row["state"] == "done"
+            }
         except OSError as error:
             log.error("cannot write to directory %s: %s; training goes on", place.folder, error.strerror or error)
             return
-        pictures = {
-            f"samples{where.suffix}/{row['index']:02d} {row['prompt'][:60]}": read_png(where.folder / row["file"])[0]
-            for where, those in drawn
-            for row in those
-            if row["state"] == "done"
-        }
+        except InputError as error:  # somebody removed or damaged a picture between its writing and now
+            log.error("a sample cannot be read again; training goes on: %s", error)
+            return
         for tracker in self.trackers:
             tracker.pictures(step, pictures)
         missing = sum(row["state"] != "done" for row in rows)

@@ -40,9 +40,9 @@ def find(folder: Path) -> Path:
     )
 
 
-def load_denoiser(folder: Path, *, raw: bool) -> DiTDenoiser:
-    """The model, on the CPU: its averaged weights, or the raw ones."""
-    folder = find(folder)
+def load_denoiser(folder: Path, *, raw: bool, checked: bool = False) -> DiTDenoiser:
+    """The model, on the CPU: its averaged weights, or the raw ones. `checked` says that `find` gave this folder already."""
+    folder = folder if checked else find(folder)
     if not (folder / COMMIT).exists():
         return load_export(folder, "model_raw.safetensors" if raw else "model.safetensors")
     try:

@@ -85,7 +85,10 @@ def begin(folder: Path, identity: dict[str, Any]) -> None:
 
 
 def read_config(path: Path) -> SampleConfig:
-    values = json.loads(path.read_text())
+    return from_json(json.loads(path.read_text()))
+
+
+def from_json(values: dict[str, Any]) -> SampleConfig:
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     return SampleConfig(**values | {"checkpoint": Path(values["checkpoint"]), "output_dir": Path(values["output_dir"])})
 
@@ -93,26 +96,25 @@ def read_config(path: Path) -> SampleConfig:
 def run_rank(config: SampleConfig, held: bool = False) -> None:
     """One rank; under torchrun or srun, where no parent did it, rank 0 also holds the folder."""
     launch.die_with_parent()
-    config, identity = _resolved(config)
     from halation.jobs.assembly import joined
     from halation.world.ranks import on_first
 
     world = joined(config.gpu_ids, config.oversubscribe, config.dist_timeout_s, max(1, config.threads))
-    assert config.output_dir is not None
-    folder = config.output_dir
-    try:
-        with contextlib.ExitStack() as stack:
-            if not held and launch.RENDEZVOUS not in os.environ:
+    with world.leaving_together(), contextlib.ExitStack() as stack:
+        if not held and launch.RENDEZVOUS not in os.environ:
 
-                def open_folder(_beat: Any) -> None:
-                    runs.make_folder(folder)
-                    stack.enter_context(runs.held(folder, "sample"))
-                    begin(folder, identity)
+            def open_folder(_beat: Any) -> dict[str, Any]:
+                """On rank 0 for all: a run that is still training may have another newest checkpoint a moment later."""
+                chosen, identity = _resolved(config)
+                assert chosen.output_dir is not None
+                runs.make_folder(chosen.output_dir)
+                stack.enter_context(runs.held(chosen.output_dir, "sample"))
+                begin(chosen.output_dir, identity)
+                return as_json(chosen)
 
-                on_first(world, "opening the folder", open_folder, config.dist_timeout_s)
-            _draw(world, config, folder)
-    finally:
-        world.close()
+            config = from_json(on_first(world, "opening the folder", open_folder, config.dist_timeout_s))
+        assert config.output_dir is not None
+        _draw(world, config, config.output_dir)
 
 
 def _draw(world: World, config: SampleConfig, folder: Path) -> None:
@@ -128,7 +130,7 @@ def _draw(world: World, config: SampleConfig, folder: Path) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.set_num_threads(settings.threads)
     torch.use_deterministic_algorithms(settings.deterministic)
-    denoiser = load_denoiser(config.checkpoint, raw=config.raw).to(world.device)
+    denoiser = load_denoiser(config.checkpoint, raw=config.raw, checked=True).to(world.device)
     denoiser.encode_prompts(settings.prompts)
     if settings.compile:
         for unit in denoiser.shard_units():

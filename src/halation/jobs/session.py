@@ -20,19 +20,19 @@ from halation.config.fields import as_json
 from halation.config.train import TrainConfig
 from halation.data.loader import Batches
 from halation.data.order import Order
-from halation.errors import InputError, Interrupted, RankFailure
+from halation.errors import HalationError, InputError, Interrupted, RankFailure
 from halation.flow.ema import Ema
 from halation.jobs import assembly, logs
 from halation.jobs.duties import Duties
 from halation.models.autoencoder import LatentSpace, PixelSpace, Space
-from halation.training import batches, memory, state, trackers
+from halation.training import batches, heldout, memory, state, trackers
 from halation.training.cadence import Cadence
 from halation.training.loop import Position, StepReport, StepSettings, autocast, train_steps
 from halation.training.objectives import flow_matching
 from halation.training.speed import matrix_rate, memory_gb
 from halation.world import rng
 from halation.world.checkpoint import Checkpoints, Found, Reader, newest_good
-from halation.world.engines import adamw, spread
+from halation.world.engines import adamw, local, spread
 from halation.world.ranks import Vigil, World, check_ranks_agree, on_first
 from halation.world.signals import StopSignals, exit_code
 
@@ -54,6 +54,7 @@ class Session:
         if config.deterministic:
             torch.use_deterministic_algorithms(True)
         self.space: Space = LatentSpace.load(config.vae) if config.vae else PixelSpace()
+        assembly.confirm_device(world, config, self.folder, self.space)
         self.source = assembly.open_source(world, config, self.folder, self.space)
         self.denoiser = assembly.new_denoiser(config, self.source, self.space).to(world.device)
         self.shape = self.denoiser.sample_shape(*config.image_size)
@@ -107,6 +108,8 @@ class Session:
         world, config = self.world, self.config
         fresh = not self._resume()
         self._warm_up()
+        if world.device.type == "cuda":
+            self._probe()
         if world.first:
             names = trackers.check(config.report_to, asked=config.report_to != TrainConfig.report_to)
             name = config.run_name or self.folder.folder.resolve().name
@@ -242,6 +245,40 @@ class Session:
         if error:
             raise error
 
+    def _probe(self) -> None:
+        """Whether samples and the held-out loss fit beside everything else, asked once before it can cost a checkpoint's worth of work.
+
+        What the optimizer will hold from its first step on is set aside meanwhile.
+        """
+        config, device = self.config, self.world.device
+        parameters = [local(p.detach()) for _, p in self.engine.named_parameters()]
+        taken = [] if self.optimizer.state else [torch.empty_like(p) for p in parameters for _ in range(2)]
+        rows = 2 * config.sample_batch_size if config.sample and self.sample_settings.prompts else 0
+        checks = [(rows, f"try --sample_batch_size {max(1, config.sample_batch_size // 2)}, or --no_sample")]
+        if min(config.heldout_pictures, self.source.num_heldout):
+            checks.append((heldout.SHEET, "try --heldout_pictures 0"))
+        for num_rows, advice in checks:
+            if num_rows:
+                self._refuse_forward(num_rows, advice)
+        del taken
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+    def _refuse_forward(self, num_rows: int, advice: str) -> None:
+        try:
+            with torch.no_grad(), autocast(self.world.device, self.config.dtype):
+                flow_matching(
+                    self.denoiser.module, batches.idle(self.denoiser, num_rows, self.shape, self.world.device)
+                )
+        except torch.OutOfMemoryError as error:
+            raise InputError(
+                f"no room on {self.world.device} for a forward of {num_rows} rows beside the training",
+                "memory for it",
+                advice,
+            ) from error
+        finally:
+            self.engine.at_rest()
+
     def _announce(self, fresh: bool) -> None:
         if not self.world.first:
             return
@@ -267,7 +304,8 @@ class Session:
     def _log(self, report: StepReport, window: _Window) -> None:
         if report.skipped:
             log.warning("step %d was skipped: the gradient was not finite", report.step)
-        self.last_loss = report.loss if self.last_loss == 0.0 else 0.9 * self.last_loss + 0.1 * report.loss
+        if math.isfinite(report.loss):
+            self.last_loss = report.loss if self.last_loss == 0.0 else 0.9 * self.last_loss + 0.1 * report.loss
         if not self.world.first:
             return
         rate = window.pictures_per_s()
@@ -313,6 +351,7 @@ class Session:
         if not place:
             if self.world.first:
                 self.metrics.rewind(-1)
+                shutil.rmtree(self.folder.samples, ignore_errors=True)  # of a start that never saved
             return False
         if step > self.config.n_steps:
             raise InputError(
@@ -337,8 +376,9 @@ class Session:
         """Until all ranks know the last save to be whole. Nobody leaves earlier: who stays behind a leaver is soon ended too."""
         with Vigil(self.world, f"saving step {self.position.step}", self.config.dist_timeout_s) as vigil:
             self.checkpoints.wait(vigil.beat)
-            self.checkpoints.raise_error()
-            vigil.finish("")
+            errors = [error for error in vigil.finish(self.checkpoints.error) if error]
+        if errors:
+            raise HalationError(errors[0])
 
     def _interrupt(self, step: int, stop: int) -> None:
         self._await_save()
@@ -377,7 +417,7 @@ class Session:
         self._await_save()
 
         def write(_beat: Any) -> None:
-            state.export(Reader(self.newest()), self.folder.export)
+            state.export(Reader(self.newest()), self.folder.export, self.space)
 
         on_first(self.world, "exporting", write, self.config.dist_timeout_s)
 

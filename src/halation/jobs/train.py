@@ -19,6 +19,7 @@ from halation.config.train import TrainConfig
 from halation.errors import InputError
 from halation.prompts import from_flags
 from halation.runs import Run
+from halation.training.trackers import check as check_trackers
 from halation.world import launch
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ def resolved(config: TrainConfig) -> TrainConfig:
     if config.data != "streets" and not Path(config.data).is_dir():
         what = "is a file" if Path(config.data).exists() else "does not exist"
         raise InputError(f"--data {config.data} {what}", "`streets` or a folder of pictures", "check the path")
+    check_trackers(config.report_to, asked=config.report_to != TrainConfig.report_to)
     prompts = tuple(from_flags(config.sample_prompts, config.sample_prompts_file or None))
     return dataclasses.replace(config, image_size=size, sample_prompts=prompts, sample_prompts_file="")
 
@@ -141,14 +143,11 @@ def run_rank(config: TrainConfig, held: bool = False) -> None:
     from halation.jobs.session import Session
 
     world = joined(config.gpu_ids, config.oversubscribe, config.dist_timeout_s, config.threads)
-    try:
-        alone = held or launch.RENDEZVOUS in os.environ
-        with _hold(config, world, alone), Session(world, config) as session:
-            session.run()
-            if world.first:
-                _tell(config, session)
-    finally:
-        world.close()
+    alone = held or launch.RENDEZVOUS in os.environ
+    with world.leaving_together(), _hold(config, world, alone), Session(world, config) as session:
+        session.run()
+        if world.first:
+            _tell(config, session)
 
 
 def _hold(config: TrainConfig, world: Any, alone: bool) -> Any:

@@ -77,7 +77,6 @@ class StepReport:
     loss: float
     grad_norm: float
     lr: float
-    seconds: float
     data_s: float
     skipped: bool
     stop: int
@@ -134,7 +133,6 @@ def train_steps(
             loss=loss,
             grad_norm=norm,
             lr=lr,
-            seconds=time.perf_counter() - began,
             data_s=began - waiting_since,
             skipped=not finite,
             stop=stopping,

@@ -59,10 +59,20 @@ def _cgroup_free() -> float:
         for place in (folder, *folder.parents):
             limit = place / "memory.max"
             if limit.exists() and (text := limit.read_text().strip()) != "max":
-                free = min(free, float(text) - float((place / "memory.current").read_text()))
+                free = min(free, float(text) - _held(place))
     except (OSError, StopIteration, ValueError):
         pass
     return max(free, 0.0)
+
+
+def _held(place: Path) -> float:
+    """Bytes in use less the file cache, which the system gives up as soon as somebody asks for memory."""
+    cached = 0.0
+    for line in (place / "memory.stat").read_text().splitlines():
+        name, _, value = line.partition(" ")
+        if name in ("active_file", "inactive_file"):
+            cached += float(value)
+    return float((place / "memory.current").read_text()) - cached
 
 
 def refuse_batch(rows: int, accumulate: int, cost: PictureCost, device: torch.device, free: float) -> InputError | None:

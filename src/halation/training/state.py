@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from halation.flow.ema import Ema
+from halation.models.autoencoder import LatentSpace, Space
 from halation.runs import publish_json, sync_folder
 from halation.training.loop import Position
 from halation.world.checkpoint import Reader
@@ -51,19 +53,28 @@ def restore(reader: Reader, engine: Engine, ema: Ema, optimizer: torch.optim.Opt
     return Position(**reader.state["position"])
 
 
-def export(reader: Reader, folder: Path) -> None:
-    """model.safetensors (EMA), model_raw.safetensors, config.json, and model.pth for loaders that want a torch file."""
+def export(reader: Reader, folder: Path, space: Space) -> None:
+    """model.safetensors (EMA), model_raw.safetensors, config.json, and model.pth for loaders that want a torch file.
+
+    An autoencoder is copied along, so that the folder can be taken elsewhere.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for part, name in (("ema", "model"), ("model", "model_raw")):
         tensors: dict[str, Tensor] = dict(reader.whole(part))
         _replace(folder / f"{name}.safetensors", lambda path, tensors=tensors: save_file(tensors, path))
         if part == "ema":
             _replace(folder / "model.pth", lambda path, tensors=tensors: torch.save(tensors, path))
-    publish_json(folder / "config.json", reader.state["denoiser"] | {"sampling": reader.state["sampling"]})
+    description = reader.state["denoiser"] | {"sampling": reader.state["sampling"]}
+    if isinstance(space, LatentSpace):
+        space.save(folder / "vae")
+        description["space"] = description["space"] | {"path": "vae"}
+    publish_json(folder / "config.json", description)
     sync_folder(folder)
 
 
 def _replace(path: Path, write: Any) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     write(temporary)
+    with open(temporary, "rb+") as file:
+        os.fsync(file.fileno())
     temporary.replace(path)

@@ -63,7 +63,11 @@ class Engine:
         return self.module.named_parameters()
 
     def settle(self, loss: Tensor) -> None:
-        """Run one backward pass whose gradients are thrown away, before the first step."""
+        """Run one backward pass whose gradients are thrown away, before the first step.
+
+        DDP orders its buckets anew after its first backward, which changes the order of additions on three ranks and more.
+        This lets a fresh run and a resumed one both take their first step with the final buckets.
+        """
         loss.backward()
         self.module.zero_grad(set_to_none=True)
 
@@ -103,15 +107,6 @@ class Ddp(Engine):
         )
         places = [world.device.index] if world.device.type == "cuda" else None
         self.trained = DistributedDataParallel(module, device_ids=places, gradient_as_bucket_view=True)
-
-    def settle(self, loss: Tensor) -> None:
-        """DDP orders its buckets anew after its first backward, which changes the order of additions on three ranks and more.
-
-        A thrown-away pass lets a fresh run and a resumed one both take their first step with the final buckets.
-        """
-        super().settle(loss)
-        for parameter in self.module.parameters():
-            parameter.grad = None
 
     @contextlib.contextmanager
     def accumulating(self, last: bool) -> Iterator[None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.util
 import json
 import logging
 import os
@@ -33,6 +34,13 @@ DEVICE = "HALATION_DEVICE"
 PARENT = "HALATION_PARENT"
 SCRATCH = ".halation_ranks_"
 GRACE_S = 5.0
+TOLD = (
+    "Interrupted",
+    "HalationError",
+    "InputError",
+    "RankFailure",
+    "OSError",
+)  # ends that a rank's own code has words for
 PR_SET_PDEATHSIG = 1
 
 
@@ -52,12 +60,23 @@ def num_gpus() -> int:
     """GPUs that torch would see; torch itself is imported only where the driver's own list does not settle it."""
     if not any(Path(node).exists() for node in ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")):
         return 0
+    if not _torch_has_gpu_build():
+        return 0
     counted = _counted_by_driver()
     if counted is not None:
         return counted
     import torch
 
     return torch.cuda.device_count()
+
+
+def _torch_has_gpu_build() -> bool:
+    """Whether the installed torch can use GPUs at all, asked of its files: its import takes seconds."""
+    found = importlib.util.find_spec("torch")
+    folders = (found.submodule_search_locations if found else None) or []
+    return any(
+        list((Path(folder) / "lib").glob(name)) for folder in folders for name in ("libtorch_cuda*", "libtorch_hip*")
+    )
 
 
 def _counted_by_driver() -> int | None:
@@ -171,7 +190,7 @@ class Launcher:
         }
         try:
             for attempt in range(self.max_restarts + 1):
-                error = self._attempt(attempt)
+                error = self._attempt()
                 if error is None:
                     return
                 asked_to_end = self.signals or error.kind == "Interrupted"  # a scheduler may have asked one rank alone
@@ -187,20 +206,20 @@ class Launcher:
             for number, handler in previous.items():
                 signal.signal(number, handler)
 
-    def _attempt(self, attempt: int) -> RankError | None:
+    def _attempt(self) -> RankError | None:
         if self.folder:
             for leftover in self.folder.glob(f"{SCRATCH}*"):
                 shutil.rmtree(leftover, ignore_errors=True)
         folder = Path(tempfile.mkdtemp(prefix=SCRATCH, dir=self.folder)).absolute()
         try:
             (folder / "config.json").write_text(json.dumps(self.config))
-            self.ranks = [self._start(rank, folder, attempt) for rank in range(len(self.places))]
+            self.ranks = [self._start(rank, folder) for rank in range(len(self.places))]
             return self._watch(folder)
         finally:
             self._end()
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _start(self, rank: int, folder: Path, attempt: int) -> subprocess.Popen[bytes]:
+    def _start(self, rank: int, folder: Path) -> subprocess.Popen[bytes]:
         environment = dict(os.environ) | {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
@@ -209,7 +228,6 @@ class Launcher:
             RENDEZVOUS: str(folder),
             DEVICE: self.places[rank],
             PARENT: str(os.getpid()),
-            "HALATION_RESTART": str(attempt),
         }
         # -P: the folder the user stands in must not shadow modules the rank imports.
         command = [sys.executable, "-P", "-m", "halation.jobs.rank", self.job, str(folder / "config.json")]
@@ -244,8 +262,9 @@ class Launcher:
         for path in folder.glob("error_*.json"):
             with contextlib.suppress(OSError, ValueError):
                 errors.append(RankError(**json.loads(path.read_text())))
-        begun = [error for error in errors if error.kind != "KeyboardInterrupt"]
-        if self.signals and (len(begun) < len(errors) or any(-code in self.signals for code in self._codes())):
+        # A signal during an import comes out as almost anything: KeyboardInterrupt, ImportError, or the signal itself.
+        told = [error for error in errors if error.kind in TOLD]
+        if self.signals and (not told or any(-code in self.signals for code in self._codes())):
             return self._stopped_early()
         silent = [rank for rank in failed if rank not in {error.rank for error in errors}]
         if silent:

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from halation.errors import HalationError, RankFailure
+from halation.errors import HalationError, InputError, RankFailure, refused_by_system
 from halation.world import launch
 
 log = logging.getLogger(__name__)
@@ -70,6 +70,24 @@ class World:
     def from_first(self, word: Any) -> Any:
         """Rank 0's word on every rank."""
         return self.exchange(word if self.first else None)[0]
+
+    @contextlib.contextmanager
+    def leaving_together(self) -> Iterator[None]:
+        """Take the groups down at the end, but not after an error: that would wait for ranks which wait for this one, and
+        the error would be told only when their patience ends."""
+        failed = True
+        try:
+            yield
+            failed = False
+        except HalationError as error:
+            log.info("this rank ends: %s", error)  # to its log alone: whoever started it tells the person
+            raise
+        except Exception:
+            log.info("this rank ends with an error", exc_info=True)
+            raise
+        finally:
+            if not failed or self.size == 1:
+                self.close()
 
     def close(self) -> None:
         if dist.is_initialized():
@@ -118,8 +136,8 @@ def create(
     timeout = timedelta(seconds=timeout_s)
     if device.type == "cuda":
         device = torch.device("cuda", device.index or 0)  # torch refuses a GPU without a number here
-        torch.cuda.set_device(device)
-    place = f"{socket.gethostname()}/{os.environ.get('CUDA_VISIBLE_DEVICES', '')}/{device}/{rank if device.type == 'cpu' else ''}"
+        _take_gpu(device)
+    place = f"{socket.gethostname()}/{rank if device.type == 'cpu' else torch.cuda.get_device_properties(device).uuid}"
     places = _gather_by_store(dist.PrefixStore("places", store), rank, size, place)
     shared = len(set(places)) < size
     backend = "nccl" if device.type == "cuda" and not shared and dist.is_nccl_available() else "gloo"
@@ -132,6 +150,19 @@ def create(
     return World(
         rank=rank, size=size, local_rank=local_rank, device=device, store=store, control=control, timeout_s=timeout_s
     )
+
+
+def _take_gpu(device: torch.device) -> None:
+    """Make the GPU this rank's own; a build of torch or a driver that cannot is said so, and not by a traceback."""
+    try:
+        torch.cuda.set_device(device)
+        torch.cuda.init()
+    except (RuntimeError, AssertionError, AttributeError) as error:
+        raise InputError(
+            f"torch {torch.__version__} cannot use {device}: {error}",
+            "a CUDA build of torch that fits the driver",
+            "install one (`halation doctor` shows what is there), or train on the CPU with CUDA_VISIBLE_DEVICES= in front of the command",
+        ) from error
 
 
 def _fresh_corner(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist.Store:
@@ -243,6 +274,12 @@ def on_first(world: World, name: str, action: Callable[[Callable[[], None]], Any
                 word = {"value": action(vigil.beat)}
             except HalationError as error:
                 word = {"error": str(error), "exit_code": error.exit_code}
+            except Exception as error:
+                log.info("%s failed", name, exc_info=True)
+                word = {
+                    "error": refused_by_system(error) or traceback.format_exc(),
+                    "exit_code": HalationError.exit_code,
+                }
         word = vigil.finish(word)[0]
     if "error" in word:
         failure = HalationError(word["error"])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from types import FrameType, TracebackType
 
+SAME_WISH_S = 2.0  # a service manager signals a whole group: a rank hears it twice, once from its launcher
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -14,6 +16,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.number = 0
+        self._since = 0.0
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> StopSignals:
@@ -28,9 +31,11 @@ class StopSignals:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        if self.number and number in (signal.SIGINT, signal.SIGTERM):
+        again = self.number == number and time.monotonic() - self._since < SAME_WISH_S and number != signal.SIGINT
+        if self.number and number in (signal.SIGINT, signal.SIGTERM) and not again:
             os._exit(128 + number)
-        self.number = self.number or number
+        if not self.number:
+            self.number, self._since = number, time.monotonic()
 
 
 def exit_code(number: int) -> int:
