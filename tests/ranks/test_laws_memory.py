@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from rank_jobs import PROMPTS, small_config
 
 from halation.config.train import TrainConfig
 from halation.jobs import train as job
 from halation.jobs.session import Session
 from halation.world.testing import RankPool
+from rank_jobs import PROMPTS, small_config
 
 pytestmark = [pytest.mark.ranks, pytest.mark.faults]
 
