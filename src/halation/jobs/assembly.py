@@ -212,7 +212,8 @@ def global_batch(world: World, config: TrainConfig, run: runs.Run) -> int:
 
     def recall(_beat: Callable[[], None]) -> int:
         known = runs.read_record(run)["fixed"].get("global batch")
-        size = int(known or config.batch_size * world.size * config.accumulate)
+        asked = config.batch_size * world.size * config.accumulate
+        size = asked if config.accept_changes else int(known or asked)
         runs.confirm(run, {"global batch": size}, config.accept_changes)
         return size
 
