@@ -1,3 +1,39 @@
-"""Halation: train, sample, distil, batch-generate with and score diffusion transformers on every GPU that is there."""
+"""Halation: train, sample, distil, batch-generate with and score diffusion transformers on every GPU that is there.
+
+What the command line does, from Python:
+
+    import halation
+    halation.train(data="streets", model="tiny", image_size=(32, 32), n_steps=100, output_dir="runs/first")
+    halation.sample(checkpoint="runs/first", prompts=("A rainy street at night",), output_dir="outputs/rain")
+
+Settings are the flags (`halation train --help`); both return the exit code 0, or raise `halation.errors.HalationError`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
 
 __version__ = "0.1.0"
+__all__ = ["__version__", "sample", "train"]
+
+
+def train(**settings: Any) -> int:
+    """`halation train` with these settings."""
+    from halation.config.train import TrainConfig
+    from halation.jobs import train as job
+
+    return job.run(TrainConfig(**_with_paths(settings)))
+
+
+def sample(**settings: Any) -> int:
+    """`halation sample` with these settings."""
+    from halation.config.sample import SampleConfig
+    from halation.jobs import sample as job
+
+    return job.run(SampleConfig(**_with_paths(settings)))
+
+
+def _with_paths(settings: dict[str, Any]) -> dict[str, Any]:
+    paths = {name: Path(settings[name]) for name in ("output_dir", "checkpoint") if settings.get(name) is not None}
+    return settings | paths
