@@ -375,6 +375,41 @@ def test_a_folder_of_other_pictures_is_refused_with_a_diff(tmp_path: Path, train
     assert "--output_dir" in said
 
 
+def test_a_folder_with_files_under_our_names_is_left_alone(tmp_path: Path, trained: Path, refused: Refused) -> None:
+    (tmp_path / "sample_00.txt").write_text("mine")
+    words = ["sample", "--checkpoint", trained, "--prompts", "a street", "--progress", "none", "--nproc", 1]
+    assert "sample_00.txt" in refused(*words, "--output_dir", tmp_path)
+    assert (tmp_path / "sample_00.txt").read_text() == "mine"
+    of_training = next((trained / "samples").glob("step_*"))
+    before = {path.name: path.read_bytes() for path in of_training.iterdir()}
+    assert "did not put there" in refused(*words, "--output_dir", of_training)
+    assert {path.name: path.read_bytes() for path in of_training.iterdir()} == before
+
+
+def test_the_file_that_names_the_newest_checkpoint_is_followed(tmp_path: Path, trained: Path, refused: Refused) -> None:
+    words = [
+        "sample",
+        "--prompts",
+        "a street",
+        "--progress",
+        "none",
+        "--nproc",
+        "1",
+        "--output_dir",
+        str(tmp_path / "drawn"),
+    ]
+    assert cli.main([*words, "--checkpoint", str(trained / "checkpoints/latest")]) == 0
+    assert (tmp_path / "drawn/sample_00.png").exists()
+    assert "is a file" in refused(*words, "--checkpoint", trained / "export/model.safetensors")
+
+
+def test_the_record_of_a_run_is_a_config_file(trained: Path) -> None:
+    config = cli.parse("train", ["--config", str(trained / "config.json"), "--n_steps", "77"])
+    assert config.n_steps == 77
+    assert config.output_dir == trained
+    assert config.model == "tiny"
+
+
 def test_prompt_files_that_are_not_there_or_not_text(tmp_path: Path, trained: Path, refused: Refused) -> None:
     (tmp_path / "prompts.txt").write_bytes("grün\n".encode("utf-16"))
     for name in ("nosuch.txt", "prompts.txt"):

@@ -11,7 +11,6 @@ Settings are the flags (`halation train --help`); both return the exit code 0, o
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 __version__ = "0.1.0"
@@ -20,20 +19,17 @@ __all__ = ["__version__", "sample", "train"]
 
 def train(**settings: Any) -> int:
     """`halation train` with these settings."""
+    from halation.config.fields import checked
     from halation.config.train import TrainConfig
     from halation.jobs import train as job
 
-    return job.run(TrainConfig(**_with_paths(settings)))
+    return job.run(TrainConfig(**checked(TrainConfig, settings, "halation.train()")))
 
 
 def sample(**settings: Any) -> int:
     """`halation sample` with these settings."""
+    from halation.config.fields import checked
     from halation.config.sample import SampleConfig
     from halation.jobs import sample as job
 
-    return job.run(SampleConfig(**_with_paths(settings)))
-
-
-def _with_paths(settings: dict[str, Any]) -> dict[str, Any]:
-    paths = {name: Path(settings[name]) for name in ("output_dir", "checkpoint") if settings.get(name) is not None}
-    return settings | paths
+    return job.run(SampleConfig(**checked(SampleConfig, settings, "halation.sample()")))

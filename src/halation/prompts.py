@@ -63,7 +63,9 @@ def read_prompts(path: str | Path, format: str | None = None) -> list[PromptRow]
 
 
 def from_flags(prompts: Sequence[str], file: str | Path | None) -> list[str]:
-    """The prompts given on the command line, followed by those of a file."""
+    """The prompts given on the command line, followed by those of a file; a lone `-` stands for standard input."""
+    if list(prompts) == ["-"]:
+        prompts = [row.prompt for row in read_prompts("-")]
     return [*prompts, *([row.prompt for row in read_prompts(file)] if file is not None else [])]
 
 

@@ -8,6 +8,7 @@ import json
 import re
 import tomllib
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -91,28 +92,38 @@ def _read_yaml(text: str) -> Any:
 
 def from_file(config_type: type[ConfigType], path: Path) -> dict[str, Any]:
     """The file's settings with their declared types; an unknown key is an error that names the nearest known one."""
+    values = read_file(path)
+    if {"job", "settings", "fixed"} <= values.keys() and isinstance(values["settings"], dict):
+        values = values["settings"]  # the config.json of a run
+    return checked(config_type, values, str(path))
+
+
+def checked(config_type: type[ConfigType], values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Settings with their declared types, or an error that says where and what was wrong with one."""
     import pydantic
 
     hints = typing.get_type_hints(config_type)
     names = [f.name for f in dataclasses.fields(config_type)]  # type: ignore[arg-type]
     settings = {}
-    for key, value in read_file(path).items():
+    for key, value in values.items():
         if key not in names:
             near = difflib.get_close_matches(key, names, n=1, cutoff=0.0)
             raise InputError(
-                f"{path}: unknown setting '{key}'",
+                f"{where}: unknown setting '{key}'",
                 f"the nearest known one is '{near[0]}'",
                 "correct or remove it; --help lists all of them",
             )
-        if _is_list(hints[key]) and not isinstance(value, list):  # as on the command line, one value is a list of one
+        if _is_list(hints[key]) and not isinstance(
+            value, list | tuple
+        ):  # as on the command line, one value is a list of one
             value = [value]
         try:
             adapter: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(hints[key])
-            settings[key] = adapter.validate_json(json.dumps(value), strict=True)
+            settings[key] = adapter.validate_json(json.dumps(value, default=str), strict=True)
         except (pydantic.ValidationError, TypeError) as error:
             problem = error.errors()[0]["msg"] if isinstance(error, pydantic.ValidationError) else str(error)
             raise InputError(
-                f"{path}: {key} is {value!r}", f"a value of its type ({problem})", "correct it; --help shows the type"
+                f"{where}: {key} is {value!r}", f"a value of its type ({problem})", "correct it; --help shows the type"
             ) from error
     return settings
 

@@ -21,7 +21,7 @@ class SampleConfig:
     prompts: tuple[str, ...] = ()
     """Prompts to draw; by default those of the run."""
     prompts_file: str = ""
-    """File of prompts (txt, csv, jsonl, parquet)."""
+    """File of prompts (txt, csv, jsonl, parquet), drawn after those above; `-` is standard input."""
     sample_steps: int = 0
     """Denoising steps; 0 is what the run used."""
     sample_seed: int = -1

@@ -118,7 +118,7 @@ class TrainConfig:
     sample_prompts: tuple[str, ...] = free(())
     """Prompts to draw; by default the eight driving prompts for streets, captions or class names of a folder."""
     sample_prompts_file: str = free("")
-    """File of prompts (txt, csv, jsonl, parquet)."""
+    """File of prompts (txt, csv, jsonl, parquet), drawn after those above; `-` is standard input."""
     sample_steps: int = free(10)
     """Denoising steps a sample."""
     sample_seed: int = free(42)

@@ -116,6 +116,7 @@ class ImageFolder:
         *,
         num_threads: int | None = None,
         on_progress: Callable[[int, int], None] | None = None,
+        quiet: bool = False,
     ) -> CheckReport:
         """Decode every picture once and leave the broken ones out; from 1 % on they are an InputError instead.
 
@@ -130,7 +131,7 @@ class ImageFolder:
             broken = self._broken(names, num_threads or min(8, os.cpu_count() or 1), on_progress)
             if index is not None:
                 _remember(index, broken)
-        self._judge(broken, len(names))
+        self._judge(broken, len(names), quiet)
         self._train = [entry for entry in self._train if entry.name not in broken]
         self._heldout = [entry for entry in self._heldout if entry.name not in broken]
         return CheckReport(num_checked=len(names), broken=broken, remembered=remembered)
@@ -154,7 +155,7 @@ class ImageFolder:
             return str(error)
         return None
 
-    def _judge(self, broken: dict[str, str], num: int) -> None:
+    def _judge(self, broken: dict[str, str], num: int, quiet: bool) -> None:
         named = "".join(f"\n    {name}: {reason}" for name, reason in list(broken.items())[:10])
         more = f"\n    and {len(broken) - 10} more" if len(broken) > 10 else ""
         if len(broken) >= _MAX_BROKEN_SHARE * num and broken:
@@ -163,8 +164,10 @@ class ImageFolder:
                 f"fewer than {_MAX_BROKEN_SHARE:.0%} broken ones",
                 "replace them, or remove them and their lines in the metadata",
             )
-        for name, reason in broken.items():
-            _log.warning("left out, broken: %s: %s", self.folder / name, reason)
+        if broken and not quiet:
+            _log.warning(
+                "%d of the %d pictures of %s are broken and left out:%s%s", len(broken), num, self.folder, named, more
+            )
 
     def _state(self, names: Sequence[str]) -> str:
         """A key over everything that tells whether a file is still the one that was checked."""

@@ -20,7 +20,9 @@ def open_pictures(data: str, height: int, width: int, heldout_pictures: int) -> 
     return ImageFolder(Path(data), height, width, heldout_pictures=heldout_pictures)
 
 
-def check_pictures(source: Pictures, memory: Path, on_progress: Callable[[int, int], None] | None = None) -> None:
+def check_pictures(
+    source: Pictures, memory: Path, on_progress: Callable[[int, int], None] | None = None, quiet: bool = False
+) -> None:
     """Decode a folder once, so that a broken picture is named now and not in the middle of the night."""
     if isinstance(source, ImageFolder):
-        source.check(memory, on_progress=on_progress)
+        source.check(memory, on_progress=on_progress, quiet=quiet)

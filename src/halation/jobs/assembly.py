@@ -87,7 +87,7 @@ def open_source(world: World, config: TrainConfig, run: runs.Run, space: Space) 
 
     on_first(world, "reading the data", look, config.dist_timeout_s)
     source = open_pictures(config.data, height, width, config.heldout_pictures)
-    check_pictures(source, cache)  # remembered by now
+    check_pictures(source, cache, quiet=True)  # remembered by now, and told
     return _cached(world, config, source, space, kind, cache) if kind in ("pixels", "latents") else source
 
 

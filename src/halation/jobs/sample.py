@@ -35,6 +35,14 @@ SAMPLE_RANGES = {
 def run(config: SampleConfig) -> int:
     """Draw on ranks that are already there or on ranks started here; exit code 0 only if every picture is there."""
     check_ranges(config, SAMPLE_RANGES)
+    if config.checkpoint.name == "latest" and config.checkpoint.is_file():  # the text file that names the newest one
+        config = dataclasses.replace(
+            config, checkpoint=config.checkpoint.parent / config.checkpoint.read_text().strip()
+        )
+    if config.checkpoint.is_file():
+        raise InputError(
+            f"{config.checkpoint} is a file", "a run, a checkpoint or an export", "give the folder it is in"
+        )
     if not config.checkpoint.is_dir():  # found without torch, so said at once
         raise InputError(
             f"there is no folder {config.checkpoint}", "a run, a checkpoint or an export", "check --checkpoint"
@@ -58,10 +66,10 @@ def run(config: SampleConfig) -> int:
 
 def _resolved(config: SampleConfig) -> tuple[SampleConfig, dict[str, Any]]:
     """The checkpoint that is meant, the prompts written out, a folder of its own for these very pictures, and what decides them."""
-    from halation.jobs.models import digest_of, find, sampling_of
+    from halation.jobs.models import digest_of
 
-    folder = find(config.checkpoint)
-    settings = _settings(config, sampling_of(folder))
+    folder, recorded = _newest(config.checkpoint)
+    settings = _settings(config, recorded)
     config = dataclasses.replace(config, checkpoint=folder, prompts=settings["prompts"], prompts_file="")
     identity = {"model": digest_of(folder, raw=config.raw), **json.loads(json.dumps(settings))}
     if config.output_dir is None:
@@ -70,10 +78,33 @@ def _resolved(config: SampleConfig) -> tuple[SampleConfig, dict[str, Any]]:
     return config, identity
 
 
+def _newest(checkpoint: Path) -> tuple[Path, dict[str, Any]]:
+    """The checkpoint and how it was sampled; looked for again where a run that is still training has just replaced it."""
+    from halation.jobs.models import find, sampling_of
+
+    for _again in range(3):
+        folder = find(checkpoint)
+        try:
+            return folder, sampling_of(folder)
+        except InputError:
+            if folder.is_dir():
+                raise
+    return folder, sampling_of(folder)
+
+
 def begin(folder: Path, identity: dict[str, Any]) -> None:
     """Pictures of another model or other settings under the same names would pass for these: refuse the folder."""
     record = runs.Run(folder).config
-    if record.exists():
+    ours = [
+        path.name for name in ("sample_*.png", "sample_*.txt", "grid.png", "samples.json") for path in folder.glob(name)
+    ]
+    if ours and not record.exists():
+        raise InputError(
+            f"{folder} holds {ours[0]}, which `halation sample` did not put there",
+            "an empty folder, or one of its own",
+            "choose another --output_dir, or leave it out",
+        )
+    if ours:
         lines = runs.difference(runs.read_json(record).get("fixed", {}), identity)
         if lines:
             raise InputError(

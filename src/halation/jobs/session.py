@@ -310,7 +310,7 @@ class Session:
             return
         rate = window.pictures_per_s()
         numbers = {"loss": report.loss, "lr": report.lr, "pictures_per_s": round(rate, 2)}
-        self.progress.update(report.step, f"loss {self.last_loss:.4f}  {rate:.0f} pictures/s", numbers)
+        self.progress.update(report.step, f"mean loss {self.last_loss:.4f}  {rate:.0f} pictures/s", numbers)
         if report.step % self.config.log_every and report.step not in (1, self.config.n_steps):
             return
         flops = 3 * self.denoiser.flops_per_picture() * rate / self.world.size

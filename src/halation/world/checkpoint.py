@@ -325,12 +325,13 @@ def damage(folder: Path) -> str | None:
 
 def newest_good(folder: Path, on_damage: Callable[[Found, str], None] | None = None) -> Found | None:
     """The newest checkpoint whose every byte checks; damaged ones are reported, and handed to `on_damage`."""
-    good = {item.folder: item for item in committed(folder)}
     named = [path for path in folder.glob("step_*") if path.name.removeprefix("step_").isdigit()]
     for path in sorted(named, key=lambda path: int(path.name.removeprefix("step_")), reverse=True):
         problem = damage(path)
         if problem is None:
-            return good[path]
+            return next(item for item in committed(folder) if item.folder == path)
+        if not path.exists():  # a run that is still training has removed it meanwhile
+            continue
         log.error("checkpoint %s is damaged: %s; looking for an older one", path, problem)
         if on_damage:
             on_damage(Found(folder=path, step=int(path.name.removeprefix("step_")), kind=""), problem)
