@@ -70,7 +70,8 @@ def test_flags_that_pages_name_exist() -> None:
     foreign = {
         "config", "help", "checkpoint", "prompts", "prompts_file",
         "nproc_per_node", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "master_port", "master_addr", "nnodes", "node_rank", "standalone",
-        "nodes", "ntasks_per_node", "gres", "cpus_per_task", "gpus_per_task", "time", "signal", "requeue", "open_mode", "job_name", "kill_on_bad_exit",
+        "nodes", "ntasks_per_node", "gres", "cpus_per_task", "gpus_per_task", "time", "signal", "requeue", "open_mode", "job_name",
+        "kill_on_bad_exit",
     }  # fmt: skip
     for page in PAGES:
         if page.name == "log.md":
