@@ -376,7 +376,10 @@ class Session:
         """Until all ranks know the last save to be whole. Nobody leaves earlier: who stays behind a leaver is soon ended too."""
         with Vigil(self.world, f"saving step {self.position.step}", self.config.dist_timeout_s) as vigil:
             self.checkpoints.wait(vigil.beat)
-            errors = [error for error in vigil.finish(self.checkpoints.error) if error]
+            if self.checkpoints.error:  # told, and not waited for: rank 0 may be waiting for this very rank's part
+                vigil.leave(self.checkpoints.error)
+                self.checkpoints.raise_error()
+            errors = [error for error in vigil.finish("") if error]
         if errors:
             raise HalationError(errors[0])
 

@@ -323,11 +323,16 @@ class Vigil:
         self.count += 1
         self._moved = time.monotonic()
 
+    def leave(self, word: Any) -> None:
+        """Leave this rank's word for the others without waiting for theirs."""
+        if self.world.size > 1:
+            self.world.store.set(f"{self.prefix}/word/{self.world.rank}", json.dumps(word))
+
     def finish(self, word: Any) -> list[Any]:
         """Leave this rank's word and wait for everybody's; raise, naming who stopped, when one makes no progress."""
         if self.world.size == 1:
             return [word]
-        self.world.store.set(f"{self.prefix}/word/{self.world.rank}", json.dumps(word))
+        self.leave(word)
         words: dict[int, Any] = {self.world.rank: word}
         seen: dict[int, tuple[Any, float]] = {rank: ("", time.monotonic()) for rank in range(self.world.size)}
         while len(words) < self.world.size:
