@@ -1,0 +1,1 @@
+"""Pictures by the thousand: plan, ledger, supervisor, workers."""

@@ -1,0 +1,31 @@
+"""What a painter hands on: the pixels of a few pictures, perhaps still being computed, and a way to wait for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from halation.errors import HalationError
+
+Frames = npt.NDArray[np.uint8]
+"""One picture or video: uint8, (frames, height, width, 3)."""
+
+
+class PaintError(HalationError):
+    """One picture could not be made; the message says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Painting:
+    """Drawn specs whose pixels may still be on their way from the device.
+
+    `collect` waits and returns, for each spec, its frames or why there are none. It may be called from another thread than the
+    one that drew, while the next sheet is being drawn. `repair`, called on the drawing thread with rows whose decoded pixels were
+    not finite, decodes these rows again in float32; it is None where there is nothing better to try.
+    """
+
+    collect: Callable[[], list[Frames | PaintError]]
+    repair: Callable[[Sequence[int]], list[Frames | PaintError]] | None = None
