@@ -18,13 +18,17 @@ class PaintError(HalationError):
     """One picture could not be made; the message says why."""
 
 
+class NotFinite(PaintError):
+    """The decoded pixels are NaN or infinite; decoding in float32 may help."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Painting:
     """Drawn specs whose pixels may still be on their way from the device.
 
     `collect` waits and returns, for each spec, its frames or why there are none. It may be called from another thread than the
-    one that drew, while the next sheet is being drawn. `repair`, called on the drawing thread with rows whose decoded pixels were
-    not finite, decodes these rows again in float32; it is None where there is nothing better to try.
+    one that drew, while the next sheet is being drawn. `repair`, called on the drawing thread with the rows that came
+    back as NotFinite, decodes these rows again in float32; it is None where there is nothing better to try.
     """
 
     collect: Callable[[], list[Frames | PaintError]]
