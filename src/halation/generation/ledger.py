@@ -1,0 +1,286 @@
+"""The ledger: every planned picture and what became of it, in one SQLite file with one writer; the only truth on resume."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sqlite3
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from halation.errors import HalationError, InputError
+from halation.faults import fault_point
+from halation.generation.requests import Request
+from halation.specs import Spec
+
+State = Literal["open", "done", "failed"]
+Indices = npt.NDArray[np.int64]
+Result = TypeVar("Result")
+
+LEDGER_FILE = "ledger.sqlite"
+STATES: tuple[State, ...] = ("open", "done", "failed")
+DONE = STATES.index("done")
+WAITS_S = (0.1, 0.5, 2.0)
+
+# `unfinished` is a partial index, so that a resume reads what is missing and never what is there.
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS facts(key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS shapes(number INTEGER PRIMARY KEY, shape TEXT NOT NULL UNIQUE);
+CREATE TABLE IF NOT EXISTS pictures(
+    picture INTEGER PRIMARY KEY, name TEXT NOT NULL, id TEXT NOT NULL, prompt TEXT NOT NULL, negative_prompt TEXT NOT NULL,
+    seed INTEGER NOT NULL, height INTEGER NOT NULL, width INTEGER NOT NULL, num_frames INTEGER NOT NULL, steps INTEGER NOT NULL,
+    guidance_scale REAL NOT NULL, shape INTEGER NOT NULL,
+    state INTEGER NOT NULL DEFAULT 0, sha256 TEXT NOT NULL DEFAULT '', num_bytes INTEGER NOT NULL DEFAULT 0,
+    worker TEXT NOT NULL DEFAULT '', seconds REAL NOT NULL DEFAULT 0, micro_batch INTEGER NOT NULL DEFAULT 0,
+    attempts INTEGER NOT NULL DEFAULT 0, reason TEXT NOT NULL DEFAULT '', epoch INTEGER NOT NULL DEFAULT 0);
+CREATE INDEX IF NOT EXISTS unfinished ON pictures(picture) WHERE state != 1;
+"""
+_SPEC = "picture, name, id, prompt, negative_prompt, seed, height, width, num_frames, steps, guidance_scale"
+_OUTCOME = "state, sha256, num_bytes, worker, seconds, micro_batch, attempts, reason, epoch"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What became of one picture."""
+
+    index: int
+    state: Literal["done", "failed"]
+    sha256: str = ""
+    num_bytes: int = 0
+    worker: str = ""
+    """The GPU's id as given, or the worker's number on a CPU."""
+    seconds: float = 0.0
+    micro_batch: int = 0
+    """0: drawn as planned; otherwise the smaller number of pictures at once that memory allowed."""
+    attempts: int = 1
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """A planned picture with its outcome."""
+
+    request: Request
+    state: State
+    sha256: str
+    num_bytes: int
+    worker: str
+    seconds: float
+    micro_batch: int
+    attempts: int
+    reason: str
+    epoch: int
+
+
+def group_of(spec: Spec) -> tuple[float, ...]:
+    """What must be equal for two specs to stand on one sheet: a pipeline takes one guidance scale for all its rows."""
+    return (*spec.shape, spec.guidance_scale)
+
+
+class Ledger:
+    """Rows and outcomes; call it from one thread of one process, which holds the folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.epoch = 0
+        """Which of the run's settings, counted from 0, the outcomes recorded from now on belong to."""
+        try:
+            self._open()
+        except sqlite3.DatabaseError as error:
+            raise _damaged(path, error) from error
+
+    def _open(self) -> None:
+        self.connection = sqlite3.connect(self.path, isolation_level=None)
+        # WAL: one fsync less a commit, and a reader (the gallery) never waits. A power cut may cost the last outcomes, never the file.
+        self.connection.execute("PRAGMA journal_mode = WAL")
+        self.connection.execute("PRAGMA synchronous = NORMAL")
+        self.connection.executescript(SCHEMA)
+
+    def close(self) -> None:
+        self.connection.close()
+
+    def __enter__(self) -> Ledger:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- the plan
+
+    @property
+    def num_planned(self) -> int:
+        return int(self.connection.execute("SELECT COALESCE(MAX(picture) + 1, 0) FROM pictures").fetchone()[0])
+
+    def fact(self, key: str) -> Any:
+        row = self.connection.execute("SELECT value FROM facts WHERE key = ?", (key,)).fetchone()
+        return None if row is None else json.loads(row[0])
+
+    def plan(self, requests: Iterable[Request], facts: dict[str, Any]) -> None:
+        """Add requests behind those that are planned, all of them or, where anything fails, none; `facts` say which plan it is."""
+        with self._transaction("plan"):
+            self.connection.executemany(
+                f"INSERT INTO pictures({_SPEC}, shape) VALUES ({', '.join('?' * 12)})", self._planned(requests)
+            )
+            self.connection.executemany(
+                "INSERT OR REPLACE INTO facts VALUES (?, ?)", [(key, json.dumps(value)) for key, value in facts.items()]
+            )
+
+    def _planned(self, requests: Iterable[Request]) -> Iterator[tuple[Any, ...]]:
+        shapes = {shape: number for number, shape in self.connection.execute("SELECT number, shape FROM shapes")}
+        for request in requests:
+            spec = request.spec
+            shape = json.dumps(group_of(spec))
+            if shape not in shapes:
+                shapes[shape] = len(shapes)
+                self.connection.execute("INSERT INTO shapes VALUES (?, ?)", (shapes[shape], shape))
+            yield (
+                spec.index, request.name, spec.id, spec.prompt, spec.negative_prompt, spec.seed, spec.height, spec.width,
+                spec.num_frames, spec.steps, spec.guidance_scale, shapes[shape],
+            )  # fmt: skip
+
+    def forget_plan(self) -> None:
+        """Before the first picture is drawn, other settings may still make another plan."""
+        with self._transaction("forget"):
+            for table in ("pictures", "shapes", "facts"):
+                self.connection.execute(f"DELETE FROM {table}")
+
+    def groups(self) -> list[Indices]:
+        """The indices of each group of rows that may share sheets, ascending."""
+        num_shapes = self.connection.execute("SELECT COUNT(*) FROM shapes").fetchone()[0]
+        if num_shapes <= 1:
+            return [np.arange(self.num_planned, dtype=np.int64)] if num_shapes else []
+        shapes = np.fromiter(
+            (row[0] for row in self.connection.execute("SELECT shape FROM pictures ORDER BY picture")), np.int64
+        )
+        return [np.flatnonzero(shapes == number).astype(np.int64) for number in range(num_shapes)]
+
+    def examples(self) -> list[Spec]:
+        """One spec of each group, in the groups' order."""
+        rows = self.connection.execute("SELECT MIN(picture) FROM pictures GROUP BY shape ORDER BY shape")
+        return [request.spec for request in self.requests([row[0] for row in rows.fetchall()])]
+
+    def requests(self, indices: Sequence[int]) -> list[Request]:
+        """The requests of these rows, in this order."""
+        query = f"SELECT {_SPEC} FROM pictures WHERE picture = ?"
+        return [_request(self.connection.execute(query, (int(index),)).fetchone()) for index in indices]
+
+    # -- the outcomes
+
+    def unfinished(self) -> Indices:
+        """Rows without a picture, ascending: open ones, and failed ones, which a new call tries again."""
+        return np.fromiter(
+            (
+                row[0]
+                for row in self.connection.execute("SELECT picture FROM pictures WHERE state != 1 ORDER BY picture")
+            ),
+            np.int64,
+        )
+
+    def counts(self) -> dict[str, int]:
+        """How many rows are planned, open, done and failed."""
+        planned = self.num_planned
+        rest = dict(
+            self.connection.execute("SELECT state, COUNT(*) FROM pictures WHERE state != 1 GROUP BY state").fetchall()
+        )
+        counts = {state: rest.get(number, 0) for number, state in enumerate(STATES)}
+        return {"planned": planned, **counts, "done": planned - sum(rest.values())}
+
+    def record(self, outcomes: Iterable[Outcome]) -> None:
+        """Write outcomes down; a picture that is done stays done, so that a late second word changes nothing."""
+        values = [
+            (
+                STATES.index(outcome.state), outcome.sha256, outcome.num_bytes, outcome.worker, outcome.seconds,
+                outcome.micro_batch, outcome.attempts, outcome.reason, self.epoch, outcome.index,
+            )
+            for outcome in outcomes
+        ]  # fmt: skip
+        assignments = ", ".join(f"{name} = ?" for name in _OUTCOME.split(", "))
+
+        def write() -> None:
+            with self._transaction("record"):
+                self.connection.executemany(
+                    f"UPDATE pictures SET {assignments} WHERE picture = ? AND state != 1", values
+                )
+
+        self._persistently(write)
+
+    def reopen(self, indices: Iterable[int]) -> None:
+        """Back to open: the file of a done picture is gone or damaged."""
+        with self._transaction("reopen"):
+            self.connection.executemany(
+                "UPDATE pictures SET state = 0, sha256 = '', reason = '' WHERE picture = ?",
+                [(int(index),) for index in indices],
+            )
+
+    def rows(self) -> Iterator[Row]:
+        """All rows by index."""
+        return self._rows("")
+
+    def failures(self) -> Iterator[Row]:
+        return self._rows("WHERE state = 2")
+
+    def names_done(self) -> Iterator[tuple[int, str, int]]:
+        """Index, file stem and number of frames of every picture that should be in the folder."""
+        return iter(self.connection.execute(f"SELECT picture, name, num_frames FROM pictures WHERE state = {DONE}"))
+
+    def has_videos(self) -> bool:
+        return self.connection.execute("SELECT 1 FROM pictures WHERE num_frames > 1 LIMIT 1").fetchone() is not None
+
+    def _rows(self, condition: str) -> Iterator[Row]:
+        for row in self.connection.execute(f"SELECT {_SPEC}, {_OUTCOME} FROM pictures {condition} ORDER BY picture"):
+            state, *outcome = row[11:]
+            names = _OUTCOME.split(", ")[1:]
+            yield Row(request=_request(row[:11]), state=STATES[state], **dict(zip(names, outcome, strict=True)))
+
+    @contextlib.contextmanager
+    def _transaction(self, point: str) -> Iterator[None]:
+        fault_point(f"ledger.{point}")
+        self.connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            fault_point(f"ledger.{point}.commit")
+            self.connection.execute("COMMIT")
+        except BaseException:
+            if self.connection.in_transaction:
+                self.connection.execute("ROLLBACK")
+            raise
+        fault_point(f"ledger.{point}.committed")
+
+    def _persistently(self, action: Callable[[], Result]) -> Result:
+        """A disk that refuses may be a passing matter; one that goes on refusing ends the run with a sentence."""
+        for wait_s in (*WAITS_S, None):
+            try:
+                return action()
+            except (sqlite3.OperationalError, OSError) as error:
+                if wait_s is None:
+                    raise HalationError(
+                        f"cannot write {self.path}: {getattr(error, 'strerror', None) or error}; "
+                        "mend that, for a full disk free some space, then run the same command again"
+                    ) from error
+                time.sleep(wait_s)
+        raise AssertionError("unreachable")
+
+
+def _request(row: Sequence[Any]) -> Request:
+    index, name, id_, prompt, negative_prompt, seed, height, width, num_frames, steps, guidance_scale = row
+    spec = Spec(
+        index=index, id=id_, prompt=prompt, negative_prompt=negative_prompt, seed=seed, height=height, width=width,
+        num_frames=num_frames, steps=steps, guidance_scale=guidance_scale,
+    )  # fmt: skip
+    return Request(spec=spec, name=name)
+
+
+def _damaged(path: Path, error: sqlite3.DatabaseError) -> HalationError:
+    if "disk" in str(error) or "unable to open" in str(error) or "readonly" in str(error):
+        return HalationError(f"cannot open {path}: {error}; mend that and run the same command again")
+    return InputError(
+        f"{path} is damaged: {error}",
+        "the ledger as Halation wrote it",
+        "restore it from a copy, or start in a new --output_dir",
+    )
