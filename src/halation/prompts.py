@@ -14,6 +14,7 @@ from halation.tables import Row, csv_header, csv_rows, decode, json_rows, lines,
 
 FORMATS = ("csv", "txt", "jsonl", "parquet")
 PROMPT_COLUMNS = ("prompt", "caption")
+NUM_SEEDS = 2**63
 _NAMES = {
     "image_id": ("image_id", "id"),
     "seed": ("seed",),
