@@ -1,0 +1,309 @@
+"""What a generation leaves beside its pictures: metadata.jsonl, failed_prompts_gpu{k}.txt, summary.json; and whether all is still there.
+
+Metadata holds what follows from the specs alone, so that any number of workers leaves the same bytes; what depends on workers and
+time stands in the summary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import socket
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from halation.faults import fault_point
+from halation.generation.ledger import Row
+from halation.runs import publish_json, sync_folder
+
+METADATA_FILE = "metadata.jsonl"
+SUMMARY_FILE = "summary.json"
+FAILURES_FILE = "failed_prompts_gpu{worker}.txt"
+FAILURES_HEADER = "# index\tid\tseed\tprompt\treason (text is escaped as inside a JSON string)\n"
+MAX_REASONS = 100
+MAX_THREADS = 8
+
+
+def files_of(name: str, num_frames: int) -> list[str]:
+    """The files of one result, relative to the folder: a picture, or a video and its frames."""
+    if num_frames == 1:
+        return [f"{name}.png"]
+    return [f"{name}.mp4", *(f"{name}/frame_{number:04d}.png" for number in range(num_frames))]
+
+
+def digest(files: Sequence[bytes]) -> str:
+    """The SHA-256 a ledger keeps for a result whose files, in the order of `files_of`, hold these bytes."""
+    return _joined([hashlib.sha256(file).hexdigest() for file in files])
+
+
+def digest_of(folder: Path, name: str, num_frames: int) -> str:
+    """The same of files on disk."""
+    digests = []
+    for file_name in files_of(name, num_frames):
+        with open(folder / file_name, "rb", buffering=0) as file:
+            digests.append(hashlib.file_digest(file, "sha256").hexdigest())
+    return _joined(digests)
+
+
+def _joined(digests: Sequence[str]) -> str:
+    return digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest()
+
+
+@contextlib.contextmanager
+def _publishing(path: Path, point: str) -> Iterator[BinaryIO]:
+    """A file to write into that gets its name only when it is whole; for what is too long to hold as bytes."""
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")
+    try:
+        fault_point(f"{point}.open")
+        with open(temporary, "wb", buffering=1 << 20) as file:
+            fault_point(f"{point}.write")
+            yield file
+            file.flush()
+            fault_point(f"{point}.fsync")
+            os.fsync(file.fileno())
+        fault_point(f"{point}.rename")
+        os.replace(temporary, path)
+        fault_point(f"{point}.renamed")
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)
+        raise
+    sync_folder(path.parent)
+
+
+def write_metadata(folder: Path, rows: Iterable[Row]) -> None:
+    """metadata.jsonl, as `datasets` reads it beside pictures: a line for each done row; rows come by index."""
+    last = -1
+    with _publishing(folder / METADATA_FILE, "metadata") as file:
+        for row in rows:
+            assert row.request.spec.index > last, "rows come by index"
+            last = row.request.spec.index
+            if row.state == "done":
+                file.write((json.dumps(_metadata(row), ensure_ascii=False) + "\n").encode())
+
+
+def _metadata(row: Row) -> dict[str, Any]:
+    spec = row.request.spec
+    return {
+        "file_name": files_of(row.request.name, spec.num_frames)[0],
+        "image_id": spec.id,
+        "index": spec.index,
+        "prompt": spec.prompt,
+        "negative_prompt": spec.negative_prompt,
+        "seed": spec.seed,
+        "width": spec.width,
+        "height": spec.height,
+        "num_frames": spec.num_frames,
+        "steps": spec.steps,
+        "guidance_scale": float(spec.guidance_scale),
+        "sha256": row.sha256,
+    }
+
+
+def write_failures(folder: Path, workers: Sequence[str], rows: Iterable[Row]) -> None:
+    """A list of failures for each worker, empty where it had none, and none for a worker that is gone and owes nothing.
+
+    A failure that no worker stands for is listed with the first one's.
+    """
+    kept = set()
+    with contextlib.ExitStack() as stack:
+
+        def opened(worker: str) -> BinaryIO:
+            path = folder / FAILURES_FILE.format(worker=worker)
+            kept.add(path.name)
+            file = stack.enter_context(_publishing(path, "failures"))
+            file.write(FAILURES_HEADER.encode())
+            return file
+
+        lists = {worker: opened(worker) for worker in workers}
+        for row in rows:
+            if row.state == "failed":
+                worker = row.worker or (workers[0] if workers else "0")
+                if worker not in lists:
+                    lists[worker] = opened(worker)
+                lists[worker].write(_failure(row))
+    for path in folder.glob(FAILURES_FILE.format(worker="*")):
+        if path.name not in kept:
+            path.unlink(missing_ok=True)
+
+
+def _failure(row: Row) -> bytes:
+    spec = row.request.spec
+    cells = (str(spec.index), _escaped(spec.id), str(spec.seed), _escaped(spec.prompt), _escaped(row.reason))
+    return ("\t".join(cells) + "\n").encode()
+
+
+def _escaped(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Damage:
+    """A file that is not what the ledger says."""
+
+    index: int
+    file: str
+    why: str
+
+
+def verify(folder: Path, rows: Iterable[Row], report: Callable[[int, int], None]) -> list[Damage]:
+    """Every done row's files against the ledger's sizes and hashes; what is wrong, by index.
+
+    `report` hears, from the calling thread, how many results were checked and how many of them are damaged.
+    """
+    damages: list[Damage] = []
+    num_threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
+    waiting: deque[Future[Damage | None]] = deque()
+    num_checked = 0
+
+    def settle() -> None:
+        nonlocal num_checked
+        damage = waiting.popleft().result()
+        num_checked += 1
+        if damage is not None:
+            damages.append(damage)
+        report(num_checked, len(damages))
+
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="verify") as threads:
+        for row in rows:
+            if row.state == "done":
+                waiting.append(threads.submit(_damage, folder, row))
+            if len(waiting) >= 16 * num_threads:
+                settle()
+        while waiting:
+            settle()
+    return sorted(damages, key=lambda damage: damage.index)
+
+
+def _damage(folder: Path, row: Row) -> Damage | None:
+    """What is wrong with one result, or None."""
+    spec, name = row.request.spec, row.request.name
+    files = files_of(name, spec.num_frames)
+    num_bytes = 0
+    for file in files:
+        try:
+            size = os.stat(folder / file).st_size
+        except FileNotFoundError:
+            return Damage(index=spec.index, file=file, why="missing")
+        except OSError as error:
+            return Damage(index=spec.index, file=file, why=f"cannot be read ({error.strerror or error})")
+        if size == 0:
+            return Damage(index=spec.index, file=file, why="cut short (empty)")
+        num_bytes += size
+    if num_bytes < row.num_bytes:
+        why = f"cut short ({num_bytes} of {row.num_bytes} bytes)"
+    elif num_bytes > row.num_bytes:
+        why = f"changed ({num_bytes} bytes instead of {row.num_bytes})"
+    else:
+        try:
+            why = "" if digest_of(folder, name, spec.num_frames) == row.sha256 else "changed (its SHA-256 is another)"
+        except OSError as error:
+            why = f"cannot be read ({error.strerror or error})"
+    return Damage(index=spec.index, file=files[0], why=why) if why else None
+
+
+def missing(folder: Path, rows_done: int, names: Callable[[], Iterable[tuple[int, str, int]]]) -> list[int]:
+    """Indices of done rows whose file is gone, by a look at the folder alone: no file is opened or asked for its size.
+
+    Where there are as many results as rows that are done, nothing is compared; `names` gives index, name and number of frames of
+    each done row and is asked only where the numbers differ.
+    """
+    with os.scandir(folder) as entries:
+        num_results = sum(1 for entry in entries if _is_result(entry.name))
+    if num_results == rows_done:
+        return []
+    present = set(os.listdir(folder))
+    return [index for index, name, num_frames in names() if not present.issuperset(_entries(name, num_frames))]
+
+
+def _is_result(file_name: str) -> bool:
+    return file_name.endswith((".png", ".mp4")) and not file_name.startswith(".")
+
+
+def _entries(name: str, num_frames: int) -> tuple[str, ...]:
+    """What a result is called in the folder itself."""
+    return (f"{name}.png",) if num_frames == 1 else (f"{name}.mp4", name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerTally:
+    """What one worker did in this call."""
+
+    done: int = 0
+    failed: int = 0
+    seconds_painting: float = 0.0
+    restarts: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tally:
+    """What the supervisor counted: the first four for the whole folder, the rest for this call."""
+
+    planned: int
+    done: int
+    failed: int
+    open: int
+    drawn_now: int
+    seconds: float
+    workers: Mapping[str, WorkerTally] = field(default_factory=dict)
+    retries: int = 0
+    redone_sheets: int = 0
+    failures_by_reason: Mapping[str, int] = field(default_factory=dict)
+    smaller_micro_batches: int = 0
+    """Pictures of the folder drawn with fewer at once than planned, after an out of memory."""
+    equality_classes: Mapping[str, str] = field(default_factory=dict)
+    """E0, E1 or E2 for each setting that has one."""
+    interrupted: bool = False
+
+
+def count_reasons(failures: Iterable[Row]) -> dict[str, int]:
+    """How many rows failed for each reason (its first line), the commonest first; beyond a hundred, the rest together."""
+    counts = Counter((row.reason.strip().splitlines() or ["no reason given"])[0] for row in failures)
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    rest = sum(num for _, num in ordered[MAX_REASONS:])
+    return dict(ordered[:MAX_REASONS]) | ({"other reasons": rest} if rest else {})
+
+
+def summary(tally: Tally) -> dict[str, Any]:
+    """summary.json as a dictionary."""
+    return {
+        "planned": tally.planned,
+        "done": tally.done,
+        "failed": tally.failed,
+        "open": tally.open,
+        "interrupted": tally.interrupted,
+        "drawn_now": tally.drawn_now,
+        "seconds": round(tally.seconds, 3),
+        "pictures_per_s": _share(tally.drawn_now, tally.seconds),
+        "workers": {
+            label: {
+                "done": worker.done,
+                "failed": worker.failed,
+                "seconds_painting": round(worker.seconds_painting, 3),
+                "busy_share": _share(worker.seconds_painting, tally.seconds),
+                "restarts": worker.restarts,
+            }
+            for label, worker in tally.workers.items()
+        },
+        "retries": tally.retries,
+        "redone_sheets": tally.redone_sheets,
+        "failures_by_reason": dict(tally.failures_by_reason),
+        "smaller_micro_batches": tally.smaller_micro_batches,
+        "equality_classes": dict(tally.equality_classes),
+    }
+
+
+def _share(part: float, whole: float) -> float:
+    return round(part / whole, 4) if whole > 0 else 0.0
+
+
+def write_summary(folder: Path, tally: Tally) -> None:
+    publish_json(folder / SUMMARY_FILE, summary(tally))
