@@ -139,7 +139,7 @@ def diffusers_preview(setting: Setting, work: Path, device: torch.device) -> Cal
 
 def psnr(one: Path, other: Path) -> float:
     """The lowest over the pictures of two folders, in decibels; 99 where they are the same."""
-    from halation.pictures import read_png
+    from halation.png import read_png
 
     lowest = 99.0
     for path in sorted(one.glob("sample_*.png")):

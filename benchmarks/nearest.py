@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from halation.data.sources import open_pictures
-from halation.pictures import encode_png, grid, read_png
+from halation.pictures import grid
+from halation.png import encode_png, read_png
 
 
 def main() -> None:

@@ -1,33 +1,23 @@
-"""Pictures as bytes and as figures: fast lossless PNG with text, strict reading, grids, the progress of a training.
+"""Many pictures in one: grids with captions, and the progress of a training.
 
-It knows pixels and text alone: no model, no run folder, no torch. Publishing the bytes is `halation.runs`' affair.
+It knows pixels and text alone: no model, no run folder, no torch. Files are the affair of `halation.png` and `halation.runs`.
 """
 
 from __future__ import annotations
 
-import io
-import json
 import math
-import struct
 import unicodedata
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
-from halation.errors import InputError
+from halation.png import Pixels, encode_png, picture_text, read_png  # noqa: F401 - until every importer has moved
 
-Pixels: TypeAlias = npt.NDArray[np.uint8]
 Colour: TypeAlias = tuple[int, int, int]
-
-SIGNATURE = b"\x89PNG\r\n\x1a\n"
-MAX_PIXELS = 1 << 26
-UP_FILTER, AVERAGE_FILTER = 2, 3
 
 PAPER: Colour = (252, 252, 251)
 INK: Colour = (32, 35, 42)
@@ -37,159 +27,6 @@ EMPTY: Colour = (240, 240, 238)
 ALARM: Colour = (176, 58, 46)
 CURVE: Colour = (37, 99, 176)
 FAINT_CURVE: Colour = (183, 206, 234)
-
-
-def deflate(residuals: bytes) -> bytes:
-    """Compress filtered rows: those of a photograph by the entropy coder alone, those of a drawing with matches too.
-
-    Searching for matches is where Pillow's default spends its time, and it finds next to none in a photograph.
-    """
-    drawing = residuals[0] == UP_FILTER
-    level, strategy = (4, zlib.Z_DEFAULT_STRATEGY) if drawing else (1, zlib.Z_HUFFMAN_ONLY)
-    coder = zlib.compressobj(level, zlib.DEFLATED, zlib.MAX_WBITS, 9, strategy)
-    return coder.compress(residuals) + coder.flush()
-
-
-def encode_png(pixels: Pixels, text: Mapping[str, str], compress: Callable[[bytes], bytes] = deflate) -> bytes:
-    """A lossless PNG of `pixels` (uint8, H x W x 3) with a text chunk for each item of `text`.
-
-    `compress` makes a zlib stream. It is an argument, and not whatever is the fastest installed, because the bytes of a
-    file must not depend on what else is installed.
-    """
-    if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3 or 0 in pixels.shape:
-        raise ValueError(f"a picture is uint8 of shape (height, width, 3), not {pixels.dtype} of shape {pixels.shape}")
-    height, width, _ = pixels.shape
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"".join(
-        [
-            SIGNATURE,
-            _chunk(b"IHDR", header),
-            *(_text_chunk(key, value) for key, value in text.items()),
-            _chunk(b"IDAT", compress(_filtered(pixels).tobytes())),
-            _chunk(b"IEND", b""),
-        ]
-    )
-
-
-def _filtered(pixels: Pixels) -> Pixels:
-    """Each byte less the mean of its left and upper neighbours; in drawings, where rows repeat, less the upper one.
-
-    A drawing has more bytes that equal the one above than bytes that equal the mean. The choice is a function of the
-    pixels, so equal pictures give equal bytes.
-    """
-    height, width, _ = pixels.shape
-    rows = np.ascontiguousarray(pixels).reshape(height, width * 3)
-    above, left = np.zeros_like(rows), np.zeros_like(rows)
-    above[1:], left[:, 3:] = rows[:-1], rows[:, :-3]
-    filtered = np.empty((height, width * 3 + 1), np.uint8)
-    filtered[:, 0] = AVERAGE_FILTER
-    # floor((a + b) / 2) without leaving uint8: the common bits, and half of the others.
-    np.subtract(rows, (above & left) + ((above ^ left) >> 1), out=filtered[:, 1:])
-    num_repeats = np.count_nonzero(rows == above)
-    if num_repeats * 4 > rows.size and num_repeats > np.count_nonzero(filtered[:, 1:] == 0):
-        filtered[:, 0] = UP_FILTER
-        np.subtract(rows, above, out=filtered[:, 1:])
-    return filtered
-
-
-def _chunk(kind: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(data, zlib.crc32(kind)))
-
-
-def _text_chunk(key: str, value: str) -> bytes:
-    keyword = key.encode("latin-1")
-    if not 1 <= len(keyword) <= 79 or b"\0" in keyword:
-        raise ValueError(f"a PNG text key has 1 to 79 Latin-1 characters, not {key!r}")
-    # A NUL would end the text early and a lone surrogate has no UTF-8 form; neither can be kept in a text chunk.
-    value = value.replace("\0", "\ufffd").encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    try:
-        return _chunk(b"tEXt", keyword + b"\0" + value.encode("latin-1"))
-    except UnicodeEncodeError:
-        return _chunk(b"iTXt", keyword + b"\0\0\0\0\0" + value.encode("utf-8"))
-
-
-def picture_text(spec_json: Mapping[str, Any], model: str = "", sampler: str = "") -> dict[str, str]:
-    """The texts every PNG carries: the spec as JSON, and the `parameters` text that other programs read."""
-    sampler = sampler or str(spec_json.get("sampler", ""))
-    settings = {
-        "Steps": spec_json["steps"],
-        "Sampler": sampler,
-        "CFG scale": spec_json["guidance_scale"],
-        "Seed": spec_json["seed"],
-        "Size": f"{spec_json['width']}x{spec_json['height']}",
-        "Model": model,
-    }
-    lines = [str(spec_json["prompt"])]
-    if spec_json.get("negative_prompt"):
-        lines.append(f"Negative prompt: {spec_json['negative_prompt']}")
-    lines.append(", ".join(f"{name}: {_quoted(str(value))}" for name, value in settings.items() if value != ""))
-    return {"halation": json.dumps(dict(spec_json), sort_keys=True), "parameters": "\n".join(lines)}
-
-
-def _quoted(value: str) -> str:
-    """Readers of `parameters` split at commas and colons, and take a JSON string as one value."""
-    return json.dumps(value, ensure_ascii=False) if any(mark in value for mark in ",:\n") else value
-
-
-def read_png(path: str | Path) -> tuple[Pixels, dict[str, str]]:
-    """Pixels and texts of a picture as `encode_png` writes it; a file with any byte cut off or changed is refused."""
-    path = Path(path)
-    try:
-        return _decode(path.read_bytes())
-    except FileNotFoundError:
-        found = f"{path}: no such file"
-    except (ValueError, struct.error, zlib.error, OSError) as error:
-        found = f"{path}: {error}"
-    raise InputError(found, "a whole 8-bit RGB PNG", "draw the picture again, or name another file")
-
-
-def _decode(data: bytes) -> tuple[Pixels, dict[str, str]]:
-    chunks = list(_chunks(data))
-    kinds = [kind for kind, _ in chunks]
-    if kinds[:1] != [b"IHDR"] or kinds[-1:] != [b"IEND"] or b"IDAT" not in kinds:
-        raise ValueError("the PNG is not complete (no header, no pixels or no end)")
-    width, height, depth, colour, _, _, interlaced = struct.unpack(">IIBBBBB", chunks[0][1])
-    if (depth, colour, interlaced) != (8, 2, 0):
-        raise ValueError(f"bit depth {depth}, colour type {colour}, interlacing {interlaced}")
-    if not 0 < width * height <= MAX_PIXELS:
-        raise ValueError(f"{width} x {height} pixels, more than {MAX_PIXELS} or none")
-    stream = b"".join(body for kind, body in chunks if kind == b"IDAT")
-    expected = height * (width * 3 + 1)
-    inflater = zlib.decompressobj()
-    if len(inflater.decompress(stream, expected + 1)) != expected or not inflater.eof or inflater.unused_data:
-        raise ValueError("the pixels are not as many as the header says")
-    # Only the chunks that decide the pixels go to Pillow, which limits the length of texts.
-    bare = SIGNATURE + _chunk(b"IHDR", chunks[0][1]) + _chunk(b"IDAT", stream) + _chunk(b"IEND", b"")
-    with Image.open(io.BytesIO(bare), formats=["PNG"]) as image:
-        pixels = np.array(image, dtype=np.uint8)
-    return pixels, dict(_text(kind, body) for kind, body in chunks if kind in (b"tEXt", b"iTXt"))
-
-
-def _chunks(data: bytes) -> Iterator[tuple[bytes, bytes]]:
-    if not data.startswith(SIGNATURE):
-        raise ValueError("not a PNG (or its first bytes are damaged)")
-    position = len(SIGNATURE)
-    while position < len(data):
-        if position + 12 > len(data):
-            raise ValueError("cut off inside a chunk")
-        (length,) = struct.unpack_from(">I", data, position)
-        end = position + 8 + length
-        if end + 4 > len(data):
-            raise ValueError("cut off inside a chunk, or a damaged length")
-        (checksum,) = struct.unpack_from(">I", data, end)
-        if zlib.crc32(data[position + 4 : end]) != checksum:
-            raise ValueError(f"the checksum of the chunk at byte {position} is wrong")
-        yield data[position + 4 : position + 8], data[position + 8 : end]
-        position = end + 4
-
-
-def _text(kind: bytes, body: bytes) -> tuple[str, str]:
-    key, _, rest = body.partition(b"\0")
-    if kind == b"tEXt":
-        return key.decode("latin-1"), rest.decode("latin-1")
-    _language, _translated, value = rest[2:].split(b"\0", 2)
-    value = zlib.decompress(value) if rest[:1] == b"\1" else value
-    return key.decode("latin-1"), value.decode("utf-8")
 
 
 @cache

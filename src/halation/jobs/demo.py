@@ -17,7 +17,8 @@ from halation.config.train import TrainConfig
 from halation.data.streets import DRIVING_PROMPTS
 from halation.errors import InputError
 from halation.jobs import train
-from halation.pictures import encode_png, progress_figure, read_png
+from halation.pictures import progress_figure
+from halation.png import encode_png, read_png
 from halation.runs import Metrics, Run, publish
 from halation.world import launch
 

@@ -19,7 +19,7 @@ from halation.data.base import Pictures
 from halation.errors import InputError
 from halation.flow.ema import Ema
 from halation.models.base import Denoiser
-from halation.pictures import read_png
+from halation.png import read_png
 from halation.runs import publish_json
 from halation.training import heldout
 from halation.training.objectives import flow_matching

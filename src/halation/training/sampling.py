@@ -26,7 +26,8 @@ from halation.errors import InputError, RankFailure
 from halation.faults import fault_point
 from halation.models import draw
 from halation.models.base import Denoiser
-from halation.pictures import encode_png, grid, picture_text, read_png
+from halation.pictures import grid
+from halation.png import encode_png, picture_text, read_png
 from halation.runs import publish, publish_json
 from halation.specs import Sheet, Spec
 from halation.training.loop import AUTOCAST
