@@ -2,32 +2,62 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from halation.errors import InputError
-from halation.tables import Row, csv_header, csv_rows, decode, json_rows, lines, nearest, refuse
+from halation.tables import Row, blocks, check, csv_table, json_rows, lines, nearest, refuse, refuse_mojibake, shown
 
 FORMATS = ("csv", "txt", "jsonl", "parquet")
 PROMPT_COLUMNS = ("prompt", "caption")
 NUM_SEEDS = 2**63
-_NAMES = {
-    "image_id": ("image_id", "id"),
-    "seed": ("seed",),
-    "negative_prompt": ("negative_prompt",),
-    "width": ("width",),
-    "height": ("height",),
-    "steps": ("steps", "num_inference_steps"),
-    "guidance_scale": ("guidance_scale",),
+_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}
+_NUM_COLUMNS_SHOWN = 20
+_NUM_ROWS_AT_ONCE = 4096
+_WHOLE_NUMBER = re.compile(r"\s*[+-]?[0-9]+\s*")
+_NUMBER = re.compile(r"\s*[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?\s*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kind:
+    """What a column besides the prompt may hold."""
+
+    names: tuple[str, ...]
+    type: type
+    expected: str
+    least: float = -math.inf
+    most: float = math.inf
+
+
+_KINDS = {
+    "image_id": _Kind(names=("image_id", "id"), type=str, expected="text"),
+    "seed": _Kind(
+        names=("seed",), type=int, expected="a whole number from 0 to 2**63 - 1", least=0, most=NUM_SEEDS - 1
+    ),
+    "negative_prompt": _Kind(names=("negative_prompt",), type=str, expected="text"),
+    "width": _Kind(names=("width",), type=int, expected="a whole number from 1 to 16384", least=1, most=16384),
+    "height": _Kind(names=("height",), type=int, expected="a whole number from 1 to 16384", least=1, most=16384),
+    "steps": _Kind(
+        names=("steps", "num_inference_steps"),
+        type=int,
+        expected="a whole number from 1 to 10000",
+        least=1,
+        most=10000,
+    ),
+    "guidance_scale": _Kind(
+        names=("guidance_scale",), type=float, expected="a number, 0 or more", least=0, most=sys.float_info.max
+    ),
 }
 _ONE_PROMPT_A_LINE = "name the file .csv, .txt, .jsonl or .parquet after what is in it"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PromptRow:
     """One prompt with what its file says about it; None where the file says nothing."""
 
@@ -45,6 +75,39 @@ class PromptRow:
     """Where it begins in its file (the row in Parquet), from 1; 0 where there is no file."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class PromptFile:
+    """A prompt file's bytes, read once, because standard input cannot be read twice: what they are, and the rows in them."""
+
+    name: str
+    """For messages."""
+    format: str
+    sha256: str
+    """Of the bytes as they are in the file."""
+    data: bytes = field(repr=False)
+
+    @classmethod
+    def open(cls, path: str | Path, format: str | None = None) -> PromptFile:
+        """Read a file, or standard input for "-" (TXT unless `format` says otherwise); the format follows the ending."""
+        name = "standard input" if str(path) == "-" else str(path)
+        kind = format or ("txt" if str(path) == "-" else Path(path).suffix.lower().removeprefix("."))
+        if kind not in FORMATS:
+            found = f"the format {kind!r}" if format else f"{name} ends with {kind!r}"
+            raise InputError(found, f"one of {', '.join(FORMATS)}", _ONE_PROMPT_A_LINE)
+        data = _bytes(path, name)
+        if kind != "parquet":
+            check(name, data)
+        return cls(name=name, format=kind, sha256=hashlib.sha256(data).hexdigest(), data=data)
+
+    def rows(self) -> Iterator[PromptRow]:
+        """The rows, converted one by one as they are asked for; a faulty one is refused when its turn comes."""
+        row = None
+        for row in _READERS[self.format](self.name, self.data):
+            yield row
+        if row is None:
+            raise InputError(f"{self.name} has no prompts", "at least one", "write one prompt a line")
+
+
 def read_prompts(path: str | Path, format: str | None = None) -> list[PromptRow]:
     """The prompts of a file, or of standard input for "-" (TXT unless `format` says otherwise), in the file's order.
 
@@ -52,15 +115,12 @@ def read_prompts(path: str | Path, format: str | None = None) -> list[PromptRow]
     lines hold objects with the same names; other columns are ignored. In TXT every line is a prompt. Blank lines are
     skipped in all three. Nothing else is changed: "null" is a prompt, an empty field is an empty prompt, spaces stay.
     """
-    name = "standard input" if str(path) == "-" else str(path)
-    kind = format or ("txt" if str(path) == "-" else Path(path).suffix.lower().removeprefix("."))
-    if kind not in FORMATS:
-        raise InputError(f"{name} ends with {kind!r}", f"one of {', '.join(FORMATS)}", _ONE_PROMPT_A_LINE)
-    data = _bytes(path, name)
-    rows = list(_parquet(name, data) if kind == "parquet" else _READERS[kind](name, decode(name, data)))
-    if not rows:
-        raise InputError(f"{name} has no prompts", "at least one", "write one prompt a line")
-    return rows
+    return list(iter_prompts(path, format))
+
+
+def iter_prompts(path: str | Path, format: str | None = None) -> Iterator[PromptRow]:
+    """What `read_prompts` reads, row by row, so that a million rows take little more memory than the file's bytes."""
+    return PromptFile.open(path, format).rows()
 
 
 def from_flags(prompts: Sequence[str], file: str | Path | None) -> list[str]:
@@ -85,23 +145,30 @@ def _bytes(path: str | Path, name: str) -> bytes:
         ) from None
 
 
-def _txt(name: str, text: str) -> Iterator[PromptRow]:
-    for number, line in lines(name, text):
+def _txt(name: str, data: bytes) -> Iterator[PromptRow]:
+    for number, line in lines(name, blocks(data)):
         yield PromptRow(prompt=line, line=number)
 
 
-def _csv(name: str, text: str) -> Iterator[PromptRow]:
-    header = csv_header(name, text)
-    if header:
-        _prompt_column(name, 1, header)
-    return _typed(name, csv_rows(name, text), _from_text)
+def _csv(name: str, data: bytes) -> Iterator[PromptRow]:
+    _refuse_other_separators(name, next(blocks(data), ""))
+    header, records = csv_table(name, blocks(data))
+    prompt = header.index(_prompt_column(name, 1, header))
+    columns = [(part, header.index(column)) for part, column in _columns(header).items()]
+    texts = [(part, position) for part, position in columns if _KINDS[part].type is str]
+    numbers = [(part, position) for part, position in columns if _KINDS[part].type is not str]
+    for line, fields in records:
+        values: dict[str, Any] = {part: fields[position] for part, position in texts}
+        for part, position in numbers:
+            try:
+                values[part] = _number(fields[position], _KINDS[part])
+            except ValueError:
+                raise _bad_value(name, line, header[position], fields[position], _KINDS[part]) from None
+        yield PromptRow(prompt=fields[prompt], line=line, **values)
 
 
-def _jsonl(name: str, text: str) -> Iterator[PromptRow]:
-    return _typed(name, json_rows(name, text), _from_json)
-
-
-_READERS: dict[str, Callable[[str, str], Iterable[PromptRow]]] = {"txt": _txt, "csv": _csv, "jsonl": _jsonl}
+def _jsonl(name: str, data: bytes) -> Iterator[PromptRow]:
+    return _typed(name, json_rows(name, blocks(data)))
 
 
 def _parquet(name: str, data: bytes) -> Iterator[PromptRow]:
@@ -112,67 +179,132 @@ def _parquet(name: str, data: bytes) -> Iterator[PromptRow]:
         action = "pip install pyarrow, or save the prompts as CSV"
         raise InputError(f"{name} is a Parquet file, and pyarrow is not installed", "pyarrow", action) from None
     try:
-        table = pyarrow.parquet.read_table(pyarrow.BufferReader(data))
-    except (pyarrow.ArrowInvalid, OSError) as error:
+        file = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(data))
+        names = list(file.schema_arrow.names)
+        wanted = [_prompt_column(name, 1, names), *_columns(names).values()]
+        twice = [column for column in wanted if names.count(column) > 1]
+        if twice:
+            found = f"the column {twice[0]!r} is there twice"
+            raise refuse(name, 1, 1, found, "each column once", "rename or remove one of them")
+        yield from _typed(name, _batches(name, file, wanted))
+    except (pyarrow.ArrowException, OSError) as error:
         raise InputError(f"{name} is not a Parquet file: {error}", "Parquet", _ONE_PROMPT_A_LINE) from None
-    _prompt_column(name, 1, table.column_names)
-    rows = (Row(line=number, values=values) for number, values in enumerate(table.to_pylist(), start=1))
-    return _typed(name, rows, _from_json)
+
+
+def _batches(name: str, file: Any, columns: Sequence[str]) -> Iterator[Row]:
+    num_before = 0
+    for batch in file.iter_batches(batch_size=_NUM_ROWS_AT_ONCE, columns=list(columns)):
+        try:
+            records = batch.to_pylist()
+        except UnicodeDecodeError:
+            raise _not_utf8(name, num_before, batch) from None
+        for line, values in enumerate(records, start=num_before + 1):
+            yield Row(line=line, values=values)
+        num_before += len(records)
+
+
+def _not_utf8(name: str, num_before: int, batch: Any) -> InputError:
+    for offset in range(batch.num_rows):
+        try:
+            batch.slice(offset, 1).to_pylist()
+        except UnicodeDecodeError as error:
+            found = f"byte 0x{error.object[error.start]:02x} is not UTF-8 ({error.reason})"
+            return refuse(name, num_before + offset + 1, 1, found, "UTF-8 text", "write the file again from its source")
+    raise AssertionError("a row that could not be read can be read alone")
+
+
+_READERS: dict[str, Callable[[str, bytes], Iterable[PromptRow]]] = {
+    "txt": _txt,
+    "csv": _csv,
+    "jsonl": _jsonl,
+    "parquet": _parquet,
+}
+
+
+def _refuse_other_separators(name: str, text: str) -> None:
+    header = text.lstrip().partition("\n")[0]
+    if "," in header:
+        return
+    for separator, word in _SEPARATORS.items():
+        columns = [column.strip().strip('"').lower() for column in header.split(separator)]
+        if len(columns) > 1 and set(PROMPT_COLUMNS) & set(columns):
+            action = "save the file with commas, and with quotes around a field that has a comma in it"
+            column = header.index(separator) + 1
+            line = text.count("\n", 0, len(text) - len(text.lstrip())) + 1
+            found = f"this file has {word} between the columns"
+            raise refuse(name, line, column, found, "commas between the columns", action)
 
 
 def _prompt_column(name: str, line: int, columns: Sequence[str]) -> str:
     for column in PROMPT_COLUMNS:
         if column in columns:
             return column
-    hints = [f"{column!r}{nearest(column, PROMPT_COLUMNS)}" for column in columns]
+    hints = [f"{shown(column)}{nearest(column, PROMPT_COLUMNS)}" for column in columns[:_NUM_COLUMNS_SHOWN]]
+    hints += [f"{len(columns) - len(hints)} more"] if len(columns) > len(hints) else []
     found = f"no prompt column among {', '.join(hints) or 'no columns'}"
     raise refuse(
         name, line, 1, found, "a column named 'prompt' or 'caption'", "rename the column that holds the prompts"
     )
 
 
-def _typed(name: str, rows: Iterable[Row], convert: Callable[[Any, type], Any]) -> Iterator[PromptRow]:
-    """Rows with their values as the types of PromptRow; `convert(value, type)` gives None for "not said"."""
+def _columns(columns: Iterable[str]) -> dict[str, str]:
+    """From the fields of PromptRow to the columns that fill them, where there is one."""
+    found = {part: next((alias for alias in kind.names if alias in columns), None) for part, kind in _KINDS.items()}
+    return {part: column for part, column in found.items() if column is not None}
+
+
+def _typed(name: str, rows: Iterable[Row]) -> Iterator[PromptRow]:
+    """Rows of typed values; their texts may hold by escapes what a text file cannot hold, so they are checked one by one."""
     for row in rows:
         column = _prompt_column(name, row.line, list(row.values))
         prompt = row.values[column]
         if not isinstance(prompt, str):
-            found = f"the {column} is {prompt!r}"
+            found = f"the {column} is {shown(prompt)}"
             raise refuse(name, row.line, 1, found, "text", "write the prompt, or remove the line")
-        values = {field: _value(name, row, field, convert) for field in _NAMES}
+        _check_text(name, row.line, column, prompt)
+        values = {}
+        for part, source in _columns(row.values).items():
+            try:
+                values[part] = _from_json(row.values[source], _KINDS[part])
+            except (ValueError, OverflowError):
+                raise _bad_value(name, row.line, source, row.values[source], _KINDS[part]) from None
+            if isinstance(values[part], str):
+                _check_text(name, row.line, source, values[part])
         yield PromptRow(prompt=prompt, line=row.line, **values)
 
 
-def _value(name: str, row: Row, field: str, convert: Callable[[Any, type], Any]) -> Any:
-    wanted: type = {"image_id": str, "negative_prompt": str, "guidance_scale": float}.get(field, int)
-    column = next((alias for alias in _NAMES[field] if alias in row.values), None)
-    if column is None:
-        return None
-    try:
-        return convert(row.values[column], wanted)
-    except ValueError:
-        found = f"{column} is {row.values[column]!r}"
-        expected = {int: "a whole number", float: "a number", str: "text"}[wanted]
-        raise refuse(name, row.line, 1, found, expected, "correct the line") from None
+def _check_text(name: str, line: int, column: str, text: str) -> None:
+    if "\0" in text:
+        found = f"a NUL character in {column}"
+        raise refuse(name, line, 1, found, "text", "write it without the character U+0000")
+    refuse_mojibake(name, line, text)
 
 
-def _from_text(value: str, wanted: type) -> Any:
-    if wanted is str:
-        return value
-    if not value.strip():
+def _bad_value(name: str, line: int, column: str, value: Any, kind: _Kind) -> InputError:
+    return refuse(name, line, 1, f"{column} is {shown(value)}", kind.expected, "correct the line")
+
+
+def _number(value: str, kind: _Kind) -> Any:
+    """A number from text, or None where the field is empty."""
+    if not value or value.isspace():
         return None
     # int() and float() also take 1_000, full-width digits and "nan", which nobody means.
-    pattern = r"\s*[+-]?[0-9]+\s*" if wanted is int else r"\s*[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?\s*"
-    if not re.fullmatch(pattern, value):
+    if not (_WHOLE_NUMBER if kind.type is int else _NUMBER).fullmatch(value):
         raise ValueError(value)
-    return wanted(value)
+    return _within(kind.type(value), kind)
 
 
-def _from_json(value: Any, wanted: type) -> Any:
+def _from_json(value: Any, kind: _Kind) -> Any:
     if value is None:
         return None
-    if wanted is str and isinstance(value, int) and not isinstance(value, bool):
+    if kind.type is str and isinstance(value, int) and not isinstance(value, bool):
         return str(value)
-    if isinstance(value, bool) or not isinstance(value, (int, float) if wanted is float else wanted):
+    if isinstance(value, bool) or not isinstance(value, (int, float) if kind.type is float else kind.type):
         raise ValueError(value)
-    return wanted(value)
+    return value if kind.type is str else _within(kind.type(value), kind)
+
+
+def _within(number: Any, kind: _Kind) -> Any:
+    if not kind.least <= number <= kind.most:
+        raise ValueError(number)
+    return number

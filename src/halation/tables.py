@@ -1,7 +1,8 @@
 """Text files of other people, read exactly or refused with file, line and column: UTF-8 text, CSV and JSON lines.
 
 No torch and no pictures here. The csv module is not used: it cannot say where a fault is, and its limit on the length of
-a field is a global.
+a field is a global. A text is a string, or an iterator of blocks that end with a line end, so that a file of a million
+rows is never decoded as a whole (one emoji makes every letter of a string take four bytes).
 """
 
 from __future__ import annotations
@@ -17,14 +18,20 @@ from typing import Any
 
 from halation.errors import InputError
 
+Text = str | Iterator[str]
+Record = tuple[int, list[str]]
+BLOCK_SIZE = 2**20
 _SAVE_AS_UTF8 = "save the file as UTF-8 and run again"
-_FIELD = re.compile(r'(?:"((?:[^"]|"")*+)"|((?:[^",\r\n][^,\r\n]*+)?))(,|\r\n|\n|\Z)')
+_FIELD = re.compile(r'(?:"((?:[^"]++|"")*+)"|((?:[^",\r\n][^,\r\n]*+)?))(,|\r\n|\n|\Z)')
+_QUOTED = re.compile(r'"(?:[^"]++|"")*+"')
 _CODE_PAGES = ("cp1252", "cp1253", "cp1251", "cp437", "cp850")
 _SEQUENCE = re.compile("[\xc2-\xdf][\x80-\xbf]|[\xe0-\xef][\x80-\xbf]{2}|[\xf0-\xf4][\x80-\xbf]{3}")
 _LEAD = re.compile("[\xc2-\xf4]")
 _FOLLOWED = re.compile("[\xc2-\xf4](?=[\x80-\xbf])")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _PUNCTUATION = frozenset("\xa0\xab\xbb\u2013\u2014\u2018\u2019\u201a\u201c\u201d\u201e\u2022\u2026\u2039\u203a")
 _NUM_SEQUENCES = 3
+_NUM_SHOWN = 60
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,47 +53,87 @@ def nearest(name: str, known: Sequence[str]) -> str:
     return f" (nearest: {close[0]!r})" if close else ""
 
 
+def shown(value: object) -> str:
+    """A value from a file, short enough for a message."""
+    text = repr(value[: _NUM_SHOWN + 1] if isinstance(value, str | bytes) else value)
+    return text if len(text) <= _NUM_SHOWN + 2 else text[:_NUM_SHOWN] + "..."
+
+
 def decode(name: str, data: bytes) -> str:
     """UTF-8 with or without a byte order mark; the text is what the bytes say, NULs and re-encoded text are refused."""
+    check(name, data)
+    return data.removeprefix(codecs.BOM_UTF8).decode("utf-8")
+
+
+def check(name: str, data: bytes) -> None:
+    """Refuse bytes that are not UTF-8, NULs and text that was once read in another code page, each with its place."""
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise refuse(name, 1, 1, "UTF-16 text (its byte order mark)", "UTF-8 text", _SAVE_AS_UTF8)
-    try:
-        text = data.removeprefix(codecs.BOM_UTF8).decode("utf-8")
-    except UnicodeDecodeError as error:
-        line, column = place(error.object[: error.start].decode("utf-8"), error.start)
-        found = f"byte 0x{error.object[error.start]:02x} is not UTF-8 ({error.reason})"
-        raise refuse(name, line, column, found, "UTF-8 text", _SAVE_AS_UTF8) from None
-    nul = text.find("\0")
-    if nul >= 0:
-        found = "a NUL character (the file may be UTF-16 without its mark, or not text at all)"
-        raise refuse(name, *place(text, nul), found, "UTF-8 text", _SAVE_AS_UTF8)
-    _refuse_mojibake(name, text)
-    return text
+    line = 1
+    for piece in _pieces(data):
+        try:
+            text = piece.decode("utf-8")
+        except UnicodeDecodeError as error:
+            before = piece[: error.start].decode("utf-8")
+            found = f"byte 0x{piece[error.start]:02x} is not UTF-8 ({error.reason})"
+            raise refuse(name, *place(before, len(before), line), found, "UTF-8 text", _SAVE_AS_UTF8) from None
+        nul = text.find("\0")
+        if nul >= 0:
+            found = "a NUL character (the file may be UTF-16 without its mark, or not text at all)"
+            raise refuse(name, *place(text, nul, line), found, "UTF-8 text", _SAVE_AS_UTF8)
+        refuse_mojibake(name, line, text)
+        line += text.count("\n")
 
 
-def place(text: str, offset: int) -> tuple[int, int]:
-    """Line and column of a character, both from 1."""
+def blocks(data: bytes) -> Iterator[str]:
+    """The text of checked bytes, a block at a time."""
+    for piece in _pieces(data):
+        yield piece.decode("utf-8")
+
+
+def _pieces(data: bytes) -> Iterator[bytes]:
+    start = len(codecs.BOM_UTF8) if data.startswith(codecs.BOM_UTF8) else 0
+    while start < len(data):
+        stop = data.rfind(b"\n", start, start + BLOCK_SIZE) + 1 or data.find(b"\n", start + BLOCK_SIZE) + 1 or len(data)
+        yield data[start:stop]
+        start = stop
+
+
+def place(text: str, offset: int, first_line: int = 1) -> tuple[int, int]:
+    """Line and column of a character, both from 1, in a text that begins with `first_line`."""
     line_start = text.rfind("\n", 0, offset) + 1
-    return text.count("\n", 0, line_start) + 1, min(offset, len(text)) - line_start + 1
+    return text.count("\n", 0, line_start) + first_line, min(offset, len(text)) - line_start + 1
 
 
-def lines(name: str, text: str) -> Iterator[tuple[int, str]]:
+def lines(name: str, text: Text) -> Iterator[tuple[int, str]]:
     """(number, line) of each line that is not blank; lines end with LF or CRLF and with nothing else."""
-    for number, line in enumerate(text.split("\n"), start=1):
-        content = line.removesuffix("\r")
-        carriage = content.find("\r")
-        if carriage >= 0:
-            found = "a carriage return without a line feed"
-            raise refuse(name, number, carriage + 1, found, "lines that end with LF or CRLF", "convert the line ends")
-        if content.strip():
-            yield number, content
+    number = 0
+    for block in _whole_or_blocks(text):
+        for line in block.removesuffix("\n").split("\n"):
+            number += 1
+            content = line
+            if "\r" in line:
+                content = line.removesuffix("\r")
+                carriage = content.find("\r")
+                if carriage >= 0:
+                    found, expected = "a carriage return without a line feed", "lines that end with LF or CRLF"
+                    raise refuse(name, number, carriage + 1, found, expected, "convert the line ends")
+            if content and not content.isspace():
+                yield number, content
 
 
-def csv_rows(name: str, text: str) -> Iterator[Row]:
+def csv_rows(name: str, text: Text) -> Iterator[Row]:
     """Records of a comma-separated file with a header; blank lines are skipped, every other line is read or refused.
 
     A field that begins with a quote ends with one; commas, line ends and doubled quotes inside are kept as they are.
     """
+    header, records = csv_table(name, text)
+    for line, fields in records:
+        yield Row(line=line, values=dict(zip(header, fields, strict=True)))
+
+
+def csv_table(name: str, text: Text) -> tuple[list[str], Iterator[Record]]:
+    """The header, and the records with the line they begin on; each record has a field for each column."""
     records = _records(name, text)
     first = next(records, None)
     if first is None:
@@ -96,12 +143,16 @@ def csv_rows(name: str, text: str) -> Iterator[Row]:
     if twice:
         found = f"the column {twice[0]!r} is there twice"
         raise refuse(name, first[0], 1, found, "each column once", "rename or remove one of them")
-    for line, fields in records:
-        if len(fields) != len(header):
-            found = f"{len(fields)} fields where the header has {len(header)} ({', '.join(header)})"
+    return header, _even(name, header, records)
+
+
+def _even(name: str, header: Sequence[str], records: Iterator[Record]) -> Iterator[Record]:
+    for record in records:
+        if len(record[1]) != len(header):
+            found = f"{len(record[1])} fields where the header has {len(header)} ({', '.join(header)})"
             action = "put quotes around a field that has a comma or a line end in it"
-            raise refuse(name, line, 1, found, "the same number of fields in every line", action)
-        yield Row(line=line, values=dict(zip(header, fields, strict=True)))
+            raise refuse(name, record[0], 1, found, "the same number of fields in every line", action)
+        yield record
 
 
 def csv_header(name: str, text: str) -> list[str]:
@@ -110,55 +161,91 @@ def csv_header(name: str, text: str) -> list[str]:
     return [] if first is None else [column.strip() for column in first[1]]
 
 
-def json_rows(name: str, text: str) -> Iterator[Row]:
+def json_rows(name: str, text: Text) -> Iterator[Row]:
     """One JSON object a line; blank lines are skipped."""
+    expected, action = "one JSON object a line", "correct the line"
     for number, line in lines(name, text):
         try:
-            values = json.loads(line, object_pairs_hook=_without_repetition, parse_constant=_not_a_number)
+            values = _JSON.decode(line)
         except json.JSONDecodeError as error:
-            found = f"not JSON ({error.msg})"
-            raise refuse(name, number, error.colno, found, "one JSON object a line", "correct the line") from None
+            raise refuse(name, number, error.colno, f"not JSON ({error.msg})", expected, action) from None
         except ValueError as error:
-            raise refuse(name, number, 1, str(error), "one JSON object a line", "correct the line") from None
+            raise refuse(name, number, 1, str(error), expected, action) from None
+        except RecursionError:
+            raise refuse(name, number, 1, "JSON that is nested too deep", expected, action) from None
         if not isinstance(values, dict):
-            found = f"JSON, but a {type(values).__name__}"
-            raise refuse(name, number, 1, found, "one JSON object a line", "correct the line")
+            raise refuse(name, number, 1, f"JSON, but a {type(values).__name__}", expected, action)
         yield Row(line=number, values=values)
 
 
-def _records(name: str, text: str) -> Iterator[tuple[int, list[str]]]:
-    offset, line, start, blank = 0, 1, 1, True
+def _whole_or_blocks(text: Text) -> Iterator[str]:
+    return iter([text]) if isinstance(text, str) else text
+
+
+def _records(name: str, text: Text) -> Iterator[Record]:
+    """Records that are not blank lines, each with the line it begins on."""
+    coming = _whole_or_blocks(text)
+    block, offset, line = next(coming, ""), 0, 1
+    while block:
+        stop = block.find("\n", offset) + 1 or len(block)
+        content = block[offset:stop]
+        content = content[:-2] if content.endswith("\r\n") else content.removesuffix("\n")
+        if '"' not in content and "\r" not in content:
+            if content and not content.isspace():
+                yield line, content.split(",")
+            line += 1
+        else:
+            fields, stop, complete = _fields(block, offset)
+            if not complete:
+                more = _as_long_again(coming, block, offset) if _never_closed(block, stop) else ""
+                if not more:
+                    raise _csv_fault(name, block[offset:], stop - offset, line)
+                block, offset = block[offset:] + more, 0
+                continue
+            yield line, fields
+            line += block.count("\n", offset, stop)
+        offset = stop
+        if offset == len(block):
+            block, offset = next(coming, ""), 0
+
+
+def _fields(text: str, offset: int) -> tuple[list[str], int, bool]:
+    """The fields of the record that begins here, where it ends, and True; or where it cannot be read on, and False."""
     fields: list[str] = []
-    while offset < len(text) or fields:
-        match = _FIELD.match(text, offset)
-        if match is None:
-            raise _csv_fault(name, text, offset)
+    while match := _FIELD.match(text, offset):
         quoted, plain, end = match.groups()
         fields.append(plain if quoted is None else quoted.replace('""', '"'))
-        blank = blank and quoted is None and not plain.strip()
-        line += match.group().count("\n")
         offset = match.end()
-        if end == ",":
-            blank = False
-            continue
-        if not (blank and len(fields) == 1):
-            yield start, fields
-        fields, blank, start = [], True, line
+        if end != ",":
+            return fields, offset, True
+    return fields, offset, False
 
 
-def _csv_fault(name: str, text: str, offset: int) -> InputError:
-    if text[offset] == '"':
-        close = re.compile(r'"(?:[^"]|"")*+"').match(text, offset)
-        if close is None:
-            found, expected = "a quote that is never closed", "a closing quote"
-            return refuse(
-                name, *place(text, offset), found, expected, "close it, or double a quote that is meant as such"
-            )
+def _never_closed(text: str, offset: int) -> bool:
+    return text.startswith('"', offset) and _QUOTED.match(text, offset) is None
+
+
+def _as_long_again(coming: Iterator[str], block: str, offset: int) -> str:
+    # A field of many blocks is scanned again each time it grows: doubling keeps the sum of these scans small.
+    more: list[str] = []
+    num_wanted = len(block) - offset
+    while num_wanted > 0 and (following := next(coming, "")):
+        more.append(following)
+        num_wanted -= len(following)
+    return "".join(more)
+
+
+def _csv_fault(name: str, text: str, offset: int, line: int) -> InputError:
+    if _never_closed(text, offset):
+        found, action = "a quote that is never closed", "close it, or double a quote that is meant as such"
+        return refuse(name, *place(text, offset, line), found, "a closing quote", action)
+    close = _QUOTED.match(text, offset)
+    if close is not None:
         found, expected = "text after a closing quote", "a comma or the end of the line"
-        return refuse(name, *place(text, close.end()), found, expected, "double a quote that is meant as such")
+        return refuse(name, *place(text, close.end(), line), found, expected, "double a quote that is meant as such")
     carriage = text.find("\r", offset)
     found, expected = "a carriage return without a line feed", "lines that end with LF or CRLF"
-    return refuse(name, *place(text, carriage), found, expected, "convert the line ends, or quote the field")
+    return refuse(name, *place(text, carriage, line), found, expected, "convert the line ends, or quote the field")
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -167,7 +254,7 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [key for key, _ in pairs]
         raise ValueError(f"the key {next(key for key in names if names.count(key) > 1)!r} is there twice")
     for key, value in pairs:
-        if isinstance(value, str) and re.search("[\ud800-\udfff]", value):
+        if isinstance(value, str) and not value.isascii() and _SURROGATE.search(value):
             raise ValueError(f"half of a surrogate pair in {key!r}, which is no text")
     return values
 
@@ -176,12 +263,16 @@ def _not_a_number(word: str) -> float:
     raise ValueError(f"{word} is not JSON")
 
 
-def _refuse_mojibake(name: str, text: str) -> None:
-    if text.isascii():
+_JSON = json.JSONDecoder(object_pairs_hook=_without_repetition, parse_constant=_not_a_number)
+
+
+def refuse_mojibake(name: str, first_line: int, text: str) -> None:
+    """Refuse a text that is UTF-8 read in another code page, or has lost letters; its first line has this number."""
+    if text.isascii() or not _suspicion().search(text):
         return
     action = "go back to the original file: its UTF-8 bytes were read in another code page and saved again"
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.isascii():
+    for number, line in enumerate(text.split("\n"), start=first_line):
+        if line.isascii() or not _suspicion().search(line):
             continue
         lost = line.find("\ufffd")
         if lost >= 0:
@@ -192,6 +283,17 @@ def _refuse_mojibake(name: str, text: str) -> None:
             if column is not None:
                 found = f"{line[column : column + 12]!r} looks like UTF-8 that was read as {page}"
                 raise refuse(name, number, column + 1, found, "the text itself", action)
+
+
+@cache
+def _suspicion() -> re.Pattern[str]:
+    """What every damaged line has somewhere, in whichever page: a lead byte's letter before a continuation byte's, or a loss."""
+    leads, others = set(), {chr(code) for code in range(0x80, 0xA0)}
+    for page in _CODE_PAGES:
+        for code, byte in _bytes_of(page).items():
+            leads |= {chr(code)} if 0xC2 <= byte <= 0xF4 else set()
+            others |= {chr(code)} if 0x80 <= byte <= 0xBF else set()
+    return re.compile(f"[{re.escape(''.join(sorted(leads)))}][{re.escape(''.join(sorted(others)))}]|\ufffd")
 
 
 def _damaged_at(line: str, page: str) -> int | None:
