@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import socket
+import stat
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -190,14 +191,16 @@ def _damage(folder: Path, row: Row) -> Damage | None:
     num_bytes = 0
     for file in files:
         try:
-            size = os.stat(folder / file).st_size
+            status = os.stat(folder / file)
         except FileNotFoundError:
             return Damage(index=spec.index, file=file, why="missing")
         except OSError as error:
             return Damage(index=spec.index, file=file, why=f"cannot be read ({error.strerror or error})")
-        if size == 0:
+        if not stat.S_ISREG(status.st_mode):
+            return Damage(index=spec.index, file=file, why="cannot be read (not a file)")
+        if status.st_size == 0:
             return Damage(index=spec.index, file=file, why="cut short (empty)")
-        num_bytes += size
+        num_bytes += status.st_size
     if num_bytes < row.num_bytes:
         why = f"cut short ({num_bytes} of {row.num_bytes} bytes)"
     elif num_bytes > row.num_bytes:
