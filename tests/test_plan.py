@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from random import Random
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -51,6 +54,75 @@ def test_only_the_last_sheet_of_a_shape_has_fillers(given: list[Spec], size: int
 def test_a_sheet_without_room_is_a_mistake(size: int) -> None:
     with pytest.raises(ValueError, match="at least one spec"):
         plan.cut([], size)
+
+
+def groups_of(given: list[Spec]) -> list[npt.NDArray[np.int64]]:
+    indices: dict[tuple[int, ...], list[int]] = {}
+    for one in sorted(given, key=lambda s: s.index):
+        indices.setdefault(one.shape, []).append(one.index)
+    return [np.array(group, dtype=np.int64) for group in indices.values()]
+
+
+def listed(sheets: plan.Sheets) -> list[list[int]]:
+    return [sheets.rows(number).tolist() for number in range(len(sheets))]
+
+
+@given(specs(), st.integers(1, 9), st.randoms(use_true_random=False))
+def test_rows_known_by_their_index_are_cut_as_their_specs_are(given: list[Spec], size: int, random: Random) -> None:
+    groups = groups_of(given)
+    random.shuffle(groups)
+    by_specs = [[s.index for s in sheet.real] for sheet in plan.cut(given, size)]
+    assert listed(plan.sheets_of(groups, size)) == sorted(by_specs), "the same sheets, numbered by their first index"
+
+
+@given(specs(), st.integers(1, 9), st.data())
+def test_the_sheets_of_some_rows_are_found_each_once(given: list[Spec], size: int, data: st.DataObject) -> None:
+    sheets = plan.sheets_of(groups_of(given), size)
+    some = data.draw(st.lists(st.integers(0, len(given) - 1))) if given else []
+    wanted = [number for number, rows in enumerate(listed(sheets)) if set(rows) & set(some)]
+    assert sheets.containing(np.array(some, dtype=np.int64)).tolist() == wanted
+
+
+@given(specs(), st.integers(1, 9), st.data())
+def test_more_rows_change_no_sheet_that_was_full(given: list[Spec], size: int, data: st.DataObject) -> None:
+    num_before = data.draw(st.integers(0, len(given)))
+    before = listed(plan.sheets_of(groups_of([s for s in given if s.index < num_before]), size))
+    after = listed(plan.sheets_of(groups_of(given), size))
+    for rows in before:
+        assert rows in after if len(rows) == size else rows in [longer[: len(rows)] for longer in after]
+
+
+def test_indices_may_have_gaps_and_a_row_on_no_sheet_is_a_mistake() -> None:
+    sheets = plan.sheets_of([np.array([3, 10**12]), np.array([7, 8])], 1)
+    assert listed(sheets) == [[3], [7], [8], [10**12]]
+    assert sheets.containing(np.array([10**12, 7, 7])).tolist() == [1, 3]
+    for stranger in (0, 4, 10**13):
+        with pytest.raises(ValueError, match="stands on no sheet"):
+            sheets.containing(np.array([7, stranger]))
+
+
+@pytest.mark.parametrize(
+    ("groups", "size", "message"),
+    [([[1, 2]], 0, "at least one spec"), ([[2, 1]], 1, "not ascending"), ([[1, 2], [2]], 1, "in two groups")],
+)
+def test_rows_that_cannot_be_cut_are_a_mistake(groups: list[list[int]], size: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan.sheets_of([np.array(group) for group in groups], size)
+
+
+def test_a_million_rows_are_cut_at_once() -> None:
+    shapes = np.arange(1_000_003) * 7919 % 1009 % 5
+    sheets = plan.sheets_of([np.flatnonzero(shapes == shape) for shape in range(5)], 8)
+    assert sum(len(sheets.rows(number)) for number in range(len(sheets))) == 1_000_003
+    assert len(sheets.containing(np.arange(1_000_003))) == len(sheets)
+
+
+@given(st.integers(0, 200), WORLDS)
+def test_turns_are_round_robin_and_give_every_sheet_once(num_sheets: int, num_workers: int) -> None:
+    given = [plan.turns(num_sheets, num_workers, worker) for worker in range(num_workers)]
+    assert sorted(itertools.chain(*given)) == list(range(num_sheets))
+    for worker, turns in enumerate(given):
+        assert list(turns) == [sheet for sheet in range(num_sheets) if sheet % num_workers == worker]
 
 
 @given(st.integers(0, 200), WORLDS)

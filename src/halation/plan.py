@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from halation.specs import Sheet, Spec
 
 
@@ -24,6 +27,55 @@ def cut(specs: Sequence[Spec], sheet_size: int) -> tuple[Sheet, ...]:
             fillers = [real[-1]] * (sheet_size - len(real))
             sheets.append(Sheet(specs=(*real, *fillers), num_real=len(real)))
     return tuple(sheets)
+
+
+class Sheets:
+    """The sheets of rows that are known by their index only, numbered by their first index, so that they follow the file."""
+
+    def __init__(self, groups: Sequence[npt.NDArray[np.int64]], sheet_size: int) -> None:
+        if sheet_size < 1:
+            raise ValueError(f"a sheet holds at least one spec, not {sheet_size}")
+        if any(len(group) > 1 and not (np.diff(group) > 0).all() for group in groups):
+            raise ValueError("the indices of a group are not ascending")
+        empty = np.zeros(0, dtype=np.int64)
+        ends = np.cumsum([len(group) for group in groups], dtype=np.int64)
+        cuts = [np.arange(end - len(group), end, sheet_size) for group, end in zip(groups, ends, strict=True)]
+        starts = np.concatenate([empty, *cuts])
+        stops = np.concatenate(
+            [empty, *[np.minimum(cut + sheet_size, end) for cut, end in zip(cuts, ends, strict=True)]]
+        )
+        self._indices = np.concatenate([empty, *groups])
+        order = np.argsort(self._indices[starts])
+        self._starts, self._stops = starts[order], stops[order]
+        ascending = np.argsort(self._indices)
+        self._ascending = self._indices[ascending]
+        self._numbers = np.repeat(np.argsort(order), stops - starts)[ascending]
+        if (np.diff(self._ascending) == 0).any():
+            raise ValueError("an index stands in two groups")
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def rows(self, number: int) -> npt.NDArray[np.int64]:
+        """The indices on a sheet, ascending; fewer than the sheet's size where the rest are fillers."""
+        return self._indices[self._starts[number] : self._stops[number]]
+
+    def containing(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The numbers of the sheets these rows stand on, ascending, each once."""
+        places = np.searchsorted(self._ascending, indices)
+        if not np.isin(indices, self._ascending).all():
+            raise ValueError("a row that stands on no sheet")
+        return np.unique(self._numbers[places])
+
+
+def sheets_of(groups: Sequence[npt.NDArray[np.int64]], sheet_size: int) -> Sheets:
+    """Cut groups of rows of one shape, given by their ascending indices, as `cut` cuts their specs."""
+    return Sheets(groups, sheet_size)
+
+
+def turns(num_sheets: int, num_workers: int, worker: int) -> range:
+    """The sheets a worker begins with, round-robin: worker r of W has r, r + W, r + 2W ..."""
+    return range(worker, num_sheets, num_workers)
 
 
 def rounds(num_sheets: int, world_size: int) -> int:
