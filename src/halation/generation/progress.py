@@ -91,9 +91,11 @@ class Progress:
         """So many more pictures of this worker are there, or were given up."""
         with self.board.lock:
             lane = self.board.lane(worker)
-            if lane.began is None:  # a painter without steps: its first picture took since the start
-                lane.began = self.board.began
-                self.board.drawing_since = self.board.began
+            if (
+                lane.began is None
+            ):  # a painter without steps: its first picture took since the others began, or the call
+                lane.began = self.board.began if self.board.drawing_since is None else self.board.drawing_since
+                self.board.drawing_since = lane.began
             lane.success += success
             lane.failed += failed
 
