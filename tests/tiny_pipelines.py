@@ -7,6 +7,7 @@ and gates that initialisation leaves at zero are filled, so that prompt, seed, s
 from __future__ import annotations
 
 import functools
+import inspect
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -22,9 +23,10 @@ from torch import nn
 
 HIDDEN = 32
 TEXT_HIDDEN = 32
-WORDS = tuple(
-    "a an the of on in at with and two three red green blue cat dog car tree house street night day photo painting".split()
-)  # noqa: SIM905
+WORDS = (
+    *("a", "an", "the", "of", "on", "in", "at", "with", "and", "two", "three", "red", "green", "blue", "cat", "dog"),
+    *("car", "tree", "house", "street", "night", "day", "photo", "painting"),
+)
 
 
 def awaken(module: nn.Module, std: float = 0.1, seed: int = 0) -> nn.Module:
@@ -94,8 +96,6 @@ def gemma_tokenizer() -> Any:
 
 def _instruction() -> list[str]:
     """Sana's pipeline puts a long instruction before each prompt; the tokenizer knows its words."""
-    import inspect
-
     return list(inspect.signature(SanaPipeline.__call__).parameters["complex_human_instruction"].default)
 
 

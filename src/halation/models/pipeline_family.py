@@ -1,0 +1,39 @@
+"""What is particular to a pipeline family and cannot be asked of the pipeline object itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Branches = Literal["doubled", "two calls", "unknown"]
+"""How guidance runs its unconditional branch: in one batch [negative, positive], in a second call a step, or we do not know."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    name: str
+    branches: Branches = "unknown"
+    size_multiple: int = 1  # beyond what the autoencoder and the patches need
+    guidance_argument: str = "guidance_scale"  # what switches the unconditional branch on when it is above 1
+    timesteps_take: tuple[str, ...] = ()  # what the pipeline hands to the scheduler's set_timesteps
+    one_step_takes_second: bool = False  # with one step it reads the second value of scheduler.step
+
+
+FAMILIES: Mapping[str, Family] = {
+    "HunyuanDiTPipeline": Family(name="HunyuanDiT", branches="doubled", size_multiple=16),
+    "PixArtAlphaPipeline": Family(name="PixArt", branches="doubled", one_step_takes_second=True),
+    "PixArtSigmaPipeline": Family(name="PixArt", branches="doubled"),
+    "StableDiffusion3Pipeline": Family(name="SD3", branches="doubled", size_multiple=16),
+    "FluxPipeline": Family(
+        name="FLUX", branches="two calls", guidance_argument="true_cfg_scale", timesteps_take=("mu", "sigmas")
+    ),
+    "SanaPipeline": Family(name="Sana", branches="doubled", size_multiple=32),
+    "WanPipeline": Family(name="Wan", branches="two calls", size_multiple=16),
+    "StableDiffusionPipeline": Family(name="Stable Diffusion", branches="doubled"),
+    "StableDiffusionXLPipeline": Family(name="Stable Diffusion XL", branches="doubled"),
+}
+
+
+def family_of(class_name: str) -> Family:
+    return FAMILIES.get(class_name, Family(name=class_name.removesuffix("Pipeline")))

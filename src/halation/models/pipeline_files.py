@@ -1,0 +1,219 @@
+"""Which pipeline folders are safe to open: decided by reading JSON and safetensors headers, before any library sees the folder.
+
+It knows names, files and headers; it never unpickles, imports or runs anything that lies in the folder.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from halation.errors import InputError
+
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+LIBRARIES = ("diffusers", "transformers")
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
+_VARIANT = re.compile(r"\.(fp16|bf16|fp32)(-\d{5}-of-\d{5})?\.safetensors$")
+_MAX_HEADER = 100 * 2**20  # what the safetensors library itself allows
+_MAX_JSON = 64 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineFiles:
+    """What `model_index.json` asks for, checked: a pipeline class, its components, and the weights' variant if they have only one."""
+
+    path: Path
+    class_name: str
+    components: Mapping[str, tuple[str, str]]
+    variant: str | None
+
+
+def inspect_folder(path: Path, pipeline_modules: frozenset[str]) -> PipelineFiles:
+    """Read and check a pipeline folder. `pipeline_modules` are diffusers' own pipeline packages, where some components live."""
+    index = _model_index(path)
+    class_name = index.get("_class_name")
+    if not isinstance(class_name, str) or not _NAME.fullmatch(class_name):
+        raise InputError(
+            f"{path}: model_index.json asks for the pipeline {class_name!r}, which is code that comes with the folder",
+            "the name of a pipeline class of diffusers",
+            "use a model that needs no remote code; Halation never runs code from a model folder",
+        )
+    components: dict[str, tuple[str, str]] = {}
+    for name, value in index.items():
+        if name.startswith("_") or not isinstance(value, list):
+            continue
+        library, component = _component(path, name, value)
+        if library is None or component is None:
+            continue
+        _refuse_foreign_code(path, name, library, component, pipeline_modules)
+        components[name] = (library, component)
+    if not components:
+        raise InputError(
+            f"{path}: model_index.json names no components", "a whole pipeline folder", "copy the model again"
+        )
+    variants = {_check_component(path, name) for name in components}
+    variants.discard(None)
+    if len(variants) > 1:
+        raise InputError(
+            f"{path}: weights in the variants {', '.join(sorted(map(str, variants)))}",
+            "plain weights, or one variant for all components",
+            "save the pipeline again with save_pretrained",
+        )
+    return PipelineFiles(
+        path=path, class_name=class_name, components=components, variant=next(iter(variants)) if variants else None
+    )
+
+
+def _model_index(path: Path) -> dict[str, Any]:
+    file = path / "model_index.json"
+    if not file.is_file():
+        found = "is not a folder" if not path.is_dir() else "has no model_index.json"
+        raise InputError(
+            f"{path} {found}",
+            "a local folder in diffusers layout: model_index.json and a folder for each component",
+            "download the whole model, and give the folder that holds model_index.json",
+        )
+    value = _read_json(file)
+    if not isinstance(value, dict):
+        raise InputError(f"{file} holds no JSON object", "a pipeline's index", "copy the model again")
+    return value
+
+
+def _read_json(file: Path) -> Any:
+    try:
+        if file.stat().st_size > _MAX_JSON:
+            raise ValueError("larger than 64 MiB")
+        return json.loads(file.read_bytes())
+    except (ValueError, RecursionError, OSError) as error:
+        raise InputError(f"{file} cannot be read as JSON: {error}", "a JSON file", "copy the model again") from error
+
+
+def _component(path: Path, name: str, value: list[Any]) -> tuple[str | None, str | None]:
+    if value == [None, None]:
+        return None, None
+    if len(value) < 2 or not all(isinstance(part, str) and part for part in value[:2]) or not _NAME.fullmatch(name):
+        raise InputError(
+            f"{path}: model_index.json describes the component {name!r} as {value!r}",
+            "[library, class name]",
+            "copy the model again",
+        )
+    return value[0], value[1]
+
+
+def _refuse_foreign_code(path: Path, name: str, library: str, component: str, pipeline_modules: frozenset[str]) -> None:
+    known = library in LIBRARIES or library in pipeline_modules
+    if known and _NAME.fullmatch(component) and not (path / name / f"{library}.py").exists():
+        return
+    raise InputError(
+        f"{path}: the component {name!r} is {library}.{component}, which is code that does not come with diffusers or transformers",
+        "components of diffusers and transformers only",
+        "use a model that needs no remote code; Halation never runs code from a model folder",
+    )
+
+
+def _check_component(path: Path, name: str) -> str | None:
+    """Refuse what is missing, damaged or unsafe in one component's folder; the variant if its weights have only that."""
+    folder = path / name
+    if not folder.is_dir():
+        raise InputError(
+            f"{path} has no folder {name!r}, which model_index.json asks for",
+            "a folder for each component",
+            "download the whole model",
+        )
+    files = sorted(file for file in folder.iterdir() if file.is_file())
+    for file in files:
+        if file.suffix == ".json" and not file.name.startswith(("vocab", "added_tokens", "tokenizer.")):
+            _check_config(file)
+    weights = [file for file in files if file.suffix == ".safetensors"]
+    pickles = [file for file in files if file.suffix in PICKLES]
+    if pickles and not weights:
+        raise InputError(
+            f"{folder} has weights only as {pickles[0].name}, a pickle, which can run any code when it is read",
+            "safetensors",
+            "convert them on a machine where you trust the file: DiffusionPipeline.from_pretrained(folder).save_pretrained(new, "
+            "safe_serialization=True)",
+        )
+    for file in weights:
+        _check_safetensors(file)
+    return _variant(weights)
+
+
+def _check_config(file: Path) -> None:
+    value = _read_json(file)
+    for key, inner in _entries(value):
+        if key == "auto_map" and inner:
+            raise InputError(
+                f"{file} asks for code that comes with the model (auto_map)",
+                "a component of diffusers or transformers",
+                "use a model that needs no remote code; Halation never runs code from a model folder",
+            )
+        if key.endswith("attn_implementation") and isinstance(inner, str) and "/" in inner:
+            raise InputError(
+                f"{file} asks for attention code from elsewhere ({inner})",
+                "an attention implementation that comes with the libraries",
+                f"remove {key!r} from that file",
+            )
+    if file.name.endswith(".safetensors.index.json"):
+        _check_shards(file, value)
+
+
+def _entries(value: Any) -> Iterator[tuple[str, Any]]:
+    waiting = [value]
+    while waiting:
+        current = waiting.pop()
+        if isinstance(current, dict):
+            yield from current.items()
+            waiting.extend(current.values())
+        elif isinstance(current, list):
+            waiting.extend(current)
+
+
+def _check_shards(file: Path, value: Any) -> None:
+    names = value.get("weight_map") if isinstance(value, dict) else None
+    if not isinstance(names, dict):
+        raise InputError(f"{file} lists no shards", "a safetensors index", "copy the model again")
+    for name in sorted({str(shard) for shard in names.values()}):
+        if "/" in name or "\\" in name or not name.endswith(".safetensors") or not (file.parent / name).is_file():
+            raise InputError(
+                f"{file} names the shard {name!r}, which is not a safetensors file beside it",
+                "safetensors files in the same folder",
+                "download the whole model",
+            )
+
+
+def _check_safetensors(file: Path) -> None:
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        possible = 2 <= length <= min(_MAX_HEADER, size - 8)
+        header = stream.read(length) if possible else b""
+    if not possible:
+        raise InputError(
+            f"{file} has a safetensors header of {length} bytes in a file of {size}",
+            "a whole safetensors file",
+            "copy the model again",
+        )
+    try:
+        entries = json.loads(header)
+        end = max((entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"), default=0)
+    except (ValueError, RecursionError, AttributeError, KeyError, TypeError, IndexError) as error:
+        raise InputError(
+            f"{file} has a damaged safetensors header: {error}", "a whole safetensors file", "copy the model again"
+        ) from error
+    if end != size - 8 - length:
+        raise InputError(
+            f"{file} holds {size - 8 - length} bytes of weights where its header says {end}",
+            "a whole safetensors file",
+            "copy the model again",
+        )
+
+
+def _variant(weights: list[Path]) -> str | None:
+    matches = [_VARIANT.search(file.name) for file in weights]
+    if not weights or not all(matches):
+        return None
+    return next(match.group(1) for match in matches if match)

@@ -1,0 +1,196 @@
+"""diffusers pipelines: opened safely, drawn by their own `__call__`, steered by hooks that all families share."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halation.models.painting import Frames, PaintError, Painting
+from halation.models.pipeline_checks import Checks, Options, call_parameters
+from halation.models.pipeline_family import family_of
+from halation.models.pipeline_files import inspect_folder
+from halation.models.pipeline_opening import apply_compile, apply_offload, load, pipeline_class, pipeline_modules
+from halation.models.pipeline_pixels import as_videos, collector
+from halation.models.pipeline_schedulers import replaced
+from halation.models.steering import Call, Decoded, Steering, finite_rows
+from halation.specs import Spec
+
+logger = logging.getLogger(__name__)
+
+
+def open_pipeline(
+    path: Path,
+    *,
+    dtype: str,
+    device: str,
+    scheduler: str = "",
+    offload: str = "none",
+    compile: bool = False,
+    arguments: Mapping[str, Any] | None = None,
+    cfg_truncation_step: int | None = None,
+    half_frame: bool = False,
+) -> PipelineModel:
+    """Check a pipeline folder, load it, and make it ready to draw.
+
+    Nothing that lies in the folder is run: the classes come from diffusers and transformers, the weights are safetensors.
+    """
+    files = inspect_folder(Path(path), pipeline_modules())
+    kind = pipeline_class(files)
+    options = Options(
+        dtype=dtype,
+        device=device,
+        scheduler=scheduler,
+        offload=offload,
+        compile=compile,
+        arguments=dict(arguments or {}),
+        cfg_truncation_step=cfg_truncation_step,
+        half_frame=half_frame,
+    )
+    family = family_of(kind.__name__)
+    options.check(kind, family)
+    pipe = load(files, options)
+    original = type(pipe.scheduler).__name__
+    if scheduler:
+        pipe.scheduler = replaced(pipe.scheduler, scheduler, family)
+    checks = Checks(pipe=pipe, family=family, options=options)
+    checks.options_fit()
+    steering = Steering(pipe=pipe, branches=family.branches, cfg_truncation_step=cfg_truncation_step)
+    steering.install()
+    if compile:
+        apply_compile(pipe)
+    apply_offload(pipe, options)
+    return PipelineModel(pipe=pipe, steering=steering, checks=checks, own_scheduler=original)
+
+
+class PipelineModel:
+    """A pipeline on one device: `check` says whether it can draw a spec, `draw` draws one micro-batch of one shape."""
+
+    def __init__(self, *, pipe: Any, steering: Steering, checks: Checks, own_scheduler: str) -> None:
+        self._pipe = pipe
+        self._steering = steering
+        self._checks = checks
+        self._options = checks.options
+        self._parameters = call_parameters(type(pipe))
+        self.facts = checks.facts(own_scheduler)
+
+    def check(self, spec: Spec) -> None:
+        """InputError where this pipeline cannot draw such a spec, with the nearest that it can."""
+        self._checks.spec_fits(spec)
+
+    def draw(self, specs: Sequence[Spec], on_step: Callable[[], None]) -> Painting:
+        """Draw specs that share shape, steps and guidance; the pixels may still be on their way when this returns."""
+        first = specs[0]
+        if any(spec.shape != first.shape or spec.guidance_scale != first.guidance_scale for spec in specs):
+            raise ValueError("the specs of one call have one shape and one guidance scale")
+        generators = [torch.Generator("cpu").manual_seed(spec.seed) for spec in specs]
+        num_frames, double_to = self._checks.frames_to_draw(first)
+        call = Call(
+            num_rows=len(specs),
+            num_steps=first.steps,
+            on_step=on_step,
+            generators=generators,
+            double_frames_to=double_to,
+        )
+        output = self._run(call, self._keywords(specs, generators, num_frames))
+        return self._painting(specs, output, call.decoded)
+
+    def _run(self, call: Call, keywords: dict[str, Any]) -> Any:
+        finished = False
+        try:
+            with torch.no_grad(), self._steering.during(call):
+                output = self._pipe(**keywords)
+            finished = True
+        except UnboundLocalError:
+            if call.out_of_memory is None:
+                raise
+            raise call.out_of_memory from None
+        finally:
+            if not finished:
+                self._pipe.maybe_free_model_hooks()
+        return output
+
+    def _keywords(self, specs: Sequence[Spec], generators: list[torch.Generator], num_frames: int) -> dict[str, Any]:
+        first = specs[0]
+        keywords: dict[str, Any] = {
+            "prompt": [spec.prompt for spec in specs],
+            "generator": generators,
+            "num_inference_steps": first.steps,
+            "height": first.height,
+            "width": first.width,
+            "output_type": "pt",
+        }
+        offered: dict[str, Any] = {
+            "guidance_scale": first.guidance_scale,
+            "num_frames": num_frames,
+            # The size asked for is the size drawn; the family's nearest bucket would be another picture.
+            "use_resolution_binning": False,
+        }
+        if self._checks.has_negative_prompt:
+            offered["negative_prompt"] = [spec.negative_prompt for spec in specs]
+        keywords |= {name: value for name, value in offered.items() if name in self._parameters}
+        return keywords | self._checks.settled_arguments | dict(self._options.arguments)
+
+    def _painting(self, specs: Sequence[Spec], output: Any, decoded: Decoded | None) -> Painting:
+        videos = as_videos(output[0])
+        flags = getattr(output, "nsfw_content_detected", None) or []
+        refused = {
+            row: PaintError("withheld by the model's safety checker") for row, flagged in enumerate(flags) if flagged
+        }
+        finite = finite_rows(videos) if decoded is None else decoded.finite & finite_rows(videos)
+        collect = collector(videos, finite, specs, refused)
+        if decoded is None or not self._can_repair():
+            return Painting(collect=collect)
+
+        def repair(rows: Sequence[int]) -> list[Frames | PaintError]:
+            return self._decoded_in_float32([specs[row] for row in rows], rows, decoded)
+
+        return Painting(collect=collect, repair=repair)
+
+    def _can_repair(self) -> bool:
+        return any(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in self._pipe.vae.parameters())
+
+    def _decoded_in_float32(
+        self, specs: Sequence[Spec], rows: Sequence[int], decoded: Decoded
+    ) -> list[Frames | PaintError]:
+        """Decode some rows once more with the autoencoder in float32, and put every weight back as it was."""
+        vae = self._pipe.vae
+        num_rows = len(decoded.finite)
+
+        def chosen(value: Any) -> Any:
+            if not isinstance(value, Tensor) or not value.ndim or len(value) != num_rows:
+                return value
+            picked = value[list(rows)]
+            return picked.float() if picked.is_floating_point() else picked
+
+        args = [chosen(value) for value in decoded.args]
+        kwargs = {name: chosen(value) for name, value in decoded.kwargs.items()}
+        weights = [tensor for tensor in (*vae.parameters(), *vae.buffers()) if tensor.is_floating_point()]
+        halves = [tensor.data for tensor in weights]
+        try:
+            for tensor in weights:
+                tensor.data = tensor.data.float()
+            with torch.no_grad():
+                pixels = vae.decode(*args, **kwargs)[0]
+                videos = as_videos(self._postprocessed(pixels))
+        finally:
+            for tensor, half in zip(weights, halves, strict=True):
+                tensor.data = half
+            self._pipe.maybe_free_model_hooks()
+        latents = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        refused = {
+            row: PaintError("the denoiser's result is not finite, so there is nothing to decode")
+            for row, fine in enumerate(finite_rows(latents).tolist())
+            if not fine
+        }
+        return collector(videos, finite_rows(pixels) & finite_rows(videos), specs, refused)()
+
+    def _postprocessed(self, pixels: Tensor) -> Any:
+        video = getattr(self._pipe, "video_processor", None)
+        if video is not None:
+            return video.postprocess_video(pixels, output_type="pt")
+        return self._pipe.image_processor.postprocess(pixels, output_type="pt")
