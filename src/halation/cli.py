@@ -19,6 +19,7 @@ from halation.errors import HalationError, InputError, refused_by_system
 COMMANDS = {
     "train": ("TrainConfig", "train a diffusion transformer on every rank, with samples from every rank"),
     "sample": ("SampleConfig", "draw pictures from a checkpoint on every rank"),
+    "generate": ("GenerateConfig", "draw a picture for every prompt of a list on every GPU, resumable"),
     "demo": ("DemoConfig", "train a small model on embedded data and show its progress"),
     "doctor": ("DoctorConfig", "show devices, versions, backends, and what is missing"),
 }
@@ -195,7 +196,7 @@ def _overview() -> str:
         [
             "usage: halation COMMAND [--flags]",
             "",
-            "Train and sample diffusion transformers on every GPU that is there.",
+            "Train, sample and generate with diffusion transformers on every GPU that is there.",
             "",
             "commands:",
             *lines,

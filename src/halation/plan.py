@@ -60,6 +60,10 @@ class Sheets:
         """The indices on a sheet, ascending; fewer than the sheet's size where the rest are fillers."""
         return self._indices[self._starts[number] : self._stops[number]]
 
+    def first_rows(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The first index on each of these sheets."""
+        return self._indices[self._starts[numbers]]
+
     def containing(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The numbers of the sheets these rows stand on, ascending, each once."""
         places = np.searchsorted(self._ascending, indices)

@@ -198,10 +198,18 @@ def refuse_changes(run: Run, old: Mapping[str, Any], new: Mapping[str, Any]) -> 
         )
 
 
-def begin(run: Run, job: str, settings: Mapping[str, Any], fixed: Mapping[str, Any], accept_changes: bool) -> bool:
+def begin(
+    run: Run,
+    job: str,
+    settings: Mapping[str, Any],
+    fixed: Mapping[str, Any],
+    accept_changes: bool,
+    bound: bool | None = None,
+) -> bool:
     """Write config.json of a new run, or check that this is the run that was begun; returns whether it is new.
 
     `settings` is everything as resolved, `fixed` the part (and the versions and device) that a resumed run must not change.
+    `bound` says whether anything was made with the recorded settings; by default, whether a checkpoint was saved.
     """
     if not run.config.exists():
         publish_json(run.config, {"job": job, "settings": dict(settings), "fixed": dict(fixed), "changes": []})
@@ -213,7 +221,7 @@ def begin(run: Run, job: str, settings: Mapping[str, Any], fixed: Mapping[str, A
             f"a `{job}` run or an empty folder",
             "choose another --output_dir",
         )
-    if not run.has_saved():  # a first start that was refused or killed binds nobody to its settings
+    if not (run.has_saved() if bound is None else bound):  # a first start that was refused or killed binds nobody to its settings
         publish_json(run.config, {"job": job, "settings": dict(settings), "fixed": dict(fixed), "changes": []})
         return True
     keys = [key for key in record["fixed"] if key in fixed] + [key for key in fixed if key not in record["fixed"]]

@@ -16,7 +16,8 @@ from halation import runs
 from halation.config.fields import as_json
 from halation.config.sample import SampleConfig
 from halation.errors import HalationError, InputError, Interrupted
-from halation.jobs.train import RANGES, check_ranges
+from halation.jobs.ranges import check_ranges
+from halation.jobs.train import RANGES
 from halation.world import launch
 from halation.world.signals import exit_code
 

@@ -17,6 +17,7 @@ from halation import runs
 from halation.config.fields import as_json, fixed
 from halation.config.train import TrainConfig
 from halation.errors import InputError
+from halation.jobs.ranges import check_ranges
 from halation.prompts import from_flags
 from halation.runs import Run
 from halation.training.trackers import check as check_trackers
@@ -98,21 +99,6 @@ RANGES: dict[str, tuple[float, float]] = {
     "ema_decay": (0, math.nextafter(1, 0)),
     "betas": (0, math.nextafter(1, 0)),
 }
-
-
-def check_ranges(config: Any, ranges: dict[str, tuple[float, float]]) -> None:
-    """Refuse numbers that nothing below could work with; one that is not a number is in no range."""
-    for name, (low, high) in ranges.items():
-        value = getattr(config, name)
-        values = value if isinstance(value, tuple) else (value,)
-        if not all(low <= each <= high for each in values):
-            least = "above 0" if low == sys.float_info.min else f"from {low} on"
-            most = f", at most {high}" if high < 1e30 else ""
-            most = ", below 1" if high == math.nextafter(1, 0) else most
-            given = " ".join(map(str, values))
-            raise InputError(
-                f"--{name} {given}", f"a number {least}{most}", f"change --{name}; --help says what it means"
-            )
 
 
 def _rounded(size: int, patch: int) -> int:

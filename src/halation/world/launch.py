@@ -128,8 +128,14 @@ def devices(nproc: int, gpu_ids: Sequence[int], oversubscribe: bool) -> tuple[st
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this rank when the process that started it is gone; torchrun's SIGKILL leaves orphans otherwise."""
-    if sys.platform == "linux" and (RENDEZVOUS in os.environ or "TORCHELASTIC_RUN_ID" in os.environ):
+    """Tie a rank to what started it; torchrun's SIGKILL leaves orphans otherwise. A rank of srun's or nobody's stays free."""
+    if RENDEZVOUS in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
+        tie_to_parent()
+
+
+def tie_to_parent() -> None:
+    """Ask the kernel to kill this process when the one that started it is gone."""
+    if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         # It may have died before the line above took effect.
         if PARENT in os.environ and os.getppid() != int(os.environ[PARENT]):

@@ -12,10 +12,15 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class StopSignals:
-    """While entered, remembers the signal this process was sent. SIGUSR1 is what SLURM is usually told to send before it kills."""
+    """While entered, remembers the signal this process was sent. SIGUSR1 is what SLURM is usually told to send before it kills.
 
-    def __init__(self) -> None:
+    A second one ends the process at once or, for a parent that has children to end first, sets `urgent`.
+    """
+
+    def __init__(self, *, ends_at_once: bool = True) -> None:
         self.number = 0
+        self.urgent = False
+        self._ends_at_once = ends_at_once
         self._since = 0.0
         self._previous: dict[int, object] = {}
 
@@ -33,7 +38,9 @@ class StopSignals:
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         again = self.number == number and time.monotonic() - self._since < SAME_WISH_S and number != signal.SIGINT
         if self.number and number in (signal.SIGINT, signal.SIGTERM) and not again:
-            os._exit(128 + number)
+            if self._ends_at_once:
+                os._exit(128 + number)
+            self.urgent = True
         if not self.number:
             self.number, self._since = number, time.monotonic()
 

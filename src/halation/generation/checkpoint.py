@@ -1,0 +1,87 @@
+"""Halation's own checkpoints as a model to draw with: the same phases that training draws its samples in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from halation.errors import InputError
+from halation.flow.samplers import SAMPLERS
+from halation.generation.painter import OnStep
+from halation.models import draw
+from halation.models.base import Denoiser
+from halation.models.painting import Frames, PaintError, Painting
+from halation.specs import Sheet, Spec
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class CheckpointModel:
+    """A denoiser with the sampler and the time shift it was trained for."""
+
+    def __init__(
+        self,
+        denoiser: Denoiser,
+        *,
+        device: str,
+        dtype: str,
+        sampler: str,
+        time_shift: float,
+        truncate_from: int | None,
+        compile: bool,
+        changed_sampler: bool,
+    ) -> None:
+        if sampler not in SAMPLERS:
+            raise InputError(f"--scheduler {sampler}", f"one of {', '.join(SAMPLERS)} for a Halation checkpoint", "choose one of these")
+        self.denoiser = denoiser
+        self.device = device
+        self.dtype = DTYPES[dtype]
+        self.sampler = sampler
+        self.time_shift = time_shift
+        self.truncate_from = truncate_from
+        denoiser.module.eval()
+        if compile:
+            for unit in denoiser.shard_units():
+                unit.compile(dynamic=False)
+        options = {"compile": "E1" if compile else "", "scheduler": "E2" if changed_sampler else ""}
+        options["cfg_truncation_step"] = "E2" if truncate_from is not None else ""
+        self.facts: dict[str, Any] = {
+            "pipeline": "Halation DiT",
+            "scheduler": sampler,
+            "dtype": dtype,
+            "options": {name: kind for name, kind in options.items() if kind},
+        }
+
+    def check(self, spec: Spec) -> None:
+        self.denoiser.sample_shape(spec.height, spec.width)
+        if spec.num_frames != 1:
+            raise InputError(f"--num_frames {spec.num_frames}", "1: this model draws pictures", "leave --num_frames out")
+        if self.truncate_from is not None and spec.guidance_scale == 1.0:
+            raise InputError(
+                "--cfg_truncation_step with --guidance_scale 1",
+                "a second branch that could be left out",
+                "leave --cfg_truncation_step out, or raise the guidance",
+            )
+
+    def draw(self, specs: Sequence[Spec], on_step: OnStep) -> Painting:
+        sheet = Sheet(specs=tuple(specs), num_real=len(specs))
+        decoded = draw.draw(
+            self.denoiser,
+            sheet,
+            sampler=self.sampler,
+            device=self.device,
+            dtype=self.dtype,
+            shift=self.time_shift,
+            truncate_from=self.truncate_from,
+            on_step=lambda _step: on_step(),
+        )
+
+        def collect() -> list[Frames | PaintError]:
+            return [
+                PaintError(str(decoded.failures[row])) if row in decoded.failures else decoded.pixels[row][None]
+                for row in range(len(specs))
+            ]
+
+        return Painting(collect=collect)

@@ -1,0 +1,167 @@
+"""The workers of this machine: one process a device, started, spoken to, killed and waited for by one parent.
+
+A worker dies with its parent (PR_SET_PDEATHSIG) and hears no Ctrl+C of the terminal (own process group): the parent decides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any, Protocol
+
+from halation.generation.tasks import Event, Task
+from halation.specs import Spec
+from halation.world.launch import PARENT
+
+GRACE_S = 5.0
+# A worker is alone in its world, whoever started its parent.
+FOREIGN = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+
+
+class Crew(Protocol):
+    """Workers, wherever they are; they are known by their numbers."""
+
+    labels: Sequence[str]
+    """The GPU's id as given, or the worker's number on a CPU: what the ledger calls them."""
+    names: Sequence[str]
+    """What a person reads: GPU 0, or worker 0."""
+
+    def start(self, worker: int) -> None:
+        """Start it, or start it again; `ready` or `refused` follows."""
+
+    def rehearse(self, worker: int, examples: Sequence[Spec], sheet_size: int) -> None: ...
+
+    def give(self, worker: int, task: Task) -> None: ...
+
+    def drop(self, worker: int, number: int) -> None:
+        """Take a task back where it is not begun; `dropped`, or what became of it, follows."""
+
+    def stop(self, worker: int) -> None:
+        """Let it finish what it has begun, drop the rest, and end; `gone` follows."""
+
+    def kill(self, worker: int) -> None:
+        """End it now; `gone` follows."""
+
+    def events(self, timeout_s: float) -> list[Event]:
+        """What the workers said, or an empty list after `timeout_s`."""
+
+    def end(self, *, at_once: bool) -> None:
+        """End all of them and wait; those that are in the middle of something get a moment, unless at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a worker draws."""
+
+    label: str
+    """The GPU's id as given, or the worker's number on a CPU."""
+    device: str
+
+
+class LocalCrew:
+    """One subprocess a place, each at the other end of a socket pair."""
+
+    def __init__(self, places: Sequence[Place], settings: Mapping[str, Any], logs: Path, threads: int) -> None:
+        self.places = places
+        self.labels = [place.label for place in places]
+        self.names = [f"{'worker' if place.device == 'cpu' else 'GPU'} {place.label}" for place in places]
+        self.settings = dict(settings)
+        self.logs = logs
+        self.threads = threads
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._lines: dict[int, connection.Connection] = {}
+
+    def start(self, worker: int) -> None:
+        ours, theirs = socket.socketpair()
+        environment = {name: value for name, value in os.environ.items() if name not in FOREIGN} | {
+            "RANK": str(worker),
+            PARENT: str(os.getpid()),
+            "OMP_NUM_THREADS": str(self.threads),
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        # -P: the folder the user stands in must not shadow modules the worker imports.
+        command = [sys.executable, "-P", "-m", "halation.jobs.paint", str(theirs.fileno())]
+        self.logs.mkdir(parents=True, exist_ok=True)
+        with open(self.logs / f"worker_{self.labels[worker]}.log", "ab") as log, theirs:
+            self._processes[worker] = subprocess.Popen(
+                command, env=environment, process_group=0, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+        self._lines[worker] = connection.Connection(ours.detach())
+        place = self.places[worker]
+        self._tell(worker, {"do": "open", "device": place.device, "label": place.label, **self.settings})
+
+    def rehearse(self, worker: int, examples: Sequence[Spec], sheet_size: int) -> None:
+        self._tell(worker, {"do": "rehearse", "examples": [spec.as_json() for spec in examples], "sheet_size": sheet_size})
+
+    def give(self, worker: int, task: Task) -> None:
+        self._tell(worker, {"do": "draw", "task": task.as_json()})
+
+    def drop(self, worker: int, number: int) -> None:
+        self._tell(worker, {"do": "drop", "number": number})
+
+    def stop(self, worker: int) -> None:
+        self._tell(worker, {"do": "stop"})
+
+    def _tell(self, worker: int, order: Mapping[str, Any]) -> None:
+        # One that is already dead is told nothing, and found out by `events`.
+        with contextlib.suppress(KeyError, OSError):
+            self._lines[worker].send_bytes(json.dumps(order).encode())
+
+    def kill(self, worker: int) -> None:
+        self._processes[worker].kill()
+
+    def events(self, timeout_s: float) -> list[Event]:
+        by_line = {line: worker for worker, line in self._lines.items()}
+        if not by_line:
+            time.sleep(timeout_s)
+        return [self._heard(by_line[line]) for line in connection.wait(list(by_line), timeout_s) if isinstance(line, connection.Connection)]
+
+    def _heard(self, worker: int) -> Event:
+        try:
+            return Event(worker=worker, **json.loads(self._lines[worker].recv_bytes()))
+        except (EOFError, OSError):
+            return self._gone(worker)
+
+    def _gone(self, worker: int) -> Event:
+        """The line is cut: the process has ended, or is about to."""
+        self._lines.pop(worker).close()
+        process = self._processes[worker]
+        try:
+            code = process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            code = process.wait()
+        return Event(worker=worker, kind="gone", body={"code": code, "words": ending(code)})
+
+    def end(self, *, at_once: bool) -> None:
+        for worker in list(self._lines):
+            self._tell(worker, {"do": "stop"})
+        deadline = time.monotonic() + (0.0 if at_once else GRACE_S)
+        for process in self._processes.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+        for process in self._processes.values():
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+        for line in self._lines.values():
+            line.close()
+        self._lines.clear()
+
+
+def ending(code: int) -> str:
+    """How a process ended, in words."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    words = f"was killed by signal {-code} ({signal.Signals(-code).name})"
+    return f"{words}; where nobody sent it, the machine ran out of memory" if code == -signal.SIGKILL else words

@@ -1,0 +1,97 @@
+"""From a prompt file to the rows of the ledger: planned once, recognised on resume, and only ever added to."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from halation import runs
+from halation.errors import InputError
+from halation.generation.ledger import Ledger
+from halation.generation.requests import Defaults, Renamed, Request, Requests, requests
+from halation.prompts import PromptFile
+
+log = logging.getLogger(__name__)
+RENAMED_FILE = "renamed_ids.jsonl"
+NUM_SHOWN = 5
+
+
+def plan(ledger: Ledger, prompts: PromptFile, *, limit: int, defaults: Defaults, bound: bool, folder: Path) -> None:
+    """Make the ledger hold exactly the first `limit` rows of the file (all for 0).
+
+    A file and settings that the ledger knows are not read again. Where pictures were drawn (`bound`), the rows they belong
+    to must be what they were, and rows may only be added behind them.
+    """
+    facts = {"prompts_sha256": prompts.sha256, "limit": limit, "defaults": asdict(defaults)}
+    if ledger.fact("plan") == facts:
+        return
+    if ledger.num_planned and not bound:
+        ledger.forget_plan()
+    asked = requests(prompts.rows(), defaults, prompts.name)
+    rows = _first(asked, limit, prompts.name)
+    if ledger.num_planned:
+        _compare(ledger, rows, prompts.name)
+    renamed: list[Renamed] = []
+    ledger.plan(_noting(rows, asked, renamed), {"plan": facts})
+    _list_renamed(folder, renamed, asked)
+
+
+def _first(asked: Iterator[Request], limit: int, source: str) -> Iterator[Request]:
+    number = 0
+    for request in itertools.islice(asked, limit or None):
+        number += 1
+        yield request
+    if number < limit:
+        raise InputError(
+            f"--num_samples {limit}, but {source} has {number} prompts", "at most as many samples as prompts", "leave --num_samples out for all"
+        )
+
+
+def _compare(ledger: Ledger, rows: Iterator[Request], source: str) -> None:
+    """The rows that are planned must be the file's first rows, word for word."""
+    lines: list[str] = []
+    num_different = 0
+    for known in ledger.rows():
+        now = next(rows, None)
+        if now is None:
+            raise InputError(
+                f"fewer prompts than before: the folder holds a plan of {ledger.num_planned}, {source} and --num_samples now give fewer",
+                "the same prompts as before, or more behind them",
+                "use the old list, or another --output_dir",
+            )
+        if now != known.request:
+            num_different += 1
+            before, after = asdict(known.request.spec), asdict(now.spec)
+            if num_different <= NUM_SHOWN:
+                lines += [f"row {now.spec.index + 1}: {line.strip()}" for line in runs.difference(before, after)]
+    if lines:
+        shown = "\n".join(f"  {line}" for line in lines)
+        raise InputError(
+            f"{num_different} prompts are not those this folder was begun with:\n{shown}",
+            "the same prompts as before, or more behind them",
+            "use the old list, or another --output_dir",
+        )
+
+
+def _noting(rows: Iterator[Request], asked: Requests, renamed: list[Renamed]) -> Iterator[Request]:
+    for request in rows:
+        yield request
+        renamed += asked.renamed
+        asked.renamed.clear()
+
+
+def _list_renamed(folder: Path, renamed: list[Renamed], asked: Requests) -> None:
+    """Say which ids did not become names as they stand, and list all of them in a file."""
+    if asked.num_shared_ids:
+        log.warning("%d ids stand in more than one row; their pictures differ by seed", asked.num_shared_ids)
+    if not renamed:
+        return
+    path = folder / RENAMED_FILE
+    old = path.read_bytes() if path.exists() else b""
+    runs.publish(path, old + b"".join((json.dumps(asdict(row), ensure_ascii=True) + "\n").encode() for row in renamed))
+    shown = "; ".join(f"{row.id[:60]!r} -> {row.name}" for row in renamed[:NUM_SHOWN])
+    log.warning("%d ids cannot be file names as they are and were mapped (%s): %s", len(renamed), RENAMED_FILE, shown)

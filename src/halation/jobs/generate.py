@@ -1,0 +1,335 @@
+"""`halation generate`: the only place that sees a whole generation config; it makes the plan, holds the folder and runs the supervisor."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from halation import png, runs
+from halation.config.fields import as_json, fixed
+from halation.config.generate import GenerateConfig
+from halation.errors import InputError, Interrupted
+from halation.generation import results
+from halation.generation.crew import Crew, LocalCrew, Place
+from halation.generation.ledger import LEDGER_FILE, Ledger
+from halation.generation.planning import plan
+from halation.generation.progress import Progress
+from halation.generation.requests import Defaults
+from halation.generation.supervisor import Effort, Rules, Supervisor
+from halation.jobs.logs import Echo
+from halation.jobs.ranges import check_ranges
+from halation.jobs.subject import Subject, subject_of
+from halation.plan import sheets_of
+from halation.prompts import PromptFile
+from halation.runs import Run
+from halation.world import launch
+from halation.world.signals import StopSignals, exit_code
+
+log = logging.getLogger(__name__)
+MANY = sys.float_info.max
+RANGES: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("num_samples", "micro_batch", "nproc"), (0, MANY)),
+    **dict.fromkeys(("batch_size", "num_inference_steps", "num_frames", "fps", "threads"), (1, 10_000)),
+    **dict.fromkeys(("height", "width"), (1, 16_384)),
+    **dict.fromkeys(("stall_timeout_s", "lease_s"), (sys.float_info.min, MANY)),
+    "seed_start": (0, 2**63 - 1),
+    "guidance_scale": (0, MANY),
+    "cfg_truncation_step": (0, MANY),
+}
+
+
+def run(config: GenerateConfig) -> int:
+    """Draw what is missing; 0 only if every picture is there."""
+    check(config)
+    prompts = PromptFile.open(config.prompts_csv, config.prompts_format or None)
+    subject = subject_of(config.model_path, raw=config.raw)
+    places = places_of(config)
+    config = resolved(config, subject, places)
+    folder = config.output_dir
+    runs.make_folder(folder)
+    killed = (folder / ".owner.json").exists()  # an owner that ended well takes its card along
+    with runs.held(folder, "generate"), logging_to(folder / "logs") as echo:
+        if killed:
+            sweep(folder)
+        with Ledger(folder / LEDGER_FILE) as ledger:
+            session = Session(config, subject, ledger, echo)
+            session.begin(prompts, places)
+            return session.run(lambda: LocalCrew(places, session.orders(), folder / "logs", config.threads))
+
+
+def check(config: GenerateConfig) -> None:
+    """What can be refused without looking at anything but the flags."""
+    if not config.prompts_csv:
+        raise InputError("no --prompts_csv", "a list of prompts", "give --prompts_csv FILE (csv, txt, jsonl, parquet), or - for standard input")
+    given = {name: limits for name, limits in RANGES.items() if getattr(config, name) is not None}
+    check_ranges(config, given)
+    if config.micro_batch > config.batch_size:
+        raise InputError(
+            f"--micro_batch {config.micro_batch} with --batch_size {config.batch_size}", "at most the whole sheet at once", "lower --micro_batch"
+        )
+    if config.cluster == "local" and launch.launched() and os.environ.get("RANK", os.environ.get("SLURM_PROCID")) != "0":
+        raise InputError(
+            "one of several copies of this command (torchrun or srun)",
+            "one command, which starts a worker for each GPU itself",
+            "start it once; for several machines on one folder see --cluster files and --cluster ray",
+        )
+
+
+def places_of(config: GenerateConfig) -> list[Place]:
+    devices = launch.devices(config.nproc, config.gpu_ids, config.oversubscribe)
+    labels = [device.removeprefix("cuda:") for device in devices] if devices[0] != "cpu" else list(map(str, range(len(devices))))
+    if len(set(labels)) < len(labels):  # several workers on one GPU
+        labels = [f"{label}-{number}" for number, label in enumerate(labels)]
+    return [Place(label=label, device=device) for label, device in zip(labels, devices, strict=True)]
+
+
+def resolved(config: GenerateConfig, subject: Subject, places: list[Place]) -> GenerateConfig:
+    """The config with what the model and the device decide written out."""
+    chosen: dict[str, Any] = {
+        "height": config.height or subject.height,
+        "width": config.width or subject.width,
+        "guidance_scale": subject.guidance_scale if config.guidance_scale is None else config.guidance_scale,
+        "dtype": config.dtype or ("fp32" if places[0].device == "cpu" else "bf16"),
+    }
+    return dataclasses.replace(config, **chosen)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what killed writers left behind; the folder is held. One look at its names: there may be a million files."""
+    for name in os.listdir(folder):
+        if name.startswith(".") and name.endswith(".tmp"):
+            path = folder / name
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def logging_to(folder: Path) -> Iterator[Echo]:
+    """generate.log for everything, and warnings for the person."""
+    folder.mkdir(parents=True, exist_ok=True)
+    logger = logging.getLogger("halation")
+    file = logging.FileHandler(folder / "generate.log", encoding="utf-8")
+    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    echo = Echo()
+    level, propagate = logger.level, logger.propagate
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    logger.addHandler(file)
+    logger.addHandler(echo)
+    try:
+        yield echo
+    finally:
+        for handler in (file, echo):
+            logger.removeHandler(handler)
+            handler.close()
+        logger.setLevel(level)
+        logger.propagate = propagate
+
+
+def pipeline_arguments(words: tuple[str, ...]) -> dict[str, Any]:
+    """KEY=VALUE words with JSON values; a value that is no JSON is text."""
+    arguments = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not key.isidentifier():
+            raise InputError(f"--pipeline_args {word}", "KEY=VALUE, for instance max_sequence_length=256", "write it so")
+        try:
+            arguments[key] = json.loads(value)
+        except ValueError:
+            arguments[key] = value
+    return arguments
+
+
+class Session:
+    """One call on a held folder: the record, the plan, the drawing, and what is left to read afterwards."""
+
+    def __init__(self, config: GenerateConfig, subject: Subject, ledger: Ledger, echo: Echo) -> None:
+        self.config = config
+        self.subject = subject
+        self.ledger = ledger
+        self.echo = echo
+        self.folder = config.output_dir
+        self.record: dict[str, Any] = {}
+        self.arguments = pipeline_arguments(config.pipeline_args)
+        self.facts: dict[str, Any] = {}
+        self.mixed: set[str] = set()
+
+    # -- before
+
+    def begin(self, prompts: PromptFile, places: list[Place]) -> None:
+        """Recognise the run or begin it, plan what is new, and find out what is missing."""
+        config = self.config
+        counts = self.ledger.counts()
+        bound = counts["done"] + counts["failed"] > 0
+        names = ("torch", "diffusers", "transformers") if self.subject.order["kind"] == "pipeline" else ("torch", "numpy")
+        settings = fixed(config) | {"model": self.subject.digest, "model name": self.subject.name}
+        settings |= {"device": "cpu" if places[0].device == "cpu" else "cuda"}
+        settings |= {f"{name} version": version(name) for name in names if self.subject.order["kind"] != "testcard"}
+        run = Run(self.folder)
+        runs.begin(run, "generate", as_json(config), settings, config.accept_changes, bound)
+        chosen = runs.read_record(run)["fixed"].get("png coder") if bound else None
+        coder = config.png if config.png != "auto" else chosen or png.best_coder()
+        self.record = runs.confirm(run, {"png coder": coder}, config.accept_changes)
+        self.ledger.epoch = len(self.record["changes"])
+        defaults = Defaults(
+            seed_start=config.seed_start,
+            height=config.height or 0,
+            width=config.width or 0,
+            num_frames=config.num_frames,
+            steps=config.num_inference_steps,
+            guidance_scale=config.guidance_scale or 0.0,
+            negative_prompt=config.negative_prompt,
+        )
+        plan(self.ledger, prompts, limit=config.num_samples, defaults=defaults, bound=bound, folder=self.folder)
+        self._reopen()
+
+    def _reopen(self) -> None:
+        """A done picture whose file is gone is missing; with --verify, so is one whose bytes are not what they were."""
+        gone = results.missing(self.folder, self.ledger.counts()["done"], self.ledger.names_done)
+        if gone:
+            log.warning("%d pictures were drawn but their files are gone: drawing them again", len(gone))
+            self.ledger.reopen(gone)
+        if self.config.verify:
+            damages = results.verify(self.folder, self.ledger.rows(), lambda _done, _total: None)
+            for damage in damages:
+                log.warning("%s is damaged: %s; drawing it again", damage.file, damage.why)
+            self.ledger.reopen(damage.index for damage in damages)
+            if not damages:
+                log.info("every picture is as the ledger says")
+
+    def orders(self) -> dict[str, Any]:
+        """What every worker is told, besides its device."""
+        config = self.config
+        style = {
+            "model": self.record["fixed"]["model name"],
+            "sampler": config.scheduler,
+            "coder": self.record["fixed"]["png coder"],
+            "fps": config.fps,
+        }
+        return {
+            "folder": str(self.folder.resolve()),
+            "model": self.subject.order,
+            "style": style,
+            "dtype": config.dtype,
+            "scheduler": config.scheduler,
+            "offload": config.offload,
+            "compile": config.compile,
+            "arguments": self.arguments,
+            "cfg_truncation_step": config.cfg_truncation_step,
+            "half_frame": config.enable_half_frame,
+            "threads": config.threads,
+            "raw": config.raw,
+        }
+
+    # -- during
+
+    def run(self, make_crew: Callable[[], Crew]) -> int:
+        before = self.ledger.counts()
+        effort = None
+        if before["done"] < before["planned"]:
+            with StopSignals(ends_at_once=False) as signals:
+                try:
+                    effort = self._draw(make_crew(), before, signals)
+                finally:
+                    self._write_results(effort)
+            if signals.number:
+                left = self.ledger.counts()
+                raise Interrupted(
+                    f"stopped with {left['planned'] - left['done']} of {left['planned']} pictures to go; the same command draws them",
+                    exit_code(signals.number),
+                )
+        else:
+            self._write_results(None)
+        return self._tell(effort)
+
+    def _draw(self, crew: Crew, before: dict[str, int], signals: StopSignals) -> Effort:
+        config = self.config
+        sheets = sheets_of(self.ledger.groups(), config.batch_size)
+        micro_batch = config.micro_batch or self.record["fixed"].get("micro batch", 0)
+        progress = Progress(config.progress, crew.names, before["planned"], before["done"])
+        rules = Rules(sheet_size=config.batch_size, micro_batch=micro_batch, stall_timeout_s=config.stall_timeout_s)
+        supervisor = Supervisor(
+            self.ledger,
+            sheets,
+            crew,
+            progress,
+            rules,
+            stop=lambda: signals.number,
+            hurry=lambda: signals.urgent,
+            on_rehearsed=lambda size: self._confirm({"micro batch": size}),
+            on_ready=self._on_ready,
+        )
+        with progress:
+            self.echo.say = progress.say
+            try:
+                return supervisor.run()
+            finally:
+                self.echo.say = None
+                crew.end(at_once=signals.urgent)
+                if supervisor.num_redone:
+                    sweep(self.folder)
+
+    def _confirm(self, facts: dict[str, Any]) -> None:
+        self.record = runs.confirm(Run(self.folder), facts, self.config.accept_changes)
+
+    def _on_ready(self, facts: dict[str, Any]) -> None:
+        """What a worker draws with; on a resume it must be what the run was begun with, and workers should be alike."""
+        device = str(facts.pop("computes on", "cpu"))
+        if self.mixed and device not in self.mixed:
+            log.warning("workers on different devices (%s): pictures round differently on them", ", ".join(sorted({device, *self.mixed})))
+        first = not self.mixed
+        self.mixed.add(device)
+        self.facts = facts
+        if first:
+            self._confirm({"computes on": device, "painter": facts})
+
+    # -- after
+
+    def _write_results(self, effort: Effort | None) -> None:
+        labels = list(effort.workers) if effort else []
+        counts = self.ledger.counts()
+        results.write_metadata(self.folder, self.ledger.rows())
+        results.write_failures(self.folder, labels, self.ledger.failures())
+        if effort is None and (self.folder / results.SUMMARY_FILE).exists():
+            return
+        tally = results.Tally(
+            planned=counts["planned"],
+            done=counts["done"],
+            failed=counts["failed"],
+            open=counts["open"],
+            drawn_now=effort.num_drawn if effort else 0,
+            seconds=effort.seconds if effort else 0.0,
+            workers=effort.workers if effort else {},
+            retries=effort.num_retries if effort else 0,
+            redone_sheets=effort.num_redone_sheets if effort else 0,
+            failures_by_reason=results.count_reasons(self.ledger.failures()),
+            smaller_micro_batches=self.ledger.num_smaller(),
+            equality_classes=dict(self.record["fixed"].get("painter", {}).get("options", {})),
+            interrupted=effort.interrupted if effort else False,
+        )
+        results.write_summary(self.folder, tally)
+
+    def _tell(self, effort: Effort | None) -> int:
+        """The last words, and the exit code they stand for."""
+        counts = self.ledger.counts()
+        missing = counts["planned"] - counts["done"]
+        if self.config.progress not in ("json", "none"):
+            rate = f", {effort.num_drawn} of them now in {effort.seconds:.0f} s" if effort else ", all of them there before"
+            lines = [f"{counts['done']} of {counts['planned']} pictures in {self.folder}{rate}"]
+            for reason, number in list(results.count_reasons(self.ledger.failures()).items())[:5]:
+                lines.append(f"  {number} failed: {reason}")
+            if missing:
+                lines.append(f"  which ones: {self.folder}/failed_prompts_gpu*.txt; the same command tries them again")
+            sys.stderr.write("\n".join(lines) + "\n")
+        return 1 if missing else 0

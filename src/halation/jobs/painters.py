@@ -1,0 +1,87 @@
+"""The worker's side of the settings: from the orders of a `halation generate` to a model on a device, and an easel around it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from halation.generation.easel import Easel
+from halation.generation.painter import Model
+from halation.generation.writer import Parcel, Style, store
+
+MAX_ENCODERS = 4
+
+
+def open_easel(order: Mapping[str, Any], deliver: Callable[[Parcel], None] | None = None) -> Easel:
+    """An easel as ordered; `deliver` takes finished parcels, by default into the folder of the run."""
+    folder = Path(order["folder"])
+    return Easel(
+        lambda: open_model(order),
+        Style(**order["style"]),
+        order["label"],
+        deliver or (lambda parcel: store(folder, parcel)),
+        min(MAX_ENCODERS, os.cpu_count() or 1),
+    )
+
+
+def open_model(order: Mapping[str, Any]) -> Model:
+    """The model, on its device; called on the thread that will draw with it."""
+    model = order["model"]
+    if model["kind"] == "testcard":
+        from halation.generation.testcard import TestCard
+
+        return TestCard(model["seconds"])
+    import torch
+
+    device = order["device"]
+    if device == "cpu":
+        torch.set_num_threads(order["threads"])
+    else:
+        torch.cuda.set_device(device)
+    opened: Model = _open_pipeline(order) if model["kind"] == "pipeline" else _open_checkpoint(order)
+    opened.facts["computes on"] = _computes_on(device)
+    return opened
+
+
+def _computes_on(device: str) -> str:
+    import torch
+
+    if device == "cpu":
+        return "cpu"
+    return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda or torch.version.hip}"
+
+
+def _open_pipeline(order: Mapping[str, Any]) -> Model:
+    from halation.models.pipelines import open_pipeline
+
+    return open_pipeline(
+        Path(order["model"]["path"]),
+        dtype=order["dtype"],
+        device=order["device"],
+        scheduler=order["scheduler"],
+        offload=order["offload"],
+        compile=order["compile"],
+        arguments=order["arguments"],
+        cfg_truncation_step=order["cfg_truncation_step"],
+        half_frame=order["half_frame"],
+    )
+
+
+def _open_checkpoint(order: Mapping[str, Any]) -> Model:
+    from halation.generation.checkpoint import CheckpointModel
+    from halation.jobs.models import load_denoiser
+
+    model = order["model"]
+    denoiser = load_denoiser(Path(model["path"]), raw=order["raw"], checked=True).to(order["device"])
+    return CheckpointModel(
+        denoiser,
+        device=order["device"],
+        dtype=order["dtype"],
+        sampler=order["scheduler"] or model["sampler"],
+        time_shift=model["time_shift"],
+        truncate_from=order["cfg_truncation_step"],
+        compile=order["compile"],
+        changed_sampler=order["scheduler"] not in ("", model["sampler"]),
+    )

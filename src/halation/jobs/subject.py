@@ -1,0 +1,91 @@
+"""What a `--model_path` means: the test card, a diffusers pipeline, or a model of Halation's own; and what follows from it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from halation.errors import InputError
+from halation.generation.identity import fingerprint
+from halation.generation.testcard import seconds_of
+
+HEIGHT, WIDTH, GUIDANCE = 480, 832, 7.5
+PIPELINE_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A model before it is loaded: how a worker opens it, one word for its weights, and the settings it brings along."""
+
+    order: dict[str, Any]
+    name: str
+    digest: str
+    height: int = HEIGHT
+    width: int = WIDTH
+    guidance_scale: float = GUIDANCE
+
+
+def subject_of(model_path: str, *, raw: bool) -> Subject:
+    """Look at what is there without loading it."""
+    if not model_path:
+        raise InputError("no --model_path", "a model to draw from", "give --model_path FOLDER, or testcard to try without a model")
+    seconds = seconds_of(model_path)
+    if seconds is not None:
+        return Subject(order={"kind": "testcard", "seconds": seconds}, name="testcard", digest="testcard 1")
+    folder = Path(model_path).expanduser()
+    if not folder.is_dir():
+        folder = _downloaded(model_path)
+    if (folder / "model_index.json").exists():
+        from halation.models.pipeline_files import check_folder
+
+        check_folder(folder)
+        order = {"kind": "pipeline", "path": str(folder.resolve())}
+        return Subject(order=order, name=Path(model_path).resolve().name, digest=fingerprint(folder))
+    return _checkpoint(folder, raw)
+
+
+def _checkpoint(folder: Path, raw: bool) -> Subject:
+    from halation.jobs.models import digest_of, find, sampling_of
+
+    try:
+        found = find(folder)
+    except InputError as error:
+        raise InputError(
+            f"{folder} is neither a diffusers pipeline (no model_index.json) nor a model of Halation ({error.found})",
+            "a folder as save_pretrained() of a pipeline writes it, or a run, checkpoint or export of Halation",
+            "check --model_path",
+        ) from error
+    sampling = sampling_of(found)
+    order = {
+        "kind": "checkpoint",
+        "path": str(found.resolve()),
+        "sampler": sampling["sampler"],
+        "time_shift": sampling.get("time_shift", 1.0),
+    }
+    return Subject(
+        order=order,
+        name=folder.resolve().name,
+        digest=digest_of(found, raw=raw),
+        height=sampling["height"],
+        width=sampling["width"],
+        guidance_scale=sampling["guidance_scale"],
+    )
+
+
+def _downloaded(name: str) -> Path:
+    """A pipeline by its name on the hub: from the cache where it is there, else downloaded once."""
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name) or Path(name).parent.is_dir():
+        raise InputError(f"there is no folder {name}", "a diffusers pipeline or a model of Halation", "check --model_path")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=PIPELINE_FILES))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        raise InputError(
+            f"there is no folder {name}, and the hub did not give a model of that name: {str(error).splitlines()[0]}",
+            "the folder of a model, or the name of one that can be downloaded",
+            "check --model_path and the network",
+        ) from error
