@@ -229,8 +229,9 @@ class Ledger:
         """Index, file stem and number of frames of every picture that should be in the folder."""
         return iter(self.connection.execute(f"SELECT picture, name, num_frames FROM pictures WHERE state = {DONE}"))
 
-    def has_videos(self) -> bool:
-        return self.connection.execute("SELECT 1 FROM pictures WHERE num_frames > 1 LIMIT 1").fetchone() is not None
+    def num_smaller(self) -> int:
+        """Pictures that were drawn with fewer at once than planned."""
+        return int(self.connection.execute("SELECT COUNT(*) FROM pictures WHERE micro_batch > 0").fetchone()[0])
 
     def _rows(self, condition: str) -> Iterator[Row]:
         for row in self.connection.execute(f"SELECT {_SPEC}, {_OUTCOME} FROM pictures {condition} ORDER BY picture"):

@@ -38,9 +38,6 @@ def subject_of(model_path: str, *, raw: bool) -> Subject:
     if not folder.is_dir():
         folder = _downloaded(model_path)
     if (folder / "model_index.json").exists():
-        from halation.models.pipeline_files import check_folder
-
-        check_folder(folder)
         order = {"kind": "pipeline", "path": str(folder.resolve())}
         return Subject(order=order, name=Path(model_path).resolve().name, digest=fingerprint(folder))
     return _checkpoint(folder, raw)
