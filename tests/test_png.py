@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import io
 import json
+import os
 import statistics
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -165,6 +168,28 @@ def test_threads_that_encode_at_once_give_the_bytes_of_one_alone(name: str) -> N
     for thread in threads:
         thread.join()
     assert [found[number] for number in range(len(pictures))] == alone
+
+
+@pytest.mark.parametrize("name", CODERS)
+def test_equal_pictures_give_equal_bytes_in_other_processes_whatever_their_memory_held_before(name: str) -> None:
+    pictures = [landscape(200), shapes(200), noise(200, 200), enlarged(noise(8, 8), 200)]
+    digest = hashlib.sha256(b"".join(encode_png(picture, {}, coder(name)) for picture in pictures)).hexdigest()
+    script = (
+        "import hashlib, sys, numpy as np; from halation.png import coder, encode_png\n"
+        "pictures = np.frombuffer(sys.stdin.buffer.read(), np.uint8).reshape(4, 200, 200, 3)\n"
+        f"files = [encode_png(picture, {{}}, coder({name!r})) for picture in pictures]\n"
+        "print(hashlib.sha256(b''.join(files)).hexdigest())"
+    )
+    for filling in ("0", "1", "254"):
+        other = subprocess.run(
+            [sys.executable, "-c", script],
+            env=os.environ | {"MALLOC_PERTURB_": filling},  # glibc fills fresh memory with it
+            input=np.stack(pictures).tobytes(),
+            capture_output=True,
+            check=True,
+            timeout=60,
+        )
+        assert other.stdout.decode().strip() == digest
 
 
 @pytest.mark.parametrize(("name", "times"), [("zlib", 5), ("isal", 20)])

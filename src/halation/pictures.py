@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
-from halation.png import Pixels, encode_png, picture_text, read_png  # noqa: F401 - until every importer has moved
+from halation.png import Pixels
 
 Colour: TypeAlias = tuple[int, int, int]
 

@@ -187,12 +187,16 @@ def _text_chunk(key: str, value: str) -> bytes:
     keyword = key.encode("latin-1")
     if not 1 <= len(keyword) <= 79 or b"\0" in keyword:
         raise ValueError(f"a PNG text key has 1 to 79 Latin-1 characters, not {key!r}")
-    # A NUL would end the text early and a lone surrogate has no UTF-8 form; neither can be kept in a text chunk.
-    value = value.replace("\0", "\ufffd").encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    value = storable(value)
     try:
         return _chunk(b"tEXt", keyword + b"\0" + value.encode("latin-1"))
     except UnicodeEncodeError:
         return _chunk(b"iTXt", keyword + b"\0\0\0\0\0" + value.encode("utf-8"))
+
+
+def storable(text: str) -> str:
+    """`text` with marks for what no file can keep in its texts: a NUL, which ends them, and half a surrogate pair."""
+    return text.replace("\0", "\ufffd").encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def picture_text(spec_json: Mapping[str, Any], model: str = "", sampler: str = "") -> dict[str, str]:
