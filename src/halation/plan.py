@@ -62,7 +62,8 @@ class Sheets:
 
     def first_rows(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The first index on each of these sheets."""
-        return self._indices[self._starts[numbers]]
+        rows: npt.NDArray[np.int64] = self._indices[self._starts[numbers]]
+        return rows
 
     def containing(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The numbers of the sheets these rows stand on, ascending, each once."""

@@ -25,7 +25,15 @@ from halation.world.launch import PARENT
 
 GRACE_S = 5.0
 # A worker is alone in its world, whoever started its parent.
-FOREIGN = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+FOREIGN = (
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
+)
 
 
 class Crew(Protocol):
@@ -73,8 +81,8 @@ class LocalCrew:
 
     def __init__(self, places: Sequence[Place], settings: Mapping[str, Any], logs: Path, threads: int) -> None:
         self.places = places
-        self.labels = [place.label for place in places]
-        self.names = [f"{'worker' if place.device == 'cpu' else 'GPU'} {place.label}" for place in places]
+        self.labels: Sequence[str] = [place.label for place in places]
+        self.names: Sequence[str] = [f"{'worker' if place.device == 'cpu' else 'GPU'} {place.label}" for place in places]
         self.settings = dict(settings)
         self.logs = logs
         self.threads = threads
@@ -94,14 +102,22 @@ class LocalCrew:
         self.logs.mkdir(parents=True, exist_ok=True)
         with open(self.logs / f"worker_{self.labels[worker]}.log", "ab") as log, theirs:
             self._processes[worker] = subprocess.Popen(
-                command, env=environment, process_group=0, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                command,
+                env=environment,
+                process_group=0,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
             )
         self._lines[worker] = connection.Connection(ours.detach())
         place = self.places[worker]
         self._tell(worker, {"do": "open", "device": place.device, "label": place.label, **self.settings})
 
     def rehearse(self, worker: int, examples: Sequence[Spec], sheet_size: int) -> None:
-        self._tell(worker, {"do": "rehearse", "examples": [spec.as_json() for spec in examples], "sheet_size": sheet_size})
+        self._tell(
+            worker, {"do": "rehearse", "examples": [spec.as_json() for spec in examples], "sheet_size": sheet_size}
+        )
 
     def give(self, worker: int, task: Task) -> None:
         self._tell(worker, {"do": "draw", "task": task.as_json()})
@@ -124,7 +140,11 @@ class LocalCrew:
         by_line = {line: worker for worker, line in self._lines.items()}
         if not by_line:
             time.sleep(timeout_s)
-        return [self._heard(by_line[line]) for line in connection.wait(list(by_line), timeout_s) if isinstance(line, connection.Connection)]
+        return [
+            self._heard(by_line[line])
+            for line in connection.wait(list(by_line), timeout_s)
+            if isinstance(line, connection.Connection)
+        ]
 
     def _heard(self, worker: int) -> Event:
         try:

@@ -42,7 +42,12 @@ class Easel:
     """Draws tasks; `draw` may be called from several threads at once, which is what makes the overlap."""
 
     def __init__(
-        self, open_model: Callable[[], Model], style: Style, label: str, store: Callable[[Parcel], None], num_encoders: int
+        self,
+        open_model: Callable[[], Model],
+        style: Style,
+        label: str,
+        store: Callable[[Parcel], None],
+        num_encoders: int,
     ) -> None:
         self.style = style
         self.label = label

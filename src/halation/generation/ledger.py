@@ -188,7 +188,7 @@ class Ledger:
         rest = dict(
             self.connection.execute("SELECT state, COUNT(*) FROM pictures WHERE state != 1 GROUP BY state").fetchall()
         )
-        counts = {state: rest.get(number, 0) for number, state in enumerate(STATES)}
+        counts: dict[str, int] = {state: rest.get(number, 0) for number, state in enumerate(STATES)}
         return {"planned": planned, **counts, "done": planned - sum(rest.values())}
 
     def record(self, outcomes: Iterable[Outcome]) -> None:

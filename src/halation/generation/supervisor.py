@@ -12,8 +12,9 @@ import logging
 import signal
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +37,16 @@ MAX_KILLS = 3
 """A kill from outside is no picture's fault, so a picture may be there once more than at an error."""
 MAX_DEATHS_IN_A_ROW = 3
 LOADING_S = 3600.0
+
+
+class Claims(Protocol):
+    """Where several commands share a folder: which sheets this one may draw, a range at a time."""
+
+    def beat(self) -> None:
+        """Called often: keep what is claimed from being taken over."""
+
+    def next(self) -> Sequence[int] | None:
+        """Sheets to draw now; none where others hold the rest for the moment; None where nothing is left for anybody."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -112,6 +123,7 @@ class Supervisor:
         hurry: Callable[[], bool],
         on_rehearsed: Callable[[int], None],
         on_ready: Callable[[dict[str, object]], None],
+        claims: Claims | None = None,
     ) -> None:
         self.ledger = ledger
         self.sheets = sheets
@@ -122,6 +134,7 @@ class Supervisor:
         self.hurry = hurry
         self.on_rehearsed = on_rehearsed
         self.on_ready = on_ready
+        self.claims = claims
         self.micro_batch = rules.micro_batch
         self.rehearsing = -1
         self.stopping = False
@@ -156,7 +169,11 @@ class Supervisor:
 
     def _shares(self) -> list[deque[int]]:
         """Dear sheets first, so that the last ones are short; then by number; then in turn to every worker."""
-        todo = self.sheets.containing(np.flatnonzero(self._open))
+        if self.claims is not None:
+            return [deque() for _ in self.crew.labels]
+        return self._dealt(self.sheets.containing(np.flatnonzero(self._open)))
+
+    def _dealt(self, todo: npt.NDArray[np.int64]) -> list[deque[int]]:
         todo = todo[np.argsort(-self._costs[self.sheets.first_rows(todo)], kind="stable")]
         num_workers = len(self.crew.labels)
         return [deque(todo[turns(len(todo), num_workers, worker)].tolist()) for worker in range(num_workers)]
@@ -172,16 +189,35 @@ class Supervisor:
             while not self._settled():
                 self._listen()
                 self._look_at_clock()
+                self._claim()
                 self._give_out()
         finally:
             self._commit()
         return self._effort(time.monotonic() - began)
+
+    def _claim(self) -> None:
+        """Where sheets are claimed, ask for more when the last ones are given out."""
+        if self.claims is None:
+            return
+        self.claims.beat()
+        if self.stopping or not self.micro_batch or any(slot.queue for slot in self.slots):
+            return
+        sheets = self.claims.next()
+        if sheets is None:
+            self.claims = None
+            return
+        self._open = self._mask()
+        todo = np.asarray([sheet for sheet in sheets if self._open[self.sheets.rows(sheet)].any()], dtype=np.int64)
+        for slot, queue in zip(self.slots, self._dealt(todo), strict=True):
+            slot.queue.extend(queue)
 
     def _settled(self) -> bool:
         if self.hurry():
             return True
         if self.stopping:
             return not any(slot.flight for slot in self.slots if slot.state == "ready")
+        if self.claims is not None:
+            return False
         return not self.live and not self.returned and not any(slot.queue for slot in self.slots)
 
     def _effort(self, seconds: float) -> Effort:
@@ -369,9 +405,13 @@ class Supervisor:
         if slot.deaths >= MAX_DEATHS_IN_A_ROW:
             slot.state = "retired"
             self.progress.state(slot.name, "given up")
-            self.progress.say(f"{slot.name}: {reason}; it ended {slot.deaths} times in a row and is given up, the others take over its share")
+            self.progress.say(
+                f"{slot.name}: {reason}; it ended {slot.deaths} times in a row and is given up, the others take over its share"
+            )
             if all(other.state == "retired" for other in self.slots):
-                raise HalationError(f"no worker is left; the last one {reason.removeprefix('the worker ')}. Their logs are in logs/")
+                raise HalationError(
+                    f"no worker is left; the last one {reason.removeprefix('the worker ')}. Their logs are in logs/"
+                )
             return
         slot.restarts += 1
         slot.state = "starting"
@@ -450,7 +490,9 @@ class Supervisor:
         """Until its own queue is drawn; a place without a worker will never get there."""
         if slot.state != "ready":
             return float("inf") if slot.queue else 0.0
-        return float(sum(self._costs[self.sheets.first_rows(np.fromiter(slot.queue, np.int64))])) / (slot.speed or self._mean_speed())
+        return float(sum(self._costs[self.sheets.first_rows(np.fromiter(slot.queue, np.int64))])) / (
+            slot.speed or self._mean_speed()
+        )
 
     def _mean_speed(self) -> float:
         known = [slot.speed for slot in self.slots if slot.speed]

@@ -76,9 +76,11 @@ class Worker:
             self.say("rehearsed", micro_batch=size)
         except HalationError as error:
             self.say("refused", message=str(error), exit_code=error.exit_code)
-        except Exception as error:  # noqa: BLE001 - the supervisor must hear of it, whatever it is
+        except Exception as error:
             log.exception("the rehearsal failed")
-            self.say("refused", message=f"the model cannot draw: {_words(error)}\n{traceback.format_exc()}", exit_code=1)
+            self.say(
+                "refused", message=f"the model cannot draw: {_words(error)}\n{traceback.format_exc()}", exit_code=1
+            )
 
     def _draw(self, easel: Easel, task: Task) -> None:
         total = task.requests[0].spec.steps * -(-task.sheet_size // task.micro_batch)
@@ -95,7 +97,7 @@ class Worker:
             self.say("dropped", task.number)
         except Refused as error:
             self.say("failed", task.number, reason=str(error), disk=True)
-        except Exception as error:  # noqa: BLE001 - whatever one sheet dies of, the others are drawn
+        except Exception as error:
             log.exception("task %d failed", task.number)
             self.say("failed", task.number, reason=_words(error), disk=False)
 
@@ -120,4 +122,10 @@ class _Beat:
 
 def _words(error: BaseException) -> str:
     text = str(error).strip()
-    return text if isinstance(error, HalationError) else f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return (
+        text
+        if isinstance(error, HalationError)
+        else f"{type(error).__name__}: {text}"
+        if text
+        else type(error).__name__
+    )

@@ -69,14 +69,24 @@ def run(config: GenerateConfig) -> int:
 def check(config: GenerateConfig) -> None:
     """What can be refused without looking at anything but the flags."""
     if not config.prompts_csv:
-        raise InputError("no --prompts_csv", "a list of prompts", "give --prompts_csv FILE (csv, txt, jsonl, parquet), or - for standard input")
+        raise InputError(
+            "no --prompts_csv",
+            "a list of prompts",
+            "give --prompts_csv FILE (csv, txt, jsonl, parquet), or - for standard input",
+        )
     given = {name: limits for name, limits in RANGES.items() if getattr(config, name) is not None}
     check_ranges(config, given)
     if config.micro_batch > config.batch_size:
         raise InputError(
-            f"--micro_batch {config.micro_batch} with --batch_size {config.batch_size}", "at most the whole sheet at once", "lower --micro_batch"
+            f"--micro_batch {config.micro_batch} with --batch_size {config.batch_size}",
+            "at most the whole sheet at once",
+            "lower --micro_batch",
         )
-    if config.cluster == "local" and launch.launched() and os.environ.get("RANK", os.environ.get("SLURM_PROCID")) != "0":
+    if (
+        config.cluster == "local"
+        and launch.launched()
+        and os.environ.get("RANK", os.environ.get("SLURM_PROCID")) != "0"
+    ):
         raise InputError(
             "one of several copies of this command (torchrun or srun)",
             "one command, which starts a worker for each GPU itself",
@@ -86,7 +96,11 @@ def check(config: GenerateConfig) -> None:
 
 def places_of(config: GenerateConfig) -> list[Place]:
     devices = launch.devices(config.nproc, config.gpu_ids, config.oversubscribe)
-    labels = [device.removeprefix("cuda:") for device in devices] if devices[0] != "cpu" else list(map(str, range(len(devices))))
+    labels = (
+        [device.removeprefix("cuda:") for device in devices]
+        if devices[0] != "cpu"
+        else list(map(str, range(len(devices))))
+    )
     if len(set(labels)) < len(labels):  # several workers on one GPU
         labels = [f"{label}-{number}" for number, label in enumerate(labels)]
     return [Place(label=label, device=device) for label, device in zip(labels, devices, strict=True)]
@@ -143,7 +157,9 @@ def pipeline_arguments(words: tuple[str, ...]) -> dict[str, Any]:
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or not key.isidentifier():
-            raise InputError(f"--pipeline_args {word}", "KEY=VALUE, for instance max_sequence_length=256", "write it so")
+            raise InputError(
+                f"--pipeline_args {word}", "KEY=VALUE, for instance max_sequence_length=256", "write it so"
+            )
         try:
             arguments[key] = json.loads(value)
         except ValueError:
@@ -172,7 +188,9 @@ class Session:
         config = self.config
         counts = self.ledger.counts()
         bound = counts["done"] + counts["failed"] > 0
-        names = ("torch", "diffusers", "transformers") if self.subject.order["kind"] == "pipeline" else ("torch", "numpy")
+        names = (
+            ("torch", "diffusers", "transformers") if self.subject.order["kind"] == "pipeline" else ("torch", "numpy")
+        )
         settings = fixed(config) | {"model": self.subject.digest, "model name": self.subject.name}
         settings |= {"device": "cpu" if places[0].device == "cpu" else "cuda"}
         settings |= {f"{name} version": version(name) for name in names if self.subject.order["kind"] != "testcard"}
@@ -287,7 +305,10 @@ class Session:
         """What a worker draws with; on a resume it must be what the run was begun with, and workers should be alike."""
         device = str(facts.pop("computes on", "cpu"))
         if self.mixed and device not in self.mixed:
-            log.warning("workers on different devices (%s): pictures round differently on them", ", ".join(sorted({device, *self.mixed})))
+            log.warning(
+                "workers on different devices (%s): pictures round differently on them",
+                ", ".join(sorted({device, *self.mixed})),
+            )
         first = not self.mixed
         self.mixed.add(device)
         self.facts = facts
@@ -325,7 +346,11 @@ class Session:
         counts = self.ledger.counts()
         missing = counts["planned"] - counts["done"]
         if self.config.progress not in ("json", "none"):
-            rate = f", {effort.num_drawn} of them now in {effort.seconds:.0f} s" if effort else ", all of them there before"
+            rate = (
+                f", {effort.num_drawn} of them now in {effort.seconds:.0f} s"
+                if effort
+                else ", all of them there before"
+            )
             lines = [f"{counts['done']} of {counts['planned']} pictures in {self.folder}{rate}"]
             for reason, number in list(results.count_reasons(self.ledger.failures()).items())[:5]:
                 lines.append(f"  {number} failed: {reason}")

@@ -30,7 +30,9 @@ class Subject:
 def subject_of(model_path: str, *, raw: bool) -> Subject:
     """Look at what is there without loading it."""
     if not model_path:
-        raise InputError("no --model_path", "a model to draw from", "give --model_path FOLDER, or testcard to try without a model")
+        raise InputError(
+            "no --model_path", "a model to draw from", "give --model_path FOLDER, or testcard to try without a model"
+        )
     seconds = seconds_of(model_path)
     if seconds is not None:
         return Subject(order={"kind": "testcard", "seconds": seconds}, name="testcard", digest="testcard 1")
@@ -74,7 +76,9 @@ def _checkpoint(folder: Path, raw: bool) -> Subject:
 def _downloaded(name: str) -> Path:
     """A pipeline by its name on the hub: from the cache where it is there, else downloaded once."""
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name) or Path(name).parent.is_dir():
-        raise InputError(f"there is no folder {name}", "a diffusers pipeline or a model of Halation", "check --model_path")
+        raise InputError(
+            f"there is no folder {name}", "a diffusers pipeline or a model of Halation", "check --model_path"
+        )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
