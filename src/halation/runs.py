@@ -221,7 +221,9 @@ def begin(
             f"a `{job}` run or an empty folder",
             "choose another --output_dir",
         )
-    if not (run.has_saved() if bound is None else bound):  # a first start that was refused or killed binds nobody to its settings
+    if not (
+        run.has_saved() if bound is None else bound
+    ):  # a first start that was refused or killed binds nobody to its settings
         publish_json(run.config, {"job": job, "settings": dict(settings), "fixed": dict(fixed), "changes": []})
         return True
     keys = [key for key in record["fixed"] if key in fixed] + [key for key in fixed if key not in record["fixed"]]

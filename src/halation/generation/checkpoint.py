@@ -34,7 +34,11 @@ class CheckpointModel:
         changed_sampler: bool,
     ) -> None:
         if sampler not in SAMPLERS:
-            raise InputError(f"--scheduler {sampler}", f"one of {', '.join(SAMPLERS)} for a Halation checkpoint", "choose one of these")
+            raise InputError(
+                f"--scheduler {sampler}",
+                f"one of {', '.join(SAMPLERS)} for a Halation checkpoint",
+                "choose one of these",
+            )
         self.denoiser = denoiser
         self.device = device
         self.dtype = DTYPES[dtype]
@@ -57,7 +61,9 @@ class CheckpointModel:
     def check(self, spec: Spec) -> None:
         self.denoiser.sample_shape(spec.height, spec.width)
         if spec.num_frames != 1:
-            raise InputError(f"--num_frames {spec.num_frames}", "1: this model draws pictures", "leave --num_frames out")
+            raise InputError(
+                f"--num_frames {spec.num_frames}", "1: this model draws pictures", "leave --num_frames out"
+            )
         if self.truncate_from is not None and spec.guidance_scale == 1.0:
             raise InputError(
                 "--cfg_truncation_step with --guidance_scale 1",

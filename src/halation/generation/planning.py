@@ -47,7 +47,9 @@ def _first(asked: Iterator[Request], limit: int, source: str) -> Iterator[Reques
         yield request
     if number < limit:
         raise InputError(
-            f"--num_samples {limit}, but {source} has {number} prompts", "at most as many samples as prompts", "leave --num_samples out for all"
+            f"--num_samples {limit}, but {source} has {number} prompts",
+            "at most as many samples as prompts",
+            "leave --num_samples out for all",
         )
 
 

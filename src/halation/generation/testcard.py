@@ -28,7 +28,9 @@ def seconds_of(model_path: str) -> float | None:
     except ValueError:
         value = -1.0
     if not 0 <= value < 1e6:
-        raise InputError(f"--model_path {model_path}", "testcard, or testcard:SECONDS", "give the seconds a sheet takes")
+        raise InputError(
+            f"--model_path {model_path}", "testcard, or testcard:SECONDS", "give the seconds a sheet takes"
+        )
     return value
 
 
