@@ -281,7 +281,7 @@ def flux(folder: Path) -> Path:
         34,
     )
     pipe = diffusers.FluxPipeline(
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
         vae=_vae(shift=0.05),
         text_encoder=_clip(clip, projection=False, seed=15),
         tokenizer=clip,

@@ -34,7 +34,6 @@ _WITH_FLOW_SIGMAS = (
     "UniPCMultistepScheduler",
     "DPMSolverMultistepScheduler",
     "DPMSolverSinglestepScheduler",
-    "DEISMultistepScheduler",
 )
 
 
@@ -49,15 +48,18 @@ def fitting(scheduler: Any, family: Family) -> list[str]:
         names = {type(scheduler).__name__, *(kind.__name__ for kind in scheduler.compatibles)}
         return sorted(name for name in names if _is_real(name))
     names = {type(scheduler).__name__, *_FLOW_MATCHING, *_WITH_FLOW_SIGMAS}
-    return sorted(name for name in names if _is_real(name) and _takes(name, family))
+    return sorted(name for name in names if _is_real(name) and _takes(name, scheduler, family))
 
 
 def _is_real(name: str) -> bool:
-    """Classes whose libraries are missing are placeholders that raise when they are made."""
-    return hasattr(getattr(diffusers, name, None), "set_timesteps")
+    """Classes whose libraries are missing are placeholders; one draws its noise from no generator we could give it."""
+    kind = getattr(diffusers, name, None)
+    return isinstance(kind, type) and issubclass(kind, diffusers.SchedulerMixin) and name != "DPMSolverSDEScheduler"
 
 
-def _takes(name: str, family: Family) -> bool:
+def _takes(name: str, scheduler: Any, family: Family) -> bool:
+    if name in _WITH_FLOW_SIGMAS and "mu" in family.timesteps_take and not scheduler.config.get("use_dynamic_shifting"):
+        return False
     parameters = inspect.signature(getattr(diffusers, name).set_timesteps).parameters
     # With flow sigmas of its own a scheduler is not handed the pipeline's.
     return all(item in parameters or (item == "sigmas" and name in _WITH_FLOW_SIGMAS) for item in family.timesteps_take)
