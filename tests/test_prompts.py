@@ -4,10 +4,16 @@
 
 from __future__ import annotations
 
+import codecs
+import csv
+import hashlib
 import io
+import itertools
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -15,8 +21,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halation.errors import InputError
-from halation.prompts import PromptRow, from_flags, read_prompts
-from halation.tables import csv_rows, decode
+from halation.prompts import PromptFile, PromptRow, from_flags, iter_prompts, read_prompts
+from halation.tables import BLOCK_SIZE, csv_rows, decode, lines
+
+SHARED = Path(__file__).parents[2] / "shared"
 
 TRICKY = [
     "null",
@@ -102,6 +110,66 @@ def test_any_quoted_text_survives_csv(records: list[list[str]]) -> None:
     assert [list(row.values.values()) for row in csv_rows("x", text)] == records
 
 
+def outcome(rows: Callable[[], Iterable[object]]) -> list[object] | str:
+    try:
+        return list(rows())
+    except InputError as error:
+        return str(error)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from([*'ab,"\n\r ', '""', '",', '"\n', "\r\n", "한"]), max_size=30).map("".join))
+def test_a_text_in_blocks_is_read_and_refused_as_the_whole_is(text: str) -> None:
+    pieces = [piece for piece in re.split("(?<=\n)", "a,b\n" + text) if piece]
+    whole = "".join(pieces)
+    assert outcome(lambda: csv_rows("x", iter(pieces))) == outcome(lambda: csv_rows("x", whole))
+    assert outcome(lambda: lines("x", iter(pieces))) == outcome(lambda: lines("x", whole))
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_file_of_many_blocks_keeps_its_rows_and_their_lines(tmp_path: Path, end: str) -> None:
+    prompts = [f"거리 {number}, {TRICKY[number % (len(TRICKY) - 1)]}" for number in range(60_000)]
+    content = end.join(["prompt,seed", *[f"{quoted(prompt)},{number}" for number, prompt in enumerate(prompts)]])
+    path = write(tmp_path, "p.csv", content)
+    assert path.stat().st_size > 2 * BLOCK_SIZE
+    rows = read_prompts(path)
+    assert [row.prompt for row in rows] == prompts
+    line = 2
+    for number, row in enumerate(rows):
+        assert (row.seed, row.line) == (number, line)
+        line += 1 + row.prompt.count("\n")
+
+
+@pytest.mark.parametrize(
+    ("fault", "found"),
+    [
+        (b"a\0", "line 60002, column 2: a NUL character"),
+        (b"ab\xff", "line 60002, column 3: byte 0xff is not UTF-8"),
+        ("the driverâ€™s".encode(), "line 60002, column 11: 'â€™s' looks like UTF-8 that was read as cp1252"),
+        (b"a,b", "line 60002, column 1: 2 fields where the header has 1"),
+        (b'"a\nb" c', "line 60003, column 3: text after a closing quote"),
+        (b'"a\nb', "line 60002, column 1: a quote that is never closed"),
+        (b"abc\rd", "line 60002, column 4: a carriage return"),
+    ],
+)
+def test_a_fault_far_down_is_refused_where_it_is(tmp_path: Path, fault: bytes, found: str) -> None:
+    content = b"prompt\n" + b"a street after the rain, with reflections\n".replace(b",", b"") * 60_000 + fault
+    assert len(content) > 2 * BLOCK_SIZE
+    assert found in refused(write(tmp_path, "p.csv", content + b"\nx\n"))
+
+
+def test_a_field_longer_than_a_block_is_read_and_one_without_an_end_is_refused(tmp_path: Path) -> None:
+    long = 'a "quoted" word\n' * (5 * BLOCK_SIZE // 16)
+    rows = read_prompts(write(tmp_path, "p.csv", f"prompt,seed\n{quoted(long)},1\nb,2\n"))
+    assert [(row.prompt == long, row.seed, row.line) for row in rows] == [
+        (True, 1, 2),
+        (False, 2, 3 + long.count("\n")),
+    ]
+    assert "line 3, column 1: a quote that is never closed" in refused(
+        write(tmp_path, "p.csv", 'prompt\nx\n"' + "y\n" * BLOCK_SIZE)
+    )
+
+
 def test_plain_csv_fields_are_kept_as_they_are(tmp_path: Path) -> None:
     path = write(tmp_path, "p.csv", 'image_id,prompt\n\n000139, a 5" pipe \n\n1,\n2,""\n')
     rows = read_prompts(path)
@@ -180,6 +248,73 @@ def test_faulty_csv_is_refused_where_the_fault_is(tmp_path: Path, content: str, 
 
 
 @pytest.mark.parametrize(
+    ("header", "word"),
+    [
+        ("image_id;prompt", "semicolons"),
+        ('"image_id";"prompt"', "semicolons"),
+        ("\ufeffcaption;seed", "semicolons"),
+        ("image_id\tprompt", "tabs"),
+        ("Prompt|seed", "bars"),
+    ],
+)
+def test_columns_that_are_not_separated_by_commas_are_named(tmp_path: Path, header: str, word: str) -> None:
+    path = write(tmp_path, "p.csv", f"{header}\n1;a cat, red\n")
+    column = re.search(r"[;\t|]", header.removeprefix("\ufeff"))
+    assert column is not None
+    assert f"line 1, column {column.start() + 1}: this file has {word} between the columns" in refused(path)
+    with pytest.raises(InputError, match="expected: commas between the columns"):
+        read_prompts(path)
+
+
+def test_semicolons_inside_a_column_are_nothing_to_complain_about(tmp_path: Path) -> None:
+    assert read_prompts(write(tmp_path, "p.csv", "prompt\na; b\tc\n"))[0].prompt == "a; b\tc"
+    assert "no prompt column among 'wet; red'" in refused(write(tmp_path, "p.csv", "wet; red\na; b\n"))
+
+
+VALUES = [
+    ("seed", "0", 0), ("seed", "+7", 7), ("seed", str(2**63 - 1), 2**63 - 1), ("seed", " 5 ", 5), ("seed", "", None),
+    ("width", "1", 1), ("width", "16384", 16384), ("height", "480", 480), ("steps", "10000", 10000),
+    ("num_inference_steps", "1", 1), ("guidance_scale", "0", 0.0), ("guidance_scale", "7.5", 7.5), ("guidance_scale", ".5e1", 5.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("column", "text", "value"), VALUES)
+def test_a_value_within_its_bounds_is_read(tmp_path: Path, column: str, text: str, value: float | None) -> None:
+    (row,) = read_prompts(write(tmp_path, "p.csv", f"prompt,{column}\na,{text}\n"))
+    assert getattr(row, column.removeprefix("num_inference_")) == value
+
+
+@pytest.mark.parametrize(
+    ("column", "text", "expected"),
+    [
+        ("seed", "-1", "a whole number from 0 to 2**63 - 1"),
+        ("seed", str(2**63), "a whole number from 0 to 2**63 - 1"),
+        ("seed", "9" * 900, "a whole number from 0 to 2**63 - 1"),
+        ("seed", "1.5", "a whole number from 0 to 2**63 - 1"),
+        ("width", "0", "a whole number from 1 to 16384"),
+        ("width", "16385", "a whole number from 1 to 16384"),
+        ("height", "-480", "a whole number from 1 to 16384"),
+        ("steps", "0", "a whole number from 1 to 10000"),
+        ("num_inference_steps", "10001", "a whole number from 1 to 10000"),
+        ("guidance_scale", "-0.1", "a finite number, 0 or more"),
+        ("guidance_scale", "1e400", "a finite number, 0 or more"),
+        ("guidance_scale", "9" * 400, "a finite number, 0 or more"),
+    ],
+)
+def test_a_value_beyond_its_bounds_is_refused(tmp_path: Path, column: str, text: str, expected: str) -> None:
+    for name, content in (
+        ("p.csv", f"prompt,{column}\na,1\nb,{text}\n"),
+        ("p.jsonl", f'{{"prompt": "a"}}\n{{"prompt": "b", "{column}": {text}}}\n'),
+    ):
+        line = 3 if name == "p.csv" else 2
+        with pytest.raises(InputError) as caught:
+            read_prompts(write(tmp_path, name, content))
+        assert f"{name}, line {line}, column 1: {column} is " in caught.value.found
+        assert caught.value.expected == expected
+        assert len(caught.value.found) < 200 + len(str(tmp_path))
+
+
+@pytest.mark.parametrize(
     ("line", "place"),
     [
         ('{"prompt": "a",}', "line 2, column 16: not JSON"),
@@ -192,6 +327,19 @@ def test_faulty_csv_is_refused_where_the_fault_is(tmp_path: Path, content: str, 
         ('{"prompt": "a", "seed": 1.5}', "line 2, column 1: seed is 1.5"),
         ('{"prompt": "a", "seed": true}', "line 2, column 1: seed is True"),
         ('{"prompt": "a", "guidance_scale": NaN}', "line 2, column 1: NaN is not JSON"),
+        ('{"prompt": "a\\u0000b"}', "line 2, column 1: a NUL character in prompt"),
+        ('{"prompt": "a", "image_id": "\\u0000"}', "line 2, column 1: a NUL character in image_id"),
+        ('{"prompt": "a", "image_id": ["b"]}', "line 2, column 1: image_id is ['b']"),
+        (
+            '{"prompt": "one\\ncaf\\u00c3\\u00a9"}',
+            "line 2, column 1: in prompt: 'Ã©' looks like UTF-8 that was read as cp1252",
+        ),
+        (
+            '{"prompt": "a", "negative_prompt": "\\ufffd"}',
+            "line 2, column 1: in negative_prompt: a replacement character",
+        ),
+        ("[" * 200_000, "line 2, column 1: JSON that is nested too deep"),
+        ('{"prompt": "a", "seed": ' + "9" * 5000 + "}", "line 2, column 1: a number of 5000 digits"),
     ],
 )
 def test_faulty_json_lines_are_refused_where_the_fault_is(tmp_path: Path, line: str, place: str) -> None:
@@ -207,6 +355,26 @@ def test_utf_8_read_in_another_code_page_is_refused(tmp_path: Path, page: str, t
     found = refused(write(tmp_path, "p.txt", f"a street\n{damaged}\n"))
     assert "line 2, column " in found
     assert "looks like UTF-8 that was read as" in found
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the seed documents are not part of the project")
+def test_the_seed_document_in_the_wrong_code_page_is_refused_and_its_original_is_read(tmp_path: Path) -> None:
+    original, damaged = (next((SHARED / "seeds").glob(f"{number}_*")).read_bytes() for number in ("000", "001"))
+    text = original.decode()
+    assert [row.prompt for row in read_prompts(write(tmp_path, "p.txt", original))] == [
+        line for line in text.split("\n") if line.strip()
+    ]
+    assert "line 1, column 9: " in refused(write(tmp_path, "p.txt", damaged))
+    assert "line 2, column 9: " in refused(write(tmp_path, "p.csv", b"prompt\n" + damaged))
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the list of COCO captions is not part of the project")
+def test_the_coco_list_is_read_as_the_csv_module_reads_it() -> None:
+    path = SHARED / "data" / "prompts" / "coco_val2017.csv"
+    with path.open(encoding="utf-8", newline="") as file:
+        wanted = [(record["image_id"], record["prompt"]) for record in csv.DictReader(file)]
+    assert len(wanted) == 5000
+    assert [(row.image_id, row.prompt) for row in iter_prompts(path)] == wanted
 
 
 @pytest.mark.parametrize("text", ["a cafÃ© in Paris, très joli, déjà vu", "the driverâ€™s seat", "20Â°C"])
@@ -239,8 +407,88 @@ REAL = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("columns", "found"),
+    [
+        ({"prompt": ["a", "b\0c"]}, "line 2, column 1: a NUL character in prompt"),
+        ({"prompt": ["a", None]}, "line 2, column 1: the prompt is None"),
+        ({"prompt": ["a"], "seed": [1.5]}, "line 1, column 1: seed is 1.5"),
+        ({"prompt": ["a"] * 5000, "seed": [*range(4999), -1]}, "line 5000, column 1: seed is -1"),
+        ({"captions": ["a"]}, "no prompt column among 'captions' (nearest: 'caption')"),
+        ({"prompt": ["cafÃ©"]}, "line 1, column 1: in prompt: 'Ã©' looks like"),
+    ],
+)
+def test_faulty_parquet_is_refused_with_its_row(tmp_path: Path, columns: dict[str, list[object]], found: str) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table(columns), tmp_path / "p.parquet")
+    assert found in refused(tmp_path / "p.parquet")
+
+
+def test_parquet_that_is_broken_inside_is_refused(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    letters = pyarrow.array([b"a", b"b\xff"], pyarrow.binary()).view(pyarrow.string())
+    parquet.write_table(pyarrow.table({"prompt": letters}), tmp_path / "p.parquet")
+    assert "line 2, column 1: byte 0xff is not UTF-8" in refused(tmp_path / "p.parquet")
+    parquet.write_table(pyarrow.table([["a"], ["b"]], names=["prompt", "prompt"]), tmp_path / "p.parquet")
+    assert "the column 'prompt' is there twice" in refused(tmp_path / "p.parquet")
+    parquet.write_table(pyarrow.table({"prompt": [str(n) * 20 for n in range(9999)]}), tmp_path / "p.parquet")
+    data = bytearray((tmp_path / "p.parquet").read_bytes())
+    data[100:2000] = bytes(1900)
+    assert "is not a Parquet file" in refused(write(tmp_path, "p.parquet", bytes(data)))
+
+
+@pytest.mark.parametrize("ending", ["csv", "txt", "jsonl", "parquet"])
+def test_a_file_is_known_by_the_hash_of_its_bytes_and_gives_its_rows_again(tmp_path: Path, ending: str) -> None:
+    path = tmp_path / f"p.{ending}"
+    if ending == "parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        pytest.importorskip("pyarrow.parquet").write_table(pyarrow.table({"prompt": ["a", "b"]}), path)
+    else:
+        texts = {"csv": "prompt\r\na\r\nb", "txt": "a\nb", "jsonl": '{"prompt": "a"}\n{"prompt": "b"}'}
+        path.write_bytes(codecs.BOM_UTF8 + texts[ending].encode())
+    file = PromptFile.open(path)
+    assert file.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert (file.name, file.format) == (str(path), ending)
+    assert list(file.rows()) == list(file.rows()) == read_prompts(path)
+    assert [row.prompt for row in file.rows()] == ["a", "b"]
+    assert len(repr(file)) < 300 + len(str(path)), "the bytes stay out of logs"
+
+
+def test_rows_before_a_faulty_one_can_be_had_and_the_encoding_is_checked_first(tmp_path: Path) -> None:
+    rows = iter_prompts(write(tmp_path, "p.csv", "prompt,seed\na,1\nb,2\nc,x\n"))
+    assert [row.prompt for row in itertools.islice(rows, 2)] == ["a", "b"]
+    with pytest.raises(InputError, match="line 4"):
+        next(rows)
+    with pytest.raises(InputError, match="line 4, column 1: byte 0xff"):
+        iter_prompts(write(tmp_path, "p.csv", b"prompt,seed\na,1\nb,x\n\xff\n"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "letters", ["a street after the rain, with reflections and a red car", "비 온 뒤의 거리 \U0001f697"]
+)
+def test_a_million_rows_take_seconds_and_little_more_than_their_bytes(tmp_path: Path, letters: str) -> None:
+    text = "image_id,prompt,seed\n" + "".join(f'{number:012d},"{letters}",{number}\n' for number in range(1_000_000))
+    path = write(tmp_path, "p.csv", text)
+    script = """
+import re, sys, time
+from pathlib import Path
+from halation.prompts import iter_prompts
+start = time.process_time()
+assert sum(1 for _ in iter_prompts(sys.argv[1])) == 1_000_000
+assert time.process_time() - start < 30, time.process_time() - start
+peak = int(re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text()).group(1)) * 1024
+assert peak - Path(sys.argv[1]).stat().st_size < 100 * 2**20, peak
+"""
+    assert subprocess.run([sys.executable, "-c", script, str(path)], check=False).returncode == 0
+
+
 def test_other_kinds_of_files_are_refused(tmp_path: Path) -> None:
     assert "ends with 'docx'" in refused(write(tmp_path, "p.docx", "a"))
+    with pytest.raises(InputError, match="the format 'xml'"):
+        read_prompts("-", format="xml")
     assert "is not a Parquet file" in refused(write(tmp_path, "p.parquet", "prompt\na\n"))
     assert "no such file" in refused(tmp_path / "missing.csv")
     assert "has no prompts" in refused(write(tmp_path, "p.txt", "\n \n"))
@@ -259,6 +507,14 @@ def test_standard_input_is_read_as_text_or_as_told(monkeypatch: pytest.MonkeyPat
     assert [row.prompt for row in read_prompts("-")] == ["prompt", "거리"]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("prompt\n거리\n".encode())))
     assert [row.prompt for row in read_prompts("-", format="csv")] == ["거리"]
+    content = '{"prompt": "거리"}\n'.encode()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+    file = PromptFile.open("-", format="jsonl")
+    assert file.sha256 == hashlib.sha256(content).hexdigest()
+    assert [row.prompt for row in file.rows()] == [row.prompt for row in file.rows()] == ["거리"]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"prompt\na,b\n")))
+    with pytest.raises(InputError, match="standard input, line 2, column 1: 2 fields"):
+        read_prompts("-", format="csv")
 
 
 def test_prompts_from_flags_come_before_those_of_the_file(tmp_path: Path) -> None:

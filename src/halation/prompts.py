@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from halation.errors import InputError
-from halation.tables import Row, blocks, check, csv_table, json_rows, lines, nearest, refuse, refuse_mojibake, shown
+from halation.tables import Row, blocks, check, csv_table, damage, json_rows, lines, nearest, refuse, shown
 
 FORMATS = ("csv", "txt", "jsonl", "parquet")
 PROMPT_COLUMNS = ("prompt", "caption")
@@ -51,7 +51,7 @@ _KINDS = {
         most=10000,
     ),
     "guidance_scale": _Kind(
-        names=("guidance_scale",), type=float, expected="a number, 0 or more", least=0, most=sys.float_info.max
+        names=("guidance_scale",), type=float, expected="a finite number, 0 or more", least=0, most=sys.float_info.max
     ),
 }
 _ONE_PROMPT_A_LINE = "name the file .csv, .txt, .jsonl or .parquet after what is in it"
@@ -277,7 +277,8 @@ def _check_text(name: str, line: int, column: str, text: str) -> None:
     if "\0" in text:
         found = f"a NUL character in {column}"
         raise refuse(name, line, 1, found, "text", "write it without the character U+0000")
-    refuse_mojibake(name, line, text)
+    if hurt := damage(text):
+        raise refuse(name, line, 1, f"in {column}: {hurt.found}", "the text itself", hurt.action)
 
 
 def _bad_value(name: str, line: int, column: str, value: Any, kind: _Kind) -> InputError:

@@ -32,6 +32,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _PUNCTUATION = frozenset("\xa0\xab\xbb\u2013\u2014\u2018\u2019\u201a\u201c\u201d\u201e\u2022\u2026\u2039\u203a")
 _NUM_SEQUENCES = 3
 _NUM_SHOWN = 60
+_NUM_DIGITS = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +82,8 @@ def check(name: str, data: bytes) -> None:
         if nul >= 0:
             found = "a NUL character (the file may be UTF-16 without its mark, or not text at all)"
             raise refuse(name, *place(text, nul, line), found, "UTF-8 text", _SAVE_AS_UTF8)
-        refuse_mojibake(name, line, text)
+        if hurt := damage(text):
+            raise refuse(name, line + hurt.line - 1, hurt.column, hurt.found, "the text itself", hurt.action)
         line += text.count("\n")
 
 
@@ -259,30 +261,48 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
+def _whole_number(digits: str) -> int:
+    # Beyond this Python refuses to convert, and says so in words that are about Python.
+    if len(digits) > _NUM_DIGITS:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
+
+
 def _not_a_number(word: str) -> float:
     raise ValueError(f"{word} is not JSON")
 
 
-_JSON = json.JSONDecoder(object_pairs_hook=_without_repetition, parse_constant=_not_a_number)
+_JSON = json.JSONDecoder(object_pairs_hook=_without_repetition, parse_int=_whole_number, parse_constant=_not_a_number)
 
 
-def refuse_mojibake(name: str, first_line: int, text: str) -> None:
-    """Refuse a text that is UTF-8 read in another code page, or has lost letters; its first line has this number."""
+@dataclass(frozen=True, kw_only=True)
+class Damage:
+    """Where a text stopped being itself, line and column from 1, and what to say about it."""
+
+    line: int
+    column: int
+    found: str
+    action: str
+
+
+def damage(text: str) -> Damage | None:
+    """The first place where a text is UTF-8 that was read in another code page, or has lost a letter; None for sound text."""
     if text.isascii() or not _suspicion().search(text):
-        return
-    action = "go back to the original file: its UTF-8 bytes were read in another code page and saved again"
-    for number, line in enumerate(text.split("\n"), start=first_line):
+        return None
+    for number, line in enumerate(text.split("\n"), start=1):
         if line.isascii() or not _suspicion().search(line):
             continue
         lost = line.find("\ufffd")
         if lost >= 0:
             found = "a replacement character (U+FFFD): a letter was lost when the file was converted"
-            raise refuse(name, number, lost + 1, found, "the text itself", "go back to the original file")
+            return Damage(line=number, column=lost + 1, found=found, action="go back to the original file")
         for page in _CODE_PAGES:
             column = _damaged_at(line, page)
             if column is not None:
                 found = f"{line[column : column + 12]!r} looks like UTF-8 that was read as {page}"
-                raise refuse(name, number, column + 1, found, "the text itself", action)
+                action = "go back to the original file: its UTF-8 bytes were read in another code page and saved again"
+                return Damage(line=number, column=column + 1, found=found, action=action)
+    return None
 
 
 @cache
