@@ -29,6 +29,7 @@ FAILURES_FILE = "failed_prompts_gpu{worker}.txt"
 FAILURES_HEADER = "# index\tid\tseed\tprompt\treason (text is escaped as inside a JSON string)\n"
 MAX_REASONS = 100
 MAX_THREADS = 8
+_encoder = json.JSONEncoder(ensure_ascii=False)  # json.dumps would make one for each of a million lines
 
 
 def files_of(name: str, num_frames: int) -> list[str]:
@@ -88,7 +89,7 @@ def write_metadata(folder: Path, rows: Iterable[Row]) -> None:
             assert row.request.spec.index > last, "rows come by index"
             last = row.request.spec.index
             if row.state == "done":
-                file.write((json.dumps(_metadata(row), ensure_ascii=False) + "\n").encode())
+                file.write((_encoder.encode(_metadata(row)) + "\n").encode())
 
 
 def _metadata(row: Row) -> dict[str, Any]:
@@ -143,7 +144,7 @@ def _failure(row: Row) -> bytes:
 
 
 def _escaped(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)[1:-1]
+    return _encoder.encode(text)[1:-1]
 
 
 @dataclass(frozen=True, kw_only=True)
