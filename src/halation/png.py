@@ -29,6 +29,7 @@ AVERAGE_FILTER, PAETH_FILTER = 3, 4
 BLOCK_BYTES = 1 << 18
 """Rows are filtered in blocks of about this size, so that what is between two steps stays in the processor's cache."""
 NUM_SAMPLED_ROWS = 32
+_ONES = np.ones(16, np.float32)
 
 
 def deflate(residuals: memoryview) -> bytes:
@@ -50,6 +51,9 @@ def igzip(residuals: memoryview) -> bytes:
     from isal import igzip_lib
 
     stream: bytes = igzip_lib.compress(residuals, 1, igzip_lib.COMP_ZLIB, igzip_lib.MEM_LEVEL_DEFAULT, 1)
+    # It leaves the upper halves of the vector registers in use, and until somebody frees them all older vector code of this
+    # thread runs at half its speed: zlib, Pillow, copying. numpy frees them at the end of its own vector loops.
+    np.exp(_ONES)
     # Its header promises a window of 256 bytes, which is right but rare; the usual one is read by everything.
     return _with_matches(residuals, b"\x78\x01" + stream[2:])
 

@@ -1,0 +1,203 @@
+"""Duel 6: a picture to PNG bytes on one core, lossless: `halation.png` against Pillow, at its default and at its fastest level.
+
+Photographs are made here, since none can be shipped: detail at every scale whose strength falls with its frequency, as in nature,
+things with edges in front of each other, and grain. The limit is the entropy coder alone, on bytes that are filtered already.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+from benchmarks import measure
+from halation.png import CODERS, Pixels, best_coder, encode_png
+
+MOST_BYTES = 1.15
+"""How much larger than Pillow's file ours may be."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    name: str
+    pixels: Pixels
+    bounded: bool = True
+    """Whether the size is a promise here: it is for photographs."""
+
+
+def photograph(height: int, width: int, roughness: float, grain: float, seed: int) -> Pixels:
+    """Strength falls with frequency to the power of `roughness`; forty discs of other light and detail lie over each other."""
+    generator = np.random.default_rng(seed)
+    frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width)[None])
+    frequency[0, 0] = 1.0
+
+    def field() -> np.ndarray:
+        spectrum = np.fft.rfft2(generator.normal(size=(height, width))) / frequency**roughness
+        values = np.fft.irfft2(spectrum, s=(height, width))
+        return values / values.std()
+
+    common = field()
+    colours = np.stack([common + 0.35 * field() for _ in range(3)], -1)
+    picture = 120 + 35 * colours
+    y, x = np.mgrid[0:height, 0:width]
+    for _ in range(40):
+        radius = min(height, width) * 0.3 * generator.random() ** 2
+        inside = (y - height * generator.random()) ** 2 + (x - width * generator.random()) ** 2 < radius**2
+        shift = tuple(generator.integers(0, (height, width)))
+        other = np.roll(colours, shift, (0, 1))
+        picture[inside] = (generator.uniform(50, 200, 3) + 30 * generator.random() * other)[inside]
+    return np.clip(picture + grain * generator.normal(size=picture.shape), 0, 255).astype(np.uint8)
+
+
+def street(size: int, grain: float) -> Pixels:
+    """A scene of the embedded data set, enlarged as a decoder of latents would: soft edges, smooth areas."""
+    from halation.data.streets import Streets
+
+    small = Image.fromarray(Streets(128, 128).train(7).pixels)
+    large = np.array(small.resize((size, size), Image.Resampling.BICUBIC))
+    noise = grain * np.random.default_rng(7).normal(size=large.shape)
+    return np.clip(large + noise, 0, 255).astype(np.uint8)
+
+
+def shapes(size: int) -> Pixels:
+    image = Image.new("RGB", (size, size), (120, 170, 210))
+    draw = ImageDraw.Draw(image)
+    for number, (x, y, red) in enumerate(np.random.default_rng(3).integers(0, 256, (150, 3)).tolist()):
+        left, top = x * size // 256, y * size // 256
+        shape = draw.ellipse if number % 2 else draw.rectangle
+        shape((left, top, left + red * size // 1024, top + size // 16), fill=(red, x, y))
+    return np.array(image)
+
+
+def cases(size: int) -> list[Case]:
+    noise = np.random.default_rng(0).integers(0, 256, (size, size, 3), np.uint8)
+    tall, wide = 480 * size // 1024, 832 * size // 1024
+    return [
+        Case(name=f"photograph {size}", pixels=photograph(size, size, 1.6, 1.0, seed=1)),
+        Case(name=f"soft photograph {size}", pixels=photograph(size, size, 1.9, 0.5, seed=2)),
+        Case(name=f"rough photograph {size}", pixels=photograph(size, size, 1.4, 1.5, seed=3)),
+        Case(name=f"scene with grain {size}", pixels=street(size, 1.0)),
+        Case(name=f"scene without grain {size}", pixels=street(size, 0.0)),
+        Case(name=f"photograph {tall}x{wide}", pixels=photograph(tall, wide, 1.6, 1.0, seed=4)),
+        Case(name="photograph 64", pixels=photograph(64, 64, 1.6, 1.0, seed=5)),
+        Case(name=f"noise {size}", pixels=noise, bounded=False),
+        Case(name=f"drawing {size}", pixels=shapes(size), bounded=False),
+        Case(name=f"flat colour {size}", pixels=np.full((size, size, 3), 200, np.uint8), bounded=False),
+    ]
+
+
+def pillow(pixels: Pixels, **options: int) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG", **options)
+    return file.getvalue()
+
+
+def milliseconds(work: Callable[[], object], num: int) -> float:
+    began = time.perf_counter()
+    for _ in range(num):
+        work()
+    return (time.perf_counter() - began) / num * 1e3
+
+
+def residuals(pixels: Pixels) -> memoryview:
+    """What `encode_png` hands to its coder."""
+    seen: list[memoryview] = []
+
+    def keep(data: memoryview) -> bytes:
+        seen.append(data)
+        return b""
+
+    encode_png(pixels, {}, keep)
+    return seen[0]
+
+
+def compare(case: Case, rounds: int) -> list[measure.Row]:
+    pixels = case.pixels
+    num = max(1, (1 << 20) // pixels.size)  # small pictures are too quick for one look at the clock
+    filtered = residuals(pixels)
+    turns: dict[str, Callable[[], float]] = {
+        "default": lambda: milliseconds(lambda: pillow(pixels), num),
+        "level 1": lambda: milliseconds(lambda: pillow(pixels, compress_level=1), num),
+    }
+    names = [name for name in CODERS if name != "isal" or best_coder() == "isal"]
+    for name in names:
+        coder = CODERS[name]
+        turns[name] = lambda coder=coder: milliseconds(lambda: encode_png(pixels, {}, coder), num)  # type: ignore[misc]
+        turns[f"{name} alone"] = lambda coder=coder: milliseconds(lambda: coder(filtered), num)  # type: ignore[misc]
+    middle = measure.medians(measure.interleaved(turns, rounds))
+    sizes = {"default": len(pillow(pixels)), "level 1": len(pillow(pixels, compress_level=1))}
+    rows = []
+    for name in reversed(names):
+        data = encode_png(pixels, {}, CODERS[name])
+        with Image.open(io.BytesIO(data)) as image:
+            difference = int(np.abs(np.array(image).astype(np.int16) - pixels).max())
+        for peer, words in (("default", "Pillow"), ("level 1", "Pillow level 1")):
+            if peer == "level 1" and (name == "zlib" or not case.bounded):
+                continue  # printed where it is the nearer rival: photographs, and the faster coder
+            share = len(data) / sizes[peer]
+            if case.bounded and peer == "default" and share > MOST_BYTES:
+                raise SystemExit(f"{case.name}, {name}: {share:.3f} times the size of Pillow's file")
+            rows.append(
+                measure.Row(
+                    case=f"{case.name}, {name} : {words}", ours=middle[name], peer=middle[peer], unit="ms",
+                    limit=middle[f"{name} alone"], check=f"max difference {difference}, {share:.3f} x the bytes", equality="E0",
+                )
+            )  # fmt: skip
+    return rows
+
+
+def two_threads(pixels: Pixels, rounds: int) -> float:
+    """How many times the pictures of one thread two threads encode: 2 where no lock is held."""
+    coder = CODERS[best_coder()]
+
+    def work() -> None:
+        for _ in range(8):
+            encode_png(pixels, {}, coder)
+
+    def both() -> float:
+        threads = [threading.Thread(target=work) for _ in range(2)]
+        began = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return 16 / (time.perf_counter() - began)
+
+    middle = measure.medians(measure.interleaved({"one": lambda: 1e3 / milliseconds(work, 1) * 8, "two": both}, rounds))
+    return middle["two"] / middle["one"]
+
+
+def duel(size: int, rounds: int) -> measure.Report:
+    cores = sorted(os.sched_getaffinity(0))
+    facts = measure.machine() | {"best coder": best_coder()}
+    rows = []
+    pictures = cases(size)
+    for case in pictures:
+        measure.say(f"{case.name}: turns A B A B")
+        os.sched_setaffinity(0, cores[:1])
+        try:
+            rows += compare(case, rounds)
+        finally:
+            os.sched_setaffinity(0, cores)
+    if len(cores) > 1:
+        facts["two threads"] = f"{two_threads(pictures[0].pixels, rounds):.2f} x one"
+    return measure.Report(name="duel_06_png", rows=tuple(rows), facts=facts)
+
+
+def main(arguments: list[str] | None = None) -> measure.Report:
+    asked = measure.parser(__doc__ or "").parse_args(arguments)
+    report = duel(256, 5) if asked.size == "small" else duel(1024, 7)
+    measure.finish(report, asked.output)
+    if any("max difference 0," not in row.check for row in report.rows):
+        raise SystemExit("a picture came back changed")
+    return report
+
+
+if __name__ == "__main__":
+    main()
