@@ -108,6 +108,18 @@ def test_a_worker_that_takes_over_gets_a_longer_bar_and_one_that_is_finished_a_c
     assert progress.board.lane_left_s(lane) == 0.0
 
 
+def test_at_the_end_nobody_draws_any_more() -> None:
+    progress = Progress("none", ["GPU 0", "GPU 1", "GPU 2"], planned=4, done=0)
+    for worker in ("GPU 0", "GPU 1"):
+        progress.give(worker, 2)
+        progress.picture(worker, 1, 0)
+        progress.step(worker, 14, 20)
+    progress.picture("GPU 0", 0, 1)
+    progress.state("GPU 2", "given up")
+    progress.finish()
+    assert [lane.state for lane in progress.board.lanes.values()] == ["finished", "stopped", "given up"]
+
+
 def test_a_worker_that_joins_later_has_its_lane() -> None:
     progress = Progress("none", [], planned=3, done=0)
     progress.picture("GPU 7", 1, 0)

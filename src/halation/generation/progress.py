@@ -110,9 +110,16 @@ class Progress:
 
     def finish(self) -> None:
         """Show the last state and let go of the terminal."""
-        if not self._finished:
-            self._finished = True
-            self._surface.finish()
+        if self._finished:
+            return
+        self._finished = True
+        with self.board.lock:
+            for lane in self.board.lanes.values():
+                if lane.ended is None:
+                    lane.ended = self.board.clock()
+                if lane.drawing:  # nobody draws any more, and what is shown now stays on the screen
+                    lane.state = "finished" if lane.position >= lane.share else "stopped"
+        self._surface.finish()
 
 
 def _surface(kind: Kind, board: Board, stream: Quiet) -> Surface:
