@@ -25,9 +25,6 @@ _SAVE_AS_UTF8 = "save the file as UTF-8 and run again"
 _FIELD = re.compile(r'(?:"((?:[^"]++|"")*+)"|((?:[^",\r\n][^,\r\n]*+)?))(,|\r\n|\n|\Z)')
 _QUOTED = re.compile(r'"(?:[^"]++|"")*+"')
 _CODE_PAGES = ("cp1252", "cp1253", "cp1251", "cp437", "cp850")
-_SEQUENCE = re.compile("[\xc2-\xdf][\x80-\xbf]|[\xe0-\xef][\x80-\xbf]{2}|[\xf0-\xf4][\x80-\xbf]{3}")
-_LEAD = re.compile("[\xc2-\xf4]")
-_FOLLOWED = re.compile("[\xc2-\xf4](?=[\x80-\xbf])")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _PUNCTUATION = frozenset("\xa0\xab\xbb\u2013\u2014\u2018\u2019\u201a\u201c\u201d\u201e\u2022\u2026\u2039\u203a")
 _NUM_SEQUENCES = 3
@@ -285,61 +282,79 @@ class Damage:
     action: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Page:
+    """A code page in which UTF-8 bytes may have been read: how they look in its letters."""
+
+    name: str
+    sequence: re.Pattern[str]
+    """A lead byte with all its continuation bytes."""
+    lead: re.Pattern[str]
+    followed: re.Pattern[str]
+    """A lead byte before a continuation byte, which every damaged line has somewhere."""
+
+
 def damage(text: str) -> Damage | None:
     """The first place where a text is UTF-8 that was read in another code page, or has lost a letter; None for sound text."""
-    if text.isascii() or not _suspicion().search(text):
+    if text.isascii():
+        return None
+    pages = [page for page in _pages() if page.followed.search(text)]
+    if not pages and "\ufffd" not in text:
         return None
     for number, line in enumerate(text.split("\n"), start=1):
-        if line.isascii() or not _suspicion().search(line):
+        if line.isascii():
             continue
         lost = line.find("\ufffd")
         if lost >= 0:
             found = "a replacement character (U+FFFD): a letter was lost when the file was converted"
             return Damage(line=number, column=lost + 1, found=found, action="go back to the original file")
-        for page in _CODE_PAGES:
+        for page in pages:
             column = _damaged_at(line, page)
             if column is not None:
-                found = f"{line[column : column + 12]!r} looks like UTF-8 that was read as {page}"
+                found = f"{line[column : column + 12]!r} looks like UTF-8 that was read as {page.name}"
                 action = "go back to the original file: its UTF-8 bytes were read in another code page and saved again"
                 return Damage(line=number, column=column + 1, found=found, action=action)
     return None
 
 
-@cache
-def _suspicion() -> re.Pattern[str]:
-    """What every damaged line has somewhere, in whichever page: a lead byte's letter before a continuation byte's, or a loss."""
-    leads, others = set(), {chr(code) for code in range(0x80, 0xA0)}
-    for page in _CODE_PAGES:
-        for code, byte in _bytes_of(page).items():
-            leads |= {chr(code)} if 0xC2 <= byte <= 0xF4 else set()
-            others |= {chr(code)} if 0x80 <= byte <= 0xBF else set()
-    return re.compile(f"[{re.escape(''.join(sorted(leads)))}][{re.escape(''.join(sorted(others)))}]|\ufffd")
-
-
-def _damaged_at(line: str, page: str) -> int | None:
+def _damaged_at(line: str, page: _Page) -> int | None:
     """Where a line begins to be UTF-8 bytes shown as letters of a code page, or None.
 
     Every letter of such a text is a lead byte and its continuation bytes. The latter stand for signs and rare letters, so
     in real text few letters have just the right number of them behind, once the punctuation that ends words is left out.
     """
-    shown = line.translate(_bytes_of(page))
     odd = [
         match
-        for match in _SEQUENCE.finditer(shown)
+        for match in page.sequence.finditer(line)
         if not _PUNCTUATION.issuperset(line[match.start() + 1 : match.end()])
     ]
-    if page == "cp1252":
+    if page.name == "cp1252":
         for match in odd:
             if line[match.start()] in "ÃÂ" or line.startswith("â€", match.start()):  # no language writes these pairs
                 return match.start()
-    enough = len(odd) >= _NUM_SEQUENCES and 2 * len(_FOLLOWED.findall(shown)) >= len(_LEAD.findall(shown))
-    return odd[0].start() if enough else None
+    if len(odd) < _NUM_SEQUENCES or 2 * len(page.followed.findall(line)) < len(page.lead.findall(line)):
+        return None
+    return odd[0].start()
 
 
 @cache
-def _bytes_of(page: str) -> dict[int, int]:
-    """From the page's letters to characters with the number of their byte; for bytes it lacks, from the control codes."""
-    letters = {byte: bytes([byte]).decode(page, errors="ignore") for byte in range(0x80, 0x100)}
-    table = {ord(letter): byte for byte, letter in letters.items() if letter}
-    # A letter that the page does not have must not pass for one of its bytes.
-    return dict.fromkeys(range(0xA0, 0x100), 0x100) | table
+def _pages() -> tuple[_Page, ...]:
+    return tuple(_page(name) for name in _CODE_PAGES)
+
+
+def _page(name: str) -> _Page:
+    letters = {byte: bytes([byte]).decode(name, errors="ignore") for byte in range(0x80, 0x100)}
+    # Some programs show a byte that the page does not have as the control code of the same number.
+    controls = [chr(code) for code in range(0x80, 0xA0)]
+
+    def either(first: int, last: int, others: Sequence[str] = ()) -> str:
+        return "[" + re.escape("".join([*(letters[byte] for byte in range(first, last + 1)), *others])) + "]"
+
+    lead, more = either(0xC2, 0xF4), either(0x80, 0xBF, controls)
+    two, three, four = either(0xC2, 0xDF), either(0xE0, 0xEF), either(0xF0, 0xF4)
+    return _Page(
+        name=name,
+        sequence=re.compile(f"{two}{more}|{three}{more}{{2}}|{four}{more}{{3}}"),
+        lead=re.compile(lead),
+        followed=re.compile(f"{lead}(?={more})"),
+    )
