@@ -104,7 +104,7 @@ class Rules:
 
     sheet_size: int
     micro_batch: int
-    """0: not known yet; found out by a rehearsal on the first worker, and told to `on_rehearsed`."""
+    """0: not known yet; found out by a rehearsal on the first worker; `on_rehearsed` hears it and says what it is to be."""
     stall_timeout_s: float
 
 
@@ -121,7 +121,7 @@ class Supervisor:
         *,
         stop: Callable[[], int],
         hurry: Callable[[], bool],
-        on_rehearsed: Callable[[int], None],
+        on_rehearsed: Callable[[int], int],
         on_ready: Callable[[dict[str, object]], None],
         claims: Claims | None = None,
     ) -> None:
@@ -246,8 +246,7 @@ class Supervisor:
                 case "ready":
                     self._ready(slot, event)
                 case "rehearsed":
-                    self.micro_batch = event.body["micro_batch"]
-                    self.on_rehearsed(self.micro_batch)
+                    self.micro_batch = self.on_rehearsed(event.body["micro_batch"])
                 case "refused":
                     raise _refusal(event.body["message"], event.body["exit_code"])
                 case "step":

@@ -24,11 +24,11 @@ from halation.generation.ledger import LEDGER_FILE, Ledger
 from halation.generation.planning import plan
 from halation.generation.progress import Progress
 from halation.generation.requests import Defaults
-from halation.generation.supervisor import Effort, Rules, Supervisor
+from halation.generation.supervisor import Claims, Effort, Rules, Supervisor
 from halation.jobs.logs import Echo
 from halation.jobs.ranges import check_ranges
 from halation.jobs.subject import Subject, subject_of
-from halation.plan import sheets_of
+from halation.plan import Sheets, sheets_of
 from halation.prompts import PromptFile
 from halation.runs import Run
 from halation.world import launch
@@ -36,6 +36,8 @@ from halation.world.signals import StopSignals, exit_code
 
 log = logging.getLogger(__name__)
 MANY = sys.float_info.max
+SHARED_LEDGER = "ledger"
+"""A folder where commands share theirs as files; one command alone has a ledger in one file."""
 RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("num_samples", "micro_batch", "nproc"), (0, MANY)),
     **dict.fromkeys(("batch_size", "num_inference_steps", "num_frames", "fps", "threads"), (1, 10_000)),
@@ -56,6 +58,11 @@ def run(config: GenerateConfig) -> int:
     config = resolved(config, subject, places)
     folder = config.output_dir
     runs.make_folder(folder)
+    if config.cluster == "files":
+        from halation.jobs.shared import run_shared
+
+        return run_shared(config, prompts, subject, places)
+    refuse_shared(folder)
     killed = (folder / ".owner.json").exists()  # an owner that ended well takes its card along
     with runs.held(folder, "generate"), logging_to(folder / "logs") as echo:
         if killed:
@@ -91,6 +98,15 @@ def check(config: GenerateConfig) -> None:
             "one of several copies of this command (torchrun or srun)",
             "one command, which starts a worker for each GPU itself",
             "start it once; for several machines on one folder see --cluster files and --cluster ray",
+        )
+
+
+def refuse_shared(folder: Path) -> None:
+    if (folder / SHARED_LEDGER).is_dir():
+        raise InputError(
+            f"{folder} was begun with --cluster files",
+            "the same way of sharing it as before",
+            "give --cluster files (one process is enough), or another --output_dir",
         )
 
 
@@ -185,21 +201,31 @@ class Session:
 
     def begin(self, prompts: PromptFile, places: list[Place]) -> None:
         """Recognise the run or begin it, plan what is new, and find out what is missing."""
-        config = self.config
         counts = self.ledger.counts()
         bound = counts["done"] + counts["failed"] > 0
-        names = (
-            ("torch", "diffusers", "transformers") if self.subject.order["kind"] == "pipeline" else ("torch", "numpy")
-        )
-        settings = fixed(config) | {"model": self.subject.digest, "model name": self.subject.name}
+        self.record = self._recognised(self._settings(places), bound)
+        self.ledger.epoch = len(self.record["changes"])
+        self._plan(prompts, bound, self.folder)
+        self._reopen()
+
+    def _settings(self, places: list[Place]) -> dict[str, Any]:
+        """What a later call must not change."""
+        kind = self.subject.order["kind"]
+        names = ("torch", "diffusers", "transformers") if kind == "pipeline" else ("torch", "numpy")
+        settings = fixed(self.config) | {"model": self.subject.digest, "model name": self.subject.name}
         settings |= {"device": "cpu" if places[0].device == "cpu" else "cuda"}
-        settings |= {f"{name} version": version(name) for name in names if self.subject.order["kind"] != "testcard"}
-        run = Run(self.folder)
+        return settings | {f"{name} version": version(name) for name in names if kind != "testcard"}
+
+    def _recognised(self, settings: dict[str, Any], bound: bool) -> dict[str, Any]:
+        """The run's record: begun now, or as it was."""
+        config, run = self.config, Run(self.folder)
         runs.begin(run, "generate", as_json(config), settings, config.accept_changes, bound)
         chosen = runs.read_record(run)["fixed"].get("png coder") if bound else None
         coder = config.png if config.png != "auto" else chosen or png.best_coder()
-        self.record = runs.confirm(run, {"png coder": coder}, config.accept_changes)
-        self.ledger.epoch = len(self.record["changes"])
+        return runs.confirm(run, {"png coder": coder}, config.accept_changes)
+
+    def _plan(self, prompts: PromptFile, bound: bool, folder: Path) -> None:
+        config = self.config
         defaults = Defaults(
             seed_start=config.seed_start,
             height=config.height or 0,
@@ -209,8 +235,7 @@ class Session:
             guidance_scale=config.guidance_scale or 0.0,
             negative_prompt=config.negative_prompt,
         )
-        plan(self.ledger, prompts, limit=config.num_samples, defaults=defaults, bound=bound, folder=self.folder)
-        self._reopen()
+        plan(self.ledger, prompts, limit=config.num_samples, defaults=defaults, bound=bound, folder=folder)
 
     def _reopen(self) -> None:
         """A done picture whose file is gone is missing; with --verify, so is one whose bytes are not what they were."""
@@ -285,8 +310,9 @@ class Session:
             rules,
             stop=lambda: signals.number,
             hurry=lambda: signals.urgent,
-            on_rehearsed=lambda size: self._confirm({"micro batch": size}),
+            on_rehearsed=self._on_rehearsed,
             on_ready=self._on_ready,
+            claims=self._claims(sheets, crew, progress),
         )
         with progress:
             self.echo.say = progress.say
@@ -296,7 +322,20 @@ class Session:
                 self.echo.say = None
                 crew.end(at_once=signals.urgent)
                 if supervisor.num_redone:
-                    sweep(self.folder)
+                    self._sweep()
+
+    def _claims(self, sheets: Sheets, crew: Crew, progress: Progress) -> Claims | None:
+        """Alone in the folder, every sheet may be drawn."""
+        return None
+
+    def _sweep(self) -> None:
+        sweep(self.folder)
+
+    def _on_rehearsed(self, size: int) -> int:
+        """The micro-batch of the run, from what a rehearsal here found."""
+        self._confirm({"micro batch": size})
+        found: int = self.record["fixed"]["micro batch"]
+        return found
 
     def _confirm(self, facts: dict[str, Any]) -> None:
         self.record = runs.confirm(Run(self.folder), facts, self.config.accept_changes)
@@ -318,13 +357,14 @@ class Session:
     # -- after
 
     def _write_results(self, effort: Effort | None) -> None:
-        labels = list(effort.workers) if effort else []
-        counts = self.ledger.counts()
         results.write_metadata(self.folder, self.ledger.rows())
-        results.write_failures(self.folder, labels, self.ledger.failures())
-        if effort is None and (self.folder / results.SUMMARY_FILE).exists():
-            return
-        tally = results.Tally(
+        results.write_failures(self.folder, list(effort.workers) if effort else [], self.ledger.failures())
+        if effort is not None or not (self.folder / results.SUMMARY_FILE).exists():
+            results.write_summary(self.folder, self._tally(effort))
+
+    def _tally(self, effort: Effort | None) -> results.Tally:
+        counts = self.ledger.counts()
+        return results.Tally(
             planned=counts["planned"],
             done=counts["done"],
             failed=counts["failed"],
@@ -339,7 +379,6 @@ class Session:
             equality_classes=dict(self.record["fixed"].get("painter", {}).get("options", {})),
             interrupted=effort.interrupted if effort else False,
         )
-        results.write_summary(self.folder, tally)
 
     def _tell(self, effort: Effort | None) -> int:
         """The last words, and the exit code they stand for."""
