@@ -37,6 +37,8 @@ class Board:
         self.planned = planned
         self.done_before = done
         self.failed_before = failed
+        self.done_elsewhere = 0
+        self.failed_elsewhere = 0
         self.clock = clock
         self.began = clock()
         self.drawing_since: float | None = None
@@ -54,15 +56,16 @@ class Board:
 
     @property
     def drawn_now(self) -> int:
-        return sum(lane.position for lane in self.lanes.values())
+        elsewhere = self.done_elsewhere + self.failed_elsewhere
+        return elsewhere + sum(lane.position for lane in self.lanes.values())
 
     @property
     def done(self) -> int:
-        return self.done_before + sum(lane.success for lane in self.lanes.values())
+        return self.done_before + self.done_elsewhere + sum(lane.success for lane in self.lanes.values())
 
     @property
     def failed(self) -> int:
-        return self.failed_before + sum(lane.failed for lane in self.lanes.values())
+        return self.failed_before + self.failed_elsewhere + sum(lane.failed for lane in self.lanes.values())
 
     @property
     def elapsed_s(self) -> float:

@@ -99,6 +99,12 @@ class Progress:
             lane.success += success
             lane.failed += failed
 
+    def elsewhere(self, success: int, failed: int) -> None:
+        """Commands that share the folder have drawn so many in all since this one began, or given them up."""
+        with self.board.lock:
+            self.board.done_elsewhere = success
+            self.board.failed_elsewhere = failed
+
     def give(self, worker: str, num: int) -> None:
         """This worker's bar should now reach `num` pictures."""
         with self.board.lock:
