@@ -82,7 +82,8 @@ class GenerateConfig:
     oversubscribe: bool = free(False)
     """Allow several workers on one GPU."""
     cluster: str = free("local")
-    """local; ray or ray://HOST:PORT for a Ray cluster; files for several commands on one shared folder."""
+    """local; ray starts Ray on this machine, auto joins the cluster that runs (RAY_ADDRESS), ray://HOST:PORT one elsewhere; files is for
+    several commands on one shared folder."""
     stall_timeout_s: float = free(600.0)
     """Seconds without a step after which a worker is taken for hung and replaced."""
     lease_s: float = free(60.0)

@@ -27,7 +27,45 @@ DEPTH = 3
 BEAT_EVERY_S = 0.2
 
 
-class Worker:
+class Hand:
+    """What is done with a task, and the words for whatever comes of it; where the words go is another's affair."""
+
+    def say(self, kind: str, task: int = -1, **body: Any) -> None:
+        raise NotImplementedError
+
+    def rehearse(self, easel: Easel, order: dict[str, Any]) -> None:
+        try:
+            size = easel.rehearse([Spec(**spec) for spec in order["examples"]], order["sheet_size"])
+            self.say("rehearsed", micro_batch=size)
+        except HalationError as error:
+            self.say("refused", message=str(error), exit_code=error.exit_code)
+        except Exception as error:
+            log.exception("the rehearsal failed")
+            self.say(
+                "refused", message=f"the model cannot draw: {_words(error)}\n{traceback.format_exc()}", exit_code=1
+            )
+
+    def draw(self, easel: Easel, task: Task) -> None:
+        total = task.requests[0].spec.steps * -(-task.sheet_size // task.micro_batch)
+        beat = _Beat(lambda done: self.say("step", task.number, done=done, total=total))
+        try:
+            drawn = easel.draw(task, beat.now, beat.step)
+            self.say(
+                "drawn",
+                task.number,
+                outcomes=[asdict(outcome) for outcome in drawn.outcomes],
+                seconds=round(drawn.seconds_painting, 4),
+            )
+        except Dropped:
+            self.say("dropped", task.number)
+        except Refused as error:
+            self.say("failed", task.number, reason=str(error), disk=True)
+        except Exception as error:
+            log.exception("task %d failed", task.number)
+            self.say("failed", task.number, reason=_words(error), disk=False)
+
+
+class Worker(Hand):
     """Reads orders on the main thread and handles tasks on others."""
 
     def __init__(self, connection: Connection) -> None:
@@ -54,9 +92,9 @@ class Worker:
             while (order := self._next()) is not None:
                 match order["do"]:
                     case "draw":
-                        tasks.submit(self._draw, easel, Task.from_json(order["task"]))
+                        tasks.submit(self.draw, easel, Task.from_json(order["task"]))
                     case "rehearse":
-                        tasks.submit(self._rehearse, easel, order)
+                        tasks.submit(self.rehearse, easel, order)
                     case "drop":
                         easel.drop(order["number"])
                     case "stop":
@@ -69,37 +107,6 @@ class Worker:
             return order
         except (EOFError, OSError):
             os._exit(1)  # the supervisor is gone; what is half done is its ledger's to forget
-
-    def _rehearse(self, easel: Easel, order: dict[str, Any]) -> None:
-        try:
-            size = easel.rehearse([Spec(**spec) for spec in order["examples"]], order["sheet_size"])
-            self.say("rehearsed", micro_batch=size)
-        except HalationError as error:
-            self.say("refused", message=str(error), exit_code=error.exit_code)
-        except Exception as error:
-            log.exception("the rehearsal failed")
-            self.say(
-                "refused", message=f"the model cannot draw: {_words(error)}\n{traceback.format_exc()}", exit_code=1
-            )
-
-    def _draw(self, easel: Easel, task: Task) -> None:
-        total = task.requests[0].spec.steps * -(-task.sheet_size // task.micro_batch)
-        beat = _Beat(lambda done: self.say("step", task.number, done=done, total=total))
-        try:
-            drawn = easel.draw(task, beat.now, beat.step)
-            self.say(
-                "drawn",
-                task.number,
-                outcomes=[asdict(outcome) for outcome in drawn.outcomes],
-                seconds=round(drawn.seconds_painting, 4),
-            )
-        except Dropped:
-            self.say("dropped", task.number)
-        except Refused as error:
-            self.say("failed", task.number, reason=str(error), disk=True)
-        except Exception as error:
-            log.exception("task %d failed", task.number)
-            self.say("failed", task.number, reason=_words(error), disk=False)
 
 
 class _Beat:

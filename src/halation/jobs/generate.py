@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from halation.generation.planning import plan
 from halation.generation.progress import Progress
 from halation.generation.requests import Defaults
 from halation.generation.supervisor import Claims, Effort, Rules, Supervisor
+from halation.jobs import cluster
 from halation.jobs.logs import Echo
 from halation.jobs.ranges import check_ranges
 from halation.jobs.subject import Subject, subject_of
@@ -35,6 +36,7 @@ from halation.world import launch
 from halation.world.signals import StopSignals, exit_code
 
 log = logging.getLogger(__name__)
+CrewOf = Callable[[Mapping[str, Any]], Crew]
 MANY = sys.float_info.max
 SHARED_LEDGER = "ledger"
 """A folder where commands share theirs as files; one command alone has a ledger in one file."""
@@ -54,23 +56,35 @@ def run(config: GenerateConfig) -> int:
     check(config)
     prompts = PromptFile.open(config.prompts_csv, config.prompts_format or None)
     subject = subject_of(config.model_path, raw=config.raw)
-    places = places_of(config)
-    config = resolved(config, subject, places)
     folder = config.output_dir
-    runs.make_folder(folder)
     if config.cluster == "files":
         from halation.jobs.shared import run_shared
 
-        return run_shared(config, prompts, subject, places)
+        local = places_of(config)
+        runs.make_folder(folder)
+        return run_shared(resolved(config, subject, local), prompts, subject, local)
+    gathering = gathered(config)
+    runs.make_folder(folder)
     refuse_shared(folder)
     killed = (folder / ".owner.json").exists()  # an owner that ended well takes its card along
-    with runs.held(folder, "generate"), logging_to(folder / "logs") as echo:
+    with runs.held(folder, "generate"), logging_to(folder / "logs") as echo, gathering as (places, crew_of):
+        config = resolved(config, subject, places)
         if killed:
             sweep(folder)
         with Ledger(folder / LEDGER_FILE) as ledger:
             session = Session(config, subject, ledger, echo)
             session.begin(prompts, places)
-            return session.run(lambda: LocalCrew(places, session.orders(), folder / "logs", config.threads))
+            return session.run(lambda: crew_of(session.orders()))
+
+
+def gathered(config: GenerateConfig) -> contextlib.AbstractContextManager[tuple[Sequence[Place], CrewOf]]:
+    """Where the workers will be, and how to make a crew of them: GPUs of this machine are looked for at once, a cluster when entered."""
+    if cluster.by_ray(config.cluster):
+        return cluster.joined(config)
+    places = places_of(config)
+    return contextlib.nullcontext(
+        (places, lambda orders: LocalCrew(places, orders, config.output_dir / "logs", config.threads))
+    )
 
 
 def check(config: GenerateConfig) -> None:
@@ -83,6 +97,7 @@ def check(config: GenerateConfig) -> None:
         )
     given = {name: limits for name, limits in RANGES.items() if getattr(config, name) is not None}
     check_ranges(config, given)
+    cluster.check(config)
     if config.micro_batch > config.batch_size:
         raise InputError(
             f"--micro_batch {config.micro_batch} with --batch_size {config.batch_size}",
@@ -122,7 +137,7 @@ def places_of(config: GenerateConfig) -> list[Place]:
     return [Place(label=label, device=device) for label, device in zip(labels, devices, strict=True)]
 
 
-def resolved(config: GenerateConfig, subject: Subject, places: list[Place]) -> GenerateConfig:
+def resolved(config: GenerateConfig, subject: Subject, places: Sequence[Place]) -> GenerateConfig:
     """The config with what the model and the device decide written out."""
     chosen: dict[str, Any] = {
         "height": config.height or subject.height,
@@ -199,7 +214,7 @@ class Session:
 
     # -- before
 
-    def begin(self, prompts: PromptFile, places: list[Place]) -> None:
+    def begin(self, prompts: PromptFile, places: Sequence[Place]) -> None:
         """Recognise the run or begin it, plan what is new, and find out what is missing."""
         counts = self.ledger.counts()
         bound = counts["done"] + counts["failed"] > 0
@@ -208,7 +223,7 @@ class Session:
         self._plan(prompts, bound, self.folder)
         self._reopen()
 
-    def _settings(self, places: list[Place]) -> dict[str, Any]:
+    def _settings(self, places: Sequence[Place]) -> dict[str, Any]:
         """What a later call must not change."""
         kind = self.subject.order["kind"]
         names = ("torch", "diffusers", "transformers") if kind == "pipeline" else ("torch", "numpy")
