@@ -2,7 +2,7 @@
 
 `HALATION_FAULT="name:N:action[:rank][:once]"` fires `action` the Nth time `fault_point(name)` is passed (N+ fires from then on);
 the name `*` counts every passage of every point. Several faults are separated by `;`. Actions: raise, kill, stop, sleep=SECONDS,
-and ENOSPC, EIO, EROFS, EMFILE for OSErrors.
+OOM for a MemoryError, and ENOSPC, EIO, EROFS, EMFILE for OSErrors.
 
 Each firing is appended to the file named by `HALATION_FAULT_LOG`, so that a test can prove that its fault fired. Passages are
 counted by process; `once` is for ranks that are started again: it fires only while the log has no word of it.
@@ -64,6 +64,8 @@ def _fire(name: str, count: int, action: str) -> None:
         time.sleep(float(action.removeprefix("sleep=")))
     elif action == "raise":
         raise InjectedFault(f"fault injected at {name}, passage {count}")
+    elif action == "OOM":
+        raise MemoryError(f"fault injected at {name}, passage {count}")
     else:
         code = getattr(errno, action)
         raise OSError(code, os.strerror(code), name)

@@ -63,6 +63,8 @@ class Painter:
         specs = [sheet.specs[row] for row in rows]
         padded = specs + [specs[-1]] * (size - len(specs))
         try:
+            for name in ("draw", *dict.fromkeys(f"draw.{spec.id}" for spec in specs)):
+                fault_point(name)
             yield Piece(rows=rows, painting=self.model.draw(padded, on_step), size=size)
             return
         except Exception as error:
@@ -81,6 +83,7 @@ class Painter:
         """Check one spec of each shape, draw a step of the largest, and return how many pictures at once fit into memory."""
         for spec in examples:
             self.model.check(spec)
+        fault_point("rehearse")
         size = sheet_size
         for spec in sorted(examples, key=lambda spec: spec.height * spec.width * spec.num_frames, reverse=True):
             size = min(size, self._largest(replace(spec, steps=min(spec.steps, 2)), size))

@@ -56,7 +56,13 @@ class Work:
     task: Task
     cost: float
     deaths: int = 0
+    retried: bool = False
     holders: set[int] = field(default_factory=set)
+
+    @property
+    def suspect(self) -> bool:
+        """Whether a worker died over it: it is drawn with nothing beside it, so that the next death says whose fault it is."""
+        return self.deaths > 0
 
 
 @dataclass(kw_only=True)
@@ -147,6 +153,8 @@ class Supervisor:
         self.last_reason = ""
         self._numbers = itertools.count()
         self._open = self._mask()
+        self._failed_before = {row.request.spec.index for row in ledger.failures()}
+        self.num_new_failures = 0
         self._costs = self._row_costs()
         self.slots = [
             Slot(label=label, name=name, queue=queue)
@@ -189,6 +197,7 @@ class Supervisor:
             while not self._settled():
                 self._listen()
                 self._look_at_clock()
+                self._rehearse()
                 self._claim()
                 self._give_out()
         finally:
@@ -246,6 +255,7 @@ class Supervisor:
                 case "ready":
                     self._ready(slot, event)
                 case "rehearsed":
+                    self.rehearsing = -1
                     self.micro_batch = self.on_rehearsed(event.body["micro_batch"])
                 case "refused":
                     raise _refusal(event.body["message"], event.body["exit_code"])
@@ -271,9 +281,13 @@ class Supervisor:
         slot.state = "ready"
         self.on_ready(event.body["facts"])
         self.progress.state(slot.name, "drawing")
-        if not self.micro_batch and self.rehearsing < 0:
-            self.rehearsing = event.worker
-            self.crew.rehearse(event.worker, self.ledger.examples(), self.rules.sheet_size)
+
+    def _rehearse(self) -> None:
+        """A worker that is ready finds out the micro-batch; where it dies over it, another one does."""
+        ready = [worker for worker, slot in enumerate(self.slots) if slot.state == "ready"]
+        if not self.micro_batch and self.rehearsing < 0 and ready and not self.stopping:
+            self.rehearsing = min(ready, key=lambda worker: self.slots[worker].deaths)
+            self.crew.rehearse(self.rehearsing, self.ledger.examples(), self.rules.sheet_size)
 
     def _release(self, slot: Slot, worker: int, number: int) -> Work | None:
         """This worker no longer holds this task; the work itself, unless it is settled already."""
@@ -336,11 +350,13 @@ class Supervisor:
             return
         self.num_retries += 1
         log.warning("picture %d failed and is tried once more: %s", index, reason)
-        self._return(Work(task=work.task.alone(index, next(self._numbers)), cost=work.cost, deaths=work.deaths))
+        self._return_alone(work, index)
 
-    def _return(self, work: Work) -> None:
-        self.live[work.task.number] = work
-        self.returned.append(work)
+    def _return_alone(self, work: Work, index: int) -> None:
+        task = work.task.alone(index, next(self._numbers))
+        again = Work(task=task, cost=work.cost, deaths=work.deaths, retried=True)
+        self.live[task.number] = again
+        self.returned.append(again)
 
     def _set_aside(self, slot: Slot, index: int, reason: str) -> None:
         log.error("picture %d is set aside: %s", index, reason)
@@ -348,12 +364,16 @@ class Supervisor:
             Outcome(index=index, state="failed", worker=slot.label, attempts=self.tries.get(index, 0), reason=reason)
         )
         slot.failed += 1
+        self.num_new_failures += index not in self._failed_before
         self.progress.picture(slot.name, 0, 1)
         self._give_up_early()
 
     def _give_up_early(self) -> None:
-        """Where nothing at all succeeds, the model or the settings are wrong, and a night of failures helps nobody."""
-        failed = sum(slot.failed for slot in self.slots)
+        """Where nothing at all succeeds, the model or the settings are wrong, and a night of failures helps nobody.
+
+        Pictures that failed in an earlier call do not count: a resume may have nothing else to try.
+        """
+        failed = self.num_new_failures
         if failed >= max(8, 2 * len(self.slots)) and not any(slot.done for slot in self.slots):
             raise HalationError(
                 f"the first {failed} pictures all failed, the last one with: {self.last_reason}\n"
@@ -391,15 +411,16 @@ class Supervisor:
             if several:
                 self.num_retries += 1
                 self.tries[index] = self.tries.get(index, 0) + 1
-                self._return(Work(task=work.task.alone(index, next(self._numbers)), cost=work.cost, deaths=work.deaths))
+                self._return_alone(work, index)
             else:
                 self.tries[index] = work.deaths
                 self.last_reason = reason
+                slot.deaths = 0  # the picture is the culprit, not the worker
                 self._set_aside(slot, index, reason)
 
     def _replace(self, slot: Slot, event: Event, reason: str) -> None:
         slot.deaths += 1
-        if self.rehearsing == event.worker and not self.micro_batch:
+        if self.rehearsing == event.worker:
             self.rehearsing = -1
         if slot.deaths >= MAX_DEATHS_IN_A_ROW:
             slot.state = "retired"
@@ -423,9 +444,10 @@ class Supervisor:
     def _look_at_clock(self) -> None:
         now = time.monotonic()
         for worker, slot in enumerate(self.slots):
-            limit = self.rules.stall_timeout_s if slot.begun else LOADING_S
+            loading = slot.state == "starting" or worker == self.rehearsing
+            limit = LOADING_S if loading else self.rules.stall_timeout_s
             silent = now - slot.heard
-            if (slot.begun or slot.state == "starting") and silent > limit and not slot.blame:
+            if (slot.flight or loading) and silent > limit and not slot.blame:
                 slot.blame = f"no sign of life for {silent:.0f} s"
                 self.crew.kill(worker)
         if self.stop() and not self.stopping:
@@ -444,7 +466,7 @@ class Supervisor:
         if self.stopping or not self.micro_batch:
             return
         for worker, slot in enumerate(self.slots):
-            while slot.state == "ready" and len(slot.flight) < DEPTH:
+            while slot.state == "ready" and len(slot.flight) < DEPTH and not _holds_suspect(slot):
                 work = self._next(slot)
                 if work is None:
                     break
@@ -461,6 +483,8 @@ class Supervisor:
 
     def _next(self, slot: Slot) -> Work | None:
         while self.returned:
+            if self.returned[0].suspect and slot.flight:
+                return None  # whoever is done first with what it holds takes it
             work = self.returned.popleft()
             if work.task.number in self.live:
                 return work
@@ -506,7 +530,7 @@ class Supervisor:
         for other in self.slots:
             waited = 0.0
             for number, work in other.flight.items():
-                if number not in self.live or len(work.holders) > 1:
+                if number not in self.live or len(work.holders) > 1 or work.suspect or work.retried:
                     continue
                 waited += work.cost / (other.speed or self._mean_speed())
                 begun = other.begun.get(number)
@@ -521,6 +545,10 @@ class Supervisor:
 def cost(spec: Spec) -> float:
     """What a picture of this shape costs, against others; attention makes large ones dearer still, which speeds even out."""
     return float(spec.height * spec.width * spec.num_frames * spec.steps)
+
+
+def _holds_suspect(slot: Slot) -> bool:
+    return any(work.suspect for work in slot.flight.values())
 
 
 def _refusal(message: str, exit_code: int) -> HalationError:
