@@ -262,8 +262,8 @@ def sd3(folder: Path) -> Path:
     return _saved(pipe, folder)
 
 
-def flux(folder: Path) -> Path:
-    """FLUX with distilled guidance (`guidance_embeds`), as the dev model has it."""
+def flux(folder: Path, *, guidance_embeds: bool = True) -> Path:
+    """FLUX with distilled guidance (`guidance_embeds`), as the dev model has it; without, as schnell."""
     clip, t5 = clip_tokenizer(), t5_tokenizer(512)
     transformer = _seeded(
         lambda: diffusers.FluxTransformer2DModel(
@@ -276,7 +276,7 @@ def flux(folder: Path) -> Path:
             joint_attention_dim=TEXT_HIDDEN,
             pooled_projection_dim=TEXT_HIDDEN,
             axes_dims_rope=(4, 4, 8),
-            guidance_embeds=True,
+            guidance_embeds=guidance_embeds,
         ),
         34,
     )
