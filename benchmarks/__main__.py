@@ -13,7 +13,15 @@ from typing import Any
 
 from benchmarks import measure, shipped
 
-NAMES = ("duel_01_training", "duel_02_loader", "duel_03_preview", "duel_04_all_ranks", "duel_06_png", "scaling")
+NAMES = (
+    "duel_01_training",
+    "duel_02_loader",
+    "duel_03_preview",
+    "duel_04_all_ranks",
+    "duel_06_png",
+    "duel_08_resume",
+    "scaling",
+)
 
 
 def main() -> int:

@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = ("duel_01_training", "duel_02_loader", "duel_03_preview", "duel_04_all_ranks", "duel_06_png", "scaling")
+NAMES = (
+    "duel_01_training",
+    "duel_02_loader",
+    "duel_03_preview",
+    "duel_04_all_ranks",
+    "duel_06_png",
+    "duel_08_resume",
+    "scaling",
+)
 
 
 @pytest.mark.slow
