@@ -161,7 +161,7 @@ for folder in sys.argv[2:]:
 
 
 def resident_bytes(workers: list[subprocess.Popen[str]], kind: str) -> int:
-    """`Pss` is what the workers take together (a page that n of them map counts 1/n in each), `Private_Dirty` their own copies."""
+    """`Pss` is what the workers take together (a page that n of them map counts 1/n in each), `Anonymous` what is no file but their own."""
     lines = [line for each in workers for line in Path(f"/proc/{each.pid}/smaps_rollup").read_text().splitlines()]
     return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(f"{kind}:"))
 
@@ -186,7 +186,7 @@ def test_workers_share_one_copy_of_the_weights(tmp_path: Path) -> None:
     ]
     try:
         answers(workers)
-        before = {kind: resident_bytes(workers, kind) for kind in ("Pss", "Private_Dirty")}
+        before = {kind: resident_bytes(workers, kind) for kind in ("Pss", "Anonymous")}
         for worker in workers:
             assert worker.stdin is not None
             worker.stdin.write("\n")
@@ -197,4 +197,4 @@ def test_workers_share_one_copy_of_the_weights(tmp_path: Path) -> None:
         for worker in workers:
             worker.communicate("\n")
     assert grown["Pss"] < 1.4 * num_bytes, (grown, num_bytes)
-    assert grown["Private_Dirty"] < 0.3 * num_bytes, (grown, num_bytes)
+    assert grown["Anonymous"] < 0.3 * num_bytes, (grown, num_bytes)
