@@ -151,6 +151,7 @@ class Supervisor:
         self.num_retries = 0
         self.num_redone = 0
         self.last_reason = ""
+        self._said: set[str] = set()
         self._numbers = itertools.count()
         self._open = self._mask()
         self._failed_before = {row.request.spec.index for row in ledger.failures()}
@@ -259,6 +260,8 @@ class Supervisor:
                     self.micro_batch = self.on_rehearsed(event.body["micro_batch"])
                 case "refused":
                     raise _refusal(event.body["message"], event.body["exit_code"])
+                case "said":
+                    self._say_once(slot, event.body["words"])
                 case "step":
                     slot.begun.setdefault(event.task, slot.heard)
                     self.progress.step(slot.name, event.body["done"], event.body["total"])
@@ -281,6 +284,12 @@ class Supervisor:
         slot.state = "ready"
         self.on_ready(event.body["facts"])
         self.progress.state(slot.name, "drawing")
+
+    def _say_once(self, slot: Slot, words: str) -> None:
+        """What every worker says in the same words is said for all of them once."""
+        if words not in self._said:
+            self._said.add(words)
+            log.warning("%s: %s", slot.name, words)
 
     def _rehearse(self) -> None:
         """A worker that is ready finds out the micro-batch; where it dies over it, another one does."""

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from halation.generation.requests import Request
 from halation.specs import Sheet, Spec
 
-EventKind = Literal["ready", "rehearsed", "refused", "step", "drawn", "failed", "dropped", "gone"]
+EventKind = Literal["ready", "rehearsed", "refused", "said", "step", "drawn", "failed", "dropped", "gone"]
 
 
 @dataclass(frozen=True, kw_only=True)

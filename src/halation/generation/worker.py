@@ -65,6 +65,18 @@ class Hand:
             self.say("failed", task.number, reason=_words(error), disk=False)
 
 
+class Telling(logging.Handler):
+    """Warnings of ours, told to whoever draws the bars: a person reads no worker's log unasked."""
+
+    def __init__(self, hand: Hand) -> None:
+        super().__init__(logging.WARNING)
+        self.hand = hand
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info is None:  # what went wrong with a sheet is told with the sheet
+            self.hand.say("said", words=record.getMessage())
+
+
 class Worker(Hand):
     """Reads orders on the main thread and handles tasks on others."""
 
@@ -82,6 +94,7 @@ class Worker(Hand):
         if order is None:
             return
         began = time.perf_counter()
+        logging.getLogger("halation").addHandler(Telling(self))
         try:
             easel = open_easel(order)
         except HalationError as error:
