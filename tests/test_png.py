@@ -192,6 +192,23 @@ def test_equal_pictures_give_equal_bytes_in_other_processes_whatever_their_memor
         assert other.stdout.decode().strip() == digest
 
 
+@pytest.mark.parametrize("name", CODERS)
+def test_other_threads_go_on_while_one_encodes(name: str) -> None:
+    pixels = np.resize(landscape(256), (4096, 4096, 3))
+    shares = []
+    for _ in range(3):
+        thread = threading.Thread(target=encode_png, args=(pixels, {}, coder(name)))
+        thread.start()
+        ticks = [time.perf_counter()]
+        while thread.is_alive():
+            time.sleep(0.001)
+            ticks.append(time.perf_counter())
+        shares.append(float(np.diff(ticks).max()) / (ticks[-1] - ticks[0]))
+    assert (
+        min(shares) < 0.3
+    )  # a coder that kept the interpreter to itself would silence the others for most of the call
+
+
 @pytest.mark.parametrize(("name", "times"), [("zlib", 5), ("isal", 20)])
 def test_a_photograph_is_encoded_many_times_as_fast_as_by_pillow_and_at_most_fifteen_percent_larger(
     name: str, times: float
