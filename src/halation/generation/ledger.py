@@ -93,7 +93,7 @@ class Ledger:
         try:
             self._open()
         except sqlite3.DatabaseError as error:
-            raise _damaged(path, error) from error
+            raise _refusal(path, error) from error
 
     def _open(self) -> None:
         self.connection = sqlite3.connect(self.path, isolation_level=None)
@@ -108,8 +108,10 @@ class Ledger:
     def __enter__(self) -> Ledger:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self.close()
+        if isinstance(error, sqlite3.DatabaseError):
+            raise _refusal(self.path, error) from error
 
     # -- the plan
 
@@ -277,9 +279,13 @@ def _request(row: Sequence[Any]) -> Request:
     return Request(spec=spec, name=name)
 
 
-def _damaged(path: Path, error: sqlite3.DatabaseError) -> HalationError:
-    if "disk" in str(error) or "unable to open" in str(error) or "readonly" in str(error):
-        return HalationError(f"cannot open {path}: {error}; mend that and run the same command again")
+def _refusal(path: Path, error: sqlite3.DatabaseError) -> HalationError:
+    """What a person should read: the disk is full or broken, or the file is."""
+    disk = ("disk is full", "disk I/O", "unable to open", "readonly", "locked")
+    if any(words in str(error) for words in disk):
+        return HalationError(
+            f"cannot read or write {path}: {error}; mend that, for a full disk free some space, then run the same command again"
+        )
     return InputError(
         f"{path} is damaged: {error}",
         "the ledger as Halation wrote it",

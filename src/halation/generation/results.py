@@ -214,22 +214,14 @@ def _damage(folder: Path, row: Row) -> Damage | None:
     return Damage(index=spec.index, file=files[0], why=why) if why else None
 
 
-def missing(folder: Path, rows_done: int, names: Callable[[], Iterable[tuple[int, str, int]]]) -> list[int]:
+def missing(folder: Path, names: Iterable[tuple[int, str, int]]) -> list[int]:
     """Indices of done rows whose file is gone, by a look at the folder alone: no file is opened or asked for its size.
 
-    Where there are as many results as rows that are done, nothing is compared; `names` gives index, name and number of frames of
-    each done row and is asked only where the numbers differ.
+    `names` gives index, name and number of frames of each done row. Counting files instead would not do: a killed call leaves
+    pictures that no row knows of yet, and they would stand for others that are gone.
     """
-    with os.scandir(folder) as entries:
-        num_results = sum(1 for entry in entries if _is_result(entry.name))
-    if num_results == rows_done:
-        return []
     present = set(os.listdir(folder))
-    return [index for index, name, num_frames in names() if not present.issuperset(_entries(name, num_frames))]
-
-
-def _is_result(file_name: str) -> bool:
-    return file_name.endswith((".png", ".mp4")) and not file_name.startswith(".")
+    return [index for index, name, num_frames in names if not present.issuperset(_entries(name, num_frames))]
 
 
 def _entries(name: str, num_frames: int) -> tuple[str, ...]:

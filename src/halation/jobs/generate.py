@@ -254,7 +254,7 @@ class Session:
 
     def _reopen(self) -> None:
         """A done picture whose file is gone is missing; with --verify, so is one whose bytes are not what they were."""
-        gone = results.missing(self.folder, self.ledger.counts()["done"], self.ledger.names_done)
+        gone = results.missing(self.folder, self.ledger.names_done())
         if gone:
             log.warning("%d pictures were drawn but their files are gone: drawing them again", len(gone))
             self.ledger.reopen(gone)
@@ -331,12 +331,15 @@ class Session:
         )
         with progress:
             self.echo.say = progress.say
+            calm = False
             try:
-                return supervisor.run()
+                effort = supervisor.run()
+                calm = not supervisor.num_redone and not signals.urgent
+                return effort
             finally:
                 self.echo.say = None
                 crew.end(at_once=signals.urgent)
-                if supervisor.num_redone:
+                if not calm:  # a worker may have been killed while it wrote
                     self._sweep()
 
     def _claims(self, sheets: Sheets, crew: Crew, progress: Progress) -> Claims | None:

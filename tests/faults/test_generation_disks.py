@@ -1,0 +1,247 @@
+"""A disk that refuses, fills up, or gives back other bytes than it was given: asked again, told in a sentence, found and drawn anew."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from faults import generation_checker as checker
+from faults.commands import fired
+from faults.generation_commands import (
+    PROMPTS,
+    assert_completed_by_the_same_command,
+    assert_whole,
+    run,
+    said,
+    unbroken,
+)
+
+pytestmark = pytest.mark.faults
+
+STRERROR = {
+    "ENOSPC": "No space left on device",
+    "EIO": "Input/output error",
+    "EROFS": "Read-only file system",
+    "EMFILE": "Too many open files",
+}
+PICTURE_POINTS = ("open", "write", "fsync", "rename", "renamed")
+
+
+def assert_refused_in_a_sentence(folder: Path, fault: str, error: str, **settings: object) -> None:
+    """It ends in ten seconds with what the system said; what was good stays good, and the same command completes it."""
+    before = checker.pictures(folder / "out") if (folder / "out").exists() else {}
+    began = time.monotonic()
+    code = run(folder, fault, **settings)
+    assert time.monotonic() - began < 10
+    assert fired(folder / "log"), "the fault fired"
+    assert code == 1, said(folder)
+    assert STRERROR[error] in said(folder)
+    assert "run the same command again" in said(folder)
+    assert "Traceback" not in said(folder)
+    assert list(checker.bad_pictures(folder / "out")) == []
+    now = checker.pictures(folder / "out")
+    wanted = unbroken()[0]
+    assert now.items() <= wanted.items()
+    assert before.items() <= now.items()
+    assert checker.temporaries(folder / "out") == []
+    (folder / "fired").unlink()
+    assert_completed_by_the_same_command(folder)
+
+
+@pytest.mark.parametrize("shift", range(4))
+def test_refusals_that_pass_are_asked_again_and_cost_nothing(tmp_path: Path, shift: int) -> None:
+    errors = list(STRERROR)
+    faults = [
+        f"picture.{point}:{2 * number + 1}:{errors[(number + shift) % 4]}"
+        for number, point in enumerate(PICTURE_POINTS)
+    ]
+    faults.append(f"ledger.record:2:{errors[shift]}")
+    faults.append(f"ledger.record.commit:3:{errors[shift]}")
+    assert run(tmp_path, ";".join(faults), nproc=1) == 0, said(tmp_path)
+    assert sorted(line.rpartition(":")[0] for line in fired(tmp_path / "log")) == sorted(faults)
+    assert_whole(tmp_path)
+
+
+@pytest.mark.parametrize(("point", "error"), [("write", "ENOSPC"), ("rename", "EROFS")])
+def test_a_disk_that_takes_no_more_pictures_ends_the_run_and_keeps_the_good_ones(
+    tmp_path: Path, point: str, error: str
+) -> None:
+    assert_refused_in_a_sentence(tmp_path, f"picture.{point}:6+:{error}", error)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("error", STRERROR)
+@pytest.mark.parametrize("point", PICTURE_POINTS)
+def test_every_refusal_at_every_step_of_publishing_ends_well(tmp_path: Path, point: str, error: str) -> None:
+    assert_refused_in_a_sentence(tmp_path, f"picture.{point}:3+:{error}", error, nproc=1)
+
+
+@pytest.mark.parametrize(
+    ("point", "error"),
+    [
+        ("ledger.plan", "ENOSPC"),
+        ("ledger.record.commit", "EIO"),
+        ("metadata.write", "ENOSPC"),
+        ("failures.fsync", "EROFS"),
+        ("publish.write", "ENOSPC"),
+    ],
+)
+def test_a_disk_that_takes_no_ledger_or_results_ends_the_run_in_a_sentence(
+    tmp_path: Path, point: str, error: str
+) -> None:
+    number = 5 if point == "publish.write" else 1  # the fifth file of the run itself is its summary
+    assert_refused_in_a_sentence(tmp_path, f"{point}:{number}+:{error}", error, nproc=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("error", STRERROR)
+@pytest.mark.parametrize(
+    "point",
+    [
+        *("ledger.plan.commit", "ledger.record", "ledger.record.committed", "metadata.open", "metadata.rename"),
+        *("failures.open", "failures.rename", "publish.open", "publish.fsync", "publish.rename"),
+    ],
+)
+def test_every_refusal_around_the_pictures_ends_well(tmp_path: Path, point: str, error: str) -> None:
+    assert_refused_in_a_sentence(
+        tmp_path, f"{point}:2+:{error}" if "publish" in point else f"{point}:1+:{error}", error
+    )
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of two megabytes."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"a file system cannot be mounted here: {mounted.stderr.decode().strip()}")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def filled(place: Path, leave_bytes: int) -> Path:
+    """A file that takes all space but so much."""
+    stuffing = place / "stuffing"
+    status = os.statvfs(place)
+    with open(stuffing, "wb") as file:
+        file.write(b"\0" * max(0, status.f_bavail * status.f_frsize - leave_bytes))
+    return stuffing
+
+
+@pytest.mark.parametrize("leave_bytes", [0, 4096, 40_000, 150_000, 210_000])
+def test_a_file_system_that_is_really_full_is_told_in_a_sentence_and_space_lets_it_go_on(
+    tmp_path: Path, small_disk: Path, leave_bytes: int
+) -> None:
+    (tmp_path / "out").symlink_to(small_disk / "out")
+    (small_disk / "out").mkdir()
+    stuffing = filled(small_disk, leave_bytes)
+    began = time.monotonic()
+    code = run(tmp_path, nproc=1)
+    assert time.monotonic() - began < 10
+    assert code in (1, 2), said(tmp_path)
+    assert "Traceback" not in said(tmp_path)
+    assert "space" in said(tmp_path)
+    assert list(checker.bad_pictures(tmp_path / "out")) == []
+    stuffing.unlink()
+    assert_completed_by_the_same_command(tmp_path)
+
+
+def test_a_file_system_without_room_for_the_plan_is_told_in_a_sentence(tmp_path: Path, small_disk: Path) -> None:
+    (tmp_path / "out").symlink_to(small_disk / "out")
+    (small_disk / "out").mkdir()
+    many = "".join(f"prompt number {number} with a few words more {'x' * 60}\n" for number in range(20_000))
+    assert run(tmp_path, prompts=many, nproc=1) == 1
+    assert "full" in said(tmp_path)
+    assert "run the same command again" in said(tmp_path)
+    assert "Traceback" not in said(tmp_path)
+    subprocess.run(["mount", "-o", "remount,size=20m", str(small_disk)], check=True)
+    assert_completed_by_the_same_command(tmp_path)
+
+
+def cut(number: int) -> Callable[[bytes], bytes]:
+    return lambda data: data[:-number]
+
+
+def flipped(data: bytes) -> bytes:
+    place = len(data) * 2 // 3
+    return data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :]
+
+
+DAMAGES: dict[int, Callable[[bytes], bytes]] = {
+    0: cut(1),
+    3: cut(12),
+    6: cut(20),
+    9: lambda data: data[: len(data) // 2],
+    12: flipped,
+    15: lambda data: b"",
+    18: lambda data: data + b"\0",
+    23: lambda data: b"\0" * len(data),
+}
+
+
+def test_damaged_files_are_found_by_verify_reported_and_drawn_again(tmp_path: Path) -> None:
+    assert run(tmp_path) == 0
+    names = list(unbroken()[0])
+    for index, damage in DAMAGES.items():
+        path = tmp_path / "out" / names[index]
+        path.write_bytes(damage(path.read_bytes()))
+    (tmp_path / "out" / names[20]).write_bytes((tmp_path / "out" / names[21]).read_bytes())  # another picture's bytes
+    assert run(tmp_path) == 0
+    assert "is damaged" not in said(tmp_path), "without --verify nobody looks into files"
+    assert run(tmp_path, verify=True) == 0, said(tmp_path)
+    assert set(re.findall(r"(\S+) is damaged", said(tmp_path))) == {names[index] for index in (*DAMAGES, 20)}
+    assert "9 of them now" in said(tmp_path)
+    assert_whole(tmp_path)
+    assert run(tmp_path, verify=True) == 0
+    assert "is damaged" not in said(tmp_path)
+
+
+def test_deleted_files_are_drawn_again_without_being_asked_for(tmp_path: Path) -> None:
+    assert run(tmp_path) == 0
+    for name in list(unbroken()[0])[3:20:4]:
+        (tmp_path / "out" / name).unlink()
+    assert run(tmp_path) == 0
+    assert "5 pictures were drawn but their files are gone" in said(tmp_path)
+    assert "5 of them now" in said(tmp_path)
+    assert_whole(tmp_path)
+
+
+def test_a_deleted_file_is_noticed_though_a_foreign_picture_makes_up_the_number(tmp_path: Path) -> None:
+    assert run(tmp_path) == 0
+    name = next(iter(unbroken()[0]))
+    os.rename(tmp_path / "out" / name, tmp_path / "out" / "holiday.png")
+    assert run(tmp_path) == 0
+    (tmp_path / "out" / "holiday.png").unlink()
+    assert_whole(tmp_path)
+
+
+def test_a_folder_instead_of_a_picture_is_told_and_nothing_is_lost(tmp_path: Path) -> None:
+    """Nobody asked us to delete it."""
+    (tmp_path / "out" / next(iter(unbroken()[0]))).mkdir(parents=True)
+    assert run(tmp_path) == 1
+    assert [row["picture"] for row in checker.ledger(tmp_path / "out") if row["state"] == "failed"] == [0]
+    assert len(checker.metadata(tmp_path / "out")) == PROMPTS.count("\n") - 1
+    (tmp_path / "out" / next(iter(unbroken()[0]))).rmdir()
+    assert_completed_by_the_same_command(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["cut", "noise", "empty"])
+def test_a_damaged_ledger_is_refused_by_name_and_no_picture_is_touched(tmp_path: Path, damage: str) -> None:
+    assert run(tmp_path) == 0
+    path = tmp_path / "out" / "ledger.sqlite"
+    data = path.read_bytes()
+    path.write_bytes({"cut": data[:5000], "noise": b"noise" * 1000, "empty": data[:100] + b"\xff" * 4000}[damage])
+    code = run(tmp_path)
+    assert code == 2, said(tmp_path)
+    assert "ledger.sqlite is damaged" in said(tmp_path)
+    assert "Traceback" not in said(tmp_path)
+    assert checker.pictures(tmp_path / "out") == unbroken()[0]
+    path.write_bytes(data)
+    assert_completed_by_the_same_command(tmp_path)
