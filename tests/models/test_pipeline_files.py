@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import tiny_pipelines
 from halation.errors import InputError
@@ -130,6 +131,28 @@ def cut_weights(folder: Path, canary: Path) -> None:
     file.write_bytes(file.read_bytes()[:-12])
 
 
+def lacking(folder: Path, file: str, name: str) -> None:
+    tensors = load_file(folder / file)
+    del tensors[name]
+    save_file(tensors, folder / file, metadata={"format": "pt"})
+
+
+def denoiser_that_lacks_a_weight(folder: Path, canary: Path) -> None:
+    lacking(folder, "unet/diffusion_pytorch_model.safetensors", "conv_in.bias")
+
+
+def text_encoder_that_lacks_a_weight(folder: Path, canary: Path) -> None:
+    file = "text_encoder/model.safetensors"
+    lacking(folder, file, next(name for name in load_file(folder / file) if name.endswith("q_proj.weight")))
+
+
+def weight_of_another_shape(folder: Path, canary: Path) -> None:
+    file = folder / "text_encoder/model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith("q_proj.weight"))
+    save_file({**tensors, name: tensors[name][:, :-1].contiguous()}, file, metadata={"format": "pt"})
+
+
 def no_weights(folder: Path, canary: Path) -> None:
     (folder / "unet" / "diffusion_pytorch_model.safetensors").unlink()
 
@@ -205,6 +228,9 @@ REFUSALS: dict[Callable[[Path, Path], None], str] = {
     pickle_named_safetensors: "safetensors header",
     nonsense_header: "damaged safetensors header",
     cut_weights: "where its header says",
+    denoiser_that_lacks_a_weight: "lacks 1 weights, first conv_in.bias",
+    text_encoder_that_lacks_a_weight: "lacks 1 weights, first .*q_proj.weight",
+    weight_of_another_shape: "cannot be opened",
     no_weights: "has no weights",
     no_component: "has no folder 'unet'",
     no_index: "has no model_index.json",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import diffusers
@@ -62,16 +63,36 @@ def _need_weights(files: PipelineFiles, name: str, kind: Any) -> None:
         )
 
 
+class _Reports(logging.Handler):
+    """What the libraries only mention in their logs: weights that the files do not hold and that were made up instead."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.made_up: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        for names in re.findall(r"newly initialized: \[(.*?)\]", text):
+            self.made_up += [name.strip(" '") for name in names.split(",")]
+        self.made_up += re.findall(r"^\W*([\w.{}, ]+?)\s*\|\s*MISSING", text, flags=re.MULTILINE)
+
+
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """No bars of the libraries: the run has its own, drawn by one process."""
-    transformers.utils.logging.disable_progress_bar()
-    diffusers.utils.logging.disable_progress_bar()
+def _listening() -> Iterator[_Reports]:
+    """No bars of the libraries, since the run draws its own, and an ear for what they say about missing weights."""
+    reports = _Reports()
+    libraries = (transformers.utils.logging, diffusers.utils.logging)
+    levels = [library.get_verbosity() for library in libraries]
+    for library in libraries:
+        library.disable_progress_bar()
+        library.set_verbosity(min(library.get_verbosity(), logging.WARNING))
+        library.get_logger(library.__name__.split(".")[0]).addHandler(reports)
     try:
-        yield
+        yield reports
     finally:
-        transformers.utils.logging.enable_progress_bar()
-        diffusers.utils.logging.enable_progress_bar()
+        for library, level in zip(libraries, levels, strict=True):
+            library.set_verbosity(level)
+            library.get_logger(library.__name__.split(".")[0]).removeHandler(reports)
 
 
 def load(files: PipelineFiles, options: Options) -> Any:
@@ -79,7 +100,7 @@ def load(files: PipelineFiles, options: Options) -> Any:
     on_gpu = torch.device(options.device).type == "cuda" and options.offload == "none"
     placing = {"device_map": "cuda"} if on_gpu else {}
     try:
-        with _quiet(), torch.device("cpu") if not on_gpu else torch.cuda.device(options.device):
+        with _listening() as reports, torch.cuda.device(options.device) if on_gpu else nullcontext():
             pipe = diffusers.DiffusionPipeline.from_pretrained(
                 str(files.path),
                 dtype=DTYPES[options.dtype],
@@ -89,12 +110,31 @@ def load(files: PipelineFiles, options: Options) -> Any:
                 variant=files.variant,
                 **placing,
             )
-    except (ValueError, KeyError, TypeError, AttributeError, OSError, ImportError, SafetensorError) as error:
+    except torch.OutOfMemoryError:
+        raise
+    except (
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        OSError,
+        ImportError,
+        RuntimeError,
+        SafetensorError,
+    ) as error:
         raise InputError(
             f"{files.path} cannot be opened as a {files.class_name}: {type(error).__name__}: {error}",
             "a whole pipeline folder, as save_pretrained writes it",
             "copy the model again, or install what the message asks for",
         ) from error
+    # A text encoder's pooler is made up in several published models, and no pipeline looks at it.
+    made_up = [name for name in reports.made_up if "pooler" not in name]
+    if made_up:
+        raise InputError(
+            f"{files.path} lacks {len(made_up)} weights, first {made_up[0]}; they would be random numbers",
+            "weights for every part of the model",
+            "download the whole model",
+        )
     pipe.set_progress_bar_config(disable=True)
     for component in pipe.components.values():
         if isinstance(component, nn.Module):
@@ -107,12 +147,21 @@ def apply_offload(pipe: Any, options: Options) -> None:
     device = torch.device(options.device)
     if options.offload == "model":
         pipe.enable_model_cpu_offload(device=device)
-    elif options.offload == "layers":
-        # The autoencoder is small and stays, so that a row can be decoded again in float32.
+    elif options.offload == "layers" and _can_stream(pipe):
         pipe.enable_group_offload(
             onload_device=device, offload_type="leaf_level", use_stream=True, exclude_modules=["vae"]
         )
-        pipe.vae.to(device)
+        if getattr(pipe, "vae", None) is not None:
+            pipe.vae.to(device)
+    elif options.offload == "layers":
+        pipe._exclude_from_cpu_offload = [*pipe._exclude_from_cpu_offload, "vae"]
+        pipe.enable_sequential_cpu_offload(device=device)
+
+
+def _can_stream(pipe: Any) -> bool:
+    """Whether layers can be copied ahead of their use; the autoencoder, small as it is, stays for a second decoding in float32."""
+    models = [part for part in pipe.components.values() if isinstance(part, diffusers.ModelMixin)]
+    return all(getattr(model, "_supports_group_offloading", False) for model in models)
 
 
 def apply_compile(pipe: Any) -> None:
