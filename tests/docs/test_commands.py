@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from halation.config.generate import GenerateConfig
 from halation.config.train import TrainConfig
 
 ROOT = Path(__file__).parents[2]
@@ -66,7 +67,7 @@ def test_the_page_on_training_lists_exactly_what_a_resumed_run_may_change() -> N
 
 
 def test_flags_that_pages_name_exist() -> None:
-    known = {field.name for field in dataclasses.fields(TrainConfig)}
+    known = {field.name for config in (TrainConfig, GenerateConfig) for field in dataclasses.fields(config)}
     foreign = {
         "config", "help", "checkpoint", "prompts", "prompts_file",
         "nproc_per_node", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "master_port", "master_addr", "nnodes", "node_rank", "standalone",
