@@ -18,18 +18,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
+from halation.faults import fault_point
 from halation.generation.shared_ledger import SharedLedger, link_once
 from halation.plan import Sheets
 
 log = logging.getLogger(__name__)
 
-MAX_RANGES = 256
+MAX_RANGES = 4096
+"""At the end others wait for the last range, so ranges are short; a claim takes milliseconds, so they can be."""
 POLL_S = 1.0
 
 
 class Ranges:
-    """Sheets cut into at most 256 ranges by number: a function of the plan alone, so that all processes mean the same ones."""
+    """Sheets cut into at most 4096 ranges by number: a function of the plan alone, so that all processes mean the same ones."""
 
     def __init__(self, sheets: Sheets) -> None:
         self.num_sheets = len(sheets)
@@ -53,7 +56,12 @@ class Ranges:
 
     def unfinished(self, ledger: SharedLedger) -> list[int]:
         """Ranges with a row left to draw."""
-        found: list[int] = np.unique(self._range_of_row[ledger.unfinished()]).tolist()
+        return self.of_rows(ledger.unfinished())
+
+    def of_rows(self, rows: npt.ArrayLike) -> list[int]:
+        """The ranges these rows are in, ascending, each once."""
+        numbers = self._range_of_row[np.asarray(rows, dtype=np.int64)]
+        found: list[int] = np.flatnonzero(np.bincount(numbers, minlength=len(self))).tolist()
         return found
 
 
@@ -68,6 +76,7 @@ class Leases:
         lease_s: float,
         num_wanted: int,
         on_refresh: Callable[[], None] = lambda: None,
+        say: Callable[[str], None] = log.info,
     ) -> None:
         """`num_wanted` sheets keep this process's workers busy; `on_refresh` is called when others' outcomes were read."""
         self.ledger = ledger
@@ -75,6 +84,7 @@ class Leases:
         self.lease_s = lease_s
         self.num_wanted = num_wanted
         self.on_refresh = on_refresh
+        self.say = say
         self.process = ledger.process
         self.held: set[int] = set()
         self.num_taken_over = 0
@@ -84,6 +94,7 @@ class Leases:
         self._write_card()
         self._touched = time.monotonic()
         self._look_again = 0.0
+        self._waiting = False
         # Apart from each other, so that processes seldom meet; in order from there.
         self._first = zlib.crc32(self.process.token.encode()) % max(1, len(ranges))
 
@@ -108,14 +119,25 @@ class Leases:
         self._refresh()
         left = self._let_go_of_finished()
         if not left:
+            self._clear()
             return None
         claimed = self._claim_some([number for number in left if number not in self.held])
         if claimed:
             # A range that became free just now may hold what its last owner had finished by then.
             self._refresh()
         else:
-            self._look_again = time.monotonic() + min(POLL_S, self.lease_s / 4)
+            self._wait(len(left))
         return [sheet for number in claimed for sheet in self.ranges.sheets(number)]
+
+    def _wait(self, num_left: int) -> None:
+        """All that is left is being drawn, here or elsewhere."""
+        self._look_again = time.monotonic() + min(POLL_S, self.lease_s / 4)
+        if not self.held and not self._waiting:
+            self._waiting = True
+            self.say(
+                f"waiting: other processes draw the last {num_left} of {len(self.ranges)} ranges of sheets; "
+                f"one that is silent for {self.lease_s:g} s is taken over"
+            )
 
     def release(self) -> None:
         """Let go of everything."""
@@ -137,10 +159,21 @@ class Leases:
             self._let_go(number)
         return left
 
+    def _clear(self) -> None:
+        """Nothing is left: a lease on pictures that are all there is a dead process's, and in nobody's way but the reader's."""
+        failed = [row.request.spec.index for row in self.ledger.failures()]
+        kept = {self.ranges.name(number) for number in self.ranges.of_rows(failed)}
+        for name in {self.ranges.name(number) for number in range(len(self.ranges))}.intersection(
+            os.listdir(self.folder)
+        ):
+            if name not in kept:
+                (self.folder / name).unlink(missing_ok=True)
+
     def _let_go(self, number: int) -> None:
         path = self._path(number)
         self.held.discard(number)
         if self._owner(path) == self.process.token:
+            fault_point("lease.unlink")
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
 
@@ -151,10 +184,12 @@ class Leases:
             if len(claimed) * self.ranges.size >= self.num_wanted:
                 break
             path = self._path(number)
+            fault_point("lease.link")
             if not link_once(self._card, path):
                 now = now or self._touch()
                 if not self._take_over(path, now):
                     continue
+            fault_point("lease.linked")
             self.held.add(number)
             claimed.append(number)
         return claimed
@@ -166,7 +201,9 @@ class Leases:
             return False
         away = path.with_name(f".{path.name}.{self.process.name}.tmp")
         try:
+            fault_point("lease.rename")
             os.rename(path, away)
+            fault_point("lease.renamed")
         except FileNotFoundError:
             return False
         try:

@@ -27,6 +27,7 @@ import numpy.typing as npt
 from halation.errors import InputError
 from halation.faults import fault_point
 from halation.generation.ledger import SCHEMA, Indices, Ledger, Outcome
+from halation.runs import sync_folder
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +100,7 @@ class SharedLedger(Ledger):
         self._watching = False
         super().__init__(folder / f"{process.name}.jsonl")
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        sync_folder(folder)
         self._num_bytes = 0
 
     def _open(self) -> None:
@@ -172,12 +174,14 @@ class SharedLedger(Ledger):
             rest = memoryview(lines)
             while rest:
                 rest = rest[os.write(self._file, rest) :]
+            fault_point("shared.fsync")
             os.fsync(self._file)
         except OSError:
             os.lseek(self._file, self._num_bytes, os.SEEK_SET)
             os.ftruncate(self._file, self._num_bytes)
             raise
         self._num_bytes += len(lines)
+        fault_point("shared.appended")
 
     def _note(self, outcomes: Iterable[Outcome]) -> None:
         for outcome in outcomes:

@@ -18,6 +18,7 @@ import dataclasses
 import json
 import logging
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -49,12 +50,15 @@ from halation.world.signals import StopSignals
 log = logging.getLogger(__name__)
 FACTS = {"micro batch": "micro_batch.json", "painter": "painter.json", "computes on": "computes_on.json"}
 SUMMARY = "{process}.summary.json"
+MAX_WORDS = 3
+"""One who stops early does not wait until the others have no more news."""
 
 
 def run_shared(config: GenerateConfig, prompts: PromptFile, subject: Subject, places: list[Place]) -> int:
     """Draw until nothing of the whole plan is missing, together with whoever else is at it."""
     folder = config.output_dir
     refuse_local(config, folder)
+    places = own_places(config, places, os.environ)
     process = Process()
     ledger_folder = folder / SHARED_LEDGER
     (ledger_folder / "leases").mkdir(parents=True, exist_ok=True)
@@ -73,12 +77,45 @@ def refuse_local(config: GenerateConfig, folder: Path) -> None:
             "a folder that was begun with --cluster files, or an empty one",
             "leave --cluster files out to go on there, or choose another --output_dir",
         )
+    run = Run(folder)
+    if run.config.exists() and runs.read_record(run)["job"] != "generate":
+        raise InputError(
+            f"{folder} holds a `{runs.read_record(run)['job']}` run",
+            "a `generate` run or an empty folder",
+            "choose another --output_dir",
+        )
     if config.accept_changes:
         raise InputError(
             "--accept_changes with --cluster files",
             "the settings the folder was begun with: other processes may be drawing with them now",
             "use the old settings, or another --output_dir",
         )
+
+
+def own_places(config: GenerateConfig, places: list[Place], environment: Mapping[str, str]) -> list[Place]:
+    """Among srun's tasks of one machine that all see all of its GPUs, every task takes its share of them.
+
+    Where SLURM has given each task its own (--gpus-per-task), or where --gpu_ids or --nproc say it, nothing is to be shared.
+    """
+    tasks, place = slurm_tasks_here(environment), int(environment.get("SLURM_LOCALID", "0"))
+    given = config.gpu_ids or config.nproc or "SLURM_GPUS_PER_TASK" in environment or "SLURM_GPU_BIND" in environment
+    if tasks == 1 or given or len(places) == 1 or places[0].device == "cpu":
+        return places
+    if place >= len(places):
+        raise InputError(
+            f"task {place} of {tasks} on a machine that shows {len(places)} GPUs",
+            "at most one task a GPU",
+            f"start {len(places)} tasks a node (--ntasks-per-node), or one with all GPUs",
+        )
+    return places[place::tasks]
+
+
+def slurm_tasks_here(environment: Mapping[str, str]) -> int:
+    """How many of srun's tasks run on this machine, from lists such as 4(x2),3; 1 outside srun."""
+    words = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
+    nodes = [int(tasks) for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", words) for _ in range(int(times or 1))]
+    node = int(environment.get("SLURM_NODEID", "0"))
+    return nodes[node] if "SLURM_LOCALID" in environment and node < len(nodes) else 1
 
 
 class SharedSession(Session):
@@ -107,12 +144,6 @@ class SharedSession(Session):
         if not run.config.exists():
             create_once(run.config, (json.dumps(begun, indent=2, ensure_ascii=False) + "\n").encode(), self.process)
         record = runs.read_record(run)
-        if record["job"] != "generate":
-            raise InputError(
-                f"{self.folder} holds a `{record['job']}` run",
-                "a `generate` run or an empty folder",
-                "choose another --output_dir",
-            )
         chosen = record["fixed"]["png coder"] if config.png == "auto" else coder
         self._refuse(record["fixed"], settings | {"png coder": chosen})
         for fact, name in FACTS.items():
@@ -174,6 +205,7 @@ class SharedSession(Session):
             lease_s=self.config.lease_s,
             num_wanted=DEPTH * len(crew.labels),
             on_refresh=on_refresh,
+            say=progress.say,
         )
         return self.leases
 
@@ -198,7 +230,9 @@ class SharedSession(Session):
             own = results.summary(self._tally(effort))
             runs.publish_json(self.ledger.folder / SUMMARY.format(process=self.process.name), own)
         self.ledger.refresh()
-        while not self.ledger.outgrown():
+        for _ in range(MAX_WORDS):
+            if self.ledger.outgrown():
+                break
             tally = self._whole(self._tally(effort))
             results.write_metadata(self.folder, self.ledger.rows())
             results.write_failures(self.folder, list(tally.workers), self.ledger.failures())
