@@ -30,7 +30,7 @@ def num_done(folder: Path) -> int:
     if not (folder / "ledger.sqlite").exists():
         return 0
     try:
-        with contextlib.closing(sqlite3.connect(f"file:{folder / 'ledger.sqlite'}?mode=ro", uri=True)) as connection:
+        with contextlib.closing(sqlite3.connect(f"file:{folder / 'ledger.sqlite'}?mode=rw", uri=True)) as connection:
             return int(connection.execute("SELECT COUNT(*) FROM pictures WHERE state = 1").fetchone()[0])
     except sqlite3.OperationalError:  # the table is being made
         return 0

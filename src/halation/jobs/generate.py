@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
@@ -53,6 +54,11 @@ RANGES: dict[str, tuple[float, float]] = {
 
 def run(config: GenerateConfig) -> int:
     """Draw what is missing; 0 only if every picture is there."""
+    with ended_by_signals():
+        return _run(config)
+
+
+def _run(config: GenerateConfig) -> int:
     check(config)
     prompts = PromptFile.open(config.prompts_csv, config.prompts_format or None)
     subject = subject_of(config.model_path, raw=config.raw)
@@ -75,6 +81,23 @@ def run(config: GenerateConfig) -> int:
             session = Session(config, subject, ledger, echo)
             session.begin(prompts, places)
             return session.run(lambda: crew_of(session.orders()))
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Around the drawing nothing is left half done by an end at once: SIGTERM and SIGHUP let go of the folder as Ctrl+C does."""
+
+    def end(number: int, _frame: object) -> None:
+        raise Interrupted("stopped while nothing was being drawn; the same command goes on", exit_code(number))
+
+    # One that is ignored (nohup) stays ignored.
+    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
+    previous = {number: signal.signal(number, end) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def gathered(config: GenerateConfig) -> contextlib.AbstractContextManager[tuple[Sequence[Place], CrewOf]]:

@@ -26,6 +26,8 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         for number in STOPPING:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # nohup: whoever started this wants it to outlive the terminal
             self._previous[number] = signal.signal(number, self._on_signal)
         return self
 
