@@ -74,7 +74,7 @@ def berths(nodes: Sequence[Mapping[str, Any]], nproc: int, oversubscribe: bool) 
             f"use --nproc {total} or fewer" if total else "give the cluster's nodes CPUs or GPUs to work with",
         )
     taken = dict.fromkeys(rooms, 0)
-    order = []
+    order: list[tuple[str, int]] = []
     while len(order) < count:
         for node, room in rooms.items():
             free = taken[node] < room or sum(taken.values()) >= total
@@ -182,7 +182,7 @@ class RayCrew:
         environment |= {"OMP_NUM_THREADS": str(self.settings["threads"])}
         order = {**self.settings, "device": place.device, "label": place.label, "node": place.name}
         # Tied to its node: were it free to go, Ray would let it wait for room elsewhere without an end and without a word.
-        actor = (
+        actor: Any = (
             self.ray.remote(PaintingActor)
             .options(
                 **place.needs,
@@ -295,7 +295,7 @@ class RayCrew:
 
     def _lost(self, worker: int, error: BaseException) -> list[Event]:
         """The actor is dead for good, or could not even begin; a node without Halation is nothing that another try mends."""
-        from ray.exceptions import RayTaskError
+        from ray.exceptions import ActorUnschedulableError, RayTaskError
 
         words = str(error).strip()
         log.warning("%s is lost: %s", self.names[worker], words)
@@ -311,6 +311,8 @@ class RayCrew:
             ]
         if isinstance(error, RayTaskError):
             return [self._leave(worker, f"failed: {words.splitlines()[-1]}", code=1)]
+        if isinstance(error, ActorUnschedulableError):
+            return [self._leave(worker, "is gone with its node")]
         return [self._leave(worker, f"is lost to the cluster ({_short(words)})")]
 
     def _leave(self, worker: int, words: str, code: int = -signal.SIGKILL) -> Event:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib.util
 import logging
 import os
 import secrets
 import shutil
 import signal
+import socket
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -20,7 +23,10 @@ from halation.generation.cluster import Berth, RayCrew, berths
 
 log = logging.getLogger(__name__)
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-JOINING_S = 60
+KNOCK_S = 10.0
+SCRATCH = "halation_ray_"
+LOOPBACK = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
+"""Some of Ray's processes take 127.0.0.1 for a mistake and listen on the machine's public address instead."""
 
 
 def by_ray(cluster: str) -> bool:
@@ -61,26 +67,43 @@ def joined(config: GenerateConfig) -> Iterator[tuple[list[Berth], Callable[[Mapp
 
 @contextlib.contextmanager
 def _own_cluster(logs: Path) -> Iterator[None]:
-    """A Ray of this command's own: on the loopback interface, behind a secret that nobody else is told, gone with the command."""
+    """A Ray of this command's own, behind a secret that nobody else is told, gone with the command."""
     secret = (
         {} if "RAY_AUTH_MODE" in os.environ else {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     )
-    folder = Path(tempfile.mkdtemp(prefix="halation_ray_"))
-    settings = {"include_dashboard": False, "_node_ip_address": "127.0.0.1", "_temp_dir": str(folder)}
+    sweep()
+    folder = Path(tempfile.mkdtemp(prefix=SCRATCH))
+    mine = os.open(folder, os.O_RDONLY)
+    fcntl.flock(mine, fcntl.LOCK_EX)
+    settings = {"include_dashboard": False, "_node_ip_address": LOOPBACK, "_temp_dir": str(folder)}
     try:
         with _environment({**secret, "RAY_USAGE_STATS_ENABLED": "0"}), _initialised(address="local", **settings):
             yield
     finally:
         _keep_words(folder, logs / "ray")
         shutil.rmtree(folder, ignore_errors=True)
+        os.close(mine)
+
+
+def sweep() -> None:
+    """Remove what killed commands left of theirs in the folder for temporary files: one that lives holds its lock."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{SCRATCH}*"):
+        with contextlib.suppress(OSError):  # held, somebody else's, or gone already
+            found = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(found)
 
 
 @contextlib.contextmanager
 def _running_cluster(cluster: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         try:
+            _knock(os.environ.get("RAY_ADDRESS", "") if cluster == "auto" else cluster)
             stack.enter_context(_initialised(address=cluster))
-        except (ConnectionError, TimeoutError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             where = "RAY_ADDRESS or on this machine" if cluster == "auto" else cluster
             raise InputError(
                 f"no Ray cluster to join at {where}: {str(error).strip().splitlines()[0]}",
@@ -88,6 +111,14 @@ def _running_cluster(cluster: str) -> Iterator[None]:
                 "start one with `ray start --head` and give RAY_ADDRESS=HOST:6379 with --cluster auto, or use --cluster ray",
             ) from error
         yield
+
+
+def _knock(address: str) -> None:
+    """Whether anything listens there: Ray itself asks for minutes before it says no."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if colon and port.isdigit():
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_S):
+            pass
 
 
 @contextlib.contextmanager
@@ -108,7 +139,10 @@ def _initialised(**settings: Any) -> Iterator[None]:
                 signal.signal(number, handler)
         yield
     finally:
+        # A Ctrl+C in the middle of this would leave Ray's processes behind.
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         ray.shutdown()
+        signal.signal(signal.SIGINT, before)
 
 
 @contextlib.contextmanager
