@@ -57,9 +57,10 @@ def plain(pipe: Any, wanted: Sequence[Spec], **arguments: Any) -> list[Frames]:
     """What a person gets who calls the pipeline and saves what it returns."""
     first = wanted[0]
     name = type(pipe).__name__
-    if name in ("HunyuanDiTPipeline", "PixArtAlphaPipeline", "SanaPipeline"):
+    if name in ("HunyuanDiTPipeline", "PixArtAlphaPipeline", "PixArtSigmaPipeline", "SanaPipeline"):
         arguments["use_resolution_binning"] = False
-    if name != "FluxPipeline" or "true_cfg_scale" in arguments:
+    zeroed = name == "StableDiffusionXLPipeline" and not any(spec.negative_prompt for spec in wanted)
+    if (name != "FluxPipeline" or "true_cfg_scale" in arguments) and not zeroed:
         arguments["negative_prompt"] = [spec.negative_prompt for spec in wanted]
     if name == "WanPipeline":
         arguments["num_frames"] = first.num_frames

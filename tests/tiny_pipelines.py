@@ -229,6 +229,11 @@ def pixart(folder: Path) -> Path:
     return _saved(pipe, folder)
 
 
+def pixart_sigma(folder: Path) -> Path:
+    """PixArt-Sigma: as Alpha, with more tokens."""
+    return _saved(diffusers.PixArtSigmaPipeline.from_pretrained(str(built("pixart"))), folder)
+
+
 def sd3(folder: Path) -> Path:
     """Stable Diffusion 3: two CLIPs and T5, flow matching."""
     clip, t5 = clip_tokenizer(), t5_tokenizer()
@@ -402,6 +407,71 @@ def stable_diffusion(folder: Path) -> Path:
     return _saved(pipe, folder)
 
 
+def stable_diffusion_xl(folder: Path) -> Path:
+    """Stable Diffusion XL: two CLIPs, a UNet that is told sizes, and no negative prompt where none is given."""
+    clip = clip_tokenizer()
+    unet = _seeded(
+        lambda: diffusers.UNet2DConditionModel(
+            block_out_channels=(16, 32),
+            layers_per_block=1,
+            sample_size=4,
+            in_channels=4,
+            out_channels=4,
+            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+            up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+            cross_attention_dim=2 * TEXT_HIDDEN,
+            attention_head_dim=(2, 4),
+            norm_num_groups=4,
+            use_linear_projection=True,
+            addition_embed_type="text_time",
+            addition_time_embed_dim=8,
+            transformer_layers_per_block=(1, 2),
+            projection_class_embeddings_input_dim=6 * 8 + TEXT_HIDDEN,
+        ),
+        39,
+    )
+    pipe = diffusers.StableDiffusionXLPipeline(
+        vae=_vae(),
+        text_encoder=_clip(clip, projection=False, seed=18),
+        text_encoder_2=_clip(clip, projection=True, seed=19),
+        tokenizer=clip,
+        tokenizer_2=clip_tokenizer(),
+        unet=unet,
+        scheduler=diffusers.EulerDiscreteScheduler(
+            beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", steps_offset=1
+        ),
+    )
+    return _saved(pipe, folder)
+
+
+def aura_flow(folder: Path) -> Path:
+    """AuraFlow, which stands for the families Halation has no table entry for."""
+    tokenizer = t5_tokenizer()
+    transformer = _seeded(
+        lambda: diffusers.AuraFlowTransformer2DModel(
+            sample_size=8,
+            patch_size=2,
+            num_mmdit_layers=1,
+            num_single_dit_layers=1,
+            attention_head_dim=8,
+            num_attention_heads=4,
+            joint_attention_dim=TEXT_HIDDEN,
+            caption_projection_dim=HIDDEN,
+            pos_embed_max_size=64,
+        ),
+        40,
+        2,
+    )
+    pipe = diffusers.AuraFlowPipeline(
+        tokenizer=tokenizer,
+        text_encoder=_t5(len(tokenizer), kind="UMT5"),
+        vae=_vae(),
+        transformer=transformer,
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=1.7),
+    )
+    return _saved(pipe, folder)
+
+
 def _saved(pipe: Any, folder: Path) -> Path:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -419,6 +489,11 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
     "sana": sana,
     "stable_diffusion": stable_diffusion,
 }
+MORE_FAMILIES: dict[str, Callable[[Path], Path]] = {
+    "pixart_sigma": pixart_sigma,
+    "stable_diffusion_xl": stable_diffusion_xl,
+    "aura_flow": aura_flow,
+}
 
 
 @functools.cache
@@ -429,4 +504,4 @@ def _session_folder() -> tempfile.TemporaryDirectory[str]:
 @functools.cache
 def built(family: str) -> Path:
     """The family's folder, built once a process and shared: read it, never write into it."""
-    return FAMILIES[family](Path(_session_folder().name) / family)
+    return {**FAMILIES, **MORE_FAMILIES}[family](Path(_session_folder().name) / family)

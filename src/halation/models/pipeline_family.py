@@ -19,6 +19,11 @@ class Family:
     timesteps_take: tuple[str, ...] = ()  # what the pipeline hands to the scheduler's set_timesteps
     one_step_takes_second: bool = False  # with one step it reads the second value of scheduler.step
 
+    @property
+    def pads_text_to_one_length(self) -> bool:
+        """Seen and tested for the families below; others may pad to the longest neighbour, and are drawn one by one."""
+        return self.branches != "unknown"
+
 
 FAMILIES: Mapping[str, Family] = {
     "HunyuanDiTPipeline": Family(name="HunyuanDiT", branches="doubled", size_multiple=16),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from halation.models.painting import Frames, NotFinite, PaintError
+from halation.models.painting import Frames, NotFinite, PaintError, Painting
 from halation.specs import Spec
 
 NOT_FINITE = "the decoded picture is not finite"
@@ -76,3 +77,31 @@ def collector(
 def _size(size: tuple[int, int, int]) -> str:
     num_frames, height, width = size
     return f"{height} x {width}" + (f", {num_frames} frames" if num_frames > 1 else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Rows of a painting that stand for rows of a larger one: `rows[n]` of the whole is `inner[n]` of the painting."""
+
+    painting: Painting
+    rows: tuple[int, ...]
+    inner: tuple[int, ...]
+
+
+def merged(parts: Sequence[Part]) -> Painting:
+    """One painting out of several, each of which knows some of the rows."""
+    homes = {row: (part, inner) for part in parts for row, inner in zip(part.rows, part.inner, strict=True)}
+
+    def collect() -> list[Frames | PaintError]:
+        collected = {id(part): part.painting.collect() for part in parts}
+        return [collected[id(part)][inner] for _, (part, inner) in sorted(homes.items())]
+
+    def repair(rows: Sequence[int]) -> list[Frames | PaintError]:
+        results: list[Frames | PaintError] = []
+        for row in rows:
+            part, inner = homes[row]
+            assert part.painting.repair is not None
+            results += part.painting.repair([inner])
+        return results
+
+    return Painting(collect=collect, repair=repair if all(part.painting.repair for part in parts) else None)
