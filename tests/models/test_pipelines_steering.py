@@ -19,7 +19,7 @@ from halation.models.pipelines import PipelineModel
 from pipeline_specs import PROMPTS, drawn, opened, plain, reopened, specs
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # diffusers' DPM-Solver
-GUIDED = [family for family in tiny_pipelines.FAMILIES if family != "flux"]
+GUIDED = [family for family in (*tiny_pipelines.FAMILIES, "pixart_sigma", "stable_diffusion_xl") if family != "flux"]
 
 
 def reopen(family: str, **options: Any) -> PipelineModel:
@@ -111,6 +111,8 @@ def test_truncation_is_refused_where_there_is_no_unconditional_branch() -> None:
         reopen("flux", cfg_truncation_step=2)
     with pytest.raises(InputError, match="no unconditional branch"):
         reopen("hunyuan", cfg_truncation_step=2).check(specs("a", guidance_scale=1.0)[0])
+    with pytest.raises(InputError, match=r"AuraFlowPipeline[\s\S]*HunyuanDiT, PixArt"):
+        reopen("aura_flow", cfg_truncation_step=2)
     with pytest.raises(InputError, match="a step from 0 on"):
         reopen("hunyuan", cfg_truncation_step=-1)
 

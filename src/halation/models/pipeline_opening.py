@@ -138,7 +138,8 @@ def load(files: PipelineFiles, options: Options) -> Any:
     pipe.set_progress_bar_config(disable=True)
     for component in pipe.components.values():
         if isinstance(component, nn.Module):
-            component.eval().requires_grad_(False)
+            # Weights keep requires_grad: without it float32 matmuls on a GPU take another path, and pixels differ from the pipeline's.
+            component.eval()
     return pipe
 
 
@@ -147,21 +148,26 @@ def apply_offload(pipe: Any, options: Options) -> None:
     device = torch.device(options.device)
     if options.offload == "model":
         pipe.enable_model_cpu_offload(device=device)
-    elif options.offload == "layers" and _can_stream(pipe):
-        pipe.enable_group_offload(
-            onload_device=device, offload_type="leaf_level", use_stream=True, exclude_modules=["vae"]
-        )
-        if getattr(pipe, "vae", None) is not None:
-            pipe.vae.to(device)
     elif options.offload == "layers":
-        pipe._exclude_from_cpu_offload = [*pipe._exclude_from_cpu_offload, "vae"]
-        pipe.enable_sequential_cpu_offload(device=device)
+        staying = _staying(pipe)
+        pipe.enable_group_offload(
+            onload_device=device, offload_type="leaf_level", use_stream=True, exclude_modules=list(staying)
+        )
+        for module in staying.values():
+            module.to(device)
 
 
-def _can_stream(pipe: Any) -> bool:
-    """Whether layers can be copied ahead of their use; the autoencoder, small as it is, stays for a second decoding in float32."""
-    models = [part for part in pipe.components.values() if isinstance(part, diffusers.ModelMixin)]
-    return all(getattr(model, "_supports_group_offloading", False) for model in models)
+def _staying(pipe: Any) -> dict[str, nn.Module]:
+    """The autoencoder, small as it is, for a second decoding in float32, and models whose layers cannot be moved one by one."""
+    models = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
+    whole = {
+        name
+        for name, part in models.items()
+        if isinstance(part, diffusers.ModelMixin) and not getattr(part, "_supports_group_offloading", False)
+    }
+    for name in sorted(whole - {"vae"}):
+        logger.warning("%s cannot be offloaded by layers and stays on the GPU", type(models[name]).__name__)
+    return {name: part for name, part in models.items() if name in whole | {"vae"}}
 
 
 def apply_compile(pipe: Any) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,10 @@ from halation.models.pipeline_checks import Checks, Options, call_parameters
 from halation.models.pipeline_family import family_of
 from halation.models.pipeline_files import inspect_folder
 from halation.models.pipeline_opening import apply_compile, apply_offload, load, pipeline_class, pipeline_modules
-from halation.models.pipeline_pixels import as_videos, collector
+from halation.models.pipeline_pixels import Part, as_videos, collector, merged
 from halation.models.pipeline_schedulers import replaced
 from halation.models.steering import Call, Decoded, Steering, finite_rows
 from halation.specs import Spec
-
-logger = logging.getLogger(__name__)
 
 
 def open_pipeline(
@@ -87,6 +85,30 @@ class PipelineModel:
         first = specs[0]
         if any(spec.shape != first.shape or spec.guidance_scale != first.guidance_scale for spec in specs):
             raise ValueError("the specs of one call have one shape and one guidance scale")
+        if not self._checks.family.pads_text_to_one_length and len(specs) > 1:
+            # A prompt padded to its longest neighbour would draw another picture beside another neighbour.
+            return merged(
+                [Part(painting=self._drawn([spec], on_step), rows=(row,), inner=(0,)) for row, spec in enumerate(specs)]
+            )
+        without = tuple(row for row, spec in enumerate(specs) if not spec.negative_prompt)
+        if self._zeroes_no_negative and 0 < len(without) < len(specs):
+            # Such a pipeline takes a whole call without negative prompts for another thing than one empty text among others.
+            given = tuple(row for row in range(len(specs)) if row not in without)
+            blank = [replace(spec, negative_prompt="") for spec in specs]
+            return merged(
+                [
+                    Part(painting=self._drawn(specs, on_step), rows=given, inner=given),
+                    Part(painting=self._drawn(blank, on_step), rows=without, inner=without),
+                ]
+            )
+        return self._drawn(specs, on_step)
+
+    @property
+    def _zeroes_no_negative(self) -> bool:
+        return bool(self._pipe.config.get("force_zeros_for_empty_prompt"))
+
+    def _drawn(self, specs: Sequence[Spec], on_step: Callable[[], None]) -> Painting:
+        first = specs[0]
         generators = [torch.Generator("cpu").manual_seed(spec.seed) for spec in specs]
         num_frames, double_to = self._checks.frames_to_draw(first)
         call = Call(
@@ -130,7 +152,8 @@ class PipelineModel:
             # The size asked for is the size drawn; the family's nearest bucket would be another picture.
             "use_resolution_binning": False,
         }
-        if self._checks.has_negative_prompt:
+        nothing_given = not any(spec.negative_prompt for spec in specs)
+        if self._checks.has_negative_prompt and not (nothing_given and self._zeroes_no_negative):
             offered["negative_prompt"] = [spec.negative_prompt for spec in specs]
         keywords |= {name: value for name, value in offered.items() if name in self._parameters}
         return keywords | self._checks.settled_arguments | dict(self._options.arguments)
