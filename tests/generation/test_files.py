@@ -10,10 +10,12 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from faults.commands import Started, finish, fired, halation, started, until
+from halation import runs
 from halation.config.generate import GenerateConfig
 from halation.errors import InputError
 from halation.generation.crew import Place
@@ -21,6 +23,8 @@ from halation.generation.leases import Leases, Ranges
 from halation.generation.ledger import Outcome
 from halation.generation.requests import Request
 from halation.generation.shared_ledger import Process, SharedLedger, create_once, link_once
+from halation.generation.writer import Parcel, store
+from halation.jobs.generate import run
 from halation.jobs.shared import own_places, slurm_tasks_here
 from halation.plan import sheets_of
 from halation.specs import Spec
@@ -28,20 +32,33 @@ from halation.specs import Spec
 NUM_ROWS = 30
 
 
+def prompts(folder: Path) -> Path:
+    path = folder.parent / "prompts.csv"
+    if not path.exists():
+        rows = [f'{number:06d},"a cat, number {number}",{48 if number % 5 == 3 else 32}' for number in range(NUM_ROWS)]
+        path.write_text("image_id,prompt,width\n" + "\n".join(rows) + "\n")
+    return path
+
+
 def words(
     folder: Path, seconds: float = 0.0, lease_s: float = 1.0, cluster: str = "files", **flags: object
 ) -> list[str]:
     """A command for thirty small pictures of two shapes on eleven sheets; `seconds` is what a sheet takes."""
-    prompts = folder.parent / "prompts.csv"
-    if not prompts.exists():
-        rows = [f'{number:06d},"a cat, number {number}",{48 if number % 5 == 3 else 32}' for number in range(NUM_ROWS)]
-        prompts.write_text("image_id,prompt,width\n" + "\n".join(rows) + "\n")
     settings: dict[str, object] = {
-        "prompts": prompts, "model_path": f"testcard:{seconds}", "output_dir": folder, "height": 32, "batch_size": 3,
+        "prompts": prompts(folder), "model_path": f"testcard:{seconds}", "output_dir": folder, "height": 32, "batch_size": 3,
         "num_inference_steps": 2, "nproc": 1, "cluster": cluster, "lease_s": lease_s, "progress": "none",
     }  # fmt: skip
     settings |= flags
     return halation(["generate", *(word for name, value in settings.items() for word in (f"--{name}", str(value)))])
+
+
+def call(folder: Path, **flags: Any) -> int:
+    """The same within this process."""
+    settings: dict[str, Any] = {
+        "prompts_csv": str(prompts(folder)), "model_path": "testcard", "output_dir": folder, "height": 32, "batch_size": 3,
+        "num_inference_steps": 2, "nproc": 1, "cluster": "files", "lease_s": 1.0, "progress": "none",
+    }  # fmt: skip
+    return run(GenerateConfig(**(settings | flags)))
 
 
 def left(folder: Path) -> dict[str, bytes]:
@@ -120,24 +137,18 @@ def test_two_processes_share_the_work_and_both_count_the_whole(tmp_path: Path) -
     assert json.loads((folder / "summary.json").read_text())["drawn_now"] == NUM_ROWS
 
 
-def test_the_same_command_again_draws_nothing(tmp_path: Path, alone: dict[str, bytes]) -> None:
+def test_a_longer_plan_draws_what_is_new_and_the_same_one_nothing(tmp_path: Path, alone: dict[str, bytes]) -> None:
     folder = tmp_path / "out"
-    assert finish(words(folder), tmp_path / "log") == 0
-    before = outcomes(folder)
-    assert finish(words(folder), tmp_path / "log") == 0
-    assert outcomes(folder) == before
-    assert left(folder) == alone
-
-
-def test_a_longer_plan_draws_what_is_new(tmp_path: Path, alone: dict[str, bytes]) -> None:
-    folder = tmp_path / "out"
-    assert finish(words(folder, num_samples=7), tmp_path / "log") == 0
+    assert call(folder, num_samples=7) == 0
     assert len(outcomes(folder)) == 7
-    assert finish(words(folder), tmp_path / "log") == 0
+    assert call(folder) == 0
     assert len(outcomes(folder)) == NUM_ROWS
     assert left(folder) == alone
-    assert finish(words(folder, num_samples=7), tmp_path / "again") == 2
-    assert "fewer prompts than before: the folder holds a plan of 30" in (tmp_path / "again").read_text()
+    assert call(folder) == 0
+    assert len(outcomes(folder)) == NUM_ROWS
+    assert left(folder) == alone
+    with pytest.raises(InputError, match="fewer prompts than before: the folder holds a plan of 30"):
+        call(folder, num_samples=7)
 
 
 # -- whatever becomes of them
@@ -148,7 +159,7 @@ def test_what_a_killed_process_held_is_drawn_by_the_others_after_its_lease(
     tmp_path: Path, alone: dict[str, bytes]
 ) -> None:
     folder = tmp_path / "out"
-    with together([words(folder, 0.4)] * 2, folder) as (first, second):
+    with together([words(folder, 0.3)] * 2, folder) as (first, second):
         until(lambda: len(outcomes(folder)) >= 6 and len(leases(folder)) >= 4, command=first)
         first.process.kill()
         first.until_gone(5)
@@ -246,9 +257,9 @@ def test_one_that_slept_while_it_took_a_lease_over_gives_back_what_another_took_
     (lease,) = (folder / "ledger" / "leases").glob("*.json")
     dead = lease.read_bytes()
     with contextlib.ExitStack() as stack:
-        sleeper = stack.enter_context(started(words(folder, 0.5), tmp_path / "log", "lease.rename:1:stop"))
+        sleeper = stack.enter_context(started(words(folder, 0.3), tmp_path / "log", "lease.rename:1:stop"))
         until(lambda: len(fired(tmp_path / "log")) == 2, command=sleeper)
-        other = stack.enter_context(started(words(folder, 0.5), tmp_path / "log2"))
+        other = stack.enter_context(started(words(folder, 0.3), tmp_path / "log2"))
         until(lambda: lease.exists() and lease.read_bytes() != dead, command=other)
         os.kill(sleeper.process.pid, signal.SIGCONT)
         assert codes([sleeper, other]) == [0, 0]
@@ -285,14 +296,15 @@ def test_a_picture_that_fails_is_set_aside_by_all_and_tried_again_by_a_later_com
 
 def test_files_that_are_gone_or_damaged_are_drawn_again(tmp_path: Path, alone: dict[str, bytes]) -> None:
     folder = tmp_path / "out"
-    assert finish(words(folder), tmp_path / "log") == 0
+    assert call(folder) == 0
     (folder / "000004_seed46.png").unlink()
     with together([words(folder)] * 2, folder) as running:
         assert codes(running) == [0, 0]
     assert left(folder) == alone
     (folder / "000005_seed47.png").write_bytes(b"no picture")
-    with together([words(folder, verify=True)[:-1]] * 2, folder) as running:
-        assert codes(running) == [0, 0]
+    assert call(folder) == 0
+    assert (folder / "000005_seed47.png").read_bytes() == b"no picture", "only --verify reads the pictures"
+    assert call(folder, verify=True) == 0
     assert left(folder) == alone
 
 
@@ -322,6 +334,13 @@ def test_ten_kills_at_random_instants_with_restarts_end_in_the_fault_free_folder
 # -- what is refused
 
 
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("begun") / "out"
+    assert call(folder, png="isal") == 0
+    return folder
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -332,37 +351,33 @@ def test_ten_kills_at_random_instants_with_restarts_end_in_the_fault_free_folder
         ({"cluster": "local"}, "was begun with --cluster files"),
     ],
 )
-def test_other_settings_are_refused_with_a_diff(
-    begun: Path, tmp_path: Path, flags: dict[str, object], said: str
-) -> None:
+def test_other_settings_are_refused_with_a_diff(begun: Path, flags: dict[str, object], said: str) -> None:
     before = left(begun)
-    command = words(begun, **flags)
-    assert finish([word for word in command if word != "True"], tmp_path / "log") == 2
-    assert said in (tmp_path / "log").read_text()
+    with pytest.raises(InputError, match=said):
+        call(begun, **flags)
     assert left(begun) == before
 
 
-@pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("begun") / "out"
-    assert finish(words(folder, png="isal"), folder.parent / "log") == 0
-    return folder
-
-
 def test_other_prompts_are_refused_by_their_rows(begun: Path, tmp_path: Path) -> None:
-    prompts = tmp_path / "prompts.csv"
-    prompts.write_text((begun.parent / "prompts.csv").read_text().replace("number 17", "without number"))
-    assert finish(words(begun, prompts=prompts), tmp_path / "log") == 2
-    assert "1 prompts are not those" in (tmp_path / "log").read_text()
-    assert "row 18: now 'a cat, without number' with seed 59" in (tmp_path / "log").read_text()
+    changed = tmp_path / "prompts.csv"
+    changed.write_text(prompts(begun).read_text().replace("number 17", "without number"))
+    with pytest.raises(InputError, match="1 prompts are not those") as refusal:
+        call(begun, prompts_csv=str(changed))
+    assert "row 18: now 'a cat, without number' with seed 59" in str(refusal.value)
 
 
-def test_a_folder_begun_by_one_command_alone_is_refused(tmp_path: Path) -> None:
+def test_folders_of_other_commands_are_refused_and_left_as_they_are(tmp_path: Path) -> None:
     folder = tmp_path / "out"
-    assert finish(words(folder, cluster="local", num_samples=3), tmp_path / "log") == 0
-    assert finish(words(folder), tmp_path / "log") == 2
-    assert "leave --cluster files out to go on there" in (tmp_path / "log").read_text()
+    assert call(folder, cluster="local", num_samples=3) == 0
+    with pytest.raises(InputError, match="leave --cluster files out to go on there"):
+        call(folder)
     assert not (folder / "ledger").exists()
+    training = tmp_path / "training"
+    runs.make_folder(training)
+    runs.begin(runs.Run(training), "train", {}, {}, accept_changes=False)
+    with pytest.raises(InputError, match="holds a `train` run"):
+        call(training)
+    assert not (training / "ledger").exists()
 
 
 def test_two_that_begin_at_once_with_other_settings_do_not_mix(tmp_path: Path) -> None:
@@ -503,6 +518,18 @@ def test_of_many_that_create_a_file_at_once_the_first_wins(tmp_path: Path) -> No
     told = {create_once(tmp_path / "fact.json", str(number).encode(), Process()) for number in range(5)}
     assert told == {b"0"}
     assert [path.name for path in tmp_path.iterdir()] == ["fact.json"]
+
+
+def test_a_video_that_is_there_is_not_removed_to_be_written_again(tmp_path: Path) -> None:
+    files = (("clip/frame_0000.png", b"one"), ("clip/frame_0001.png", b"two"), ("clip.mp4", b"video"))
+    store(tmp_path, Parcel(files=files, sha256=""))
+    before = (tmp_path / "clip").stat().st_ino
+    store(tmp_path, Parcel(files=files, sha256=""))
+    assert (tmp_path / "clip").stat().st_ino == before
+    (tmp_path / "clip" / "frame_0001.png").write_bytes(b"damaged")
+    store(tmp_path, Parcel(files=files, sha256=""))
+    assert (tmp_path / "clip" / "frame_0001.png").read_bytes() == b"two"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["clip", "clip.mp4"]
 
 
 # -- under SLURM

@@ -114,7 +114,7 @@ class Leases:
 
     def next(self) -> Sequence[int] | None:
         """Sheets of ranges that are claimed now; none while others hold what is left; None where nothing is left."""
-        if time.monotonic() < self._look_again:
+        if time.monotonic() < self._look_again and self.ledger.unfinished().size:
             return ()
         self._refresh()
         left = self._let_go_of_finished()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,7 +92,7 @@ def _publish(folder: Path, parcel: Parcel) -> None:
 
 def _publish_folder(target: Path, files: list[tuple[str, bytes]]) -> None:
     """Frames appear together, under a name that was empty before: a folder cannot be replaced in one step."""
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    temporary = target.with_name(f".{target.name}.{socket.gethostname()}-{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:
@@ -101,6 +102,10 @@ def _publish_folder(target: Path, files: list[tuple[str, bytes]]) -> None:
                 file.flush()
                 os.fsync(file.fileno())
         runs.sync_folder(temporary)
+        if _holds(target, files):
+            # Another command that shares the folder drew it too: removing the same frames would risk them for nothing.
+            shutil.rmtree(temporary)
+            return
         if target.is_symlink():
             target.unlink()
         shutil.rmtree(target, ignore_errors=True)
@@ -110,3 +115,15 @@ def _publish_folder(target: Path, files: list[tuple[str, bytes]]) -> None:
             shutil.rmtree(temporary)
         raise
     runs.sync_folder(target.parent)
+
+
+def _holds(target: Path, files: list[tuple[str, bytes]]) -> bool:
+    """Whether these files, and no others, are there already."""
+    try:
+        return (
+            not target.is_symlink()
+            and len(os.listdir(target)) == len(files)
+            and all((target / Path(name).name).read_bytes() == data for name, data in files)
+        )
+    except OSError:
+        return False
