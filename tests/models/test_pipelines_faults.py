@@ -81,6 +81,19 @@ def _by_hand(pipe: Any, wanted: list[Any], row: int) -> Any:
     return np.asarray(pictures[[2, 0].index(row)])[None]
 
 
+def test_pictures_that_were_drawn_one_by_one_are_repaired_as_if_together(tmp_path: Path) -> None:
+    folder = edited("aura_flow", tmp_path / "p", "vae/diffusion_pytorch_model.safetensors", overflowing)
+    model = reopened(folder, dtype="fp16")
+    wanted = specs("a dog", "two cats", "a car")
+    painting = model.draw(wanted, lambda: None)
+    assert [type(result) for result in painting.collect()] == [NotFinite] * 3
+    assert painting.repair is not None
+    for row, picture in zip([2, 0], painting.repair([2, 0]), strict=True):
+        alone = model.draw([wanted[row]], lambda: None)
+        assert alone.repair is not None
+        np.testing.assert_array_equal(picture, alone.repair([0])[0])
+
+
 def test_nothing_is_offered_for_repair_where_the_autoencoder_is_already_in_float32() -> None:
     assert opened("sd3").draw(specs("a dog"), lambda: None).repair is None
 
