@@ -18,14 +18,13 @@ from faults.commands import Started, finish, fired, halation, started, until
 from halation import runs
 from halation.config.generate import GenerateConfig
 from halation.errors import InputError
-from halation.generation.crew import Place
 from halation.generation.leases import Leases, Ranges
 from halation.generation.ledger import Outcome
 from halation.generation.requests import Request
 from halation.generation.shared_ledger import Process, SharedLedger, create_once, link_once
 from halation.generation.writer import Parcel, store
 from halation.jobs.generate import run
-from halation.jobs.shared import own_places, slurm_tasks_here
+from halation.jobs.shared import own_gpus, slurm_tasks_here
 from halation.plan import sheets_of
 from halation.specs import Spec
 
@@ -479,6 +478,17 @@ def test_an_expired_lease_is_taken_over_by_one_and_its_owner_learns_of_it(pair: 
     assert len(list(two.folder.glob("*.json"))) == 6, f"{lost} are the other's"
 
 
+def test_a_lease_lasts_as_long_as_its_owner_said_it_would(pair: tuple[Leases, Leases]) -> None:
+    one, two = pair
+    one.lease_s = 600.0
+    one._write_card()
+    claim(one)
+    expire(one)
+    two.num_wanted = 6
+    assert len(claim(two)) == 4
+    assert two.num_taken_over == 0
+
+
 def test_one_whose_card_was_swept_goes_on_with_a_new_one(pair: tuple[Leases, Leases]) -> None:
     one, two = pair
     claim(one)
@@ -536,18 +546,16 @@ def test_a_video_that_is_there_is_not_removed_to_be_written_again(tmp_path: Path
 
 
 def test_tasks_of_one_machine_that_see_all_its_gpus_take_their_share() -> None:
-    places = [Place(label=str(number), device=f"cuda:{number}") for number in range(8)]
-    config = GenerateConfig()
+    def share(num_gpus: int = 8, **environment: str) -> tuple[int, ...]:
+        return own_gpus(num_gpus, environment)
 
-    def share(**environment: str) -> list[str]:
-        return [place.label for place in own_places(config, places, environment)]
-
-    everything = [place.label for place in places]
-    assert share() == everything
-    assert share(SLURM_LOCALID="0", SLURM_STEP_TASKS_PER_NODE="1(x4)", SLURM_NODEID="2") == everything
-    assert share(SLURM_LOCALID="3", SLURM_STEP_TASKS_PER_NODE="8(x2)", SLURM_NODEID="1") == ["3"]
-    assert share(SLURM_LOCALID="1", SLURM_STEP_TASKS_PER_NODE="2") == ["1", "3", "5", "7"]
-    assert share(SLURM_LOCALID="1", SLURM_STEP_TASKS_PER_NODE="2", SLURM_GPUS_PER_TASK="4") == everything
+    assert share() == ()
+    assert share(SLURM_LOCALID="0", SLURM_STEP_TASKS_PER_NODE="1(x4)", SLURM_NODEID="2") == ()
+    assert share(SLURM_LOCALID="3", SLURM_STEP_TASKS_PER_NODE="8(x2)", SLURM_NODEID="1") == (3,)
+    assert share(SLURM_LOCALID="1", SLURM_STEP_TASKS_PER_NODE="2") == (1, 3, 5, 7)
+    assert share(SLURM_LOCALID="1", SLURM_STEP_TASKS_PER_NODE="2", SLURM_GPU_BIND="none") == (1, 3, 5, 7)
+    assert share(SLURM_LOCALID="1", SLURM_STEP_TASKS_PER_NODE="2", SLURM_GPUS_PER_TASK="4") == ()
+    assert share(1, SLURM_LOCALID="1", SLURM_STEP_TASKS_PER_NODE="2") == ()
     with pytest.raises(InputError, match="task 8 of 9 on a machine that shows 8 GPUs"):
         share(SLURM_LOCALID="8", SLURM_STEP_TASKS_PER_NODE="9")
 

@@ -8,6 +8,7 @@ sheet is drawn twice, to the same bits.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import math
@@ -15,6 +16,7 @@ import os
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -63,6 +65,15 @@ class Ranges:
         numbers = self._range_of_row[np.asarray(rows, dtype=np.int64)]
         found: list[int] = np.flatnonzero(np.bincount(numbers, minlength=len(self))).tolist()
         return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """A lease as it was found: whose it is, when it was last touched, and how long a silence its owner asked others to bear."""
+
+    token: str
+    touched: float
+    lease_s: float
 
 
 class Leases:
@@ -196,8 +207,9 @@ class Leases:
 
     def _take_over(self, path: Path, now: float) -> bool:
         """Move an expired lease away and create it anew. `now` is the file system's time, so machines' clocks need not agree."""
-        token, touched = _look(path)
-        if now - touched <= self.lease_s and token != self.process.token:
+        seen = look(path)
+        silent_s = now - seen.touched
+        if silent_s <= (seen.lease_s or self.lease_s) and seen.token != self.process.token:
             return False
         away = path.with_name(f".{path.name}.{self.process.name}.tmp")
         try:
@@ -207,16 +219,16 @@ class Leases:
         except FileNotFoundError:
             return False
         try:
-            if self._owner(away) != token:  # another took it over since we looked: this is its new lease
+            if self._owner(away) != seen.token:  # another took it over since we looked: this is its new lease
                 link_once(away, path)
                 return False
         finally:
             away.unlink(missing_ok=True)
         if not link_once(self._card, path):
             return False
-        if token != self.process.token:  # its own name where it holds nothing: the answer to creating it was lost
+        if seen.token != self.process.token:  # its own name where it holds nothing: the answer to creating it was lost
             self.num_taken_over += 1
-            log.warning("sheets %s are taken over: their owner was silent for %.0f s", path.stem, now - touched)
+            log.warning("sheets %s are taken over: their owner was silent for %.0f s", path.stem, silent_s)
         return True
 
     def _path(self, number: int) -> Path:
@@ -236,19 +248,23 @@ class Leases:
 
     def _write_card(self) -> None:
         process = self.process
-        self._card.write_text(json.dumps({"host": process.host, "pid": process.pid, "token": process.token}))
+        owner = {"host": process.host, "pid": process.pid, "token": process.token, "lease_s": self.lease_s}
+        self._card.write_text(json.dumps(owner))
 
     def _owner(self, path: Path) -> str:
-        return _look(path)[0]
+        return look(path).token
 
 
-def _look(path: Path) -> tuple[str, float]:
-    """A lease's token and when it was touched; opened, because NFS may answer from memory what is only asked by name."""
+def look(path: Path) -> Seen:
+    """What stands there; opened, because NFS may answer from memory what is only asked by name."""
     try:
         with open(path, "rb") as file:
             touched = os.fstat(file.fileno()).st_mtime
-            return str(json.loads(file.read())["token"]), touched
-    except FileNotFoundError:
-        return "", math.inf
+            values = json.loads(file.read())
+            return Seen(token=str(values["token"]), touched=touched, lease_s=float(values["lease_s"]))
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ESTALE):
+            raise
+        return Seen(token="", touched=math.inf, lease_s=0.0)
     except (ValueError, KeyError, TypeError):  # nobody's: it expires
-        return "?", touched
+        return Seen(token="?", touched=touched, lease_s=0.0)

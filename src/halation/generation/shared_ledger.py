@@ -228,8 +228,9 @@ class SharedLedger(Ledger):
                         return
                     self._offsets[name] = self._offsets.get(name, 0) + end
                     yield [outcome for line in data[:end].splitlines() if (outcome := self._outcome(name, line))]
-        except FileNotFoundError:
-            return
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ESTALE):  # NFS's word for one that is gone
+                raise
 
     def _outcome(self, name: str, line: bytes) -> Outcome | None:
         """None for a row that only a later command's longer plan has, and for a line that a power cut left."""

@@ -31,7 +31,7 @@ from halation.config.generate import GenerateConfig
 from halation.errors import InputError
 from halation.generation import results
 from halation.generation.crew import Crew, LocalCrew, Place
-from halation.generation.leases import Leases, Ranges
+from halation.generation.leases import Leases, Ranges, look
 from halation.generation.ledger import LEDGER_FILE
 from halation.generation.planning import RENAMED_FILE
 from halation.generation.progress import Progress
@@ -39,16 +39,18 @@ from halation.generation.results import Tally, WorkerTally
 from halation.generation.shared_ledger import Process, SharedLedger, create_once
 from halation.generation.supervisor import Claims, Effort
 from halation.generation.worker import DEPTH
-from halation.jobs.generate import SHARED_LEDGER, Session, logging_to
+from halation.jobs.generate import SHARED_LEDGER, Session, logging_to, places_of
 from halation.jobs.logs import Echo
 from halation.jobs.subject import Subject
 from halation.plan import Sheets
 from halation.prompts import PromptFile
 from halation.runs import Run
+from halation.world import launch
 from halation.world.signals import StopSignals
 
 log = logging.getLogger(__name__)
 FACTS = {"micro batch": "micro_batch.json", "painter": "painter.json", "computes on": "computes_on.json"}
+BINDINGS = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPU_BIND", "SLURM_TRES_BIND")
 SUMMARY = "{process}.summary.json"
 MAX_WORDS = 3
 """One who stops early does not wait until the others have no more news."""
@@ -58,7 +60,8 @@ def run_shared(config: GenerateConfig, prompts: PromptFile, subject: Subject, pl
     """Draw until nothing of the whole plan is missing, together with whoever else is at it."""
     folder = config.output_dir
     refuse_local(config, folder)
-    places = own_places(config, places, os.environ)
+    if not config.gpu_ids and (gpus := own_gpus(launch.num_gpus(), os.environ)):
+        places = places_of(dataclasses.replace(config, gpu_ids=gpus))
     process = Process()
     ledger_folder = folder / SHARED_LEDGER
     (ledger_folder / "leases").mkdir(parents=True, exist_ok=True)
@@ -92,22 +95,22 @@ def refuse_local(config: GenerateConfig, folder: Path) -> None:
         )
 
 
-def own_places(config: GenerateConfig, places: list[Place], environment: Mapping[str, str]) -> list[Place]:
-    """Among srun's tasks of one machine that all see all of its GPUs, every task takes its share of them.
+def own_gpus(num_gpus: int, environment: Mapping[str, str]) -> tuple[int, ...]:
+    """Among srun's tasks of one machine that all see all of its GPUs: this task's share, task k's being k, k + tasks ...
 
-    Where SLURM has given each task its own (--gpus-per-task), or where --gpu_ids or --nproc say it, nothing is to be shared.
+    Empty where there is nothing to share: one task a machine, one GPU each, or tasks that SLURM has given GPUs of their own.
     """
-    tasks, place = slurm_tasks_here(environment), int(environment.get("SLURM_LOCALID", "0"))
-    given = config.gpu_ids or config.nproc or "SLURM_GPUS_PER_TASK" in environment or "SLURM_GPU_BIND" in environment
-    if tasks == 1 or given or len(places) == 1 or places[0].device == "cpu":
-        return places
-    if place >= len(places):
+    tasks, task = slurm_tasks_here(environment), int(environment.get("SLURM_LOCALID", "0"))
+    bound = any(environment.get(name, "none") != "none" for name in BINDINGS)
+    if tasks == 1 or bound or num_gpus <= 1:
+        return ()
+    if task >= num_gpus:
         raise InputError(
-            f"task {place} of {tasks} on a machine that shows {len(places)} GPUs",
+            f"task {task} of {tasks} on a machine that shows {num_gpus} GPUs",
             "at most one task a GPU",
-            f"start {len(places)} tasks a node (--ntasks-per-node), or one with all GPUs",
+            f"start at most {num_gpus} tasks a node (--ntasks-per-node), or say with --gpu_ids what each is to use",
         )
-    return places[place::tasks]
+    return tuple(range(task, num_gpus, tasks))
 
 
 def slurm_tasks_here(environment: Mapping[str, str]) -> int:
@@ -176,12 +179,12 @@ class SharedSession(Session):
         """Remove what killed writers left behind: what was not touched for a lease is nobody's."""
         probe = self.ledger.folder / f".{self.process.name}.probe.tmp"
         probe.touch()
-        oldest = probe.stat().st_mtime - self.config.lease_s
+        now = probe.stat().st_mtime
         probe.unlink()
         for folder in (self.folder, self.ledger.folder, self.ledger.folder / "leases"):
             for name in os.listdir(folder):
                 if name.startswith(".") and name.endswith((".tmp", ".card")):
-                    _remove_older(folder / name, oldest)
+                    _remove_older(folder / name, now, self.config.lease_s)
 
     # -- during
 
@@ -274,9 +277,10 @@ def _sum(one: WorkerTally, other: WorkerTally) -> WorkerTally:
     return WorkerTally(**{name: getattr(one, name) + getattr(other, name) for name in names})
 
 
-def _remove_older(path: Path, oldest: float) -> None:
+def _remove_older(path: Path, now: float, lease_s: float) -> None:
     try:
-        if path.lstat().st_mtime >= oldest:
+        promised_s = look(path).lease_s if path.suffix == ".card" else 0.0
+        if now - path.lstat().st_mtime <= max(lease_s, promised_s):
             return
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
