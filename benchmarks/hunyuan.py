@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +46,7 @@ def build(folder: Path, shape: Shape, dtype: torch.dtype, device: str) -> Path:
 
     tokenizer, tokenizer_2 = _tokenizers()
     with torch.device(device):
-        transformer = diffusers.HunyuanDiT2DModel(
+        transformer: Any = diffusers.HunyuanDiT2DModel(
             num_layers=shape.layers,
             num_attention_heads=shape.heads,
             attention_head_dim=shape.head_size,
@@ -107,7 +108,8 @@ def _encoders(shape: Shape, vocabulary: int, vocabulary_2: int) -> tuple[Any, An
 
 def _tokenizers() -> tuple[Any, Any]:
     import tokenizers
-    import transformers
+
+    transformers: Any = importlib.import_module("transformers")  # its stubs lack the class
 
     with tempfile.TemporaryDirectory() as folder:
         vocabulary = Path(folder) / "vocab.txt"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import sqlite3
 import time
@@ -39,7 +40,7 @@ CREATE TABLE IF NOT EXISTS pictures(
     state INTEGER NOT NULL DEFAULT 0, sha256 TEXT NOT NULL DEFAULT '', num_bytes INTEGER NOT NULL DEFAULT 0,
     worker TEXT NOT NULL DEFAULT '', seconds REAL NOT NULL DEFAULT 0, micro_batch INTEGER NOT NULL DEFAULT 0,
     attempts INTEGER NOT NULL DEFAULT 0, reason TEXT NOT NULL DEFAULT '', epoch INTEGER NOT NULL DEFAULT 0);
-CREATE INDEX IF NOT EXISTS unfinished ON pictures(picture) WHERE state != 1;
+CREATE INDEX IF NOT EXISTS unfinished ON pictures(state, picture) WHERE state != 1;
 """
 _SPEC = "picture, name, id, prompt, negative_prompt, seed, height, width, num_frames, steps, guidance_scale"
 _OUTCOME = "state, sha256, num_bytes, worker, seconds, micro_batch, attempts, reason, epoch"
@@ -164,8 +165,7 @@ class Ledger:
 
     def examples(self) -> list[Spec]:
         """One spec of each group, in the groups' order."""
-        rows = self.connection.execute("SELECT MIN(picture) FROM pictures GROUP BY shape ORDER BY shape")
-        return [request.spec for request in self.requests([row[0] for row in rows.fetchall()])]
+        return [request.spec for request in self.requests([int(group[0]) for group in self.groups()])]
 
     def requests(self, indices: Sequence[int]) -> list[Request]:
         """The requests of these rows, in this order."""
@@ -176,13 +176,8 @@ class Ledger:
 
     def unfinished(self) -> Indices:
         """Rows without a picture, ascending: open ones, and failed ones, which a new call tries again."""
-        return np.fromiter(
-            (
-                row[0]
-                for row in self.connection.execute("SELECT picture FROM pictures WHERE state != 1 ORDER BY picture")
-            ),
-            np.int64,
-        )
+        rows = self.connection.execute("SELECT picture FROM pictures WHERE state != 1").fetchall()
+        return np.sort(np.fromiter(itertools.chain.from_iterable(rows), np.int64, len(rows)))
 
     def counts(self) -> dict[str, int]:
         """How many rows are planned, open, done and failed."""
@@ -225,7 +220,7 @@ class Ledger:
         return self._rows("")
 
     def failures(self) -> Iterator[Row]:
-        return self._rows("WHERE state = 2")
+        return self._rows("WHERE state != 1 AND state = 2")  # both, so that the index of unfinished rows is found
 
     def names_done(self) -> Iterator[tuple[int, str, int]]:
         """Index, file stem and number of frames of every picture that should be in the folder."""

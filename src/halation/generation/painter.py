@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import sys
@@ -10,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from halation.faults import fault_point
-from halation.models.painting import Frames, NotFinite, PaintError, Painting
+from halation.models.painting import REHEARSING, Frames, NotFinite, PaintError, Painting
 from halation.specs import Sheet, Spec
 
 log = logging.getLogger(__name__)
@@ -125,9 +126,13 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def eagerly() -> Any:
+@contextlib.contextmanager
+def eagerly() -> Iterator[None]:
     """Compiled blocks run as they are written: a rehearsal must not wait for a compiler."""
-    import contextlib
-
     torch = sys.modules.get("torch")
-    return torch.compiler.set_stance("force_eager") if torch is not None else contextlib.nullcontext()
+    token = REHEARSING.set(True)
+    try:
+        with torch.compiler.set_stance("force_eager") if torch is not None else contextlib.nullcontext():
+            yield
+    finally:
+        REHEARSING.reset(token)

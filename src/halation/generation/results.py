@@ -221,7 +221,12 @@ def missing(folder: Path, names: Iterable[tuple[int, str, int]]) -> list[int]:
     pictures that no row knows of yet, and they would stand for others that are gone.
     """
     present = set(os.listdir(folder))
-    return [index for index, name, num_frames in names if not present.issuperset(_entries(name, num_frames))]
+    return [
+        index
+        for index, name, num_frames in names
+        # Most are pictures, and there may be a million of them.
+        if (f"{name}.png" not in present if num_frames == 1 else not present.issuperset(_entries(name, num_frames)))
+    ]
 
 
 def _entries(name: str, num_frames: int) -> tuple[str, ...]:

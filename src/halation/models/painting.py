@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,10 @@ from halation.errors import HalationError
 
 Frames = npt.NDArray[np.uint8]
 """One picture or video: uint8, (frames, height, width, 3)."""
+
+
+REHEARSING: ContextVar[bool] = ContextVar("rehearsing", default=False)
+"""True while a painter tries whether a shape fits: nothing is compiled or recorded for good."""
 
 
 class PaintError(HalationError):

@@ -17,6 +17,7 @@ class Family:
     size_multiple: int = 1  # beyond what the autoencoder and the patches need
     guidance_argument: str = "guidance_scale"  # what switches the unconditional branch on when it is above 1
     timesteps_take: tuple[str, ...] = ()  # what the pipeline hands to the scheduler's set_timesteps
+    reads_timesteps: bool = False  # its loop asks for each timestep's value, which on the GPU means waiting for it
     one_step_takes_second: bool = False  # with one step it reads the second value of scheduler.step
 
     @property
@@ -26,7 +27,7 @@ class Family:
 
 
 FAMILIES: Mapping[str, Family] = {
-    "HunyuanDiTPipeline": Family(name="HunyuanDiT", branches="doubled", size_multiple=16),
+    "HunyuanDiTPipeline": Family(name="HunyuanDiT", branches="doubled", size_multiple=16, reads_timesteps=True),
     "PixArtAlphaPipeline": Family(name="PixArt", branches="doubled", one_step_takes_second=True),
     "PixArtSigmaPipeline": Family(name="PixArt", branches="doubled"),
     "StableDiffusion3Pipeline": Family(name="SD3", branches="doubled", size_multiple=16),

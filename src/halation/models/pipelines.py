@@ -57,7 +57,15 @@ def open_pipeline(
         pipe.scheduler = replaced(pipe.scheduler, scheduler, family)
     checks = Checks(pipe=pipe, family=family, options=options)
     checks.options_fit()
-    steering = Steering(pipe=pipe, branches=family.branches, cfg_truncation_step=cfg_truncation_step)
+    # Weights that move between host and GPU are not where a recording would look for them.
+    replay = compile and offload == "none" and torch.device(device).type == "cuda"
+    steering = Steering(
+        pipe=pipe,
+        branches=family.branches,
+        cfg_truncation_step=cfg_truncation_step,
+        replay=replay,
+        timesteps_on_cpu=family.reads_timesteps,
+    )
     steering.install()
     if compile:
         apply_compile(pipe)
@@ -81,7 +89,10 @@ class PipelineModel:
         self._checks.spec_fits(spec)
 
     def draw(self, specs: Sequence[Spec], on_step: Callable[[], None]) -> Painting:
-        """Draw specs that share shape, steps and guidance; the pixels may still be on their way when this returns."""
+        """Draw specs that share shape, steps and guidance; the pixels may still be on their way when this returns.
+
+        `on_step` is called after every step of every pass; most calls are one pass.
+        """
         first = specs[0]
         if any(spec.shape != first.shape or spec.guidance_scale != first.guidance_scale for spec in specs):
             raise ValueError("the specs of one call have one shape and one guidance scale")

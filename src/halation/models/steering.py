@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halation.models.graphs import Replayed
 from halation.models.pipeline_family import Branches
 
 DENOISERS = ("transformer", "transformer_2", "unet")
@@ -55,16 +56,21 @@ class Steering:
     pipe: Any
     branches: Branches
     cfg_truncation_step: int | None = None
+    replay: bool = False  # the denoisers' forwards as CUDA graphs
+    timesteps_on_cpu: bool = False
     _call: Call | None = field(default=None, init=False)
 
     def install(self) -> None:
         """Before any offloading: accelerate keeps what it finds as `forward`, and gives it back when its own hooks go."""
         scheduler = self.pipe.scheduler
         scheduler.step = self._wrapped_step(scheduler.step)
+        if self.timesteps_on_cpu:
+            scheduler.set_timesteps = on_cpu(scheduler.set_timesteps)
         for name in DENOISERS:
             module = getattr(self.pipe, name, None)
             if isinstance(module, nn.Module):
-                module.forward = self._wrapped_denoiser(module.forward)
+                forward = Replayed(module.forward) if self.replay else module.forward
+                module.forward = self._wrapped_denoiser(forward)
         for name, module in self.pipe.components.items():
             if name.startswith("text_encoder") and isinstance(module, nn.Module):
                 module.forward = remembering(module.forward)
@@ -180,6 +186,16 @@ class Steering:
             return result
 
         return wrapper
+
+
+def on_cpu(set_timesteps: Callable[..., Any]) -> Callable[..., Any]:
+    """Timesteps that a loop reads one by one stay where reading them costs nothing; their values are the same."""
+
+    @functools.wraps(set_timesteps)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return set_timesteps(*args, **{**kwargs, "device": "cpu"})
+
+    return wrapper
 
 
 def boundary_timestep(pipe: Any) -> float:
