@@ -35,7 +35,7 @@ def fault_point(name: str) -> None:
             continue
         count = _counts[wanted]
         due = count >= int(number[:-1]) if number.endswith("+") else count == int(number)
-        if due and not ("once" in rest and _fired(name, action)):
+        if due and not ("once" in rest and _fired(wanted, action)):
             _fire(name, count, action)
 
 
@@ -43,10 +43,11 @@ def _rank() -> str:
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
 
 
-def _fired(name: str, action: str) -> bool:
+def _fired(wanted: str, action: str) -> bool:
+    start = "" if wanted == "*" else f"{wanted}:"
     try:
         with open(os.environ["HALATION_FAULT_LOG"]) as file:
-            return any(line.startswith(f"{name}:") and f":{action}:{_rank()}\n" in line for line in file)
+            return any(line.startswith(start) and f":{action}:{_rank()}\n" in line for line in file)
     except (KeyError, FileNotFoundError):
         return False
 

@@ -57,8 +57,9 @@ def unbroken(prompts: str = PROMPTS, batch_size: int = 4) -> tuple[dict[str, str
 
 def assert_whole(folder: Path, prompts: str = PROMPTS, batch_size: int = 4) -> None:
     """GEN and CLEAN: what an undisturbed call leaves, and nothing else."""
-    assert checker.problems(folder / "out", prompts.count("\n")) == []
-    assert checker.state(folder / "out") == unbroken(prompts, batch_size)
+    problems = checker.problems(folder / "out", prompts.count("\n"))
+    assert not problems, "\n".join(problems)
+    assert checker.state(folder / "out") == unbroken(prompts, batch_size), "other bytes than without a disturbance"
 
 
 def assert_completed_by_the_same_command(folder: Path, prompts: str = PROMPTS, **settings: object) -> None:

@@ -82,12 +82,15 @@ class LocalCrew:
     def __init__(self, places: Sequence[Place], settings: Mapping[str, Any], logs: Path, threads: int) -> None:
         self.places = places
         self.labels: Sequence[str] = [place.label for place in places]
-        self.names: Sequence[str] = [f"{'worker' if place.device == 'cpu' else 'GPU'} {place.label}" for place in places]
+        self.names: Sequence[str] = [
+            f"{'worker' if place.device == 'cpu' else 'GPU'} {place.label}" for place in places
+        ]
         self.settings = dict(settings)
         self.logs = logs
         self.threads = threads
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._lines: dict[int, connection.Connection] = {}
+        self._opened: set[int] = set()
 
     def start(self, worker: int) -> None:
         ours, theirs = socket.socketpair()
@@ -111,6 +114,7 @@ class LocalCrew:
                 stderr=log,
             )
         self._lines[worker] = connection.Connection(ours.detach())
+        self._opened.discard(worker)
         place = self.places[worker]
         self._tell(worker, {"do": "open", "device": place.device, "label": place.label, **self.settings})
 
@@ -148,9 +152,12 @@ class LocalCrew:
 
     def _heard(self, worker: int) -> Event:
         try:
-            return Event(worker=worker, **json.loads(self._lines[worker].recv_bytes()))
+            event = Event(worker=worker, **json.loads(self._lines[worker].recv_bytes()))
         except (EOFError, OSError):
             return self._gone(worker)
+        if event.kind == "ready":
+            self._opened.add(worker)
+        return event
 
     def _gone(self, worker: int) -> Event:
         """The line is cut: the process has ended, or is about to."""
@@ -165,7 +172,10 @@ class LocalCrew:
 
     def end(self, *, at_once: bool) -> None:
         for worker in list(self._lines):
-            self._tell(worker, {"do": "stop"})
+            if worker in self._opened:
+                self._tell(worker, {"do": "stop"})
+            else:
+                self.kill(worker)  # it is still loading, for nobody
         deadline = time.monotonic() + (0.0 if at_once else GRACE_S)
         for process in self._processes.values():
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -72,7 +72,8 @@ def _run(config: GenerateConfig) -> int:
     gathering = gathered(config)
     runs.make_folder(folder)
     refuse_shared(folder)
-    killed = (folder / ".owner.json").exists()  # an owner that ended well takes its card along
+    # An owner that ended well takes its lock and its card along.
+    killed = any((folder / name).exists() for name in (".lock", ".owner.json"))
     with runs.held(folder, "generate"), logging_to(folder / "logs") as echo, gathering as (places, crew_of):
         config = resolved(config, subject, places)
         if killed:
