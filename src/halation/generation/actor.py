@@ -71,8 +71,7 @@ class PaintingActor(Hand):
         with self._lock:
             self._lock.wait_for(lambda: self._steps or self._lines, wait_s)
             steps, self._steps = self._steps, {}
-        lines = [self._lines.popleft() for _ in range(len(self._lines))]
-        return {"who": self._who, "host": platform.node(), "steps": steps, "lines": lines}
+        return {"who": self._who, "host": platform.node(), "steps": steps, "lines": self._taken_lines()}
 
     def open(self) -> dict[str, Any]:
         began = time.perf_counter()
@@ -106,13 +105,19 @@ class PaintingActor(Hand):
             return _refused(error), []
         finally:
             parcels = self._collected(names)
-        return self._answers.pop(task.number), parcels
+        return {**self._answers.pop(task.number), "lines": self._taken_lines()}, parcels
 
     def drop(self, number: int | None) -> None:
         if self._easel is not None:
             self._easel.drop(number)
 
     # -- inside
+
+    def _taken_lines(self) -> list[str]:
+        with self._lock:
+            lines = list(self._lines)
+            self._lines.clear()
+            return lines
 
     def _opened(self) -> Easel:
         """The easel, opened by whoever needs it first: after a restart by Ray that is the sheet that is drawn again."""

@@ -269,20 +269,24 @@ class RayCrew:
             log.info("%s is on %s (node %s)", name, news["host"], post.node)
         restarted = post.who not in ("", news["who"])
         post.who = news["who"]
-        if news["lines"]:
-            self.logs.mkdir(parents=True, exist_ok=True)
-            with open(self.logs / f"worker_{self.labels[worker]}.log", "a", encoding="utf-8") as file:
-                file.write("".join(f"{line}\n" for line in news["lines"]))
+        self._log(worker, news["lines"])
         # A step's word may come after the sheet's own; and a new process needs as long as it needs to open the model.
         steps = {task: {"done": 0, "total": 1} for task in post.tasks} if restarted else {}
         steps |= {task: body for task, body in news["steps"].items() if task in post.tasks}
         return [Event(worker=worker, kind="step", task=task, body=body) for task, body in steps.items()]
+
+    def _log(self, worker: int, lines: Sequence[str]) -> None:
+        if lines:
+            self.logs.mkdir(parents=True, exist_ok=True)
+            with open(self.logs / f"worker_{self.labels[worker]}.log", "a", encoding="utf-8") as file:
+                file.write("".join(f"{line}\n" for line in lines))
 
     def _answered(self, worker: int, post: Post, message: dict[str, Any]) -> list[Event]:
         post.tasks.discard(message["task"])
         return [Event(worker=worker, **message), *self._end_if_idle(worker, post)]
 
     def _drawn(self, worker: int, post: Post, message: dict[str, Any], parcels: Any) -> list[Event]:
+        self._log(worker, message.pop("lines", ()))
         if message["kind"] != "drawn":
             return self._answered(worker, post, message)
         self._storers.submit(self._publish, worker, post, message, parcels)
@@ -366,7 +370,8 @@ class RayCrew:
             self._kill(post)
         self._posts.clear()
         self._waiting.clear()
-        self._storers.shutdown(wait=True, cancel_futures=at_once)
+        # What nobody has heard of is not drawn, so it need not be written either.
+        self._storers.shutdown(wait=True, cancel_futures=True)
 
 
 def _short(words: str) -> str:

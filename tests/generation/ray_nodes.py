@@ -1,0 +1,116 @@
+"""A Ray cluster of several nodes on one machine, in a process of its own: `add` and `remove` on standard input, its end at the input's end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+HEAD, OTHER = "127.0.0.2", "127.0.0.3"  # Ray takes 127.0.0.1 for the machine's public address
+# A node that is lost is missed after a second and not, as in a real cluster, after fifteen.
+SYSTEM = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 300, "health_check_failure_threshold": 3}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nodes:
+    """The cluster as the process that asked for it sees it."""
+
+    process: subprocess.Popen[str]
+    environment: dict[str, str]
+    """What a driver needs: address and token."""
+    client: str
+    """Where Ray's client server listens."""
+
+    def ask(self, what: str) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(f"{what}\n")
+        self.process.stdin.flush()
+        answer: dict[str, Any] = json.loads(self.process.stdout.readline())
+        return answer
+
+    def actors(self) -> list[psutil.Process]:
+        """The workers' processes that run on any node."""
+        found = []
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+                if "PaintingActor" in " ".join(process.cmdline()):
+                    found.append(process)
+        return found
+
+
+@contextlib.contextmanager
+def nodes() -> Iterator[Nodes]:
+    """A head and one other node, a CPU each."""
+    with tempfile.TemporaryDirectory(prefix="ray_", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        (Path(folder) / "ray").mkdir()
+        token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        variables = {**token, "RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"}
+        with (
+            open(Path(folder) / "log", "w") as log,
+            subprocess.Popen(
+                [sys.executable, __file__],
+                env=os.environ | variables,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            ) as process,
+        ):
+            try:
+                assert process.stdout is not None
+                first = json.loads(process.stdout.readline())
+                yield Nodes(
+                    process=process,
+                    environment={**variables, "RAY_ADDRESS": first["address"]},
+                    client=f"ray://{HEAD}:{first['client']}",
+                )
+            finally:
+                assert process.stdin is not None
+                process.stdin.close()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(30)
+                process.kill()
+
+
+def main() -> None:
+    import socket
+
+    from ray.cluster_utils import Cluster
+
+    with socket.create_server((HEAD, 0)) as free:
+        client = free.getsockname()[1]
+    common = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 80 * 2**20}
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={**common, "node_ip_address": HEAD, "ray_client_server_port": client, "_system_config": SYSTEM},
+    )
+    others = [cluster.add_node(**common, node_ip_address=OTHER)]
+    answer: dict[str, Any] = {"address": cluster.address, "client": client}
+    stdout = os.fdopen(os.dup(1), "w")
+    while True:
+        stdout.write(json.dumps(answer) + "\n")
+        stdout.flush()
+        word = sys.stdin.readline().strip()
+        if word == "add":
+            others.append(cluster.add_node(**common, node_ip_address=OTHER))
+        elif word == "remove":
+            cluster.remove_node(others.pop(), allow_graceful=False)
+        else:
+            break
+        answer = {"others": len(others)}
+    cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main()
