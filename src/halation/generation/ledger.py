@@ -124,9 +124,18 @@ class Ledger:
         row = self.connection.execute("SELECT value FROM facts WHERE key = ?", (key,)).fetchone()
         return None if row is None else json.loads(row[0])
 
-    def plan(self, requests: Iterable[Request], facts: dict[str, Any]) -> None:
-        """Add requests behind those that are planned, all of them or, where anything fails, none; `facts` say which plan it is."""
+    def plan(self, requests: Iterable[Request], facts: dict[str, Any], changed: Sequence[Request] = ()) -> None:
+        """Add requests behind those that are planned, all of them or, where anything fails, none; `facts` say which plan it is.
+
+        `changed` take the place of rows that are not done.
+        """
         with self._transaction("plan"):
+            self.connection.executemany(
+                "DELETE FROM pictures WHERE picture = ?", [(request.spec.index,) for request in changed]
+            )
+            self.connection.executemany(
+                f"INSERT INTO pictures({_SPEC}, shape) VALUES ({', '.join('?' * 12)})", self._planned(changed)
+            )
             self.connection.executemany(
                 f"INSERT INTO pictures({_SPEC}, shape) VALUES ({', '.join('?' * 12)})", self._planned(requests)
             )
@@ -161,7 +170,8 @@ class Ledger:
         shapes = np.fromiter(
             (row[0] for row in self.connection.execute("SELECT shape FROM pictures ORDER BY picture")), np.int64
         )
-        return [np.flatnonzero(shapes == number).astype(np.int64) for number in range(num_shapes)]
+        groups = [np.flatnonzero(shapes == number).astype(np.int64) for number in range(num_shapes)]
+        return [group for group in groups if len(group)]  # other settings may have left a shape without rows
 
     def examples(self) -> list[Spec]:
         """One spec of each group, in the groups' order."""

@@ -20,11 +20,21 @@ RENAMED_FILE = "renamed_ids.jsonl"
 NUM_SHOWN = 5
 
 
-def plan(ledger: Ledger, prompts: PromptFile, *, limit: int, defaults: Defaults, bound: bool, folder: Path) -> None:
+def plan(
+    ledger: Ledger,
+    prompts: PromptFile,
+    *,
+    limit: int,
+    defaults: Defaults,
+    bound: bool,
+    folder: Path,
+    accept: bool = False,
+) -> None:
     """Make the ledger hold exactly the first `limit` rows of the file (all for 0).
 
     A file and settings that the ledger knows are not read again. Where pictures were drawn (`bound`), the rows they belong
-    to must be what they were, and rows may only be added behind them.
+    to must be what they were, and rows may only be added behind them. With `accept`, other settings hold for what is not
+    drawn yet; what is drawn stays, and its prompts must be what they were all the same.
     """
     facts = {"prompts_sha256": prompts.sha256, "limit": limit, "defaults": asdict(defaults)}
     if ledger.fact("plan") == facts:
@@ -33,10 +43,11 @@ def plan(ledger: Ledger, prompts: PromptFile, *, limit: int, defaults: Defaults,
         ledger.forget_plan()
     asked = requests(prompts.rows(), defaults, prompts.name)
     rows = _first(asked, limit, prompts.name)
+    changed: list[Request] = []
     if ledger.num_planned:
-        _compare(ledger, rows, prompts.name)
+        changed = _compare(ledger, rows, prompts.name, accept)
     renamed: list[Renamed] = []
-    ledger.plan(_noting(rows, asked, renamed), {"plan": facts})
+    ledger.plan(_noting(rows, asked, renamed), {"plan": facts}, changed)
     _list_renamed(folder, renamed, asked)
 
 
@@ -53,8 +64,10 @@ def _first(asked: Iterator[Request], limit: int, source: str) -> Iterator[Reques
         )
 
 
-def _compare(ledger: Ledger, rows: Iterator[Request], source: str) -> None:
-    """The rows that are planned must be the file's first rows, word for word."""
+def _compare(ledger: Ledger, rows: Iterator[Request], source: str, accept: bool) -> list[Request]:
+    """The rows that are planned must be the file's first rows, word for word; with `accept`, what is to be drawn otherwise now."""
+    changed: list[Request] = []
+    kept: set[str] = set()
     lines: list[str] = []
     num_different = 0
     for known in ledger.rows():
@@ -65,7 +78,13 @@ def _compare(ledger: Ledger, rows: Iterator[Request], source: str) -> None:
                 "the same prompts as before, or more behind them",
                 "use the old list, or another --output_dir",
             )
-        if now != known.request:
+        same_words = (now.spec.id, now.spec.prompt) == (known.request.spec.id, known.request.spec.prompt)
+        if accept and (known.state != "done" or same_words):
+            if known.state == "done":
+                kept.add(known.request.name)
+            elif now != known.request:
+                changed.append(now)
+        elif now != known.request:
             num_different += 1
             before, after = asdict(known.request.spec), asdict(now.spec)
             if num_different <= NUM_SHOWN:
@@ -77,6 +96,14 @@ def _compare(ledger: Ledger, rows: Iterator[Request], source: str) -> None:
             "the same prompts as before, or more behind them",
             "use the old list, or another --output_dir",
         )
+    twice = [request for request in changed if request.name in kept]
+    if twice:
+        raise InputError(
+            f"row {twice[0].spec.index + 1} would be called {twice[0].name} now, as a picture that another row has drawn",
+            "seeds that leave every picture its own name",
+            "use another --seed_start or another --output_dir",
+        )
+    return changed
 
 
 def _noting(rows: Iterator[Request], asked: Requests, renamed: list[Renamed]) -> Iterator[Request]:

@@ -242,9 +242,16 @@ class Session:
         """Recognise the run or begin it, plan what is new, and find out what is missing."""
         counts = self.ledger.counts()
         bound = counts["done"] + counts["failed"] > 0
+        config = Run(self.folder).config
+        before = config.read_bytes() if bound and config.exists() else b""
         self.record = self._recognised(self._settings(places), bound)
         self.ledger.epoch = len(self.record["changes"])
-        self._plan(prompts, bound, self.folder)
+        try:
+            self._plan(prompts, bound, self.folder)
+        except InputError:
+            if before:  # a change that was refused after all is none
+                runs.publish(config, before)
+            raise
         self._reopen()
 
     def _settings(self, places: Sequence[Place]) -> dict[str, Any]:
@@ -274,7 +281,15 @@ class Session:
             guidance_scale=config.guidance_scale or 0.0,
             negative_prompt=config.negative_prompt,
         )
-        plan(self.ledger, prompts, limit=config.num_samples, defaults=defaults, bound=bound, folder=folder)
+        plan(
+            self.ledger,
+            prompts,
+            limit=config.num_samples,
+            defaults=defaults,
+            bound=bound,
+            folder=folder,
+            accept=config.accept_changes,
+        )
 
     def _reopen(self) -> None:
         """A done picture whose file is gone is missing; with --verify, so is one whose bytes are not what they were."""
