@@ -56,6 +56,8 @@ class Work:
     task: Task
     cost: float
     deaths: int = 0
+    died_with: frozenset[int] = frozenset()
+    """Workers that died over it; another one tries it next, so that a broken GPU is not taken for a bad picture."""
     retried: bool = False
     holders: set[int] = field(default_factory=set)
 
@@ -363,7 +365,7 @@ class Supervisor:
 
     def _return_alone(self, work: Work, index: int) -> None:
         task = work.task.alone(index, next(self._numbers))
-        again = Work(task=task, cost=work.cost, deaths=work.deaths, retried=True)
+        again = Work(task=task, cost=work.cost, deaths=work.deaths, died_with=work.died_with, retried=True)
         self.live[task.number] = again
         self.returned.append(again)
 
@@ -401,6 +403,7 @@ class Supervisor:
             return
         for number, work in held.items():
             if work is not None and number in begun:
+                work.died_with |= {event.worker}
                 self._lost(slot, work, reason, by_kill)
             elif work is not None and not work.holders:
                 self.returned.appendleft(work)
@@ -476,7 +479,7 @@ class Supervisor:
             return
         for worker, slot in enumerate(self.slots):
             while slot.state == "ready" and len(slot.flight) < DEPTH and not _holds_suspect(slot):
-                work = self._next(slot)
+                work = self._next(worker, slot)
                 if work is None:
                     break
                 self._hand(worker, slot, work)
@@ -490,12 +493,11 @@ class Supervisor:
         work.holders.add(worker)
         self.crew.give(worker, work.task)
 
-    def _next(self, slot: Slot) -> Work | None:
-        while self.returned:
-            if self.returned[0].suspect and slot.flight:
-                return None  # whoever is done first with what it holds takes it
-            work = self.returned.popleft()
-            if work.task.number in self.live:
+    def _next(self, worker: int, slot: Slot) -> Work | None:
+        self.returned = deque(work for work in self.returned if work.task.number in self.live)
+        for work in self.returned:
+            if not work.suspect or (not slot.flight and not self._better_elsewhere(worker, work)):
+                self.returned.remove(work)
                 return work
         if slot.queue:
             return self._begin(slot.queue.popleft())
@@ -503,6 +505,11 @@ class Supervisor:
         if slowest.queue:
             return self._begin(slowest.queue.pop())
         return self._once_more(slot)
+
+    def _better_elsewhere(self, worker: int, work: Work) -> bool:
+        """Whether this worker died over it and there is one that did not."""
+        others = (number for number, slot in enumerate(self.slots) if slot.state != "retired")
+        return worker in work.died_with and any(number not in work.died_with for number in others)
 
     def _begin(self, sheet: int) -> Work:
         rows = self.sheets.rows(sheet)

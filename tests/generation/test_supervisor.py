@@ -1,0 +1,61 @@
+"""Who draws what next: turns, shares taken over, and places without a worker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from faults import generation_checker as checker
+from faults.commands import fired
+from faults.generation_commands import assert_whole, run, said
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 3])
+def test_every_worker_starts_with_its_turn(tmp_path: Path, nproc: int) -> None:
+    """With workers of one speed nobody takes over from anybody, until the last round: worker r has r, r + W, r + 2W ..."""
+    assert run(tmp_path, nproc=nproc, batch_size=1, model_path="testcard:0.15", micro_batch=1) == 0
+    drawn_by = [int(row["worker"]) for row in checker.ledger(tmp_path / "out")]
+    for worker in range(nproc):
+        assert drawn_by[worker] == worker, "its first one"
+    expected = [index % nproc for index in range(24)]
+    strays = [index for index in range(24) if drawn_by[index] != expected[index]]
+    assert all(index >= 24 - 3 * nproc for index in strays), drawn_by
+    assert_whole(tmp_path, batch_size=1)
+
+
+def test_a_slow_worker_gives_its_share_away(tmp_path: Path) -> None:
+    """The fast worker draws most of the slow one's turns, and every picture is still drawn and counted once."""
+    assert run(tmp_path, "paint:1+:sleep=0.8:1", nproc=2, batch_size=1, model_path="testcard:0.02", micro_batch=1) == 0
+    assert fired(tmp_path / "log")
+    drawn_by = [row["worker"] for row in checker.ledger(tmp_path / "out")]
+    assert drawn_by.count("0") > 16
+    assert_whole(tmp_path, batch_size=1)
+    summary = checker.summary(tmp_path / "out")
+    assert sum(worker["done"] for worker in summary["workers"].values()) == summary["drawn_now"] == 24
+
+
+def test_one_picture_and_more_workers_than_pictures_are_drawn_once(tmp_path: Path) -> None:
+    for prompts in ("alone\n", "one\ntwo\nthree\n"):
+        folder = tmp_path / str(len(prompts))
+        folder.mkdir()
+        assert run(folder, prompts=prompts, nproc=4, batch_size=1) == 0, said(folder)
+        assert_whole(folder, prompts, batch_size=1)
+
+
+def test_a_place_whose_worker_keeps_dying_is_given_up_and_the_others_draw_its_share(tmp_path: Path) -> None:
+    """Worker 1 dies with every sheet it begins; worker 0 is slow enough that it gets the chance to."""
+    assert run(tmp_path, "paint:1+:kill:1;paint:1+:sleep=0.7:0") == 0, said(tmp_path)
+    killed = [line for line in fired(tmp_path / "log") if ":kill:" in line]
+    assert len(killed) == 3
+    assert "worker 1: " in said(tmp_path)
+    assert "it ended 3 times in a row and is given up" in said(tmp_path)
+    assert_whole(tmp_path)
+    summary = checker.summary(tmp_path / "out")
+    assert summary["workers"]["1"] == {
+        "done": 0,
+        "failed": 0,
+        "seconds_painting": 0.0,
+        "busy_share": 0.0,
+        "restarts": 2,
+    }
