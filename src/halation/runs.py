@@ -187,13 +187,19 @@ def read_record(run: Run) -> dict[str, Any]:
     return record
 
 
-def refuse_changes(run: Run, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+MAY_CHANGE = {
+    "train": "steps, GPUs, cadence, prompts and trackers may change",
+    "generate": "more samples may be asked for, and GPUs, workers and progress may change",
+}
+
+
+def refuse_changes(run: Run, old: Mapping[str, Any], new: Mapping[str, Any], job: str = "train") -> None:
     """Raise, with a diff, where a resumed run would not be the run it was."""
     lines = difference(old, new)
     if lines:
         raise InputError(
             f"{run.folder} was started with other settings:\n" + "\n".join(lines),
-            "the same settings as before (steps, GPUs, cadence, prompts and trackers may change)",
+            f"the same settings as before ({MAY_CHANGE[job]})",
             "use the old settings, another --output_dir, or --accept_changes to go on and have the change recorded",
         )
 
@@ -248,7 +254,7 @@ def _settle_changes(
 ) -> None:
     lines = difference(old, new)
     if lines and not accept:
-        refuse_changes(run, old, new)
+        refuse_changes(run, old, new, record["job"])
     if lines:
         record["changes"].append(
             {"time": time.strftime("%Y-%m-%d %H:%M:%S"), "changed": [line.strip() for line in lines]}

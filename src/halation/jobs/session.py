@@ -22,17 +22,17 @@ from halation.data.loader import Batches
 from halation.data.order import Order
 from halation.errors import HalationError, InputError, Interrupted, RankFailure
 from halation.flow.ema import Ema
-from halation.jobs import assembly, logs
+from halation.jobs import assembly, fitting, logs
 from halation.jobs.duties import Duties
 from halation.models.autoencoder import LatentSpace, PixelSpace, Space
-from halation.training import batches, heldout, memory, state, trackers
+from halation.training import batches, state, trackers
 from halation.training.cadence import Cadence
-from halation.training.loop import Position, StepReport, StepSettings, autocast, train_steps
+from halation.training.loop import Position, StepReport, StepSettings, train_steps
 from halation.training.objectives import flow_matching
 from halation.training.speed import matrix_rate, memory_gb
 from halation.world import rng
 from halation.world.checkpoint import Checkpoints, Found, Reader, newest_good
-from halation.world.engines import adamw, local, spread
+from halation.world.engines import adamw, spread
 from halation.world.ranks import Vigil, World, check_ranks_agree, on_first
 from halation.world.signals import StopSignals, exit_code
 
@@ -107,9 +107,9 @@ class Session:
         """Resume if there is something to resume, train to the last step, save, sample and export."""
         world, config = self.world, self.config
         fresh = not self._resume()
-        self._warm_up()
+        fitting.warm_up(self)
         if world.device.type == "cuda":
-            self._probe()
+            fitting.probe(self)
         if world.first:
             names = trackers.check(config.report_to, asked=config.report_to != TrainConfig.report_to)
             name = config.run_name or self.folder.folder.resolve().name
@@ -209,75 +209,6 @@ class Session:
             dtype=config.dtype,
             nan_policy=config.nan_policy,
         )
-
-    def _warm_up(self) -> None:
-        """One pass that is thrown away: it settles DDP's buckets, compiles, and finds a batch that does not fit before it costs anything."""
-        _, rows = plan.micro_batches(self.global_batch, self.world.size, self.config.batch_size)
-        self._refuse_hopeless(rows)
-        try:
-            with autocast(self.world.device, self.config.dtype):
-                losses = flow_matching(
-                    self.engine.trained, batches.idle(self.denoiser, rows, self.shape, self.world.device)
-                )
-            self.engine.settle(losses.float().sum())
-        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-            if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "allocate memory" not in str(error):
-                raise
-            raise InputError(
-                f"a batch of {rows} pictures does not fit into the memory of {self.world.device}",
-                "a batch that fits",
-                memory.advice(max(1, rows // 2), 2 * self.config.accumulate),
-            ) from error
-
-    def _refuse_hopeless(self, rows: int) -> None:
-        config, module = self.config, self.denoiser.config
-        cost = memory.PictureCost(
-            flops=self.denoiser.flops_per_picture(),
-            hidden=module.hidden,
-            depth=module.depth,
-            num_values=math.prod(self.shape),
-            dtype=config.dtype,
-            checkpointing=config.activation_checkpointing,
-        )
-        sharing = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", "1")))
-        free = min(self.world.exchange(memory.free_bytes(self.world.device, sharing)))
-        error = memory.refuse_batch(rows, config.accumulate, cost, self.world.device, free)
-        if error:
-            raise error
-
-    def _probe(self) -> None:
-        """Whether samples and the held-out loss fit beside everything else, asked once before it can cost a checkpoint's worth of work.
-
-        What the optimizer will hold from its first step on is set aside meanwhile.
-        """
-        config, device = self.config, self.world.device
-        parameters = [local(p.detach()) for _, p in self.engine.named_parameters()]
-        taken = [] if self.optimizer.state else [torch.empty_like(p) for p in parameters for _ in range(2)]
-        rows = 2 * config.sample_batch_size if config.sample and self.sample_settings.prompts else 0
-        checks = [(rows, f"try --sample_batch_size {max(1, config.sample_batch_size // 2)}, or --no_sample")]
-        if min(config.heldout_pictures, self.source.num_heldout):
-            checks.append((heldout.SHEET, "try --heldout_pictures 0"))
-        for num_rows, advice in checks:
-            if num_rows:
-                self._refuse_forward(num_rows, advice)
-        del taken
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-
-    def _refuse_forward(self, num_rows: int, advice: str) -> None:
-        try:
-            with torch.no_grad(), autocast(self.world.device, self.config.dtype):
-                flow_matching(
-                    self.denoiser.module, batches.idle(self.denoiser, num_rows, self.shape, self.world.device)
-                )
-        except torch.OutOfMemoryError as error:
-            raise InputError(
-                f"no room on {self.world.device} for a forward of {num_rows} rows beside the training",
-                "memory for it",
-                advice,
-            ) from error
-        finally:
-            self.engine.at_rest()
 
     def _announce(self, fresh: bool) -> None:
         if not self.world.first:

@@ -1,0 +1,92 @@
+"""Whether a training fits into memory, asked before it costs anything: a batch, the samples, the held-out loss."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import TYPE_CHECKING
+
+import torch
+
+from halation import plan
+from halation.errors import InputError
+from halation.training import batches, heldout, memory
+from halation.training.loop import autocast
+from halation.training.objectives import flow_matching
+from halation.world.engines import local
+
+if TYPE_CHECKING:
+    from halation.jobs.session import Session
+
+
+def warm_up(session: Session) -> None:
+    """One pass that is thrown away: it settles DDP's buckets, compiles, and finds a batch that does not fit before it costs anything."""
+    _, rows = plan.micro_batches(session.global_batch, session.world.size, session.config.batch_size)
+    _refuse_hopeless(session, rows)
+    try:
+        with autocast(session.world.device, session.config.dtype):
+            losses = flow_matching(
+                session.engine.trained, batches.idle(session.denoiser, rows, session.shape, session.world.device)
+            )
+        session.engine.settle(losses.float().sum())
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "allocate memory" not in str(error):
+            raise
+        raise InputError(
+            f"a batch of {rows} pictures does not fit into the memory of {session.world.device}",
+            "a batch that fits",
+            memory.advice(max(1, rows // 2), 2 * session.config.accumulate),
+        ) from error
+
+
+def _refuse_hopeless(session: Session, rows: int) -> None:
+    config, module = session.config, session.denoiser.config
+    cost = memory.PictureCost(
+        flops=session.denoiser.flops_per_picture(),
+        hidden=module.hidden,
+        depth=module.depth,
+        num_values=math.prod(session.shape),
+        dtype=config.dtype,
+        checkpointing=config.activation_checkpointing,
+    )
+    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", "1")))
+    free = min(session.world.exchange(memory.free_bytes(session.world.device, sharing)))
+    error = memory.refuse_batch(rows, config.accumulate, cost, session.world.device, free)
+    if error:
+        raise error
+
+
+def probe(session: Session) -> None:
+    """Whether samples and the held-out loss fit beside everything else, asked once before it can cost a checkpoint's worth of work.
+
+    What the optimizer will hold from its first step on is set aside meanwhile.
+    """
+    config, device = session.config, session.world.device
+    parameters = [local(p.detach()) for _, p in session.engine.named_parameters()]
+    taken = [] if session.optimizer.state else [torch.empty_like(p) for p in parameters for _ in range(2)]
+    rows = 2 * config.sample_batch_size if config.sample and session.sample_settings.prompts else 0
+    checks = [(rows, f"try --sample_batch_size {max(1, config.sample_batch_size // 2)}, or --no_sample")]
+    if min(config.heldout_pictures, session.source.num_heldout):
+        checks.append((heldout.SHEET, "try --heldout_pictures 0"))
+    for num_rows, advice in checks:
+        if num_rows:
+            _refuse_forward(session, num_rows, advice)
+    del taken
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+
+
+def _refuse_forward(session: Session, num_rows: int, advice: str) -> None:
+    try:
+        with torch.no_grad(), autocast(session.world.device, session.config.dtype):
+            flow_matching(
+                session.denoiser.module, batches.idle(session.denoiser, num_rows, session.shape, session.world.device)
+            )
+    except torch.OutOfMemoryError as error:
+        raise InputError(
+            f"no room on {session.world.device} for a forward of {num_rows} rows beside the training",
+            "memory for it",
+            advice,
+        ) from error
+    finally:
+        session.engine.at_rest()
