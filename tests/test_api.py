@@ -40,3 +40,28 @@ def test_an_error_is_raised_and_not_an_exit(tmp_path: Path) -> None:
 def test_settings_that_mean_nothing_are_input_errors(tmp_path: Path, settings: dict[str, object]) -> None:
     with pytest.raises(InputError, match=r"halation\.train\(\)"):
         halation.train(**settings, output_dir=tmp_path / "run")
+
+
+def test_a_generation_from_python_says_by_its_code_whether_every_picture_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "prompts.txt").write_text("a red car\na blue car\na green car\n")
+    settings = {
+        "prompts_csv": tmp_path / "prompts.txt",
+        "model_path": "testcard",
+        "output_dir": tmp_path / "pictures",
+        "height": 32,
+        "width": 32,
+        "progress": "none",
+    }
+    monkeypatch.setenv("HALATION_FAULT", "paint.000002:1+:raise")
+    assert halation.generate(**settings) == 1
+    monkeypatch.delenv("HALATION_FAULT")
+    assert halation.generate(**settings) == 0
+    names = {path.name for path in (tmp_path / "pictures").glob("*.png")}
+    assert names == {"000001_seed42.png", "000002_seed43.png", "000003_seed44.png"}
+
+
+def test_settings_of_a_generation_that_mean_nothing_are_input_errors(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"(?s)halation\.generate\(\): unknown setting 'prompt_csv'.*'prompts_csv'"):
+        halation.generate(prompt_csv="prompts.csv", model_path="testcard", output_dir=tmp_path / "pictures")

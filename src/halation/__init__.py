@@ -5,8 +5,10 @@ What the command line does, from Python:
     import halation
     halation.train(data="streets", model="tiny", image_size=(32, 32), n_steps=100, output_dir="runs/first")
     halation.sample(checkpoint="runs/first", prompts=("A rainy street at night",), output_dir="outputs/rain")
+    halation.generate(prompts_csv="prompts.csv", model_path="models/pixart", output_dir="outputs/many")
 
-Settings are the flags (`halation train --help`); both return the exit code 0, or raise `halation.errors.HalationError`.
+Settings are the flags (`halation train --help`). All return the exit code, 0, or 1 where some pictures could not be drawn, or
+raise `halation.errors.HalationError`.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "sample", "train"]
+__all__ = ["__version__", "generate", "sample", "train"]
 
 
 def train(**settings: Any) -> int:
@@ -33,3 +35,12 @@ def sample(**settings: Any) -> int:
     from halation.jobs import sample as job
 
     return job.run(SampleConfig(**checked(SampleConfig, settings, "halation.sample()")))
+
+
+def generate(**settings: Any) -> int:
+    """`halation generate` with these settings."""
+    from halation.config.fields import checked
+    from halation.config.generate import GenerateConfig
+    from halation.jobs import generate as job
+
+    return job.run(GenerateConfig(**checked(GenerateConfig, settings, "halation.generate()")))

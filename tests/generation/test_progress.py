@@ -108,6 +108,15 @@ def test_a_worker_that_takes_over_gets_a_longer_bar_and_one_that_is_finished_a_c
     assert progress.board.lane_left_s(lane) == 0.0
 
 
+def test_a_worker_that_still_loads_does_not_claim_to_be_done_soon() -> None:
+    progress = Progress("none", ["GPU 0"], planned=8, done=0, clock=Clock())
+    progress.state("GPU 0", "loading")
+    assert progress.board.lane_left_s(progress.board.lanes["GPU 0"]) is None
+    progress.give("GPU 0", 8)
+    progress.state("GPU 0", "finished")
+    assert progress.board.lane_left_s(progress.board.lanes["GPU 0"]) == 0.0
+
+
 def test_at_the_end_nobody_draws_any_more() -> None:
     progress = Progress("none", ["GPU 0", "GPU 1", "GPU 2"], planned=4, done=0)
     for worker in ("GPU 0", "GPU 1"):

@@ -81,7 +81,11 @@ class Board:
         return _rate(lane.position, lane.began, lane.ended or self.clock())
 
     def lane_left_s(self, lane: Lane) -> float | None:
-        return 0.0 if lane.ended is not None else _left(lane.share - lane.position, self.lane_per_s(lane))
+        if lane.ended is not None:
+            return 0.0
+        if not lane.share:  # it loads, and has not been given anything to be done with
+            return None
+        return _left(lane.share - lane.position, self.lane_per_s(lane))
 
 
 def _rate(num: int, since: float | None, now: float) -> float | None:
