@@ -78,7 +78,7 @@ class GenerateConfig:
     gpu_ids: tuple[int, ...] = free(())
     """GPUs to use, as torch counts them within CUDA_VISIBLE_DEVICES; by default all."""
     nproc: int = free(0)
-    """Workers; 0 is one for each GPU, or one without a GPU."""
+    """Workers; 0 is one for each GPU, or without a GPU one (on a Ray cluster one for each node)."""
     oversubscribe: bool = free(False)
     """Allow several workers on one GPU."""
     cluster: str = free("local")

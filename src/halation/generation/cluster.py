@@ -92,7 +92,7 @@ def berths(nodes: Sequence[Mapping[str, Any]], nproc: int, oversubscribe: bool) 
             resource=resource,
             share=min(1.0, rooms[node] / taken[node]),
         )
-        for node, place in order
+        for node, place in sorted(order, key=lambda berth: (numbers[berth[0]], berth[1]))
     ]
 
 
@@ -302,7 +302,7 @@ class RayCrew:
         from ray.exceptions import ActorUnschedulableError, RayTaskError
 
         words = str(error).strip()
-        log.warning("%s is lost: %s", self.names[worker], words)
+        log.info("%s is lost: %s", self.names[worker], words)
         if "No module named 'halation" in words:
             refusal = InputError(
                 f"{self.names[worker]} has no halation",

@@ -106,11 +106,17 @@ def _running_cluster(cluster: str) -> Iterator[None]:
         except (OSError, RuntimeError, ValueError) as error:
             where = "RAY_ADDRESS or on this machine" if cluster == "auto" else cluster
             raise InputError(
-                f"no Ray cluster to join at {where}: {str(error).strip().splitlines()[0]}",
+                f"no Ray cluster to join at {where}: {_gist(error)}",
                 "a running cluster of the same Ray and Python versions, and the token it was started with (RAY_AUTH_TOKEN)",
                 "start one with `ray start --head` and give RAY_ADDRESS=HOST:6379 with --cluster auto, or use --cluster ray",
             ) from error
         yield
+
+
+def _gist(error: BaseException) -> str:
+    """The first line of what Ray says and, where a traceback follows it, the last."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return lines[0] if len(lines) < 3 else f"{lines[0]} {lines[-1]}"
 
 
 def _knock(address: str) -> None:
