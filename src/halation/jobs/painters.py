@@ -30,9 +30,9 @@ def open_model(order: Mapping[str, Any]) -> Model:
     """The model, on its device; called on the thread that will draw with it."""
     model = order["model"]
     if model["kind"] == "testcard":
-        from halation.generation.testcard import TestCard
+        from halation.generation.testcard import Pace, TestCard
 
-        return TestCard(model["seconds"])
+        return TestCard(Pace(**{name: value for name, value in model.items() if name != "kind"}))
     import torch
 
     device = order["device"]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from halation.errors import InputError
 from halation.generation.identity import fingerprint
-from halation.generation.testcard import seconds_of
+from halation.generation.testcard import pace_of
 
 HEIGHT, WIDTH, GUIDANCE = 480, 832, 7.5
 PIPELINE_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
@@ -33,9 +33,9 @@ def subject_of(model_path: str, *, raw: bool) -> Subject:
         raise InputError(
             "no --model_path", "a model to draw from", "give --model_path FOLDER, or testcard to try without a model"
         )
-    seconds = seconds_of(model_path)
-    if seconds is not None:
-        return Subject(order={"kind": "testcard", "seconds": seconds}, name="testcard", digest="testcard 1")
+    pace = pace_of(model_path)
+    if pace is not None:
+        return Subject(order={"kind": "testcard", **asdict(pace)}, name="testcard", digest="testcard 1")
     folder = Path(model_path).expanduser()
     if not folder.is_dir():
         folder = _downloaded(model_path)
