@@ -13,6 +13,8 @@ import signal
 import socket
 import sys
 import tempfile
+import time
+import types
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -139,7 +141,7 @@ def _initialised(**settings: Any) -> Iterator[None]:
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         try:
-            ray.init(log_to_driver=False, logging_level=logging.ERROR, **settings)
+            _connect(ray, settings)
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
@@ -149,6 +151,19 @@ def _initialised(**settings: Any) -> Iterator[None]:
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         ray.shutdown()
         signal.signal(signal.SIGINT, before)
+
+
+def _connect(ray: types.ModuleType, settings: Mapping[str, Any]) -> None:
+    """Ray's client server starts a process for each driver and, rarely, does not wait long enough for it: it is asked again."""
+    num_tries = 3 if str(settings.get("address", "")).startswith("ray://") else 1
+    for left in reversed(range(num_tries)):
+        try:
+            ray.init(log_to_driver=False, logging_level=logging.ERROR, **settings)
+            return
+        except (ConnectionError, RuntimeError):
+            if not left:
+                raise
+            time.sleep(2.0)
 
 
 @contextlib.contextmanager
