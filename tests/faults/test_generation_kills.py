@@ -21,7 +21,6 @@ from faults.generation_commands import (
     generate,
     run,
     said,
-    unbroken,
     worker_pids,
 )
 
@@ -38,8 +37,10 @@ def num_painted(folder: Path) -> int:
 
 
 def kill_at_random(folder: Path, seed: int, num_kills: int) -> tuple[int, int, int]:
-    """Kill one worker, all, or the parent, with the number of workers redrawn at each start; kills of workers and parents, and
-    the sheets that the workers which were killed may have held begun: two each, one being drawn and one being stored."""
+    """Kill one worker, all, or the parent, with the number of workers redrawn at each start; workers and parents killed, and starts.
+
+    A killed parent takes its workers along, and they count as killed.
+    """
     generator = random.Random(seed)
     killed_workers = killed_parents = starts = 0
     while killed_workers + killed_parents < num_kills:
@@ -76,7 +77,8 @@ def kill_at_random(folder: Path, seed: int, num_kills: int) -> tuple[int, int, i
 
 
 def assert_kills_change_nothing(folder: Path, seed: int, num_kills: int) -> str:
-    """What was done again is at most two sheets a killed worker: the one it drew, and the one whose files it wrote."""
+    """What is begun again is at most two sheets a killed worker: the one it drew, and the one whose files it wrote or whose words
+    about it were on their way. Idle workers at the end of a call may begin a few of others' sheets once more."""
     killed_workers, killed_parents, starts = kill_at_random(folder, seed, num_kills)
     words = generate(folder, MANY, nproc=2)
     with started(words, folder / "log", "paint:1+:sleep=0.001") as command:
@@ -88,7 +90,7 @@ def assert_kills_change_nothing(folder: Path, seed: int, num_kills: int) -> str:
         f"seed {seed}: {starts} starts, {killed_parents} kills of the parent, {killed_workers} of workers; "
         f"{again} of {num_sheets} sheets begun again, {again / max(1, killed_workers):.2f} a killed worker"
     )
-    assert again <= 2 * killed_workers + 3 * starts, told
+    assert again <= 2 * killed_workers + 4, told
     return told
 
 
@@ -217,18 +219,17 @@ def test_one_signal_finishes_the_sheets_that_are_begun_and_ends(
 
 
 def test_two_signals_end_it_at_once_and_leave_nothing_behind(tmp_path: Path) -> None:
-    with started(generate(tmp_path, model_path="testcard:3"), tmp_path / "log") as command:
-        until(lambda: (tmp_path / "out" / "summary.json").exists() or "loading" in command.said(), command=command)
+    with started(generate(tmp_path, model_path="testcard:2", micro_batch=4), tmp_path / "log") as command:
         wait_until_drawing(command, tmp_path)
         began = time.monotonic()
         os.kill(command.process.pid, signal.SIGINT)
         time.sleep(0.3)
         os.kill(command.process.pid, signal.SIGINT)
         assert command.process.wait(5) == 130
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 1.5, "sooner than its sheet would have been finished"
         assert command.until_gone(1) < 1
     assert checker.leftovers(tmp_path / "out") == []
-    assert_completed_by_the_same_command(tmp_path)
+    assert_completed_by_the_same_command(tmp_path, micro_batch=4)
 
 
 def test_a_worker_that_hangs_does_not_keep_a_signal_waiting_for_good(tmp_path: Path) -> None:
@@ -242,8 +243,15 @@ def test_a_worker_that_hangs_does_not_keep_a_signal_waiting_for_good(tmp_path: P
     assert_completed_by_the_same_command(tmp_path)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)])
-@pytest.mark.parametrize("phase", ["ledger.plan.commit", "rehearse"])
+@pytest.mark.parametrize(
+    ("phase", "number", "code"),
+    [
+        ("ledger.plan.commit", signal.SIGINT, 130),
+        ("ledger.plan.commit", signal.SIGTERM, 143),
+        ("ledger.plan.commit", signal.SIGHUP, 143),
+        ("rehearse", signal.SIGINT, 130),
+    ],
+)
 def test_signals_while_planning_and_while_loading_end_it_cleanly(
     tmp_path: Path, phase: str, number: signal.Signals, code: int
 ) -> None:
@@ -354,4 +362,3 @@ def test_a_million_rows_are_resumed_in_ten_seconds_and_a_gibibyte(
     assert max(peaks) < 1024
     assert json.loads((tmp_path / "out" / "config.json").read_bytes())["changes"] == []
     assert checker.pictures(tmp_path / "out").keys() >= {f"{index:07d}_seed{index + 42}.png" for index in range(4)}
-    assert unbroken, "its bytes are compared in the smaller tests"

@@ -48,8 +48,7 @@ def assert_set_aside(folder: Path, guilty: Mapping[int, str], tries: int) -> Non
     assert checker.leftovers(out) == []
 
 
-@pytest.mark.parametrize("guilty", [0, 5, 7])
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize(("nproc", "guilty"), [(1, 0), (2, 5)])
 def test_a_prompt_that_always_raises_is_tried_twice_and_set_aside(tmp_path: Path, nproc: int, guilty: int) -> None:
     assert run(tmp_path, f"paint.{guilty + 1:06d}:1+:raise", nproc=nproc) == 1
     assert len(fired(tmp_path / "log")) == 2
@@ -73,8 +72,7 @@ def test_a_prompt_that_hangs_is_noticed_tried_twice_and_set_aside(tmp_path: Path
     assert_completed_by_the_same_command(tmp_path)
 
 
-@pytest.mark.parametrize("guilty", [0, 5, 7])
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize(("nproc", "guilty"), [(1, 0), (1, 5), (2, 7)])
 def test_a_prompt_that_kills_its_worker_is_tried_three_times_and_set_aside_alone(
     tmp_path: Path, nproc: int, guilty: int
 ) -> None:
@@ -157,6 +155,7 @@ def test_a_rehearsal_whose_worker_dies_is_taken_over_by_another(tmp_path: Path) 
     assert_whole(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_tiny_pipeline_sets_a_prompt_aside_that_gives_not_a_number(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     import shutil

