@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,7 +51,13 @@ def test_every_mark_has_its_block() -> None:
     for page in PAGES:
         marks = re.findall(r"^<!-- run", page.read_text(), re.MULTILINE)
         assert len(marks) == len(blocks(page)), page
-    assert {page.name for page in RUN} >= {"training.md", "data.md", "troubleshooting.md"}
+    assert {page.name for page in RUN} >= {
+        "training.md",
+        "data.md",
+        "troubleshooting.md",
+        "generation.md",
+        "cluster.md",
+    }
 
 
 def test_every_link_between_pages_leads_somewhere() -> None:
@@ -59,11 +66,13 @@ def test_every_link_between_pages_leads_somewhere() -> None:
             assert (page.parent / target).exists(), f"{page}: {target}"
 
 
-def test_the_page_on_training_lists_exactly_what_a_resumed_run_may_change() -> None:
-    row = re.search(r"^\| may change \| (.*) \|$", (ROOT / "docs/training.md").read_text(), re.MULTILINE)
+@pytest.mark.parametrize(("page", "config"), [("training.md", TrainConfig), ("generation.md", GenerateConfig)])
+@pytest.mark.parametrize(("words", "change"), [("may change", "free"), ("may grow", "grows")])
+def test_a_page_lists_exactly_what_a_later_call_may_change(page: str, config: Any, words: str, change: str) -> None:
+    row = re.search(rf"^\| {words} \| (.*) \|$", (ROOT / "docs" / page).read_text(), re.MULTILINE)
     assert row is not None
-    free = {field.name for field in dataclasses.fields(TrainConfig) if field.metadata.get("change") == "free"}
-    assert set(re.findall(r"`(\w+)`", row.group(1))) == free
+    fields = {field.name for field in dataclasses.fields(config) if field.metadata.get("change") == change}
+    assert set(re.findall(r"`(\w+)`", row.group(1))) == fields
 
 
 def test_flags_that_pages_name_exist() -> None:
@@ -72,7 +81,7 @@ def test_flags_that_pages_name_exist() -> None:
         "config", "help", "checkpoint", "prompts", "prompts_file",
         "nproc_per_node", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "master_port", "master_addr", "nnodes", "node_rank", "standalone",
         "nodes", "ntasks_per_node", "gres", "cpus_per_task", "gpus_per_task", "time", "signal", "requeue", "open_mode", "job_name",
-        "kill_on_bad_exit",
+        "kill_on_bad_exit", "head", "port", "address", "only",
     }  # fmt: skip
     for page in PAGES:
         if page.name == "log.md":
