@@ -8,10 +8,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -76,6 +78,28 @@ class Place:
     device: str
 
 
+class _Post:
+    """Orders on their way to a worker: sent by a thread, because a worker that is stopped would keep a sender waiting."""
+
+    def __init__(self, line: connection.Connection) -> None:
+        self.line = line
+        self.orders: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._send, name="post", daemon=True)
+        self.thread.start()
+
+    def _send(self) -> None:
+        # One that is already dead is told nothing, and found out by `events`.
+        with contextlib.suppress(OSError):
+            while (order := self.orders.get()) is not None:
+                self.line.send_bytes(order)
+
+    def close(self) -> None:
+        """Called when the other end is closed, so nothing that is being sent can wait for long."""
+        self.orders.put(None)
+        self.thread.join(GRACE_S)
+        self.line.close()
+
+
 class LocalCrew:
     """One subprocess a place, each at the other end of a socket pair."""
 
@@ -89,7 +113,7 @@ class LocalCrew:
         self.logs = logs
         self.threads = threads
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._lines: dict[int, connection.Connection] = {}
+        self._posts: dict[int, _Post] = {}
         self._opened: set[int] = set()
 
     def start(self, worker: int) -> None:
@@ -113,7 +137,7 @@ class LocalCrew:
                 stdout=log,
                 stderr=log,
             )
-        self._lines[worker] = connection.Connection(ours.detach())
+        self._posts[worker] = _Post(connection.Connection(ours.detach()))
         self._opened.discard(worker)
         place = self.places[worker]
         self._tell(worker, {"do": "open", "device": place.device, "label": place.label, **self.settings})
@@ -133,15 +157,14 @@ class LocalCrew:
         self._tell(worker, {"do": "stop"})
 
     def _tell(self, worker: int, order: Mapping[str, Any]) -> None:
-        # One that is already dead is told nothing, and found out by `events`.
-        with contextlib.suppress(KeyError, OSError):
-            self._lines[worker].send_bytes(json.dumps(order).encode())
+        if worker in self._posts:
+            self._posts[worker].orders.put(json.dumps(order).encode())
 
     def kill(self, worker: int) -> None:
         self._processes[worker].kill()
 
     def events(self, timeout_s: float) -> list[Event]:
-        by_line = {line: worker for worker, line in self._lines.items()}
+        by_line = {post.line: worker for worker, post in self._posts.items()}
         if not by_line:
             time.sleep(timeout_s)
         return [
@@ -152,7 +175,7 @@ class LocalCrew:
 
     def _heard(self, worker: int) -> Event:
         try:
-            event = Event(worker=worker, **json.loads(self._lines[worker].recv_bytes()))
+            event = Event(worker=worker, **json.loads(self._posts[worker].line.recv_bytes()))
         except (EOFError, OSError):
             return self._gone(worker)
         if event.kind == "ready":
@@ -161,7 +184,7 @@ class LocalCrew:
 
     def _gone(self, worker: int) -> Event:
         """The line is cut: the process has ended, or is about to."""
-        self._lines.pop(worker).close()
+        self._posts.pop(worker).close()
         process = self._processes[worker]
         try:
             code = process.wait(GRACE_S)
@@ -171,7 +194,7 @@ class LocalCrew:
         return Event(worker=worker, kind="gone", body={"code": code, "words": ending(code)})
 
     def end(self, *, at_once: bool) -> None:
-        for worker in list(self._lines):
+        for worker in list(self._posts):
             if worker in self._opened:
                 self._tell(worker, {"do": "stop"})
             else:
@@ -184,9 +207,9 @@ class LocalCrew:
             if process.poll() is None:
                 process.kill()
             process.wait()
-        for line in self._lines.values():
-            line.close()
-        self._lines.clear()
+        for post in self._posts.values():
+            post.close()
+        self._posts.clear()
 
 
 def ending(code: int) -> str:
