@@ -60,10 +60,18 @@ def test_every_mark_has_its_block() -> None:
     }
 
 
+def headings(page: Path) -> set[str]:
+    """The anchors of a page, as they are made of its headings."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
+
+
 def test_every_link_between_pages_leads_somewhere() -> None:
     for page in PAGES:
-        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page}: {target}"
+        for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", page.read_text()):
+            path = page.parent / target if target else page
+            assert path.exists(), f"{page}: {target}"
+            assert not anchor or anchor in headings(path), f"{page}: {target}#{anchor}"
 
 
 @pytest.mark.parametrize(("page", "config"), [("training.md", TrainConfig), ("generation.md", GenerateConfig)])
