@@ -30,13 +30,16 @@ def task(number: int, prompt: str) -> Task:
     return Task(number=number, requests=(request,), sheet_size=1, micro_batch=1, wanted=frozenset({number}))
 
 
-def await_kind(workers: LocalCrew, kind: str, worker: int) -> Event:
+def await_kind(workers: LocalCrew, kind: str, *who: int) -> list[Event]:
+    """The first word of this kind from each of these workers."""
+    found: dict[int, Event] = {}
     deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
+    while found.keys() < set(who) and time.monotonic() < deadline:
         for event in workers.events(0.2):
-            if event.kind == kind and event.worker == worker:
-                return event
-    raise AssertionError(f"worker {worker} never said {kind}")
+            if event.kind == kind and event.worker in who:
+                found.setdefault(event.worker, event)
+    assert found.keys() == set(who), f"only {sorted(found)} said {kind}"
+    return [found[worker] for worker in who]
 
 
 @pytest.mark.faults
@@ -45,17 +48,16 @@ def test_orders_to_a_stopped_worker_do_not_keep_the_supervisor_waiting(tmp_path:
     try:
         for worker in range(2):
             workers.start(worker)
-        for worker in range(2):
-            await_kind(workers, "ready", worker)
+        await_kind(workers, "ready", 0, 1)
         os.kill(workers._processes[0].pid, signal.SIGSTOP)
         began = time.monotonic()
         for number in range(8):
             workers.give(0, task(number, "x" * 2**20))
         workers.give(1, task(9, "short"))
-        assert await_kind(workers, "drawn", 1).task == 9
+        assert await_kind(workers, "drawn", 1)[0].task == 9
         assert time.monotonic() - began < 10
         os.kill(workers._processes[0].pid, signal.SIGCONT)
-        assert await_kind(workers, "drawn", 0).body["outcomes"][0]["state"] == "done"
+        assert await_kind(workers, "drawn", 0)[0].body["outcomes"][0]["state"] == "done"
     finally:
         workers.end(at_once=True)
     assert all(process.returncode is not None for process in workers._processes.values())
