@@ -235,16 +235,19 @@ def test_each_worker_has_a_list_of_its_failures_empty_where_it_had_none(folder: 
     assert len((folder / "failed_prompts_gpu3.txt").read_text().splitlines()) == 2
 
 
-def test_the_list_of_a_worker_that_is_gone_stays_as_long_as_a_failure_of_its_is_left(
+def test_the_list_of_a_worker_that_is_gone_stays_and_is_emptied_when_nothing_of_its_is_missing(
     folder: Path, ledger: Ledger
 ) -> None:
     fail(ledger, PROMPTS[:2], ["5", "1"], "out of memory")
-    results.write_failures(folder, ["1", "5", "7"], ledger.failures())
+    results.write_failures(folder, ["1", "5"], ledger.failures())
     results.write_failures(folder, ["0"], ledger.failures())
-    assert sorted(os.listdir(folder)) == [f"failed_prompts_gpu{worker}.txt" for worker in (0, 1, 5)]
+    names = [f"failed_prompts_gpu{worker}.txt" for worker in (0, 1, 5)]
+    assert sorted(os.listdir(folder)) == names
+    assert [len((folder / name).read_text().splitlines()) for name in names] == [1, 2, 2]
     ledger.record([Outcome(index=0, state="done", sha256="ab", num_bytes=1, worker="0")])
-    results.write_failures(folder, ["0"], ledger.failures())
-    assert sorted(os.listdir(folder)) == [f"failed_prompts_gpu{worker}.txt" for worker in (0, 1)]
+    results.write_failures(folder, [], ledger.failures())
+    assert sorted(os.listdir(folder)) == names
+    assert [len((folder / name).read_text().splitlines()) for name in names] == [1, 2, 1]
 
 
 def test_a_failure_without_a_worker_is_listed_with_the_first(folder: Path, ledger: Ledger) -> None:

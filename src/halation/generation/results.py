@@ -111,16 +111,17 @@ def _metadata(row: Row) -> dict[str, Any]:
 
 
 def write_failures(folder: Path, workers: Sequence[str], rows: Iterable[Row]) -> None:
-    """A list of failures for each worker, empty where it had none, and none for a worker that is gone and owes nothing.
+    """A list of failures for each worker of this call and of earlier ones, empty where nothing of its is missing any more.
 
     A failure that no worker stands for is listed with the first one's.
     """
-    kept = set()
+    before, after = FAILURES_FILE.split("{worker}")
+    known = [path.name[len(before) : -len(after)] for path in folder.glob(FAILURES_FILE.format(worker="*"))]
+    workers = list(dict.fromkeys([*workers, *sorted(known)]))
     with contextlib.ExitStack() as stack:
 
         def opened(worker: str) -> BinaryIO:
             path = folder / FAILURES_FILE.format(worker=worker)
-            kept.add(path.name)
             file = stack.enter_context(_publishing(path, "failures"))
             file.write(FAILURES_HEADER.encode())
             return file
@@ -132,9 +133,6 @@ def write_failures(folder: Path, workers: Sequence[str], rows: Iterable[Row]) ->
                 if worker not in lists:
                     lists[worker] = opened(worker)
                 lists[worker].write(_failure(row))
-    for path in folder.glob(FAILURES_FILE.format(worker="*")):
-        if path.name not in kept:
-            path.unlink(missing_ok=True)
 
 
 def _failure(row: Row) -> bytes:

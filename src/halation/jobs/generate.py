@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -34,7 +35,7 @@ from halation.plan import Sheets, sheets_of
 from halation.prompts import PromptFile
 from halation.runs import Run
 from halation.world import launch
-from halation.world.signals import StopSignals, exit_code
+from halation.world.signals import STOPPING, StopSignals, exit_code
 
 log = logging.getLogger(__name__)
 CrewOf = Callable[[Mapping[str, Any]], Crew]
@@ -86,13 +87,14 @@ def _run(config: GenerateConfig) -> int:
 
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Around the drawing nothing is left half done by an end at once: SIGTERM and SIGHUP let go of the folder as Ctrl+C does."""
+    """Around the drawing nothing is left half done by an end at once: other signals let go of the folder as Ctrl+C does."""
 
     def end(number: int, _frame: object) -> None:
         raise Interrupted("stopped while nothing was being drawn; the same command goes on", exit_code(number))
 
-    # One that is ignored (nohup) stays ignored.
-    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
+    # One that is ignored (nohup) stays ignored; a thread that is not the main one hears no signals.
+    here = threading.current_thread() is threading.main_thread()
+    numbers = [number for number in STOPPING if here and signal.getsignal(number) == signal.SIG_DFL]
     previous = {number: signal.signal(number, end) for number in numbers}
     try:
         yield
@@ -240,6 +242,8 @@ class Session:
 
     def begin(self, prompts: PromptFile, places: Sequence[Place]) -> None:
         """Recognise the run or begin it, plan what is new, and find out what is missing."""
+        if self.config.enable_half_frame and self.config.num_frames == 1:
+            log.warning("--enable_half_frame changes nothing for pictures of one frame")
         counts = self.ledger.counts()
         bound = counts["done"] + counts["failed"] > 0
         config = Run(self.folder).config
@@ -324,7 +328,7 @@ class Session:
             "compile": config.compile,
             "arguments": self.arguments,
             "cfg_truncation_step": config.cfg_truncation_step,
-            "half_frame": config.enable_half_frame,
+            "half_frame": config.enable_half_frame and config.num_frames > 1,
             "threads": config.threads,
             "raw": config.raw,
         }
@@ -409,7 +413,9 @@ class Session:
         self.mixed.add(device)
         self.facts = facts
         if first:
-            self._confirm({"computes on": device, "painter": facts})
+            # What changes no bit (E0) may change from call to call.
+            lasting = {name: kind for name, kind in facts.get("options", {}).items() if kind != "E0"}
+            self._confirm({"computes on": device, "painter": {**facts, "options": lasting}})
 
     # -- after
 
@@ -433,7 +439,9 @@ class Session:
             redone_sheets=effort.num_redone_sheets if effort else 0,
             failures_by_reason=results.count_reasons(self.ledger.failures()),
             smaller_micro_batches=self.ledger.num_smaller(),
-            equality_classes=dict(self.record["fixed"].get("painter", {}).get("options", {})),
+            equality_classes=dict(
+                self.facts.get("options") or self.record["fixed"].get("painter", {}).get("options", {})
+            ),
             interrupted=effort.interrupted if effort else False,
         )
 

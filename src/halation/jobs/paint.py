@@ -10,11 +10,13 @@ from multiprocessing.connection import Connection
 
 from halation.generation.worker import Worker
 from halation.world import launch
+from halation.world.signals import STOPPING
 
 
 def main() -> int:
     launch.tie_to_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides
+    for number in STOPPING:  # a scheduler signals every process of a job; the supervisor decides
+        signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     from halation.jobs.painters import open_easel
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from types import FrameType, TracebackType
 
@@ -14,7 +15,8 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 class StopSignals:
     """While entered, remembers the signal this process was sent. SIGUSR1 is what SLURM is usually told to send before it kills.
 
-    A second one ends the process at once or, for a parent that has children to end first, sets `urgent`.
+    A second one ends the process at once or, for a parent that has children to end first, sets `urgent`. Outside the main thread
+    nothing is heard: there signals belong to whoever called.
     """
 
     def __init__(self, *, ends_at_once: bool = True) -> None:
@@ -25,7 +27,7 @@ class StopSignals:
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> StopSignals:
-        for number in STOPPING:
+        for number in STOPPING if threading.current_thread() is threading.main_thread() else ():
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue  # nohup: whoever started this wants it to outlive the terminal
             self._previous[number] = signal.signal(number, self._on_signal)
