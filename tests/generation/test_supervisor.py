@@ -56,3 +56,26 @@ def test_a_place_whose_worker_keeps_dying_is_given_up_and_the_others_draw_its_sh
         "busy_share": 0.0,
         "restarts": 2,
     }
+
+
+def test_what_a_slow_worker_holds_but_has_not_begun_is_drawn_by_those_who_are_done(tmp_path: Path) -> None:
+    """Six sheets of 0.2 s, of which worker 1 holds three and needs 6 s for each, as its steps tell: nobody waits for any of them."""
+    prompts = "".join(f"prompt number {number}\n" for number in range(6))
+    settings = {"prompts": prompts, "batch_size": 1, "micro_batch": 1, "num_inference_steps": 20}
+    assert run(tmp_path, model_path="testcard:0.2,1=30", nproc=2, **settings) == 0, said(tmp_path)
+    assert [row["worker"] for row in checker.ledger(tmp_path / "out")].count("0") == 6
+    summary = checker.summary(tmp_path / "out")
+    assert summary["seconds"] < 5, "nobody waited for the slow one's first sheet"
+    assert summary["redone_sheets"] == 1, "what it had not begun was taken from it"
+    assert checker.problems(tmp_path / "out", 6) == []
+
+
+def test_a_sheet_that_was_taken_from_a_worker_comes_back_to_it_where_the_new_one_dies(tmp_path: Path) -> None:
+    """Worker 0 draws its first sheet for long and so loses the others it holds to worker 1, which dies over one of them for good."""
+    prompts = "one\ntwo\nthree\nfour\n"
+    fault = "paint:1:sleep=2:0;paint:2+:kill:1"
+    assert run(tmp_path, fault, prompts=prompts, batch_size=1, micro_batch=1, model_path="testcard:0.05") == 0, said(
+        tmp_path
+    )
+    assert any(":kill:1" in line for line in fired(tmp_path / "log"))
+    assert_whole(tmp_path, prompts, batch_size=1)

@@ -92,6 +92,7 @@ class Easel:
     def _paint(self, task: Task, on_begin: Callable[[], None], on_step: OnStep) -> tuple[float, list[Piece]]:
         with self._lock:
             if self._dropped & {-1, task.number}:
+                self._dropped.discard(task.number)  # it may come back, where who took it over died
                 raise Dropped
         on_begin()
         began = time.perf_counter()

@@ -12,7 +12,7 @@ import logging
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -78,6 +78,8 @@ class Slot:
     state: str = "starting"
     flight: dict[int, Work] = field(default_factory=dict)
     begun: dict[int, float] = field(default_factory=dict)
+    expected: dict[int, float] = field(default_factory=dict)
+    """Seconds that what it has begun will take in all, by its steps so far: a worker that slows down has not told its speed yet."""
     heard: float = 0.0
     speed: float = 0.0
     """Cost a second, as measured on its last sheets; 0 before the first."""
@@ -205,6 +207,8 @@ class Supervisor:
                 self._give_out()
         finally:
             self._commit()
+            # Somebody was faster; these are still at it, and may be ended while they write.
+            self.num_redone += sum(number not in self.live for slot in self.slots for number in slot.begun)
         return self._effort(time.monotonic() - began)
 
     def _claim(self) -> None:
@@ -265,14 +269,13 @@ class Supervisor:
                 case "said":
                     self._say_once(slot, event.body["words"])
                 case "step":
-                    slot.begun.setdefault(event.task, slot.heard)
-                    self.progress.step(slot.name, event.body["done"], event.body["total"])
+                    self._step(slot, event)
                 case "drawn":
                     self._drawn(slot, event)
                 case "failed":
                     self._failed(slot, event)
                 case "dropped":
-                    self._release(slot, event.worker, event.task)
+                    self._dropped(slot, event)
                 case "gone":
                     self._gone(slot, event)
         self._commit()
@@ -304,10 +307,23 @@ class Supervisor:
         """This worker no longer holds this task; the work itself, unless it is settled already."""
         work = slot.flight.pop(number, None)
         slot.begun.pop(number, None)
+        slot.expected.pop(number, None)
         if work is None:
             return None
         work.holders.discard(worker)
         return self.live.get(number)
+
+    def _step(self, slot: Slot, event: Event) -> None:
+        done, total = event.body["done"], event.body["total"]
+        begun = slot.begun.setdefault(event.task, slot.heard)
+        if done:
+            slot.expected[event.task] = (slot.heard - begun) * total / done
+        self.progress.step(slot.name, done, total)
+
+    def _dropped(self, slot: Slot, event: Event) -> None:
+        work = self._release(slot, event.worker, event.task)
+        if work is not None and not work.holders:  # whoever took it over has died meanwhile
+            self.returned.appendleft(work)
 
     def _drawn(self, slot: Slot, event: Event) -> None:
         held = slot.flight[event.task]
@@ -398,6 +414,7 @@ class Supervisor:
         slot.blame = ""
         begun = set(slot.begun)
         held = {number: self._release(slot, event.worker, number) for number in list(slot.flight)}
+        self.num_redone += sum(held[number] is None for number in begun & set(held))  # somebody was faster
         if self.stopping:
             slot.state = "ended"
             return
@@ -503,8 +520,9 @@ class Supervisor:
             return self._begin(slot.queue.popleft())
         slowest = max(self.slots, key=self._time_left)
         if slowest.queue:
-            return self._begin(slowest.queue.pop())
-        return self._once_more(slot)
+            # Its dearest, so that the last sheets of all, on the slowest worker too, are short ones.
+            return self._begin(slowest.queue.popleft())
+        return self._taken_over(slot)
 
     def _better_elsewhere(self, worker: int, work: Work) -> bool:
         """Whether this worker died over it and there is one that did not."""
@@ -529,33 +547,47 @@ class Supervisor:
         """Until its own queue is drawn; a place without a worker will never get there."""
         if slot.state != "ready":
             return float("inf") if slot.queue else 0.0
-        return float(sum(self._costs[self.sheets.first_rows(np.fromiter(slot.queue, np.int64))])) / (
-            slot.speed or self._mean_speed()
+        cost = self._costs[self.sheets.first_rows(np.fromiter(slot.queue, np.int64, len(slot.queue)))].sum(
+            dtype=np.float64
         )
+        return float(cost) / (slot.speed or self._mean_speed())
 
     def _mean_speed(self) -> float:
         known = [slot.speed for slot in self.slots if slot.speed]
         return sum(known) / len(known) if known else 1.0
 
-    def _once_more(self, slot: Slot) -> Work | None:
-        """Nothing is left to begin: draw again what another worker will take longer over than it takes here from the start."""
+    def _taken_over(self, slot: Slot) -> Work | None:
+        """Nothing is left to begin: draw what another worker will be done with later than this one, and spare it what it has not begun."""
         if slot.flight:
             return None
-        now = time.monotonic()
-        best: tuple[float, Work] | None = None
-        for other in self.slots:
-            waited = 0.0
-            for number, work in other.flight.items():
-                if number not in self.live or len(work.holders) > 1 or work.suspect or work.retried:
-                    continue
-                waited += work.cost / (other.speed or self._mean_speed())
-                begun = other.begun.get(number)
-                left = waited - (now - begun if begun is not None else 0.0)
-                overdue = begun is not None and now - other.heard > 3 * work.cost / self._mean_speed() + 1.0
+        best: tuple[float, int, Work] | None = None
+        for worker, other in enumerate(self.slots):
+            for left, work in self._ends(other):
                 mine = work.cost / (slot.speed or self._mean_speed())
-                if (left > 1.1 * mine or overdue) and (best is None or left > best[0]):
-                    best = (left, work)
-        return best[1] if best else None
+                free = len(work.holders) == 1 and not work.suspect and not work.retried
+                if free and left > 1.1 * mine and (best is None or left > best[0]):
+                    best = (left, worker, work)
+        if best is None:
+            return None
+        _, holder, work = best
+        if work.task.number not in self.slots[holder].begun:
+            self.crew.drop(holder, work.task.number)
+        return work
+
+    def _ends(self, slot: Slot) -> Iterator[tuple[float, Work]]:
+        """What this worker holds, and in how many seconds it will be done with it; never, where it is silent for too long."""
+        now = time.monotonic()
+        ends = 0.0
+        speed = slot.speed or self._mean_speed()
+        for number, work in slot.flight.items():
+            begun = slot.begun.get(number)
+            takes = max(work.cost / speed, slot.expected.get(number, 0.0))
+            speed = work.cost / takes
+            ends += takes if begun is None else max(0.0, takes - (now - begun))
+            if begun is not None and now - slot.heard > 3 * work.cost / self._mean_speed() + 1.0:
+                ends = float("inf")
+            if number in self.live:
+                yield ends, work
 
 
 def cost(spec: Spec) -> float:
