@@ -39,7 +39,8 @@ from halation.generation.results import Tally, WorkerTally
 from halation.generation.shared_ledger import Process, SharedLedger, create_once
 from halation.generation.supervisor import Claims, Effort
 from halation.generation.worker import DEPTH
-from halation.jobs.generate import SHARED_LEDGER, Session, logging_to, places_of
+from halation.jobs.generate import SHARED_LEDGER, logging_to, places_of
+from halation.jobs.generation import Session
 from halation.jobs.logs import Echo
 from halation.jobs.subject import Subject
 from halation.plan import Sheets
