@@ -16,8 +16,11 @@ NAMES = (
     "duel_02_loader",
     "duel_03_preview",
     "duel_04_all_ranks",
+    "duel_05_uneven",
     "duel_06_png",
+    "duel_07_generate",
     "duel_08_resume",
+    "overhead",
     "scaling",
 )
 

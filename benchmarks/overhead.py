@@ -1,0 +1,185 @@
+"""Overhead: `halation generate` with a painter of 0.2 s against a bare loop that sleeps, makes the same card and saves it with Pillow.
+
+Both sides are processes of their own, in turns; what counts is the time from the first picture to the last, divided by the pictures
+in between. The journal's cost is measured the same way: the command as shipped against one whose ledger writes no outcome down.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import inputs, measure, shipped
+
+PAINT_S = 0.2
+HEIGHTS = (64, 512)
+MOST = {"bare": 1.03, "unwritten": 1.02}
+"""What ours may take at most, against a bare loop and against itself without a journal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One size of the benchmark."""
+
+    num_pictures: int
+    """Of each worker."""
+    rounds: int
+
+
+FULL = Setting(num_pictures=25, rounds=5)
+SMALL = Setting(num_pictures=8, rounds=1)
+
+
+def write_prompts(path: Path, num: int) -> None:
+    path.write_text("".join(f"picture {number} of many\n" for number in range(num)))
+
+
+def seconds_each(folder: Path, num_workers: int) -> float:
+    """Of a worker for a picture, from the folder's first to its last."""
+    times = sorted(path.stat().st_mtime for path in folder.glob("*.png"))
+    # Each worker's first one is where its clock begins.
+    return (times[-1] - times[0]) / (len(times) / num_workers - 1)
+
+
+# -- ours
+
+
+def generate(folder: Path, size: int, num_workers: int, *, journal: bool) -> float:
+    """Seconds a picture of the command; without its journal it runs in a process that has lost `Ledger.record`."""
+    shutil.rmtree(folder, ignore_errors=True)
+    words = [
+        "generate", "--prompts_csv", str(folder.parent / f"prompts_{num_workers}.txt"), "--model_path", f"testcard:{PAINT_S}",
+        "--output_dir", str(folder), "--height", str(size), "--width", str(size), "--batch_size", "1", "--micro_batch", "1",
+        "--nproc", str(num_workers), "--oversubscribe", "--progress", "none",
+    ]  # fmt: skip
+    if journal:
+        shipped.halation(words, folder.parent / "generate.log", {"CUDA_VISIBLE_DEVICES": ""})
+    else:
+        command = [sys.executable, "-m", "benchmarks.overhead", "--unwritten", *words]
+        subprocess.run(
+            command, env=shipped.environment({"CUDA_VISIBLE_DEVICES": ""}), check=False, stderr=subprocess.DEVNULL
+        )
+    return seconds_each(folder, num_workers)
+
+
+def unwritten(words: Sequence[str]) -> int:
+    """The command with a ledger that forgets; it ends with 1, because nothing is done."""
+    from halation.cli import main as halation
+    from halation.generation.ledger import Ledger
+
+    def forget(_self: Ledger, _outcomes: object) -> None: ...
+
+    Ledger.record = forget  # type: ignore[assignment,method-assign]
+    sys.argv = ["halation", *words]
+    return int(halation() or 0)
+
+
+# -- the peer
+
+
+def bare(folder: Path, size: int, num_workers: int, num_pictures: int) -> float:
+    """Seconds a picture of as many loops as there are workers, each in its own process."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    command = [sys.executable, "-m", "benchmarks.overhead", "--bare", str(folder), str(size), str(num_pictures)]
+    loops = [
+        subprocess.Popen([*command, str(number), str(num_workers)], env=shipped.environment())
+        for number in range(num_workers)
+    ]
+    codes = [loop.wait() for loop in loops]
+    if any(codes):
+        raise SystemExit(f"the bare loops ended with {codes}")
+    return seconds_each(folder, num_workers)
+
+
+def bare_loop(folder: Path, size: int, num_pictures: int, first: int, step: int) -> int:
+    from PIL import Image
+
+    from halation.generation.testcard import card
+    from halation.specs import Spec
+
+    for number in range(first, num_pictures * step, step):
+        spec = Spec(
+            index=number, id=f"{number + 1:06d}", prompt=f"picture {number} of many", seed=42 + number, height=size, width=size, steps=20,
+            guidance_scale=7.5,
+        )  # fmt: skip
+        time.sleep(PAINT_S)
+        Image.fromarray(card(spec)[0]).save(folder / f"{spec.id}_seed{spec.seed}.png")
+    return 0
+
+
+# -- the comparison
+
+
+def check(ours: Path, theirs: Path) -> str:
+    """The same pixels under the same names."""
+    from PIL import Image
+
+    names = sorted(path.name for path in theirs.glob("*.png"))
+    if names != sorted(path.name for path in ours.glob("*.png")):
+        raise SystemExit(f"{ours} and {theirs} hold other pictures")
+    for name in names:
+        with Image.open(ours / name) as one, Image.open(theirs / name) as other:
+            if one.tobytes() != other.tobytes():
+                raise SystemExit(f"{name} differs")
+    return f"the same {len(names)} pictures"
+
+
+def rows_of(setting: Setting, size: int, num_workers: int, work: Path) -> list[measure.Row]:
+    measure.say(f"{size} x {size}, {num_workers} worker(s): turns A B C A B C")
+    folders = {name: work / name for name in ("ours", "bare", "unwritten")}
+    figures = measure.interleaved(
+        {
+            "ours": lambda: generate(folders["ours"], size, num_workers, journal=True),
+            "bare": lambda: bare(folders["bare"], size, num_workers, setting.num_pictures),
+            "unwritten": lambda: generate(folders["unwritten"], size, num_workers, journal=False),
+        },
+        setting.rounds,
+    )
+    middle = measure.medians(figures)
+    spread = measure.spread([1e3 * value for value in figures["ours"]])
+    name = f"{size} x {size}, {num_workers} worker{'s' if num_workers > 1 else ''}"
+    peers = (("bare", "bare loop" if num_workers == 1 else "bare loops"), ("unwritten", "no journal"))
+    return [
+        measure.Row(
+            case=f"{name} : {peer}", ours=middle["ours"] * 1e3, peer=middle[side] * 1e3, unit="ms", limit=PAINT_S * 1e3,
+            check=check(folders["ours"], folders[side]), equality="E0",
+            note=f"{middle['ours'] / middle[side] - 1:+.2%} (at most {MOST[side] - 1:.0%}); ours {spread} ms",
+        )
+        for side, peer in peers
+    ]  # fmt: skip
+
+
+def compare(setting: Setting, work: Path) -> measure.Report:
+    rows = []
+    for num_workers in (1, 2):
+        write_prompts(work / f"prompts_{num_workers}.txt", setting.num_pictures * num_workers)
+        for size in HEIGHTS:
+            rows += rows_of(setting, size, num_workers, work)
+    facts = measure.machine() | {"painter s": PAINT_S, "pictures": setting.num_pictures, "load": os.getloadavg()[0]}
+    return measure.Report(name="overhead", rows=tuple(rows), facts=facts)
+
+
+def main(arguments: list[str] | None = None) -> measure.Report | int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["--unwritten"]:
+        return unwritten(arguments[1:])
+    if arguments[:1] == ["--bare"]:
+        size, num_pictures, first, step = map(int, arguments[2:])
+        return bare_loop(Path(arguments[1]), size, num_pictures, first, step)
+    asked = measure.parser(__doc__ or "").parse_args(arguments)
+    with inputs.workplace(asked.work) as work:
+        report = compare(SMALL if asked.size == "small" else FULL, work)
+    measure.finish(report, asked.output)
+    return report
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.exit(code if isinstance(code, int) else 0)
