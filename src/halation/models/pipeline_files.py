@@ -77,13 +77,13 @@ def _model_index(path: Path) -> dict[str, Any]:
             "a local folder in diffusers layout: model_index.json and a folder for each component",
             "download the whole model, and give the folder that holds model_index.json",
         )
-    value = _read_json(file)
+    value = read_json(file)
     if not isinstance(value, dict):
         raise InputError(f"{file} holds no JSON object", "a pipeline's index", "copy the model again")
     return value
 
 
-def _read_json(file: Path) -> Any:
+def read_json(file: Path) -> Any:
     try:
         if file.stat().st_size > _MAX_JSON:
             raise ValueError("larger than 64 MiB")
@@ -143,7 +143,7 @@ def _check_component(path: Path, name: str) -> str | None:
 
 
 def _check_config(file: Path) -> None:
-    value = _read_json(file)
+    value = read_json(file)
     for key, inner in _entries(value):
         if key == "auto_map" and inner:
             raise InputError(

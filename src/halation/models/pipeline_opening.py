@@ -17,11 +17,22 @@ from torch import nn
 from halation.errors import InputError
 from halation.models.pipeline_checks import DTYPES, Options, refuse_other_inputs
 from halation.models.pipeline_files import PipelineFiles
+from halation.models.pipeline_tokenizers import need_vocabulary
 from halation.models.steering import DENOISERS
 
 logger = logging.getLogger(__name__)
 _MAX_SHAPES = (
     64  # each size, batch and guidance pattern of a run is compiled once; the default of 8 falls back to eager silently
+)
+_LOADING_ERRORS = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    OSError,
+    ImportError,
+    RuntimeError,
+    SafetensorError,
 )
 
 
@@ -50,6 +61,7 @@ def pipeline_class(files: PipelineFiles) -> type[Any]:
                 f"install the {library} release the model asks for",
             )
         _need_weights(files, name, getattr(home, class_name, None))
+        need_vocabulary(files.path / name, getattr(home, class_name, None))
     return kind
 
 
@@ -97,36 +109,8 @@ def _listening() -> Iterator[_Reports]:
 
 def load(files: PipelineFiles, options: Options) -> Any:
     """The pipeline, its weights memory-mapped where they need no cast, or read straight onto the GPU."""
-    on_gpu = torch.device(options.device).type == "cuda" and options.offload == "none"
-    placing = {"device_map": "cuda"} if on_gpu else {}
-    try:
-        with _listening() as reports, torch.cuda.device(options.device) if on_gpu else nullcontext():
-            pipe = diffusers.DiffusionPipeline.from_pretrained(
-                str(files.path),
-                dtype=DTYPES[options.dtype],
-                use_safetensors=True,
-                local_files_only=True,
-                trust_remote_code=False,
-                variant=files.variant,
-                **placing,
-            )
-    except torch.OutOfMemoryError:
-        raise
-    except (
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        OSError,
-        ImportError,
-        RuntimeError,
-        SafetensorError,
-    ) as error:
-        raise InputError(
-            f"{files.path} cannot be opened as a {files.class_name}: {type(error).__name__}: {error}",
-            "a whole pipeline folder, as save_pretrained writes it",
-            "copy the model again, or install what the message asks for",
-        ) from error
+    with _listening() as reports:
+        pipe = _read(files, options)
     # A text encoder's pooler is made up in several published models, and no pipeline looks at it.
     made_up = [name for name in reports.made_up if "pooler" not in name]
     if made_up:
@@ -141,6 +125,30 @@ def load(files: PipelineFiles, options: Options) -> Any:
             # Weights keep requires_grad: without it float32 matmuls on a GPU take another path, and pixels differ from the pipeline's.
             component.eval()
     return pipe
+
+
+def _read(files: PipelineFiles, options: Options) -> Any:
+    on_gpu = torch.device(options.device).type == "cuda" and options.offload == "none"
+    placing = {"device_map": "cuda"} if on_gpu else {}
+    try:
+        with torch.cuda.device(options.device) if on_gpu else nullcontext():
+            return diffusers.DiffusionPipeline.from_pretrained(
+                str(files.path),
+                dtype=DTYPES[options.dtype],
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                variant=files.variant,
+                **placing,
+            )
+    except torch.OutOfMemoryError:
+        raise
+    except _LOADING_ERRORS as error:
+        raise InputError(
+            f"{files.path} cannot be opened as a {files.class_name}: {type(error).__name__}: {error}",
+            "a whole pipeline folder, as save_pretrained writes it",
+            "copy the model again, or install what the message asks for",
+        ) from error
 
 
 def apply_offload(pipe: Any, options: Options) -> None:

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from halation.models.painting import Frames, PaintError, Painting
 from halation.models.pipeline_checks import Checks, Options, call_parameters
-from halation.models.pipeline_family import family_of
+from halation.models.pipeline_family import Family, family_of
 from halation.models.pipeline_files import inspect_folder
 from halation.models.pipeline_opening import apply_compile, apply_offload, load, pipeline_class, pipeline_modules
 from halation.models.pipeline_pixels import Part, as_videos, collector, merged
 from halation.models.pipeline_schedulers import replaced
+from halation.models.pipeline_tokenizers import TextLimit, check_tokenizers
 from halation.models.steering import Call, Decoded, Steering, finite_rows
 from halation.specs import Spec
 
@@ -52,22 +53,28 @@ def open_pipeline(
     family = family_of(kind.__name__)
     options.check(kind, family)
     pipe = load(files, options)
+    check_tokenizers(files.path, pipe, family)
+    return _assembled(pipe, family, options)
+
+
+def _assembled(pipe: Any, family: Family, options: Options) -> PipelineModel:
+    """A loaded pipeline with its scheduler, hooks, compiled blocks and offloading, which only work in this order."""
     original = type(pipe.scheduler).__name__
-    if scheduler:
-        pipe.scheduler = replaced(pipe.scheduler, scheduler, family)
+    if options.scheduler:
+        pipe.scheduler = replaced(pipe.scheduler, options.scheduler, family)
     checks = Checks(pipe=pipe, family=family, options=options)
     checks.options_fit()
     # Weights that move between host and GPU are not where a recording would look for them.
-    replay = compile and offload == "none" and torch.device(device).type == "cuda"
+    replay = options.compile and options.offload == "none" and torch.device(options.device).type == "cuda"
     steering = Steering(
         pipe=pipe,
         branches=family.branches,
-        cfg_truncation_step=cfg_truncation_step,
+        cfg_truncation_step=options.cfg_truncation_step,
         replay=replay,
         timesteps_on_cpu=family.reads_timesteps,
     )
     steering.install()
-    if compile:
+    if options.compile:
         apply_compile(pipe)
     apply_offload(pipe, options)
     return PipelineModel(pipe=pipe, steering=steering, checks=checks, own_scheduler=original)
@@ -82,6 +89,8 @@ class PipelineModel:
         self._checks = checks
         self._options = checks.options
         self._parameters = call_parameters(type(pipe))
+        defaults = {name: parameter.default for name, parameter in self._parameters.items()}
+        self._text_limit = TextLimit(pipe, checks.family, {**defaults, **self._options.arguments})
         self.facts = checks.facts(own_scheduler)
 
     def check(self, spec: Spec) -> None:
@@ -96,6 +105,7 @@ class PipelineModel:
         first = specs[0]
         if any(spec.shape != first.shape or spec.guidance_scale != first.guidance_scale for spec in specs):
             raise ValueError("the specs of one call have one shape and one guidance scale")
+        self._text_limit.mention(specs)
         if not self._checks.family.pads_text_to_one_length and len(specs) > 1:
             # A prompt padded to its longest neighbour would draw another picture beside another neighbour.
             return merged(
