@@ -16,6 +16,7 @@ from torch import nn
 
 import tiny_pipelines
 from halation.errors import InputError
+from halation.generation.painter import eagerly
 from pipeline_specs import PROMPTS, drawn, opened, plain, plain_pipe, reopened, specs
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # diffusers' DPM-Solver
@@ -75,6 +76,13 @@ def test_what_check_lets_pass_is_drawn_at_that_size(family: str) -> None:
         ("hunyuan", {"arguments": {"prompt_embeds": 1}}, "no such option"),
         ("hunyuan", {"arguments": {"guidance_rescale": "much"}}, "a value like its default, 0.0"),
         ("hunyuan", {"arguments": {"use_resolution_binning": 1}}, "a value like its default, True"),
+        ("flux", {"arguments": {"max_sequence_length": 12.5}}, "a value like its default, 512"),
+        ("sd3", {"arguments": {"clip_skip": "a"}}, "clip_skip='a'[\\s\\S]*int"),
+        ("stable_diffusion", {"arguments": {"timesteps": 5}}, r"timesteps=5[\s\S]*list\[int\][\s\S]*\[1, 2\]"),
+        ("stable_diffusion", {"arguments": {"timesteps": ["a"]}}, r"list\[int\]"),
+        ("stable_diffusion", {"arguments": {"cross_attention_kwargs": 3}}, "dict"),
+        ("hunyuan", {"arguments": {"target_size": [64, 64, 3]}}, r"tuple\[int, int\]"),
+        ("wan", {"arguments": {"guidance_scale_2": True}}, "float"),
     ],
 )
 def test_an_option_the_pipeline_lacks_is_refused_with_those_it_has(
@@ -91,6 +99,34 @@ def test_arguments_reach_the_pipeline() -> None:
     np.testing.assert_array_equal(pictures, plain(plain_pipe("hunyuan"), specs(*PROMPTS[:2]), **arguments))
     assert not np.array_equal(pictures, drawn(opened("hunyuan"), specs(*PROMPTS[:2])))
     assert model.facts["arguments"] == arguments
+
+
+@pytest.mark.parametrize(
+    ("family", "arguments", "message"),
+    [
+        ("stable_diffusion", {"clip_skip": 99}, "clip_skip=99: IndexError"),
+        ("stable_diffusion", {"timesteps": [900, 500]}, r"timesteps=\[900, 500\]: ValueError: [\s\S]*custom timestep"),
+        ("sd3", {"max_sequence_length": 1000}, "max_sequence_length=1000: ValueError: [\\s\\S]*greater than 512"),
+        ("pixart", {"max_sequence_length": -1}, "max_sequence_length=-1: OverflowError"),
+        ("sd3", {"prompt_2": ["a", "b", "c"]}, r"prompt_2=\['a', 'b', 'c'\]: RuntimeError"),
+    ],
+)
+def test_values_the_pipelines_call_does_not_accept_are_refused_at_the_rehearsal(
+    family: str, arguments: dict[str, Any], message: str
+) -> None:
+    model = reopen(family, arguments=arguments)
+    refusal = pytest.raises(InputError, match=rf"does not draw with --pipeline_args {message}[\s\S]*leave them out")
+    with refusal, eagerly():
+        drawn(model, specs("a dog", "a cat"))
+
+
+@pytest.mark.parametrize("arguments", [{"target_size": [64, 48]}, {"target_size": None}, {"guidance_rescale": 1}])
+def test_values_that_json_writes_in_another_way_reach_the_pipeline(arguments: dict[str, Any]) -> None:
+    model = reopen("hunyuan", arguments=arguments)
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in arguments.items()}
+    reference = plain(plain_pipe("hunyuan"), specs("a dog"), **given)
+    np.testing.assert_array_equal(drawn(model, specs("a dog")), reference)
+    assert json.loads(json.dumps(model.facts)) == model.facts
 
 
 def test_guidance_that_changes_nothing_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from halation.errors import InputError
+from halation.models.pipeline_arguments import call_parameters, check_arguments
 from halation.models.pipeline_family import FAMILIES, Family
 from halation.models.pipeline_schedulers import trial
 from halation.models.steering import boundary_timestep
@@ -23,26 +24,11 @@ logger = logging.getLogger(__name__)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 OFFLOADS = ("none", "model", "layers")
 _NEEDED = ("prompt", "height", "width", "num_inference_steps", "generator", "output_type")
-_FROM_THE_SPEC = {
-    "prompt": "the prompt list",
-    "negative_prompt": "--negative_prompt",
-    "height": "--height",
-    "width": "--width",
-    "num_frames": "--num_frames",
-    "num_inference_steps": "--num_inference_steps",
-    "guidance_scale": "--guidance_scale",
-    "generator": "--seed_start",
-}
-_OURS = ("output_type", "return_dict", "latents", "num_images_per_prompt", "num_videos_per_prompt")
 _PICTURES = ("image", "video", "mask_image", "control_image", "images", "input_image")
 _OTHER_TASKS = (
     *("Img2Img", "Inpaint", "ControlNet", "ImageToVideo", "Image2Video", "VideoToVideo", "Edit", "Kontext", "Upscale"),
     *("Fill", "Redux", "Depth", "Animate", "VACE", "Control", "Adapter"),
 )
-
-
-def call_parameters(kind: type[Any]) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(kind.__call__).parameters
 
 
 def refuse_other_inputs(kind: type[Any]) -> None:
@@ -93,40 +79,9 @@ class Options:
             raise InputError(
                 f"--offload {self.offload} on a CPU", "a GPU to offload from", "leave --offload out, or give --gpu_ids"
             )
-        self._check_arguments(kind)
+        check_arguments(kind, self.arguments)
         if self.cfg_truncation_step is not None:
             self._check_truncation(kind, family)
-
-    def _check_arguments(self, kind: type[Any]) -> None:
-        parameters = call_parameters(kind)
-        usable = {
-            name: parameter
-            for name, parameter in parameters.items()
-            if name not in ("self", *_FROM_THE_SPEC, *_OURS)
-            and not name.startswith("callback")
-            and not any(part in name for part in ("_embeds", "attention_mask", "ip_adapter"))
-            and parameter.kind is not inspect.Parameter.VAR_KEYWORD
-        }
-        for name, value in self.arguments.items():
-            if name in _FROM_THE_SPEC:
-                raise InputError(
-                    f"--pipeline_args {name}={value}",
-                    "an option of the pipeline that has no flag of its own",
-                    f"use {_FROM_THE_SPEC[name]}",
-                )
-            if name not in usable:
-                raise InputError(
-                    f"--pipeline_args {name}={value}: {kind.__name__} has no such option",
-                    f"one of {', '.join(sorted(usable))}",
-                    "choose one of those, or leave it out",
-                )
-            default = usable[name].default
-            if not _alike(value, default):
-                raise InputError(
-                    f"--pipeline_args {name}={value!r}",
-                    f"a value like its default, {default!r}",
-                    f"give {name} as {type(default).__name__}",
-                )
 
     def _check_truncation(self, kind: type[Any], family: Family) -> None:
         assert self.cfg_truncation_step is not None
@@ -149,16 +104,6 @@ class Options:
                 f"a pipeline with an unconditional branch, or {argument} above 1",
                 f"leave --cfg_truncation_step out, or add --pipeline_args {argument}=4.0",
             )
-
-
-def _alike(value: Any, default: Any) -> bool:
-    if isinstance(default, bool):
-        return isinstance(value, bool)
-    if isinstance(default, (int, float)):
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    if isinstance(default, str):
-        return isinstance(value, str)
-    return True
 
 
 class Checks:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halation.models.painting import Frames, PaintError, Painting
-from halation.models.pipeline_checks import Checks, Options, call_parameters
+from halation.models.painting import REHEARSING, Frames, PaintError, Painting
+from halation.models.pipeline_arguments import as_called, call_parameters, refused_by_the_call
+from halation.models.pipeline_checks import Checks, Options
 from halation.models.pipeline_family import Family, family_of
 from halation.models.pipeline_files import inspect_folder
 from halation.models.pipeline_opening import apply_compile, apply_offload, load, pipeline_class, pipeline_modules
@@ -20,6 +21,9 @@ from halation.models.pipeline_schedulers import replaced
 from halation.models.pipeline_tokenizers import TextLimit, check_tokenizers
 from halation.models.steering import Call, Decoded, Steering, finite_rows
 from halation.specs import Spec
+
+_CALL_ERRORS = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RuntimeError)
+"""What a pipeline raises over a value it did not expect."""
 
 
 def open_pipeline(
@@ -89,6 +93,7 @@ class PipelineModel:
         self._checks = checks
         self._options = checks.options
         self._parameters = call_parameters(type(pipe))
+        self._arguments = as_called(type(pipe), self._options.arguments)
         defaults = {name: parameter.default for name, parameter in self._parameters.items()}
         self._text_limit = TextLimit(pipe, checks.family, {**defaults, **self._options.arguments})
         self.facts = checks.facts(own_scheduler)
@@ -152,6 +157,12 @@ class PipelineModel:
             if call.out_of_memory is None:
                 raise
             raise call.out_of_memory from None
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
+        except _CALL_ERRORS as error:
+            if not self._options.arguments or not REHEARSING.get():
+                raise
+            raise refused_by_the_call(type(self._pipe), self._options.arguments, error) from error
         finally:
             if not finished:
                 self._pipe.maybe_free_model_hooks()
@@ -177,7 +188,7 @@ class PipelineModel:
         if self._checks.has_negative_prompt and not (nothing_given and self._zeroes_no_negative):
             offered["negative_prompt"] = [spec.negative_prompt for spec in specs]
         keywords |= {name: value for name, value in offered.items() if name in self._parameters}
-        return keywords | self._checks.settled_arguments | dict(self._options.arguments)
+        return keywords | self._checks.settled_arguments | self._arguments
 
     def _painting(self, specs: Sequence[Spec], output: Any, decoded: Decoded | None) -> Painting:
         videos = as_videos(output[0])
