@@ -13,8 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tiny_pipelines
+from halation.models.graphs import NUM_WARM_UPS, Replayed
 from halation.models.painting import NotFinite
 from halation.models.pipelines import PipelineModel
+from halation.models.steering import DENOISERS
 from pipeline_specs import PROMPTS, drawn, plain, reopened, specs
 
 pytestmark = [
@@ -110,3 +112,44 @@ def test_compiled_blocks_draw_the_same_picture_within_rounding_on_a_gpu(family: 
     pictures = drawn(reopen(family, compile=True, dtype="fp32"), wanted)
     reference = drawn(reopen(family, dtype="fp32"), wanted)
     assert np.abs(np.asarray(pictures, int) - np.asarray(reference, int)).mean() < 2
+
+
+def recorders(model: PipelineModel) -> list[Replayed]:
+    """What stands between the steering and the denoisers' own forwards."""
+    modules = [getattr(model._pipe, name, None) for name in DENOISERS]
+    return [module.forward.__wrapped__ for module in modules if module is not None]
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "changes"),
+    [
+        ("sd3", {}, {}),
+        ("sd3", {"cfg_truncation_step": 2}, {}),
+        ("flux", {}, {}),
+        ("flux", {"arguments": {"true_cfg_scale": 3.0}, "cfg_truncation_step": 2}, {"negative_prompt": "blue"}),
+        ("wan", {}, {"num_frames": 5}),
+        ("wan", {"cfg_truncation_step": 2}, {"num_frames": 5}),
+    ],
+)
+def test_a_forward_replayed_as_a_graph_draws_the_very_picture_it_drew_before(
+    family: str, options: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    model = reopen(family, compile=True, **options)
+    found = recorders(model)
+    assert all(isinstance(recorder, Replayed) for recorder in found)
+    sheets = [specs(*PROMPTS[:2], seed=seed, steps=4, **changes) for seed in (7, 30)]
+    for recorder in found:
+        recorder.off = True
+    called = [drawn(model, sheet) for sheet in sheets]
+    assert not any(recorder.recordings for recorder in found)
+    for recorder in found:
+        recorder.off = False
+    # Warm-up, recording and replaying all happen within these; the sheets alternate, so that what a recording keeps would show.
+    for _ in range(NUM_WARM_UPS + 2):
+        for sheet, pictures in zip(sheets, called, strict=True):
+            np.testing.assert_array_equal(drawn(model, sheet), pictures)
+    assert all(recorder.recordings and not recorder.off for recorder in found)
+    num_shapes = 2 if family == "sd3" and options else 1  # the conditional half alone is another shape
+    assert all(len(recorder.recordings) >= num_shapes for recorder in found)
+    for sheet, pictures in zip(sheets, called, strict=True):
+        np.testing.assert_array_equal(drawn(model, sheet), pictures)
