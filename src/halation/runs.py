@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -10,26 +11,33 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from halation.errors import HalationError, InputError
 from halation.faults import fault_point
 
 CONFIG_FILE = "config.json"
 METRICS_FILE = "metrics.jsonl"
+_num_temporaries = itertools.count()
 
 
-def publish(path: Path, data: bytes, point: str = "publish") -> None:
-    """Write a file so that its name never stands for half of it: temporary name, fsync, rename, fsync of the folder.
+def temporary_for(path: Path) -> Path:
+    """A name beside `path` for what is not whole yet, which no other writer has: not even another thread of this process."""
+    return path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}-{next(_num_temporaries)}.tmp")
+
+
+@contextlib.contextmanager
+def publishing(path: Path, point: str = "publish") -> Iterator[BinaryIO]:
+    """A file to write into that gets its name only when it is whole: temporary name, fsync, rename, fsync of the folder.
 
     `point` is what its fault points are called.
     """
-    temporary = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")
+    temporary = temporary_for(path)
     try:
         fault_point(f"{point}.open")
-        with open(temporary, "wb") as file:
+        with open(temporary, "wb", buffering=1 << 20) as file:
             fault_point(f"{point}.write")
-            file.write(data)
+            yield file
             file.flush()
             fault_point(f"{point}.fsync")
             os.fsync(file.fileno())
@@ -43,6 +51,12 @@ def publish(path: Path, data: bytes, point: str = "publish") -> None:
             error.filename = str(path)  # a full disk is told by write(), which knows no name
         raise
     sync_folder(path.parent)
+
+
+def publish(path: Path, data: bytes, point: str = "publish") -> None:
+    """Write a whole file, so that its name never stands for half of it."""
+    with publishing(path, point) as file:
+        file.write(data)
 
 
 def publish_json(path: Path, value: Any) -> None:

@@ -86,9 +86,10 @@ class PaintingActor(Hand):
             "body": {"facts": facts, "seconds": round(time.perf_counter() - began, 2)},
         }
 
-    def rehearse_sheet(self, examples: Sequence[dict[str, Any]], sheet_size: int) -> dict[str, Any]:
+    def rehearse_sheet(self, examples: Sequence[dict[str, Any]], sheet_size: int, micro_batch: int) -> dict[str, Any]:
+        order = {"examples": examples, "sheet_size": sheet_size, "micro_batch": micro_batch}
         try:
-            self.rehearse(self._opened(), {"examples": examples, "sheet_size": sheet_size})
+            self.rehearse(self._opened(), order)
         except HalationError as error:
             return _refused(error)
         return self._answers.pop(-1)

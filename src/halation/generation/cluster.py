@@ -23,7 +23,7 @@ from halation.errors import InputError
 from halation.generation.actor import CALLS_AT_ONCE, OpenEasel, PaintingActor, installed
 from halation.generation.crew import Place
 from halation.generation.tasks import Event, Task
-from halation.generation.writer import Parcel, Refused, store
+from halation.generation.writer import Parcel, Refused, Store
 from halation.specs import Spec
 
 log = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ class RayCrew:
         self.labels: Sequence[str] = [place.label for place in places]
         self.names: Sequence[str] = [place.name for place in places]
         self.settings = {**settings, "versions": installed()}
-        self.folder = Path(settings["folder"])
+        self.store = Store(Path(settings["folder"]))
         self.logs = logs
         self.open_easel = open_easel
         self._posts: dict[int, Post] = {}
@@ -201,10 +201,11 @@ class RayCrew:
 
     # -- orders
 
-    def rehearse(self, worker: int, examples: Sequence[Spec], sheet_size: int) -> None:
+    def rehearse(self, worker: int, examples: Sequence[Spec], sheet_size: int, micro_batch: int) -> None:
         post = self._posts.get(worker)
         if post:
-            answer = post.actor.rehearse_sheet.remote([spec.as_json() for spec in examples], sheet_size)
+            specs = [spec.as_json() for spec in examples]
+            answer = post.actor.rehearse_sheet.remote(specs, sheet_size, micro_batch)
             self._when_done(worker, post, answer, self._answered)
 
     def give(self, worker: int, task: Task) -> None:
@@ -342,7 +343,7 @@ class RayCrew:
             for parcel in self._fetched(ref):
                 # A sheet may be drawn twice at the end of a run; two writers of one name would share a temporary file.
                 with self._by_name[hash(parcel.files[-1][0]) % len(self._by_name)]:
-                    store(self.folder, parcel)
+                    self.store(parcel)
         except RayError as error:
             lost = error
             self._inbox.put(lambda: self._lost(worker, lost) if self._posts.get(worker) is post else [])

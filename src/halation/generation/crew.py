@@ -49,7 +49,8 @@ class Crew(Protocol):
     def start(self, worker: int) -> None:
         """Start it, or start it again; `ready` or `refused` follows."""
 
-    def rehearse(self, worker: int, examples: Sequence[Spec], sheet_size: int) -> None: ...
+    def rehearse(self, worker: int, examples: Sequence[Spec], sheet_size: int, micro_batch: int) -> None:
+        """Check that it can draw these, and find out how many at once where `micro_batch` is 0; `rehearsed` or `refused` follows."""
 
     def give(self, worker: int, task: Task) -> None: ...
 
@@ -142,10 +143,9 @@ class LocalCrew:
         place = self.places[worker]
         self._tell(worker, {"do": "open", "device": place.device, "label": place.label, **self.settings})
 
-    def rehearse(self, worker: int, examples: Sequence[Spec], sheet_size: int) -> None:
-        self._tell(
-            worker, {"do": "rehearse", "examples": [spec.as_json() for spec in examples], "sheet_size": sheet_size}
-        )
+    def rehearse(self, worker: int, examples: Sequence[Spec], sheet_size: int, micro_batch: int) -> None:
+        specs = [spec.as_json() for spec in examples]
+        self._tell(worker, {"do": "rehearse", "examples": specs, "sheet_size": sheet_size, "micro_batch": micro_batch})
 
     def give(self, worker: int, task: Task) -> None:
         self._tell(worker, {"do": "draw", "task": task.as_json()})

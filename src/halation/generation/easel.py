@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,8 +63,8 @@ class Easel:
     def _on_painting_thread(self, action: Callable[[], Any]) -> Any:
         return self._painting.submit(action).result()
 
-    def rehearse(self, examples: list[Spec], sheet_size: int) -> int:
-        size: int = self._on_painting_thread(lambda: self.painter.rehearse(examples, sheet_size))
+    def rehearse(self, examples: list[Spec], sheet_size: int, micro_batch: int) -> int:
+        size: int = self._on_painting_thread(lambda: self.painter.rehearse(examples, sheet_size, micro_batch))
         return size
 
     def drop(self, number: int | None) -> None:
@@ -87,6 +87,9 @@ class Easel:
                 for row, request in enumerate(task.requests)
                 if request.spec.index in task.wanted
             ]
+            wait(
+                parcels
+            )  # a sheet that fails may be drawn again at once: nothing of it may still be on its way to the disk
             return Drawn(outcomes=[parcel.result() for parcel in parcels], seconds_painting=seconds)
 
     def _paint(self, task: Task, on_begin: Callable[[], None], on_step: OnStep) -> tuple[float, list[Piece]]:
@@ -111,8 +114,13 @@ class Easel:
         index = request.spec.index
         if isinstance(result, PaintError):
             return Outcome(index=index, state="failed", worker=self.label, reason=str(result))
-        fault_point("encode")
-        parcel = pack(request, result, self.style)
+        try:
+            fault_point("encode")
+            parcel = pack(request, result, self.style)
+        except Exception as error:
+            log.exception("picture %s could not be encoded", request.spec.id)
+            reason = f"could not be encoded: {type(error).__name__}: {error}"
+            return Outcome(index=index, state="failed", worker=self.label, reason=reason)
         self.store(parcel)
         return Outcome(
             index=index,

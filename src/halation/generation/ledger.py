@@ -32,7 +32,7 @@ WAITS_S = (0.1, 0.5, 2.0)
 # `unfinished` is a partial index, so that a resume reads what is missing and never what is there.
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS facts(key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS shapes(number INTEGER PRIMARY KEY, shape TEXT NOT NULL UNIQUE);
+CREATE TABLE IF NOT EXISTS shapes(number INTEGER PRIMARY KEY, shape TEXT NOT NULL UNIQUE, negative INTEGER);
 CREATE TABLE IF NOT EXISTS pictures(
     picture INTEGER PRIMARY KEY, name TEXT NOT NULL, id TEXT NOT NULL, prompt TEXT NOT NULL, negative_prompt TEXT NOT NULL,
     seed INTEGER NOT NULL, height INTEGER NOT NULL, width INTEGER NOT NULL, num_frames INTEGER NOT NULL, steps INTEGER NOT NULL,
@@ -145,12 +145,18 @@ class Ledger:
 
     def _planned(self, requests: Iterable[Request]) -> Iterator[tuple[Any, ...]]:
         shapes = {shape: number for number, shape in self.connection.execute("SELECT number, shape FROM shapes")}
+        negatives: set[str] = set()
         for request in requests:
             spec = request.spec
             shape = json.dumps(group_of(spec))
             if shape not in shapes:
                 shapes[shape] = len(shapes)
-                self.connection.execute("INSERT INTO shapes VALUES (?, ?)", (shapes[shape], shape))
+                self.connection.execute("INSERT INTO shapes VALUES (?, ?, NULL)", (shapes[shape], shape))
+            if spec.negative_prompt and shape not in negatives:
+                negatives.add(shape)
+                self.connection.execute(
+                    "UPDATE shapes SET negative = COALESCE(negative, ?) WHERE shape = ?", (spec.index, shape)
+                )
             yield (
                 spec.index, request.name, spec.id, spec.prompt, spec.negative_prompt, spec.seed, spec.height, spec.width,
                 spec.num_frames, spec.steps, spec.guidance_scale, shapes[shape],
@@ -167,15 +173,17 @@ class Ledger:
         num_shapes = self.connection.execute("SELECT COUNT(*) FROM shapes").fetchone()[0]
         if num_shapes <= 1:
             return [np.arange(self.num_planned, dtype=np.int64)] if num_shapes else []
-        shapes = np.fromiter(
-            (row[0] for row in self.connection.execute("SELECT shape FROM pictures ORDER BY picture")), np.int64
-        )
+        rows = self.connection.execute("SELECT shape FROM pictures ORDER BY picture").fetchall()
+        shapes = np.fromiter(itertools.chain.from_iterable(rows), np.int64, len(rows))
         groups = [np.flatnonzero(shapes == number).astype(np.int64) for number in range(num_shapes)]
-        return [group for group in groups if len(group)]  # other settings may have left a shape without rows
+        return [group for group in groups if len(group)]
 
     def examples(self) -> list[Spec]:
-        """One spec of each group, in the groups' order."""
-        return [request.spec for request in self.requests([int(group[0]) for group in self.groups()])]
+        """A spec of each group and, where the group has one, a spec with a negative prompt, which not every model takes."""
+        firsts = [int(group[0]) for group in self.groups()]
+        negatives = self.connection.execute("SELECT negative FROM shapes WHERE negative IS NOT NULL").fetchall()
+        chosen = dict.fromkeys([*firsts, *(row[0] for row in negatives)])
+        return [request.spec for request in self.requests(list(chosen))]
 
     def requests(self, indices: Sequence[int]) -> list[Request]:
         """The requests of these rows, in this order."""
@@ -228,6 +236,10 @@ class Ledger:
     def rows(self) -> Iterator[Row]:
         """All rows by index."""
         return self._rows("")
+
+    def done(self) -> Iterator[Row]:
+        """Rows whose picture is there, by index."""
+        return self._rows(f"WHERE state = {DONE}")
 
     def failures(self) -> Iterator[Row]:
         return self._rows("WHERE state != 1 AND state = 2")  # both, so that the index of unfinished rows is found

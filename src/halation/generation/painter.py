@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from halation.errors import HalationError
 from halation.faults import fault_point
 from halation.models.painting import REHEARSING, Frames, NotFinite, PaintError, Painting
 from halation.specs import Sheet, Spec
@@ -80,15 +81,21 @@ class Painter:
             if len(part):
                 yield from self._fitting(sheet, part, half, on_step)
 
-    def rehearse(self, examples: Sequence[Spec], sheet_size: int) -> int:
-        """Check one spec of each shape, draw a step of the largest, and return how many pictures at once fit into memory."""
+    def rehearse(self, examples: Sequence[Spec], sheet_size: int, micro_batch: int) -> int:
+        """Check examples of all shapes and, where the micro-batch is not known (0), draw the largest to find out what fits."""
         for spec in examples:
             self.model.check(spec)
+        if micro_batch:
+            return micro_batch
         fault_point("rehearse")
-        size = sheet_size
-        for spec in sorted(examples, key=lambda spec: spec.height * spec.width * spec.num_frames, reverse=True):
-            size = min(size, self._largest(replace(spec, steps=min(spec.steps, 2)), size))
-        return size
+        largest = max(examples, key=lambda spec: spec.height * spec.width * spec.num_frames)
+        try:
+            return self._largest(replace(largest, steps=min(largest.steps, 2)), sheet_size)
+        except Exception as error:
+            if is_out_of_memory(error) or isinstance(error, HalationError) or largest.steps <= 2:
+                raise
+        # Some solvers need more steps than two; the steps that are asked for must do.
+        return self._largest(largest, sheet_size)
 
     def _largest(self, spec: Spec, size: int) -> int:
         while True:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -33,8 +33,8 @@ def plan(
     """Make the ledger hold exactly the first `limit` rows of the file (all for 0).
 
     A file and settings that the ledger knows are not read again. Where pictures were drawn (`bound`), the rows they belong
-    to must be what they were, and rows may only be added behind them. With `accept`, other settings hold for what is not
-    drawn yet; what is drawn stays, and its prompts must be what they were all the same.
+    to must be what they were; others may change, and more may stand behind them. With `accept`, other settings hold for what
+    is not drawn yet; what is drawn stays, and its prompts must be what they were all the same.
     """
     facts = {"prompts_sha256": prompts.sha256, "limit": limit, "defaults": asdict(defaults)}
     if ledger.fact("plan") == facts:
@@ -45,7 +45,9 @@ def plan(
     rows = _first(asked, limit, prompts.name)
     changed: list[Request] = []
     if ledger.num_planned:
-        changed = _compare(ledger, rows, prompts.name, accept)
+        changed, taken = _compare(ledger, rows, prompts.name, accept)
+        changed = list(_apart_from(taken, changed))
+        rows = _apart_from(taken, rows)
     renamed: list[Renamed] = []
     ledger.plan(_noting(rows, asked, renamed), {"plan": facts}, changed)
     _list_renamed(folder, renamed, asked)
@@ -64,10 +66,15 @@ def _first(asked: Iterator[Request], limit: int, source: str) -> Iterator[Reques
         )
 
 
-def _compare(ledger: Ledger, rows: Iterator[Request], source: str, accept: bool) -> list[Request]:
-    """The rows that are planned must be the file's first rows, word for word; with `accept`, what is to be drawn otherwise now."""
+def _compare(
+    ledger: Ledger, rows: Iterator[Request], source: str, accept: bool
+) -> tuple[list[Request], frozenset[str]]:
+    """The planned rows that are asked for otherwise now, and the names of pictures drawn under settings that hold no more.
+
+    Rows whose pictures are drawn must be the file's rows, word for word; with `accept`, their prompts must.
+    """
     changed: list[Request] = []
-    kept: set[str] = set()
+    taken: set[str] = set()
     lines: list[str] = []
     num_different = 0
     for known in ledger.rows():
@@ -78,13 +85,14 @@ def _compare(ledger: Ledger, rows: Iterator[Request], source: str, accept: bool)
                 "the same prompts as before, or more behind them",
                 "use the old list, or another --output_dir",
             )
+        if now == known.request:
+            continue
         same_words = (now.spec.id, now.spec.prompt) == (known.request.spec.id, known.request.spec.prompt)
-        if accept and (known.state != "done" or same_words):
-            if known.state == "done":
-                kept.add(known.request.name)
-            elif now != known.request:
-                changed.append(now)
-        elif now != known.request:
+        if known.state != "done":
+            changed.append(now)
+        elif accept and same_words:
+            taken.add(known.request.name.lower())
+        else:
             num_different += 1
             before, after = asdict(known.request.spec), asdict(now.spec)
             if num_different <= NUM_SHOWN:
@@ -92,18 +100,23 @@ def _compare(ledger: Ledger, rows: Iterator[Request], source: str, accept: bool)
     if lines:
         shown = "\n".join(f"  {line}" for line in lines)
         raise InputError(
-            f"{num_different} prompts are not those this folder was begun with:\n{shown}",
+            f"{num_different} prompts are not those their pictures in this folder were drawn from:\n{shown}",
             "the same prompts as before, or more behind them",
             "use the old list, or another --output_dir",
         )
-    twice = [request for request in changed if request.name in kept]
-    if twice:
-        raise InputError(
-            f"row {twice[0].spec.index + 1} would be called {twice[0].name} now, as a picture that another row has drawn",
-            "seeds that leave every picture its own name",
-            "use another --seed_start or another --output_dir",
-        )
-    return changed
+    return changed, frozenset(taken)
+
+
+def _apart_from(taken: frozenset[str], rows: Iterable[Request]) -> Iterator[Request]:
+    """The rows, unless one would write over a picture that another row has drawn under earlier settings."""
+    for request in rows:
+        if request.name.lower() in taken:
+            raise InputError(
+                f"row {request.spec.index + 1} would be called {request.name} now, as a picture that another row has drawn",
+                "seeds that leave every picture its own name",
+                "use another --seed_start or another --output_dir",
+            )
+        yield request
 
 
 def _noting(rows: Iterator[Request], asked: Requests, renamed: list[Renamed]) -> Iterator[Request]:

@@ -10,18 +10,16 @@ import contextlib
 import hashlib
 import json
 import os
-import socket
 import stat
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from halation.faults import fault_point
 from halation.generation.ledger import Row
-from halation.runs import publish_json, sync_folder
+from halation.runs import publish_json, publishing
 
 METADATA_FILE = "metadata.jsonl"
 SUMMARY_FILE = "summary.json"
@@ -57,34 +55,10 @@ def _joined(digests: Sequence[str]) -> str:
     return digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
-@contextlib.contextmanager
-def _publishing(path: Path, point: str) -> Iterator[BinaryIO]:
-    """A file to write into that gets its name only when it is whole; for what is too long to hold as bytes."""
-    temporary = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")
-    try:
-        fault_point(f"{point}.open")
-        with open(temporary, "wb", buffering=1 << 20) as file:
-            fault_point(f"{point}.write")
-            yield file
-            file.flush()
-            fault_point(f"{point}.fsync")
-            os.fsync(file.fileno())
-        fault_point(f"{point}.rename")
-        os.replace(temporary, path)
-        fault_point(f"{point}.renamed")
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        if isinstance(error, OSError) and error.filename is None:
-            error.filename = str(path)
-        raise
-    sync_folder(path.parent)
-
-
 def write_metadata(folder: Path, rows: Iterable[Row]) -> None:
     """metadata.jsonl, as `datasets` reads it beside pictures: a line for each done row; rows come by index."""
     last = -1
-    with _publishing(folder / METADATA_FILE, "metadata") as file:
+    with publishing(folder / METADATA_FILE, "metadata") as file:
         for row in rows:
             assert row.request.spec.index > last, "rows come by index"
             last = row.request.spec.index
@@ -122,7 +96,7 @@ def write_failures(folder: Path, workers: Sequence[str], rows: Iterable[Row]) ->
 
         def opened(worker: str) -> BinaryIO:
             path = folder / FAILURES_FILE.format(worker=worker)
-            file = stack.enter_context(_publishing(path, "failures"))
+            file = stack.enter_context(publishing(path, "failures"))
             file.write(FAILURES_HEADER.encode())
             return file
 
@@ -302,6 +276,15 @@ def summary(tally: Tally) -> dict[str, Any]:
 
 def _share(part: float, whole: float) -> float:
     return round(part / whole, 4) if whole > 0 else 0.0
+
+
+def is_summed_up(folder: Path, tally: Tally) -> bool:
+    """Whether the summary that is there tells of as many pictures; its times are then worth more than none."""
+    try:
+        known = json.loads((folder / SUMMARY_FILE).read_bytes())
+        return all(known[name] == getattr(tally, name) for name in ("planned", "done", "failed", "open"))
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def write_summary(folder: Path, tally: Tally) -> None:

@@ -43,6 +43,9 @@ class Task:
         requests = tuple(Request(spec=Spec(**row["spec"]), name=row["name"]) for row in value["requests"])
         return cls(**{**value, "requests": requests, "wanted": frozenset(value["wanted"])})
 
+    def id_of(self, index: int) -> str:
+        return next(request.spec.id for request in self.requests if request.spec.index == index)
+
     def alone(self, index: int, number: int) -> Task:
         """The same shape with one picture in every place, to find out which one of a sheet is the guilty one."""
         mine = next(request for request in self.requests if request.spec.index == index)

@@ -35,7 +35,8 @@ class Hand:
 
     def rehearse(self, easel: Easel, order: dict[str, Any]) -> None:
         try:
-            size = easel.rehearse([Spec(**spec) for spec in order["examples"]], order["sheet_size"])
+            examples = [Spec(**spec) for spec in order["examples"]]
+            size = easel.rehearse(examples, order["sheet_size"], order["micro_batch"])
             self.say("rehearsed", micro_batch=size)
         except HalationError as error:
             self.say("refused", message=str(error), exit_code=error.exit_code)

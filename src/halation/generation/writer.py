@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,21 +65,29 @@ def pack(request: Request, frames: object, style: Style) -> Parcel:
     return Parcel(files=(*zip(names[1:], pictures, strict=True), (names[0], video)), sha256=digest([video, *pictures]))
 
 
-def store(folder: Path, parcel: Parcel) -> None:
-    """Publish a parcel; a disk that refuses is asked again a few times, because some refusals pass."""
-    for wait_s in (*WAITS_S, None):
-        try:
-            _publish(folder, parcel)
-            return
-        except OSError as error:
-            if error.errno not in REFUSALS:
-                raise
-            if wait_s is None:
-                place = error.filename or folder
-                raise Refused(
-                    f"cannot write {place}: {error.strerror}; mend that, for a full disk free some space, then run the same command again"
-                ) from error
-            time.sleep(wait_s)
+class Store:
+    """Publishes parcels into a folder; a disk that refuses is asked again a few times, because some refusals pass."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.gave_up = False
+        """Once the disk has refused for good, nobody waits for it again: the run is about to end."""
+
+    def __call__(self, parcel: Parcel) -> None:
+        for wait_s in (*WAITS_S, None):
+            try:
+                _publish(self.folder, parcel)
+                return
+            except OSError as error:
+                if error.errno not in REFUSALS:
+                    raise
+                if wait_s is None or self.gave_up:
+                    self.gave_up = True
+                    place = error.filename or self.folder
+                    raise Refused(
+                        f"cannot write {place}: {error.strerror}; mend that, for a full disk free some space, then run the same command again"
+                    ) from error
+                time.sleep(wait_s)
 
 
 def _publish(folder: Path, parcel: Parcel) -> None:
@@ -92,8 +99,7 @@ def _publish(folder: Path, parcel: Parcel) -> None:
 
 def _publish_folder(target: Path, files: list[tuple[str, bytes]]) -> None:
     """Frames appear together, under a name that was empty before: a folder cannot be replaced in one step."""
-    temporary = target.with_name(f".{target.name}.{socket.gethostname()}-{os.getpid()}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
+    temporary = runs.temporary_for(target)
     temporary.mkdir()
     try:
         for name, data in files:

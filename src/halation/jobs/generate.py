@@ -33,7 +33,7 @@ MANY = sys.float_info.max
 SHARED_LEDGER = "ledger"
 """A folder where commands share theirs as files; one command alone has a ledger in one file."""
 RANGES: dict[str, tuple[float, float]] = {
-    **dict.fromkeys(("num_samples", "micro_batch", "nproc"), (0, MANY)),
+    **dict.fromkeys(("num_samples", "micro_batch", "nproc"), (0, 10**12)),
     **dict.fromkeys(("batch_size", "num_inference_steps", "num_frames", "fps", "threads"), (1, 10_000)),
     **dict.fromkeys(("height", "width"), (1, 16_384)),
     **dict.fromkeys(("stall_timeout_s", "lease_s"), (sys.float_info.min, MANY)),

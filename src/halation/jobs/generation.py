@@ -28,6 +28,7 @@ from halation.jobs.subject import Subject
 from halation.plan import Sheets, sheets_of
 from halation.prompts import PromptFile
 from halation.runs import Run
+from halation.training import trackers
 from halation.world.signals import StopSignals, exit_code
 
 log = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ class Session:
         if self.config.enable_half_frame and self.config.num_frames == 1:
             log.warning("--enable_half_frame changes nothing for pictures of one frame")
         counts = self.ledger.counts()
-        bound = counts["done"] + counts["failed"] > 0
+        bound = counts["done"] > 0  # failures bind nobody: what they failed of may have been the settings
         config = Run(self.folder).config
         before = config.read_bytes() if bound and config.exists() else b""
         self.record = self._recognised(self._settings(places), bound)
@@ -138,12 +139,25 @@ class Session:
             log.warning("%d pictures were drawn but their files are gone: drawing them again", len(gone))
             self.ledger.reopen(gone)
         if self.config.verify:
-            damages = results.verify(self.folder, self.ledger.rows(), lambda _done, _total: None)
+            damages = self._verified()
             for damage in damages:
                 log.warning("%s is damaged: %s; drawing it again", damage.file, damage.why)
             self.ledger.reopen(damage.index for damage in damages)
             if not damages:
                 log.info("every picture is as the ledger says")
+
+    def _verified(self) -> list[results.Damage]:
+        num_done = self.ledger.counts()["done"]
+        with trackers.Progress(self.config.progress, num_done, 0, "checking") as bar:
+            self.echo.say = bar.say
+            try:
+                return results.verify(
+                    self.folder,
+                    self.ledger.done(),
+                    lambda checked, damaged: bar.update(checked, f"{damaged} damaged", {"damaged": damaged}),
+                )
+            finally:
+                self.echo.say = None
 
     def orders(self) -> dict[str, Any]:
         """What every worker is told, besides its device."""
@@ -179,7 +193,8 @@ class Session:
                 try:
                     effort = self._draw(make_crew(), before, signals)
                 finally:
-                    self._write_results(effort)
+                    if not signals.urgent:  # the next call writes them
+                        self._write_results(effort)
             if signals.number:
                 left = self.ledger.counts()
                 raise Interrupted(
@@ -194,6 +209,8 @@ class Session:
         config = self.config
         sheets = sheets_of(self.ledger.groups(), config.batch_size)
         micro_batch = config.micro_batch or self.record["fixed"].get("micro batch", 0)
+        if micro_batch > config.batch_size:  # the sheet was larger when that was found out
+            micro_batch = 0
         progress = Progress(config.progress, crew.names, before["planned"], before["done"])
         rules = Rules(sheet_size=config.batch_size, micro_batch=micro_batch, stall_timeout_s=config.stall_timeout_s)
         supervisor = Supervisor(
@@ -256,10 +273,11 @@ class Session:
     # -- after
 
     def _write_results(self, effort: Effort | None) -> None:
-        results.write_metadata(self.folder, self.ledger.rows())
+        results.write_metadata(self.folder, self.ledger.done())
         results.write_failures(self.folder, list(effort.workers) if effort else [], self.ledger.failures())
-        if effort is not None or not (self.folder / results.SUMMARY_FILE).exists():
-            results.write_summary(self.folder, self._tally(effort))
+        tally = self._tally(effort)
+        if effort is not None or not results.is_summed_up(self.folder, tally):
+            results.write_summary(self.folder, tally)
 
     def _tally(self, effort: Effort | None) -> results.Tally:
         counts = self.ledger.counts()

@@ -9,19 +9,18 @@ from typing import Any
 
 from halation.generation.easel import Easel
 from halation.generation.painter import Model
-from halation.generation.writer import Parcel, Style, store
+from halation.generation.writer import Parcel, Store, Style
 
 MAX_ENCODERS = 4
 
 
 def open_easel(order: Mapping[str, Any], deliver: Callable[[Parcel], None] | None = None) -> Easel:
     """An easel as ordered; `deliver` takes finished parcels, by default into the folder of the run."""
-    folder = Path(order["folder"])
     return Easel(
         lambda: open_model(order),
         Style(**order["style"]),
         order["label"],
-        deliver or (lambda parcel: store(folder, parcel)),
+        deliver or Store(Path(order["folder"])),
         min(MAX_ENCODERS, os.cpu_count() or 1),
     )
 

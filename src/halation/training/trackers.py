@@ -197,7 +197,8 @@ class Progress:
         last = step == self.total
         if self.kind == "plain" and (now - self.told >= PLAIN_EVERY_S or last):
             self.told = now
-            self._line(f"step {step}/{self.total}  {words}  {self._left(step)}")
+            what = "step" if self.title == "training" else self.title
+            self._line(f"{what} {step}/{self.total}  {words}  {self._left(step)}")
         elif self.kind == "json" and (now - self.told >= 1.0 or last):
             self.told = now
             self._line(json.dumps({"step": step, "total": self.total, **numbers}))
