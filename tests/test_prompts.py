@@ -527,3 +527,28 @@ def test_prompts_from_flags_come_before_those_of_the_file(tmp_path: Path) -> Non
 def test_reading_prompts_needs_no_torch_and_no_numpy() -> None:
     script = "import sys, halation.prompts; sys.exit(bool({'torch', 'numpy', 'PIL'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def test_columns_that_mean_nothing_are_listed(tmp_path: Path) -> None:
+    path = write(tmp_path, "p.csv", "prompt,cfg,seed,num_steps\na cat,7,1,20\n")
+    assert PromptFile.open(path).ignored == ("cfg", "num_steps")
+    assert PromptFile.open(write(tmp_path, "q.csv", "image_id,caption\n1,a cat\n")).ignored == ()
+
+
+@pytest.mark.parametrize(("text", "kind"), [("image_id,prompt\n1,a cat\n", "csv"), ('{"prompt": "a cat"}\n', "jsonl")])
+def test_a_table_on_standard_input_is_not_taken_for_prompts(
+    monkeypatch: pytest.MonkeyPatch, text: str, kind: str
+) -> None:
+    def given() -> io.TextIOWrapper:
+        return io.TextIOWrapper(io.BytesIO(text.encode()))
+
+    monkeypatch.setattr("sys.stdin", given())
+    with pytest.raises(InputError, match=f"--prompts_format {kind}"):
+        PromptFile.open("-")
+    monkeypatch.setattr("sys.stdin", given())
+    assert [row.prompt for row in PromptFile.open("-", kind).rows()] == ["a cat"]
+
+
+def test_a_prompt_with_a_comma_on_standard_input_is_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a cat, red, on a mat\n")))
+    assert [row.prompt for row in PromptFile.open("-").rows()] == ["a cat, red, on a mat"]

@@ -38,9 +38,10 @@ def sample(**settings: Any) -> int:
 
 
 def generate(**settings: Any) -> int:
-    """`halation generate` with these settings."""
+    """`halation generate` with these settings; `prompts` is short for `prompts_csv`, as on the command line."""
     from halation.config.fields import checked
     from halation.config.generate import GenerateConfig
     from halation.jobs import generate as job
 
+    settings = {"prompts_csv" if name == "prompts" else name: value for name, value in settings.items()}
     return job.run(GenerateConfig(**checked(GenerateConfig, settings, "halation.generate()")))

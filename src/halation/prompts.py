@@ -84,6 +84,8 @@ class PromptFile:
     format: str
     sha256: str
     """Of the bytes as they are in the file."""
+    ignored: tuple[str, ...]
+    """Columns that mean nothing here, as far as the file's beginning tells."""
     data: bytes = field(repr=False)
 
     @classmethod
@@ -93,11 +95,14 @@ class PromptFile:
         kind = format or ("txt" if str(path) == "-" else Path(path).suffix.lower().removeprefix("."))
         if kind not in FORMATS:
             found = f"the format {kind!r}" if format else f"{name} ends with {kind!r}"
-            raise InputError(found, f"one of {', '.join(FORMATS)}", _ONE_PROMPT_A_LINE)
+            raise InputError(found, f"one of {', '.join(FORMATS)}", f"{_ONE_PROMPT_A_LINE}, or give --prompts_format")
         data = _bytes(path, name)
         if kind != "parquet":
             check(name, data)
-        return cls(name=name, format=kind, sha256=hashlib.sha256(data).hexdigest(), data=data)
+        if str(path) == "-" and format is None:
+            _refuse_a_table(data)
+        sha256 = hashlib.sha256(data).hexdigest()
+        return cls(name=name, format=kind, sha256=sha256, ignored=_ignored(name, kind, data), data=data)
 
     def rows(self) -> Iterator[PromptRow]:
         """The rows, converted one by one as they are asked for; a faulty one is refused when its turn comes."""
@@ -130,6 +135,28 @@ def from_flags(prompts: Sequence[str], file: str | Path | None) -> list[str]:
     return [*prompts, *([row.prompt for row in read_prompts(file)] if file is not None else [])]
 
 
+def _refuse_a_table(data: bytes) -> None:
+    """Standard input has no ending that tells a table from prompts, and nobody wants a picture of a header."""
+    first = next(blocks(data), "").partition("\n")[0].strip()
+    names = [word.strip().strip('"') for word in first.split(",")]
+    if (len(names) > 1 and set(names) & set(PROMPT_COLUMNS)) or first.startswith('{"'):
+        kind = "jsonl" if first.startswith("{") else "csv"
+        raise InputError(
+            f"standard input begins with {first[:80]!r}, which is no prompt",
+            "a prompt a line, or the format",
+            f"give --prompts_format {kind}, or --prompts_format txt where it is a prompt",
+        )
+
+
+def _ignored(name: str, kind: str, data: bytes) -> tuple[str, ...]:
+    if kind != "csv":
+        return ()
+    _refuse_other_separators(name, next(blocks(data), ""))
+    header, _ = csv_table(name, blocks(data))
+    known = {*_columns(header).values(), *PROMPT_COLUMNS}
+    return tuple(column for column in header if column and column not in known)
+
+
 def _bytes(path: str | Path, name: str) -> bytes:
     if str(path) == "-":
         return sys.stdin.buffer.read()
@@ -151,7 +178,6 @@ def _txt(name: str, data: bytes) -> Iterator[PromptRow]:
 
 
 def _csv(name: str, data: bytes) -> Iterator[PromptRow]:
-    _refuse_other_separators(name, next(blocks(data), ""))
     header, records = csv_table(name, blocks(data))
     prompt = header.index(_prompt_column(name, 1, header))
     columns = [(part, header.index(column)) for part, column in _columns(header).items()]

@@ -22,7 +22,7 @@ from halation.generation.leases import Leases, Ranges
 from halation.generation.ledger import Outcome
 from halation.generation.requests import Request
 from halation.generation.shared_ledger import Process, SharedLedger, create_once, link_once
-from halation.generation.writer import Parcel, store
+from halation.generation.writer import Parcel, Store
 from halation.jobs.generate import run
 from halation.jobs.shared import own_gpus, slurm_tasks_here
 from halation.plan import sheets_of
@@ -532,12 +532,12 @@ def test_of_many_that_create_a_file_at_once_the_first_wins(tmp_path: Path) -> No
 
 def test_a_video_that_is_there_is_not_removed_to_be_written_again(tmp_path: Path) -> None:
     files = (("clip/frame_0000.png", b"one"), ("clip/frame_0001.png", b"two"), ("clip.mp4", b"video"))
-    store(tmp_path, Parcel(files=files, sha256=""))
+    Store(tmp_path)(Parcel(files=files, sha256=""))
     before = (tmp_path / "clip").stat().st_ino
-    store(tmp_path, Parcel(files=files, sha256=""))
+    Store(tmp_path)(Parcel(files=files, sha256=""))
     assert (tmp_path / "clip").stat().st_ino == before
     (tmp_path / "clip" / "frame_0001.png").write_bytes(b"damaged")
-    store(tmp_path, Parcel(files=files, sha256=""))
+    Store(tmp_path)(Parcel(files=files, sha256=""))
     assert (tmp_path / "clip" / "frame_0001.png").read_bytes() == b"two"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["clip", "clip.mp4"]
 

@@ -153,3 +153,69 @@ def test_devices_that_are_not_there_are_refused_at_once_with_what_is(
     assert words in said(tmp_path)
     assert "gpu_ids" not in flags or "this machine has " in said(tmp_path) or flags["gpu_ids"] == "-1"
     assert not (tmp_path / "out").exists()
+
+
+# -- what a folder holds must not be lost or passed off as something else
+
+
+def test_rows_that_are_not_drawn_yet_may_change_and_drawn_ones_may_not(tmp_path: Path) -> None:
+    lines = [f"prompt {number}" for number in range(8)]
+    assert run(tmp_path, "paint.000006:1+:raise", prompts="\n".join(lines) + "\n", batch_size=1) == 1
+    lines[5] = "another prompt"
+    assert run(tmp_path, prompts="\n".join(lines) + "\n", batch_size=1) == 0
+    rows = [json.loads(line) for line in (tmp_path / "out" / "metadata.jsonl").read_text().splitlines()]
+    assert [row["prompt"] for row in rows] == lines
+    lines[2] = "a drawn one"
+    assert run(tmp_path, prompts="\n".join(lines) + "\n", batch_size=1) == 2
+    assert 'prompt: "prompt 2" -> "a drawn one"' in said(tmp_path)
+
+
+def test_accepted_changes_never_write_over_a_drawn_picture(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.csv"
+    path.write_text("prompt,image_id\nfirst,a\nsecond,a\n")
+    assert run(tmp_path, prompts=path, num_samples=1, seed_start=42) == 0
+    before = checker.pictures(tmp_path / "out")
+    assert run(tmp_path, prompts=path, num_samples=2, seed_start=41, accept_changes=True) == 2
+    assert "as a picture that another row has drawn" in said(tmp_path)
+    assert checker.pictures(tmp_path / "out") == before
+
+
+def test_a_first_call_in_which_everything_failed_binds_nobody(tmp_path: Path) -> None:
+    assert run(tmp_path, "paint:1+:raise", prompts="a\nb\n") == 1
+    assert run(tmp_path, prompts="a\nb\n", num_inference_steps=3) == 0
+
+
+def test_a_smaller_sheet_needs_a_smaller_micro_batch(tmp_path: Path) -> None:
+    assert run(tmp_path, prompts="a\nb\nc\nd\n", num_samples=2) == 0
+    assert run(tmp_path, prompts="a\nb\nc\nd\n", batch_size=2, accept_changes=True) == 0
+    record = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert record["fixed"]["micro batch"] == 2
+
+
+def test_the_summary_counts_what_is_there_after_a_call_that_ended_by_an_error(tmp_path: Path) -> None:
+    assert run(tmp_path, prompts="".join(f"{number}\n" for number in range(9))) == 0
+    assert run(tmp_path, "paint:1+:raise", prompts="".join(f"{number}\n" for number in range(40))) == 1
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert (summary["planned"], summary["done"]) == (40, 9)
+    assert summary["failed"] > 0
+
+
+@pytest.mark.parametrize("name", ["metadata.jsonl", "summary.json", "config.json", "000001_seed42.png", "x_seed7"])
+def test_files_that_are_not_ours_are_not_written_over(tmp_path: Path, name: str) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).write_text("mine")
+    assert run(tmp_path) == 2
+    assert "which no run of `halation generate` in this folder knows of" in said(tmp_path)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [name]
+    assert (tmp_path / "out" / name).read_text() == "mine"
+
+
+def test_workers_that_would_have_nothing_to_do_are_not_started(tmp_path: Path) -> None:
+    assert run(tmp_path, prompts="a\nb\nc\n", nproc=30) == 0
+    assert [path.name for path in (tmp_path / "out" / "logs").glob("worker_*.log")] == ["worker_0.log"]
+
+
+@pytest.mark.faults
+def test_a_spare_worker_takes_over_where_the_one_that_was_needed_cannot_go_on(tmp_path: Path) -> None:
+    assert run(tmp_path, "rehearse:1+:kill:0", prompts="a\nb\nc\n", nproc=2) == 0
+    assert "is given up" in (tmp_path / "out" / "logs" / "generate.log").read_text()

@@ -181,7 +181,7 @@ class Table:
 
     def _better_elsewhere(self, worker: int, work: Work) -> bool:
         """Whether this worker died over it and there is one that did not."""
-        others = (number for number, slot in enumerate(self.slots) if slot.state != "retired")
+        others = (number for number, slot in enumerate(self.slots) if slot.state not in ("retired", "spare"))
         return worker in work.died_with and any(number not in work.died_with for number in others)
 
     def _begin(self, source: Slot) -> Work:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from halation.errors import HalationError
+from halation.errors import HalationError, InputError
 from halation.faults import fault_point
 from halation.models.painting import REHEARSING, Frames, NotFinite, PaintError, Painting
 from halation.specs import Sheet, Spec
@@ -84,7 +84,10 @@ class Painter:
     def rehearse(self, examples: Sequence[Spec], sheet_size: int, micro_batch: int) -> int:
         """Check examples of all shapes and, where the micro-batch is not known (0), draw the largest to find out what fits."""
         for spec in examples:
-            self.model.check(spec)
+            try:
+                self.model.check(spec)
+            except InputError as error:
+                raise InputError(f"picture {spec.id}: {error.found}", error.expected, error.action) from error
         if micro_batch:
             return micro_batch
         fault_point("rehearse")

@@ -117,9 +117,10 @@ class Supervisor:
         began = time.monotonic()
         try:
             for worker, slot in enumerate(self.slots):
-                slot.heard = began
-                self.progress.state(slot.name, "loading")
-                self.crew.start(worker)
+                if slot.queue or self.claims is not None:
+                    self._start(worker)
+                else:  # there are fewer sheets than workers
+                    slot.state = "spare"
             while not self._settled():
                 self._listen()
                 self._look_at_clock()
@@ -131,6 +132,13 @@ class Supervisor:
             # Somebody was faster; these are still at it, and may be ended while they write.
             self.num_redone += sum(number not in self.table.live for slot in self.slots for number in slot.begun)
         return self._effort(time.monotonic() - began)
+
+    def _start(self, worker: int) -> None:
+        slot = self.slots[worker]
+        slot.heard = time.monotonic()
+        slot.state = "starting"
+        self.progress.state(slot.name, "loading")
+        self.crew.start(worker)
 
     def _claim(self) -> None:
         """Where sheets are claimed, ask for more when the last ones are given out."""
@@ -356,17 +364,18 @@ class Supervisor:
         if slot.deaths >= MAX_DEATHS_IN_A_ROW:
             slot.state = "retired"
             self.progress.state(slot.name, "given up")
-            self.progress.say(f"{slot.name}: {reason}; it ended {slot.deaths} times in a row and is given up")
-            if all(other.state == "retired" for other in self.slots):
+            log.warning("%s: %s; it ended %d times in a row and is given up", slot.name, reason, slot.deaths)
+            spare = next((number for number, other in enumerate(self.slots) if other.state == "spare"), None)
+            if spare is not None:
+                self._start(spare)
+            elif all(other.state == "retired" for other in self.slots):
                 raise HalationError(
                     f"no worker is left; the last one {reason.removeprefix('the worker ')}. Their logs are in logs/"
                 )
             return
         slot.restarts += 1
-        slot.state = "starting"
-        self.progress.say(f"{slot.name}: {reason}; started again ({slot.restarts})")
-        self.progress.state(slot.name, "loading")
-        self.crew.start(event.worker)
+        log.warning("%s: %s; started again (%d)", slot.name, reason, slot.restarts)
+        self._start(event.worker)
 
     # -- what the clock and people say
 
@@ -381,7 +390,7 @@ class Supervisor:
                 self.crew.kill(worker)
         if self.stop() and not self.stopping:
             self.stopping = True
-            self.progress.say("stopping: sheets that are begun are finished; once more to stop at once")
+            log.warning("stopping: sheets that are begun are finished; once more to stop at once")
             self.table.clear()
             for worker, slot in enumerate(self.slots):
                 if slot.state == "ready":

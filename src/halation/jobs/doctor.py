@@ -27,6 +27,8 @@ EXTRAS = {
     "train": ("tensorboard>=2.18", "datasets>=4", "peft>=0.17"),
     "wandb": ("wandb>=0.19",),
     "trackio": ("trackio>=0.5",),
+    "fast": ("isal>=1.7",),
+    "video": ("av>=14",),
     "ray": ("ray>=2.59",),
     "web": ("starlette", "uvicorn"),
     "deepspeed": ("deepspeed",),

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -16,6 +17,7 @@ from typing import Any
 from halation import runs
 from halation.config.generate import GenerateConfig
 from halation.errors import InputError, Interrupted
+from halation.generation import results
 from halation.generation.crew import Crew, LocalCrew, Place
 from halation.generation.ledger import LEDGER_FILE, Ledger
 from halation.jobs import cluster
@@ -24,16 +26,19 @@ from halation.jobs.logs import Echo
 from halation.jobs.ranges import check_ranges
 from halation.jobs.subject import Subject, subject_of
 from halation.prompts import PromptFile
+from halation.runs import CONFIG_FILE
 from halation.world import launch
 from halation.world.signals import STOPPING, exit_code
 
 log = logging.getLogger(__name__)
 CrewOf = Callable[[Mapping[str, Any]], Crew]
 MANY = sys.float_info.max
+RESULTS = (CONFIG_FILE, results.METADATA_FILE, results.SUMMARY_FILE)
+PICTURE = re.compile(r".*_seed\d+(\.png|\.mp4)?")
 SHARED_LEDGER = "ledger"
 """A folder where commands share theirs as files; one command alone has a ledger in one file."""
 RANGES: dict[str, tuple[float, float]] = {
-    **dict.fromkeys(("num_samples", "micro_batch", "nproc"), (0, 10**12)),
+    **dict.fromkeys(("num_samples", "micro_batch"), (0, 10**12)),
     **dict.fromkeys(("batch_size", "num_inference_steps", "num_frames", "fps", "threads"), (1, 10_000)),
     **dict.fromkeys(("height", "width"), (1, 16_384)),
     **dict.fromkeys(("stall_timeout_s", "lease_s"), (sys.float_info.min, MANY)),
@@ -63,6 +68,7 @@ def _run(config: GenerateConfig) -> int:
     gathering = gathered(config)
     runs.make_folder(folder)
     refuse_shared(folder)
+    refuse_foreign(folder)
     # An owner that ended well takes its lock and its card along.
     killed = any((folder / name).exists() for name in (".lock", ".owner.json"))
     with runs.held(folder, "generate"), logging_to(folder / "logs") as echo, gathering as (places, crew_of):
@@ -138,6 +144,20 @@ def refuse_shared(folder: Path) -> None:
             f"{folder} was begun with --cluster files",
             "the same way of sharing it as before",
             "give --cluster files (one process is enough), or another --output_dir",
+        )
+
+
+def refuse_foreign(folder: Path) -> None:
+    """A folder without a ledger must not hold files that a run would write over as if they were its own."""
+    if (folder / LEDGER_FILE).exists():
+        return
+    names = (name for name in os.listdir(folder) if name in RESULTS or PICTURE.fullmatch(name))
+    found = next(names, None)
+    if found is not None:
+        raise InputError(
+            f"{folder} holds {found}, which no run of `halation generate` in this folder knows of",
+            "an empty folder, or one with a ledger of its own",
+            "choose another --output_dir",
         )
 
 

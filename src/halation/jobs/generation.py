@@ -81,6 +81,15 @@ class Session:
         """Recognise the run or begin it, plan what is new, and find out what is missing."""
         if self.config.enable_half_frame and self.config.num_frames == 1:
             log.warning("--enable_half_frame changes nothing for pictures of one frame")
+        truncated = self.config.cfg_truncation_step
+        if truncated is not None and truncated >= self.config.num_inference_steps:
+            log.warning(
+                "--cfg_truncation_step %d changes nothing: there are %d steps",
+                truncated,
+                self.config.num_inference_steps,
+            )
+        if prompts.ignored:
+            log.warning("%s: columns that are not read: %s", prompts.name, ", ".join(prompts.ignored))
         counts = self.ledger.counts()
         bound = counts["done"] > 0  # failures bind nobody: what they failed of may have been the settings
         config = Run(self.folder).config

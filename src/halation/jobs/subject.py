@@ -50,13 +50,11 @@ def _checkpoint(folder: Path, raw: bool) -> Subject:
 
     try:
         found = find(folder)
+        sampling = sampling_of(found)
     except InputError as error:
-        raise InputError(
-            f"{folder} is neither a diffusers pipeline (no model_index.json) nor a model of Halation ({error.found})",
-            "a folder as save_pretrained() of a pipeline writes it, or a run, checkpoint or export of Halation",
-            "check --model_path",
-        ) from error
-    sampling = sampling_of(found)
+        raise _neither(folder, error.found) from error
+    if not {"sampler", "height", "width", "guidance_scale"} <= sampling.keys():
+        raise _neither(folder, "it does not say how it is sampled; part of a pipeline, perhaps")
     order = {
         "kind": "checkpoint",
         "path": str(found.resolve()),
@@ -70,6 +68,14 @@ def _checkpoint(folder: Path, raw: bool) -> Subject:
         height=sampling["height"],
         width=sampling["width"],
         guidance_scale=sampling["guidance_scale"],
+    )
+
+
+def _neither(folder: Path, why: str) -> InputError:
+    return InputError(
+        f"{folder} is neither a diffusers pipeline (no model_index.json) nor a model of Halation ({why})",
+        "a folder as save_pretrained() of a pipeline writes it, or a run, checkpoint or export of Halation",
+        "check --model_path; of a pipeline, give the folder that holds model_index.json",
     )
 
 
