@@ -11,6 +11,11 @@ import tyro
 from halation.config.fields import free, setting
 
 
+# "Not said" is a value of its own here, which a person need not see.
+MaybeInt = Annotated[int | None, tyro.conf.arg(metavar="INT")]
+MaybeFloat = Annotated[float | None, tyro.conf.arg(metavar="FLOAT")]
+
+
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig:
     """Draw a picture for every prompt of a list, on every GPU: the same command again does what is missing.
@@ -35,11 +40,11 @@ class GenerateConfig:
     """Sample k is drawn from seed seed_start + k, unless its row has a seed of its own."""
     num_inference_steps: int = setting(20)
     """Denoising steps."""
-    guidance_scale: float | None = setting(None)
+    guidance_scale: MaybeFloat = setting(None)
     """Classifier-free guidance; by default 7.5, or what a Halation run used."""
-    height: int | None = setting(None)
+    height: MaybeInt = setting(None)
     """Height in pixels; by default 480, or the size a Halation model was made for."""
-    width: int | None = setting(None)
+    width: MaybeInt = setting(None)
     """Width in pixels; by default 832, or the size a Halation model was made for."""
     num_frames: int = setting(1)
     """Frames of a video model: one is a picture, more are an MP4 and its frames."""
@@ -61,7 +66,7 @@ class GenerateConfig:
     """Precision; by default bf16 on a GPU and fp32 on a CPU."""
     compile: bool = setting(False)
     """Compile the transformer's block: faster after a minute or two, and another rounding (E1)."""
-    cfg_truncation_step: int | None = setting(None)
+    cfg_truncation_step: MaybeInt = setting(None)
     """From this step on only the conditional branch runs: up to half the time, other pictures (E2)."""
     enable_half_frame: bool = setting(False)
     """Two-expert video models: the first expert draws half the frames, doubled for the second (E2). Changes nothing for one frame."""
