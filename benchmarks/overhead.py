@@ -50,8 +50,9 @@ def seconds_each(folder: Path, num_workers: int) -> float:
 # -- ours
 
 
-def generate(folder: Path, size: int, num_workers: int, *, journal: bool) -> float:
+def generate(folder: Path, size: int, num_workers: int, startups: list[float], *, journal: bool) -> float:
     """Seconds a picture of the command; without its journal it runs in a process that has lost `Ledger.record`."""
+    began = time.time()
     shutil.rmtree(folder, ignore_errors=True)
     words = [
         "generate", "--prompts_csv", str(folder.parent / f"prompts_{num_workers}.txt"), "--model_path", f"testcard:{PAINT_S}",
@@ -65,6 +66,7 @@ def generate(folder: Path, size: int, num_workers: int, *, journal: bool) -> flo
         subprocess.run(
             command, env=shipped.environment({"CUDA_VISIBLE_DEVICES": ""}), check=False, stderr=subprocess.DEVNULL
         )
+    startups.append(min(path.stat().st_mtime for path in folder.glob("*.png")) - began - PAINT_S)
     return seconds_each(folder, num_workers)
 
 
@@ -131,14 +133,14 @@ def check(ours: Path, theirs: Path) -> str:
     return f"the same {len(names)} pictures"
 
 
-def rows_of(setting: Setting, size: int, num_workers: int, work: Path) -> list[measure.Row]:
+def rows_of(setting: Setting, size: int, num_workers: int, work: Path, startups: list[float]) -> list[measure.Row]:
     measure.say(f"{size} x {size}, {num_workers} worker(s): turns A B C A B C")
     folders = {name: work / name for name in ("ours", "bare", "unwritten")}
     figures = measure.interleaved(
         {
-            "ours": lambda: generate(folders["ours"], size, num_workers, journal=True),
+            "ours": lambda: generate(folders["ours"], size, num_workers, startups, journal=True),
             "bare": lambda: bare(folders["bare"], size, num_workers, setting.num_pictures),
-            "unwritten": lambda: generate(folders["unwritten"], size, num_workers, journal=False),
+            "unwritten": lambda: generate(folders["unwritten"], size, num_workers, startups, journal=False),
         },
         setting.rounds,
     )
@@ -157,12 +159,14 @@ def rows_of(setting: Setting, size: int, num_workers: int, work: Path) -> list[m
 
 
 def compare(setting: Setting, work: Path) -> measure.Report:
-    rows = []
+    rows: list[measure.Row] = []
+    startups: list[float] = []
     for num_workers in (1, 2):
         write_prompts(work / f"prompts_{num_workers}.txt", setting.num_pictures * num_workers)
         for size in HEIGHTS:
-            rows += rows_of(setting, size, num_workers, work)
-    facts = measure.machine() | {"painter s": PAINT_S, "pictures": setting.num_pictures, "load": os.getloadavg()[0]}
+            rows += rows_of(setting, size, num_workers, work, startups)
+    facts = measure.machine() | {"painter s": PAINT_S, "pictures": setting.num_pictures}
+    facts |= {"load": f"{os.getloadavg()[0]:.1f}", "start-up s": f"{measure.spread(startups)}, apart"}
     return measure.Report(name="overhead", rows=tuple(rows), facts=facts)
 
 
