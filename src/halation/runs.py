@@ -26,6 +26,11 @@ def temporary_for(path: Path) -> Path:
     return path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}-{next(_num_temporaries)}.tmp")
 
 
+def writer_of(temporary: Path) -> int:
+    """The process that such a name belongs to, on this machine."""
+    return int(temporary.name.removesuffix(".tmp").rsplit("-", 2)[1])
+
+
 @contextlib.contextmanager
 def publishing(path: Path, point: str = "publish") -> Iterator[BinaryIO]:
     """A file to write into that gets its name only when it is whole: temporary name, fsync, rename, fsync of the folder.

@@ -24,7 +24,7 @@ from safetensors.numpy import save
 from halation.data.base import JSON, Picture, Pictures
 from halation.data.workers import Stack, Workers, draw, joined
 from halation.errors import InputError
-from halation.runs import publish
+from halation.runs import publish, writer_of
 
 _log = logging.getLogger(__name__)
 
@@ -329,7 +329,7 @@ def _publish_shard(folder: Path, shard: _Shard, stack: Stack, samples: np.ndarra
 def _remove_leftovers(folder: Path) -> None:
     """Temporary files of killed processes of this machine; those of living ones and of other machines are theirs."""
     for path in folder.glob(f".*.{socket.gethostname()}-*.tmp"):
-        owner = int(path.name.removesuffix(".tmp").rpartition("-")[2])
+        owner = writer_of(path)
         if owner != os.getpid() and not Path(f"/proc/{owner}").exists():
             path.unlink(missing_ok=True)
 
