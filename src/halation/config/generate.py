@@ -10,7 +10,6 @@ import tyro
 
 from halation.config.fields import free, setting
 
-
 # "Not said" is a value of its own here, which a person need not see.
 MaybeInt = Annotated[int | None, tyro.conf.arg(metavar="INT")]
 MaybeFloat = Annotated[float | None, tyro.conf.arg(metavar="FLOAT")]
