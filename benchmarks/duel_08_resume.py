@@ -59,6 +59,9 @@ def decide(work: Path, then: str) -> int:
         def __init__(self, places: list[Any], *_: object) -> None:
             self.labels = self.names = [place.label for place in places]
 
+        def drop(self, worker: int, number: int) -> None:
+            """Nothing was given yet that could be taken back."""
+
         def start(self, worker: int) -> NoReturn:
             seconds = time.perf_counter() - began
             print(json.dumps({"seconds": seconds, "MiB": peak_memory()}), flush=True)

@@ -9,6 +9,7 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import signal
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -16,6 +17,11 @@ import pytest
 import rank_jobs
 from halation.config.train import TrainConfig
 from halation.world.testing import RankPool
+
+# Started in the background or by nohup, this process ignores signals, and so would the commands it sends them to.
+for number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")

@@ -233,11 +233,13 @@ def test_a_deleted_file_is_noticed_though_a_foreign_picture_makes_up_the_number(
 
 def test_a_folder_instead_of_a_picture_is_told_and_nothing_is_lost(tmp_path: Path) -> None:
     """Nobody asked us to delete it."""
-    (tmp_path / "out" / next(iter(unbroken()[0]))).mkdir(parents=True)
+    assert run(tmp_path, num_samples=4) == 0
+    folder = tmp_path / "out" / "000006_seed47.png"
+    folder.mkdir()
     assert run(tmp_path) == 1
-    assert [row["picture"] for row in checker.ledger(tmp_path / "out") if row["state"] == "failed"] == [0]
+    assert [row["picture"] for row in checker.ledger(tmp_path / "out") if row["state"] == "failed"] == [5]
     assert len(checker.metadata(tmp_path / "out")) == PROMPTS.count("\n") - 1
-    (tmp_path / "out" / next(iter(unbroken()[0]))).rmdir()
+    folder.rmdir()
     assert_completed_by_the_same_command(tmp_path)
 
 
