@@ -6,9 +6,11 @@ import contextlib
 import json
 import os
 import secrets
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,9 +85,17 @@ def nodes() -> Iterator[Nodes]:
                 process.kill()
 
 
-def main() -> None:
-    import socket
+def await_listener(port: int) -> None:
+    """Ray's client server is started with the head and listens when it is ready, a while later."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection((HEAD, port), timeout=1):
+            return
+        time.sleep(0.1)
+    raise TimeoutError(f"nobody listens on port {port}")
 
+
+def main() -> None:
     from ray.cluster_utils import Cluster
 
     with socket.create_server((HEAD, 0)) as free:
@@ -96,6 +106,7 @@ def main() -> None:
         head_node_args={**common, "node_ip_address": HEAD, "ray_client_server_port": client, "_system_config": SYSTEM},
     )
     others = [cluster.add_node(**common, node_ip_address=OTHER)]
+    await_listener(client)
     answer: dict[str, Any] = {"address": cluster.address, "client": client}
     stdout = os.fdopen(os.dup(1), "w")
     while True:
