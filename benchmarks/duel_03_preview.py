@@ -207,14 +207,7 @@ def _turns(ours: Preview, peer: Callable[[int], Path], num: int, sheet: int) -> 
 
 
 def main(arguments: list[str] | None = None) -> measure.Report:
-    asked = measure.parser(__doc__ or "").parse_args(arguments)
-    setting = XLARGE if asked.size == "full" and torch.cuda.is_available() else TINY
-    if asked.size == "full" and setting is TINY:
-        measure.say("no GPU here: the small size is run instead")
-    with inputs.workplace(asked.work) as work:
-        report = duel(setting, work)
-    measure.finish(report, asked.output)
-    return report
+    return measure.play(__doc__ or "", XLARGE, TINY, duel, arguments)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import hunyuan, inputs, measure, shipped
+from benchmarks import hunyuan, measure, shipped
 
 PROMPTS = ("a big red bear of the night", "the woman the table", "a dog of the house", "rain the street of a bear")
 GUIDANCE = 5.0
@@ -301,14 +301,7 @@ def _watch_gpu(samples: list[tuple[float, float]], ended: threading.Event) -> No
 
 
 def main(arguments: list[str] | None = None) -> measure.Report:
-    asked = measure.parser(__doc__ or "").parse_args(arguments)
-    setting = REAL if asked.size == "full" and torch.cuda.is_available() else TINY
-    if asked.size == "full" and setting is TINY:
-        measure.say("no GPU here: the small size is run instead")
-    with inputs.workplace(asked.work) as work:
-        report = duel(setting, work)
-    measure.finish(report, asked.output)
-    return report
+    return measure.play(__doc__ or "", REAL, TINY, duel, arguments)
 
 
 if __name__ == "__main__":

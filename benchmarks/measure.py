@@ -12,7 +12,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+Setting = TypeVar("Setting")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +72,24 @@ def parser(sentence: str) -> argparse.ArgumentParser:
     result.add_argument("--output", type=Path, help="also write the table as JSON to this file")
     result.add_argument("--work", type=Path, help="folder for inputs and runs (default: a temporary one, removed)")
     return result
+
+
+def play(
+    sentence: str, full: Setting, small: Setting, duel: Callable[[Setting, Path], Report], arguments: list[str] | None
+) -> Report:
+    """A duel from its flags to its table: the full size needs a GPU."""
+    import torch
+
+    from benchmarks import inputs
+
+    asked = parser(sentence).parse_args(arguments)
+    setting = full if asked.size == "full" and torch.cuda.is_available() else small
+    if asked.size == "full" and setting is small:
+        say("no GPU here: the small size is run instead")
+    with inputs.workplace(asked.work) as work:
+        report = duel(setting, work)
+    finish(report, asked.output)
+    return report
 
 
 def finish(report: Report, output: Path | None) -> None:

@@ -374,10 +374,9 @@ def sana(folder: Path) -> Path:
     return _saved(pipe, folder)
 
 
-def stable_diffusion(folder: Path) -> Path:
-    """Stable Diffusion 1: CLIP and a UNet."""
-    clip = clip_tokenizer()
-    unet = _seeded(
+def _unet(seed: int, **settings: Any) -> Any:
+    """A UNet of two resolutions with attention in the lower one."""
+    return _seeded(
         lambda: diffusers.UNet2DConditionModel(
             block_out_channels=(16, 32),
             layers_per_block=1,
@@ -386,12 +385,17 @@ def stable_diffusion(folder: Path) -> Path:
             out_channels=4,
             down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
             up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-            cross_attention_dim=TEXT_HIDDEN,
-            attention_head_dim=4,
             norm_num_groups=4,
+            **settings,
         ),
-        38,
+        seed,
     )
+
+
+def stable_diffusion(folder: Path) -> Path:
+    """Stable Diffusion 1: CLIP and a UNet."""
+    clip = clip_tokenizer()
+    unet = _unet(38, cross_attention_dim=TEXT_HIDDEN, attention_head_dim=4)
     pipe = diffusers.StableDiffusionPipeline(
         vae=_vae(),
         text_encoder=_clip(clip, projection=False, seed=17),
@@ -410,25 +414,15 @@ def stable_diffusion(folder: Path) -> Path:
 def stable_diffusion_xl(folder: Path) -> Path:
     """Stable Diffusion XL: two CLIPs, a UNet that is told sizes, and no negative prompt where none is given."""
     clip = clip_tokenizer()
-    unet = _seeded(
-        lambda: diffusers.UNet2DConditionModel(
-            block_out_channels=(16, 32),
-            layers_per_block=1,
-            sample_size=4,
-            in_channels=4,
-            out_channels=4,
-            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-            up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-            cross_attention_dim=2 * TEXT_HIDDEN,
-            attention_head_dim=(2, 4),
-            norm_num_groups=4,
-            use_linear_projection=True,
-            addition_embed_type="text_time",
-            addition_time_embed_dim=8,
-            transformer_layers_per_block=(1, 2),
-            projection_class_embeddings_input_dim=6 * 8 + TEXT_HIDDEN,
-        ),
+    unet = _unet(
         39,
+        cross_attention_dim=2 * TEXT_HIDDEN,
+        attention_head_dim=(2, 4),
+        use_linear_projection=True,
+        addition_embed_type="text_time",
+        addition_time_embed_dim=8,
+        transformer_layers_per_block=(1, 2),
+        projection_class_embeddings_input_dim=6 * 8 + TEXT_HIDDEN,
     )
     pipe = diffusers.StableDiffusionXLPipeline(
         vae=_vae(),

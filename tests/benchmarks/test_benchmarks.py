@@ -9,20 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from benchmarks.__main__ import NAMES
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = (
-    "duel_01_training",
-    "duel_02_loader",
-    "duel_03_preview",
-    "duel_04_all_ranks",
-    "duel_05_uneven",
-    "duel_06_png",
-    "duel_07_generate",
-    "duel_08_resume",
-    "overhead",
-    "scaling",
-)
 
 
 @pytest.mark.slow

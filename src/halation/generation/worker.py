@@ -9,6 +9,7 @@ import os
 import threading
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -27,11 +28,12 @@ DEPTH = 3
 BEAT_EVERY_S = 0.2
 
 
-class Hand:
+class Hand(ABC):
     """What is done with a task, and the words for whatever comes of it; where the words go is another's affair."""
 
+    @abstractmethod
     def say(self, kind: str, task: int = -1, **body: Any) -> None:
-        raise NotImplementedError
+        """Tell the supervisor."""
 
     def rehearse(self, easel: Easel, order: dict[str, Any]) -> None:
         try:

@@ -28,6 +28,7 @@ from halation.models.dit import SIZES
 from halation.training.sampling import SampleSettings
 from halation.training.trackers import Progress
 from halation.world import launch
+from halation.world.launch import computes_on
 from halation.world.ranks import Vigil, World, join, on_first
 
 log = logging.getLogger(__name__)
@@ -52,10 +53,7 @@ def joined(gpu_ids: Sequence[int], oversubscribe: bool, timeout_s: float, thread
 
 def confirm_device(world: World, config: TrainConfig, run: runs.Run, space: Space) -> None:
     """Record what computes and what encodes; a resumed run on another GPU or autoencoder is not the run it was."""
-    mine = "cpu"
-    if world.device.type == "cuda":
-        mine = f"{torch.cuda.get_device_name(world.device)}, CUDA {torch.version.cuda or torch.version.hip}"
-    everybody = world.exchange(mine)
+    everybody = world.exchange(computes_on(str(world.device)))
     if len(set(everybody)) > 1:
         log.warning(
             "a mixed world: %s; pictures round differently on different devices", ", ".join(sorted(set(everybody)))

@@ -10,6 +10,7 @@ from typing import Any
 from halation.generation.easel import Easel
 from halation.generation.painter import Model
 from halation.generation.writer import Parcel, Store, Style
+from halation.world.launch import computes_on
 
 MAX_ENCODERS = 4
 
@@ -40,16 +41,8 @@ def open_model(order: Mapping[str, Any]) -> Model:
     else:
         torch.cuda.set_device(device)
     opened: Model = _open_pipeline(order) if model["kind"] == "pipeline" else _open_checkpoint(order)
-    opened.facts["computes on"] = _computes_on(device)
+    opened.facts["computes on"] = computes_on(device)
     return opened
-
-
-def _computes_on(device: str) -> str:
-    import torch
-
-    if device == "cpu":
-        return "cpu"
-    return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda or torch.version.hip}"
 
 
 def _open_pipeline(order: Mapping[str, Any]) -> Model:

@@ -104,7 +104,7 @@ def _check_embeddings(path: Path, pipe: Any, name: str, tokenizer: PreTrainedTok
     try:
         num_rows = int(encoder.get_input_embeddings().weight.shape[0])  # type: ignore[union-attr]
     except (AttributeError, NotImplementedError):
-        return
+        return  # no encoder of that name, or one of transformers' that does not say where its embeddings are: nothing to compare with
     # Tokens that were added later stand in some published vocabularies only for other models that share them.
     added = tokenizer.get_added_vocab()
     largest = max((number for token, number in tokenizer.get_vocab().items() if token not in added), default=0)

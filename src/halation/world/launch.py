@@ -98,6 +98,15 @@ def _counted_by_driver() -> int | None:
     return next((place for place, word in enumerate(words) if not 0 <= int(word) < present), len(words))
 
 
+def computes_on(device: str) -> str:
+    """What a run records as the thing that computed: on another one pictures and weights round differently."""
+    import torch
+
+    if torch.device(device).type == "cpu":
+        return "cpu"
+    return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda or torch.version.hip}"
+
+
 def devices(nproc: int, gpu_ids: Sequence[int], oversubscribe: bool) -> tuple[str, ...]:
     """One device for each rank of this machine, or an error that lists what is there."""
     present = num_gpus()
