@@ -84,6 +84,7 @@ class PaintingActor(Hand):
             "kind": "ready",
             "task": -1,
             "body": {"facts": facts, "seconds": round(time.perf_counter() - began, 2)},
+            "who": self._who,
         }
 
     def rehearse_sheet(self, examples: Sequence[dict[str, Any]], sheet_size: int, micro_batch: int) -> dict[str, Any]:
@@ -106,7 +107,7 @@ class PaintingActor(Hand):
             return _refused(error), []
         finally:
             parcels = self._collected(names)
-        return {**self._answers.pop(task.number), "lines": self._taken_lines()}, parcels
+        return {**self._answers.pop(task.number), "lines": self._taken_lines(), "who": self._who}, parcels
 
     def drop(self, number: int | None) -> None:
         if self._easel is not None:

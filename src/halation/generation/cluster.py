@@ -111,6 +111,8 @@ class Post:
     actor: Any
     deadline: float
     who: str = ""
+    """The process that spoke last."""
+    host: str = ""
     tasks: set[int] = field(default_factory=set)
     stopping: bool = False
 
@@ -261,20 +263,26 @@ class RayCrew:
 
     def _heard(self, worker: int, post: Post, news: dict[str, Any]) -> list[Event]:
         self._listen(worker, post)
-        name = self.names[worker]
-        if post.who and post.who != news["who"]:
-            log.warning("%s: its process ended; Ray started it again and it draws its sheets once more", name)
-            if post.stopping:
-                post.actor.drop.remote(None)
-        if not post.who:
-            log.info("%s is on %s (node %s)", name, news["host"], post.node)
-        restarted = post.who not in ("", news["who"])
-        post.who = news["who"]
+        if not post.host:
+            post.host = news["host"]
+            log.info("%s is on %s (node %s)", self.names[worker], post.host, post.node)
+        restarted = self._met(worker, post, news["who"])
         self._log(worker, news["lines"])
         # A step's word may come after the sheet's own; and a new process needs as long as it needs to open the model.
         steps = {task: {"done": 0, "total": 1} for task in post.tasks} if restarted else {}
         steps |= {task: body for task, body in news["steps"].items() if task in post.tasks}
         return [Event(worker=worker, kind="step", task=task, body=body) for task, body in steps.items()]
+
+    def _met(self, worker: int, post: Post, who: str) -> bool:
+        """Whether the process that speaks is another than the one that spoke before."""
+        restarted = post.who not in ("", who)
+        post.who = who
+        if restarted:
+            name = self.names[worker]
+            log.warning("%s: its process ended; Ray started it again and it draws its sheets once more", name)
+            if post.stopping:
+                post.actor.drop.remote(None)
+        return restarted
 
     def _log(self, worker: int, lines: Sequence[str]) -> None:
         if lines:
@@ -283,6 +291,8 @@ class RayCrew:
                 file.write("".join(f"{line}\n" for line in lines))
 
     def _answered(self, worker: int, post: Post, message: dict[str, Any]) -> list[Event]:
+        if who := message.pop("who", ""):
+            self._met(worker, post, who)
         post.tasks.discard(message["task"])
         return [Event(worker=worker, **message), *self._end_if_idle(worker, post)]
 
