@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ import pytest
 from halation.data.base import JSON, Picture
 from halation.data.loader import Batch, Batches
 from halation.data.order import Order
-from halation.data.workers import Workers
+from halation.data.workers import Workers, draw
 
 
 class Counted:
@@ -189,15 +190,15 @@ def test_processes_are_gone_after_closing_and_die_with_a_killed_parent(tmp_path:
 
 
 def test_processes_outlive_the_thread_that_asks_them_first() -> None:
-    workers = Workers(Counted(pause_s=0.002), 3)
+    workers = Workers(partial(draw, Counted(pause_s=0.002)), 3)
     try:
         started = {child.pid for child in multiprocessing.active_children()}
         assert len(started) == 3
         for _ in range(3):
-            asks = threading.Thread(target=lambda: [workers.draw("train", range(9)) for _ in range(6)])
+            asks = threading.Thread(target=lambda: [workers.ask("train", range(9)) for _ in range(6)])
             asks.start()
             asks.join()
-            assert workers.draw("train", [4]).result(timeout=20).captions == ["number 4"]
+            assert workers.ask("train", [4]).result(timeout=20).captions == ["number 4"]
         assert {child.pid for child in multiprocessing.active_children()} == started
     finally:
         workers.close()

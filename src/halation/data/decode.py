@@ -1,7 +1,8 @@
-"""One picture file to pixels of a given size: PNG, JPEG and WebP by content, bounded before anything is decoded."""
+"""One picture file to pixels, of a given size or its own: PNG, JPEG and WebP by content, bounded before anything is decoded."""
 
 from __future__ import annotations
 
+import io
 import struct
 import zlib
 from pathlib import Path
@@ -13,6 +14,7 @@ VERSION = 1
 """Counts changes of this file that change pixels; part of every fingerprint."""
 FORMATS = ("PNG", "JPEG", "WEBP")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+NOT_A_PICTURE = "its content is not PNG, JPEG or WebP, whatever its name says, or it is cut off"
 MAX_PIXELS = 64 * 10**6
 # Pillow's plugins raise all of these, by format and by kind of damage.
 _DAMAGE = (
@@ -48,23 +50,33 @@ def check(path: Path, height: int, width: int) -> None:
         raise BrokenPictureError(str(error) or type(error).__name__) from None
 
 
-def _opened(path: Path) -> Image.Image:
+def whole(data: bytes) -> np.ndarray:
+    """(height, width, 3) uint8 of a file's bytes at its own size: turned as its EXIF says, over white; damage anywhere is found."""
     try:
-        image = Image.open(path, formats=FORMATS)
+        with _opened(io.BytesIO(data), len(data)) as image:
+            upright = ImageOps.exif_transpose(image)
+            pixels = np.asarray(_opaque(upright))
+        with _opened(io.BytesIO(data), len(data)) as image:
+            image.verify()  # a PNG that lacks its end is decoded without a word
+        return pixels
+    except BrokenPictureError:
+        raise
+    except _DAMAGE as error:
+        raise BrokenPictureError(str(error) or type(error).__name__) from None
+
+
+def _opened(file: Path | io.BytesIO, num_bytes: int | None = None) -> Image.Image:
+    try:
+        image = Image.open(file, formats=FORMATS)
     except UnidentifiedImageError:
-        raise BrokenPictureError(_not_a_picture(path)) from None
+        empty = (file.stat().st_size if isinstance(file, Path) else num_bytes) == 0
+        raise BrokenPictureError("the file is empty" if empty else NOT_A_PICTURE) from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise BrokenPictureError(str(error)) from None
     if image.width * image.height > MAX_PIXELS:
         image.close()
         raise BrokenPictureError(f"{image.width} x {image.height} pixels; the limit is {MAX_PIXELS // 10**6} million")
     return image
-
-
-def _not_a_picture(path: Path) -> str:
-    if path.stat().st_size == 0:
-        return "the file is empty"
-    return "its content is not PNG, JPEG or WebP, whatever its name says, or it is cut off"
 
 
 def _opaque(image: Image.Image) -> Image.Image:

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def build(
     done = total - sum(len(shard.indices) for shard in missing)
     if on_progress is not None:
         on_progress(done, total)
-    workers = Workers(source, num_workers) if num_workers and missing else None
+    workers = Workers(partial(draw, source), num_workers) if num_workers and missing else None
     try:
         for shard, stack in _made(source, workers, missing):
 
@@ -286,7 +287,7 @@ def _made(source: Pictures, workers: Workers | None, shards: Sequence[_Shard]) -
     ahead: deque[tuple[_Shard, list[Future[Stack]]]] = deque()
     for shard in shards:
         cuts = [shard.indices[at : at + _CHUNK] for at in range(0, len(shard.indices), _CHUNK)]
-        ahead.append((shard, [workers.draw(shard.part, cut) for cut in cuts]))
+        ahead.append((shard, [workers.ask(shard.part, cut) for cut in cuts]))
         if len(ahead) > 1:
             yield _collected(*ahead.popleft())
     while ahead:

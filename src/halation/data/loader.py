@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -107,7 +108,7 @@ class _Fetcher:
     def __init__(self, source: Pictures, num_workers: int, memory_bytes: int) -> None:
         self._source = source
         self._read: Callable[[np.ndarray], Stack] | None = getattr(source, "read", None)
-        self._workers = Workers(source, num_workers) if num_workers else None
+        self._workers = Workers(partial(draw, source), num_workers) if num_workers else None
         self._room = memory_bytes
         self._kept: dict[int, Picture] = {}
         self._lock = threading.Lock()
@@ -132,7 +133,7 @@ class _Fetcher:
         if self._workers is None:
             return draw(self._source, "train", indices)
         length = -(-len(indices) // self._workers.num_workers)
-        pieces = [self._workers.draw("train", indices[at : at + length]) for at in range(0, len(indices), length)]
+        pieces = [self._workers.ask("train", indices[at : at + length]) for at in range(0, len(indices), length)]
         return joined([piece.result() for piece in pieces])
 
     def _keep(self, indices: list[int], made: Stack) -> None:

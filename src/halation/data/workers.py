@@ -1,4 +1,4 @@
-"""Processes that produce pictures for a source whose drawing holds the interpreter lock; they die with their parent."""
+"""Processes that make pictures where making them holds the interpreter lock, or is not to be trusted; they die with their parent."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing.synchronize import Barrier
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from halation.data.base import Picture, Pictures
 
+Made = TypeVar("Made")
 _PR_SET_PDEATHSIG = 1
 
 
@@ -55,10 +56,10 @@ def draw(source: Pictures, part: str, indices: Sequence[int]) -> Stack:
     return stack([one(int(index)) for index in indices])
 
 
-class Workers:
-    """A fixed number of spawned processes, each with its own copy of the source; they live as long as the thread that made them."""
+class Workers(Generic[Made]):
+    """A fixed number of spawned processes, each with its own copy of `make`; they live as long as the thread that made them."""
 
-    def __init__(self, source: Pictures, num_workers: int) -> None:
+    def __init__(self, make: Callable[..., Made], num_workers: int) -> None:
         self.num_workers = num_workers
         context = multiprocessing.get_context("spawn")
         # The kernel ties "die with the parent" to the thread that starts a process. So all are started here, by the thread
@@ -66,38 +67,38 @@ class Workers:
         # pool starts a process for each task that finds none idle; until the last has come to the barrier, none is.
         barrier = context.Barrier(num_workers)
         self._pool = ProcessPoolExecutor(
-            num_workers, context, initializer=_start, initargs=(source, os.getpid(), barrier)
+            num_workers, context, initializer=_start, initargs=(make, os.getpid(), barrier)
         )
         for _ in range(num_workers):
             self._pool.submit(_nothing)
 
-    def draw(self, part: str, indices: Sequence[int]) -> Future[Stack]:
-        """As the function `draw`, but in one of the processes."""
-        return self._pool.submit(_draw, part, [int(index) for index in indices])
+    def ask(self, *arguments: Any) -> Future[Made]:
+        """`make` of these arguments, in one of the processes."""
+        return self._pool.submit(_make, *arguments)
 
     def close(self) -> None:
         """End the processes; what was asked for and not begun is dropped."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 
-_source: Pictures | None = None
+_made_by: Callable[..., Any] | None = None
 
 
-def _start(source: Pictures, parent: int, barrier: Barrier) -> None:
-    global _source
+def _start(make: Callable[..., Any], parent: int, barrier: Barrier) -> None:
+    global _made_by
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # wishes to stop are the parent's to grant; its end is the end of these
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it died before the line above took effect
             os._exit(1)
-    _source = source
+    _made_by = make
     barrier.wait()
 
 
-def _draw(part: str, indices: list[int]) -> Stack:
-    assert _source is not None
-    return draw(_source, part, indices)
+def _make(*arguments: Any) -> Any:
+    assert _made_by is not None
+    return _made_by(*arguments)
 
 
 def _nothing() -> None:
