@@ -1,0 +1,197 @@
+"""Trains the network of the `streets` extractor on the embedded street scenes and says how well it sees held-out ones."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from halation.data.resize import resized
+from halation.data.streets import caption, draw, scene
+from halation.data.streets_scenes import CAR_COLOURS, PLACES, TIMES, WEATHERS, Attributes, Part
+from halation.evaluation.agreement import agreement
+from halation.models import streets_net
+from halation.models.streets_net import HEADS, INPUT_SIZE, NUM_FEATURES, Record, StreetsNet
+
+SIZES = (32, 48, 64, 96, 128)
+WEIGHT_OF_HEAD = {"place": 1.0, "time": 1.0, "weather": 1.0, "cars": 2.0}
+NUM_HINTS = len(CAR_COLOURS) + 5
+"""What else is known of a scene: cars of each colour, trees, houses, signs, pedestrians, traffic lights."""
+NUM_HARMS = 3
+"""Blur, noise and brightness, each 0 for a picture that nothing was done to."""
+
+
+def labels_of(attributes: Attributes) -> list[int]:
+    return [
+        PLACES.index(attributes.place),
+        TIMES.index(attributes.time),
+        WEATHERS.index(attributes.weather),
+        attributes.num_cars,
+    ]
+
+
+def hints_of(attributes: Attributes) -> list[float]:
+    colours = [float(attributes.car_colours.count(colour)) for colour in CAR_COLOURS]
+    things = (attributes.num_trees, attributes.num_houses, attributes.num_signs)
+    return [*colours, *things, attributes.num_pedestrians, attributes.num_traffic_lights]
+
+
+def drawn(attributes: Attributes, size: int) -> npt.NDArray[np.float32]:
+    return resized(draw(attributes, size), INPUT_SIZE, "clean")
+
+
+class Scenes:
+    """The training pictures, drawn once into a file, and what is known of them."""
+
+    def __init__(self, num: int, folder: str) -> None:
+        shape = (num, INPUT_SIZE, INPUT_SIZE, 3)
+        self.pixels = np.memmap(Path(folder) / "pixels.u8", dtype=np.uint8, mode="w+", shape=shape)
+        scenes = [scene("train", index) for index in range(num)]
+        for index, attributes in enumerate(scenes):
+            self.pixels[index] = np.rint(drawn(attributes, SIZES[index % len(SIZES)]))
+        self.labels = torch.tensor([labels_of(attributes) for attributes in scenes])
+        hints = torch.tensor([hints_of(attributes) for attributes in scenes])
+        self.hints = (hints - hints.mean(0)) / (hints.std(0) + 1e-6)
+
+    def pictures(self, chosen: Tensor) -> Tensor:
+        return torch.from_numpy(self.pixels[chosen.numpy()]).float()
+
+
+def harmed(pictures: Tensor, dice: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Half of the pictures blurred, noisy, brighter or darker, and how much of each was done.
+
+    Generated pictures are never as clean as drawn ones: attributes should be found in them all the same, while the
+    features, which are asked how much was done, should tell them apart.
+    """
+    num = len(pictures)
+    amounts = torch.rand(num, NUM_HARMS, generator=dice) * (torch.rand(num, NUM_HARMS, generator=dice) < 0.4)
+    amounts *= torch.rand(num, 1, generator=dice) < 0.6
+    sigma = 0.2 + 1.3 * amounts[:, :1]
+    reach = torch.arange(-4, 5)
+    kernel = torch.exp(-0.5 * (reach / sigma) ** 2)
+    kernel = (kernel / kernel.sum(1, keepdim=True)).repeat_interleave(3, dim=0)
+    planes = pictures.permute(0, 3, 1, 2).reshape(1, -1, INPUT_SIZE, INPUT_SIZE)
+    planes = F.conv2d(F.pad(planes, (4, 4, 0, 0), mode="replicate"), kernel[:, None, None, :], groups=3 * num)
+    planes = F.conv2d(F.pad(planes, (0, 0, 4, 4), mode="replicate"), kernel[:, None, :, None], groups=3 * num)
+    blurred = planes.reshape(num, 3, INPUT_SIZE, INPUT_SIZE).permute(0, 2, 3, 1)
+    blurry, noisy, bright = (amounts[:, column, None, None, None] for column in range(NUM_HARMS))
+    pictures = torch.where(blurry > 0, blurred, pictures)
+    side = torch.where(torch.rand(num, 1, 1, 1, generator=dice) < 0.5, -1.0, 1.0)
+    pictures = pictures * (1.0 + 0.2 * side * bright)
+    pictures = pictures + 20.0 * noisy * torch.randn(pictures.shape, generator=dice)
+    return pictures.clamp(0.0, 255.0), torch.cat([amounts[:, :2], amounts[:, 2:] * side[:, :, 0, 0]], dim=1)
+
+
+def loss_of(outputs: dict[str, Tensor], labels: Tensor, guesses: Tensor, extras: Tensor) -> Tensor:
+    """Cross-entropy of the heads, and a little for the rest of the scene, without which features know the labels alone."""
+    loss = 0.5 * F.mse_loss(guesses, extras)
+    for column, (head, weight) in enumerate(WEIGHT_OF_HEAD.items()):
+        loss = loss + weight * F.cross_entropy(outputs[head].float(), labels[:, column])
+    return loss
+
+
+def trained(scenes: Scenes, arguments: argparse.Namespace) -> StreetsNet:
+    torch.manual_seed(arguments.seed)
+    dice = torch.Generator().manual_seed(arguments.seed)
+    net = StreetsNet().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    # Only training needs it, so the file does not hold it.
+    extra = nn.Linear(NUM_FEATURES, NUM_HINTS + NUM_HARMS)
+    weights = [*net.parameters(), *extra.parameters()]
+    optimizer = torch.optim.AdamW(weights, lr=arguments.lr, weight_decay=0.02)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, arguments.lr, arguments.num_steps, pct_start=0.15)
+    order = torch.empty(0, dtype=torch.int64)
+    start = time.monotonic()
+    for step in range(arguments.num_steps):
+        if len(order) < arguments.batch_size:
+            order = torch.cat([order, torch.randperm(len(scenes.labels), generator=dice)])
+        chosen, order = order[: arguments.batch_size], order[arguments.batch_size :]
+        pictures, harms = harmed(scenes.pictures(chosen), dice)
+        with torch.autocast("cpu", torch.bfloat16, enabled=arguments.bf16):
+            outputs = net(pictures)
+            guesses = extra(outputs["features"]).float()
+        loss = loss_of(outputs, scenes.labels[chosen], guesses, torch.cat([scenes.hints[chosen], harms], dim=1))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        if step % 100 == 0 or step == arguments.num_steps - 1:
+            print(f"step {step}  loss {loss.item():.4f}  {time.monotonic() - start:.0f} s", flush=True)
+    return net.eval().requires_grad_(False)
+
+
+def rounded(net: StreetsNet) -> None:
+    """To the numbers that the file can hold, so that what is measured is what is shipped."""
+    for weight in net.parameters():
+        if weight.dim() > 1:
+            weight.copy_(weight.half())
+
+
+def seen(net: StreetsNet, part: Part, num: int, size: int) -> dict[str, npt.NDArray[np.float32]]:
+    """What the network says of the first scenes of a part, drawn at a size."""
+    outputs = []
+    for first in range(0, num, 100):
+        chosen = range(first, min(first + 100, num))
+        outputs.append(net(torch.from_numpy(np.stack([drawn(scene(part, index), size) for index in chosen]))))
+    return {name: torch.cat([output[name] for output in outputs]).numpy() for name in outputs[0]}
+
+
+def examined(net: StreetsNet, arguments: argparse.Namespace) -> Record:
+    num = arguments.num_heldout
+    scenes = [scene("heldout", index) for index in range(num)]
+    labels = np.array([labels_of(attributes) for attributes in scenes])
+    outputs = {size: seen(net, "heldout", num, size) for size in SIZES}
+    accuracy = {
+        str(size): {
+            head: round(float((outputs[size][head].argmax(1) == labels[:, column]).mean()), 4)
+            for column, head in enumerate(HEADS)
+        }
+        for size in SIZES
+    }
+    ceiling = agreement(outputs[INPUT_SIZE], [caption(attributes) for attributes in scenes])
+    return Record(
+        seed=arguments.seed,
+        num_pictures=arguments.num_pictures,
+        num_steps=arguments.num_steps,
+        num_heldout=num,
+        accuracy=accuracy,
+        agreement=round(ceiling.value, 4),
+        agreement_by_attribute={name: round(share or math.nan, 4) for name, share in ceiling.by_attribute.items()},
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, default=Path("streets_net.safetensors"), help="file to write")
+    parser.add_argument("--num_pictures", type=int, default=40_000, help="scenes to train on")
+    parser.add_argument("--num_heldout", type=int, default=2_000, help="held-out scenes to examine it with")
+    parser.add_argument("--num_steps", type=int, default=5_000)
+    parser.add_argument("--batch_size", type=int, default=64)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1, help="of torch; another number gives other last bits")
+    parser.add_argument("--bf16", action="store_true", help="train in bfloat16 where the CPU is faster so")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        net = trained(Scenes(arguments.num_pictures, folder), arguments)
+    rounded(net)
+    record = examined(net, arguments)
+    streets_net.save(net, record, arguments.output)
+    for size, shares in record.accuracy.items():
+        print(f"{size:>4} pixels  " + "  ".join(f"{head} {100 * share:.1f} %" for head, share in shares.items()))
+    print(f"agreement with their own captions {100 * record.agreement:.1f} %")
+    print(
+        f"{arguments.output}: {arguments.output.stat().st_size} bytes, SHA-256 {streets_net.sha256(arguments.output)}"
+    )
+
+
+if __name__ == "__main__":
+    main()
