@@ -30,11 +30,12 @@ FAINT_CURVE: Colour = (183, 206, 234)
 
 
 @cache
-def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+def typeface(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    """The type that comes with Pillow, so that pictures are the same on every machine."""
     return ImageFont.load_default(size)
 
 
-def _drawable(text: str) -> str:
+def drawable(text: str) -> str:
     """What the built-in type can show: accents are left off; a letter it does not have becomes an empty box."""
     bare = (
         mark for mark in unicodedata.normalize("NFKD", text.replace("\u00df", "ss")) if not unicodedata.combining(mark)
@@ -44,8 +45,8 @@ def _drawable(text: str) -> str:
 
 def _wrap(text: str, size: int, width: int, max_lines: int) -> list[str]:
     """`text` in at most `max_lines` lines of `width` pixels; what does not fit ends in an ellipsis."""
-    font = _font(size)
-    words = _drawable(text[:600]).split()
+    font = typeface(size)
+    words = drawable(text[:600]).split()
     lines: list[str] = []
     line = ""
     while words:
@@ -75,7 +76,7 @@ def _wrap(text: str, size: int, width: int, max_lines: int) -> list[str]:
 
 def _write_lines(draw: ImageDraw.ImageDraw, x: int, y: int, lines: Sequence[str], size: int, colour: Colour) -> None:
     for number, line in enumerate(lines):
-        draw.text((x, y + number * _line_height(size)), line, font=_font(size), fill=colour)
+        draw.text((x, y + number * _line_height(size)), line, font=typeface(size), fill=colour)
 
 
 def _line_height(size: int) -> int:
@@ -100,7 +101,7 @@ def _place(canvas: Image.Image, picture: Pixels | None, x: int, y: int, height: 
         draw.rectangle((x, y, x + width - 1, y + height - 1), fill=EMPTY, outline=RULE)
         draw.line((x + 1, y + 1, x + width - 2, y + height - 2), fill=RULE)
         draw.line((x + 1, y + height - 2, x + width - 2, y + 1), fill=RULE)
-        draw.text((x + width / 2, y + height / 2), "failed", font=_font(12), fill=ALARM, anchor="mm")
+        draw.text((x + width / 2, y + height / 2), "failed", font=typeface(12), fill=ALARM, anchor="mm")
         return
     image = Image.fromarray(picture)
     scale = min(height / picture.shape[0], width / picture.shape[1])
@@ -143,7 +144,7 @@ def progress_figure(
     """How a training went, in one picture: a row for each step, a column for each prompt, and the loss below."""
     margin, gutter, gap, type_size, title_size = 28, 8, 48, 12, 20
     height, width = _shown_size([picture for _, pictures in rows for picture in pictures], smallest=128, largest=256)
-    label_width = 16 + max((int(_font(14).getlength(f"{step:,}")) for step, _ in rows), default=0)
+    label_width = 16 + max((int(typeface(14).getlength(f"{step:,}")) for step, _ in rows), default=0)
     label_width = max(label_width, 44)
     captions = [_wrap(prompt, type_size, width, 4) for prompt in prompts]
     caption_height = _line_height(type_size) * max(map(len, captions), default=0)
@@ -158,13 +159,13 @@ def progress_figure(
     canvas = Image.new("RGB", size, PAPER)
     draw = ImageDraw.Draw(canvas)
     _write_lines(draw, margin, margin, heading, title_size, INK)
-    draw.text((left - 14, top - 8), "step", font=_font(type_size), fill=SOFT_INK, anchor="rd")
+    draw.text((left - 14, top - 8), "step", font=typeface(type_size), fill=SOFT_INK, anchor="rd")
     for column, lines in enumerate(captions):
         y = top - 8 - _line_height(type_size) * len(lines)
         _write_lines(draw, left + column * (width + gutter), y, lines, type_size, INK)
     for number, (step, pictures) in enumerate(rows):
         y = top + number * (height + gutter)
-        draw.text((left - 14, y + height / 2), f"{step:,}", font=_font(14), fill=INK, anchor="rm")
+        draw.text((left - 14, y + height / 2), f"{step:,}", font=typeface(14), fill=INK, anchor="rm")
         for column, picture in enumerate(pictures):
             _place(canvas, picture, left + column * (width + gutter), y, height, width)
     if plot_height:
@@ -207,11 +208,11 @@ def _draw_loss(
         pen.line(path, fill=colour, width=weight, joint="curve")
     canvas.paste(plot.resize((width, height), Image.Resampling.LANCZOS), (x, y))
     draw = ImageDraw.Draw(canvas)
-    draw.text((x, y - 8), f"loss, {smooth[-1]:.4g} at the end", font=_font(12), fill=INK, anchor="ld")
+    draw.text((x, y - 8), f"loss, {smooth[-1]:.4g} at the end", font=typeface(12), fill=INK, anchor="ld")
     for tick in ticks:
-        draw.text((x - 14, y + down(tick)), f"{tick:g}", font=_font(11), fill=SOFT_INK, anchor="rm")
-    draw.text((x, y + height + 6), f"step {first:,.0f}", font=_font(11), fill=SOFT_INK, anchor="la")
-    draw.text((x + width, y + height + 6), f"step {last:,.0f}", font=_font(11), fill=SOFT_INK, anchor="ra")
+        draw.text((x - 14, y + down(tick)), f"{tick:g}", font=typeface(11), fill=SOFT_INK, anchor="rm")
+    draw.text((x, y + height + 6), f"step {first:,.0f}", font=typeface(11), fill=SOFT_INK, anchor="la")
+    draw.text((x + width, y + height + 6), f"step {last:,.0f}", font=typeface(11), fill=SOFT_INK, anchor="ra")
 
 
 def _running_mean(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
