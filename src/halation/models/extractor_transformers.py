@@ -1,0 +1,219 @@
+"""DINOv2 and CLIP through transformers as extractors, and CLIP's embedding of texts."""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from halation.errors import InputError
+from halation.models.extractor_folders import ClipInput, ModelFolder, clip_input, find_folder
+from halation.models.extractor_preparation import Preparation, Rule, SquareResize
+from halation.models.extractors import DTYPES, Extractor, full_precision
+
+logger = logging.getLogger(__name__)
+DEFAULTS = {"dinov2": "facebook/dinov2-large", "clip": "openai/clip-vit-large-patch14"}
+DINOV2_SIZE = 224
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+_TITLES = {"dinov2": "DINOv2", "clip": "CLIP"}
+_TEXTS_AT_ONCE = 64
+_UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, OSError, ImportError, RuntimeError, SafetensorError)
+
+
+def open_transformer(name: str, weights: str, *, device: str, dtype: str, rule: Rule) -> Extractor:
+    """`name` is dinov2, clip, or a folder of either family; `weights` a folder or hub name instead of the default."""
+    known = DEFAULTS.get(name)
+    if known is None and weights:
+        raise InputError(
+            f"--extractor {name} and --weights {weights}", "one of them names the model", "leave out --weights"
+        )
+    folder = find_folder(weights or known or name)
+    kind = _FAMILIES.get(folder.family)
+    if kind is None or (known and kind.family != name):
+        raise InputError(
+            f"{folder.given} is a model of type {folder.family!r}",
+            f"a {name} model" if known else f"one of the types {', '.join(sorted(_FAMILIES))}",
+            "check --weights" if known else "check --extractor",
+        )
+    called = name if known else Path(name).resolve().name
+    extractor = kind(folder, name=called, device=device, dtype=dtype, rule=rule)
+    title = _TITLES[name] if known else called
+    extractor.fd_title, extractor.kid_title = f"FD-{title}", f"KID-{title}"
+    return extractor
+
+
+class _TransformerExtractor(Extractor):
+    """What DINOv2 and CLIP have in common: a folder, its hash, a model in a dtype."""
+
+    family: str
+    kind: Any
+
+    def __init__(self, folder: ModelFolder, *, name: str, device: str, dtype: str, rule: Rule) -> None:
+        self.name = name
+        self.device = torch.device(device)
+        self._dtype = DTYPES[dtype]
+        self._folder = folder
+        self.preparation, preparing = self._prepared(rule)
+        self._model: Any = _loaded(self.kind, folder, self._dtype).to(self.device)
+        self.facts = {
+            "extractor": name,
+            "weights": folder.given,
+            "weights_sha256": folder.sha256(),
+            "dtype": dtype,
+            **preparing,
+            "input_size": list(self.preparation.shape[:2]),
+            "library": f"transformers {transformers.__version__} on torch {torch.__version__}",
+        }
+
+    @abstractmethod
+    def _prepared(self, rule: Rule) -> tuple[Preparation, dict[str, Any]]:
+        """The preparation, and what to record about it."""
+
+    def _normalised(self, values: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+        """(B, H, W, 3) to (B, 3, H, W) in the model's dtype; the arithmetic is float32 whatever that is."""
+        mean_, std_ = (torch.tensor(list(numbers), device=values.device) for numbers in (mean, std))
+        return ((values - mean_) / std_).permute(0, 3, 1, 2).to(self._dtype).contiguous()
+
+
+class Dinov2Extractor(_TransformerExtractor):
+    """The class token after the last layer norm, as the FD-DINOv2 of dgm-eval: 224 x 224 by the resize rule, ImageNet's mean and std."""
+
+    family = "dinov2"
+    kind: Any = transformers.Dinov2Model
+
+    def __init__(self, folder: ModelFolder, *, name: str, device: str, dtype: str, rule: Rule) -> None:
+        super().__init__(folder, name=name, device=device, dtype=dtype, rule=rule)
+        self.num_features = int(self._model.config.hidden_size)
+
+    def _prepared(self, rule: Rule) -> tuple[Preparation, dict[str, Any]]:
+        return SquareResize(size=DINOV2_SIZE, rule=rule), {"resize": rule}
+
+    def _outputs(self, batch: Tensor) -> dict[str, Tensor]:
+        pixels = self._normalised(batch / 255, IMAGENET_MEAN, IMAGENET_STD)
+        return {"features": self._model(pixel_values=pixels).pooler_output}
+
+
+class Dinov2RegistersExtractor(Dinov2Extractor):
+    """DINOv2 with register tokens, otherwise the same."""
+
+    kind = transformers.Dinov2WithRegistersModel
+
+
+class ClipExtractor(_TransformerExtractor):
+    """CLIP's projected picture embeddings, not normalised; pictures are prepared as the model's own preprocessor_config.json says."""
+
+    family = "clip"
+    kind = transformers.CLIPModel
+    _input: ClipInput
+
+    def __init__(self, folder: ModelFolder, *, name: str, device: str, dtype: str, rule: Rule) -> None:
+        super().__init__(folder, name=name, device=device, dtype=dtype, rule=rule)
+        self.num_features = int(self._model.config.projection_dim)
+        # Bytes times the factor in float64, then float32: the numbers transformers' processor computes.
+        scaled = torch.arange(256, dtype=torch.float64) * self._input.rescale
+        self._scaled = scaled.float().to(self.device)
+        self._tokenizer: Any = None
+
+    def _prepared(self, rule: Rule) -> tuple[Preparation, dict[str, Any]]:
+        self._input = clip_input(self._folder)
+        if rule != "clean":
+            logger.warning("--resize %s does not apply to CLIP, which prepares pictures as its own files say", rule)
+        return self._input.preparation, {"resize": "as the model's preprocessor_config.json"}
+
+    def _outputs(self, batch: Tensor) -> dict[str, Tensor]:
+        pixels = self._normalised(self._scaled[batch.int()], self._input.mean, self._input.std)
+        return {"features": self._model.get_image_features(pixel_values=pixels).pooler_output}
+
+    # Texts
+
+    @property
+    def max_tokens(self) -> int:
+        """How long a text may be, its begin and end included; all are padded to this, whatever their neighbours are."""
+        return int(self._model.config.text_config.max_position_embeddings)
+
+    def embed_texts(self, texts: Sequence[str]) -> Tensor:
+        """(N, D) float32 on the CPU, projected and not normalised; a text that is too long loses its end (see `truncated`)."""
+        parts = [
+            self._embedded(texts[start : start + _TEXTS_AT_ONCE]) for start in range(0, len(texts), _TEXTS_AT_ONCE)
+        ]
+        return torch.cat(parts) if parts else torch.empty(0, self.num_features)
+
+    def truncated(self, texts: Sequence[str]) -> list[int]:
+        """The indices of texts that are longer than the model reads."""
+        if not texts:
+            return []
+        tokens = self._words()(list(texts), truncation=False, padding=False, verbose=False)["input_ids"]
+        return [index for index, ids in enumerate(tokens) if len(ids) > self.max_tokens]
+
+    def _embedded(self, texts: Sequence[str]) -> Tensor:
+        # Always the same number of rows: other shapes may take other kernels, and then a text would depend on its neighbours.
+        padded = [*texts, *[""] * (_TEXTS_AT_ONCE - len(texts))]
+        tokens = self._words()(
+            padded, padding="max_length", truncation=True, max_length=self.max_tokens, return_tensors="pt"
+        ).to(self.device)
+        with torch.inference_mode(), full_precision():
+            output = self._model.get_text_features(
+                input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"]
+            )
+        return output.pooler_output[: len(texts)].float().cpu()
+
+    def _words(self) -> Any:
+        """Opened when it is first needed: a distance between pictures needs no tokenizer."""
+        if self._tokenizer is None:
+            try:
+                self._tokenizer = transformers.AutoTokenizer.from_pretrained(
+                    str(self._folder.path), local_files_only=True, trust_remote_code=False
+                )
+            except _UNREADABLE as error:
+                raise InputError(
+                    f"{self._folder.path} has no tokenizer that can be opened: {type(error).__name__}: {error}",
+                    "tokenizer files beside the weights",
+                    "download the whole model",
+                ) from error
+        return self._tokenizer
+
+
+_FAMILIES: dict[str, type[_TransformerExtractor]] = {
+    "dinov2": Dinov2Extractor,
+    "dinov2_with_registers": Dinov2RegistersExtractor,
+    "clip": ClipExtractor,
+}
+
+
+def _loaded(kind: Any, folder: ModelFolder, dtype: torch.dtype) -> nn.Module:
+    bar_was_on = transformers.utils.logging.is_progress_bar_enabled()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        model, info = kind.from_pretrained(
+            str(folder.path),
+            dtype=dtype,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except _UNREADABLE as error:
+        raise InputError(
+            f"{folder.path} cannot be opened as a {kind.__name__}: {type(error).__name__}: {error}",
+            "a whole model folder, as save_pretrained writes it",
+            "copy the model again",
+        ) from error
+    finally:
+        if bar_was_on:
+            transformers.utils.logging.enable_progress_bar()
+    if missing := sorted(info["missing_keys"]):
+        raise InputError(
+            f"{folder.path} lacks {len(missing)} weights, first {missing[0]}; they would be random numbers",
+            "weights for every part of the model",
+            "download the whole model",
+        )
+    module: nn.Module = model.eval().requires_grad_(False)
+    return module
