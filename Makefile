@@ -23,7 +23,7 @@ help:
 	@echo "make format     put the code in order"
 	@echo "make clean      remove caches and build folders (.venv and runs stay)"
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt tests/oracles.txt
 	@set -e; start=$$(date +%s); \
 	if [ -e $(HALF) ] || ! $(VENV)/bin/python -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
 	    for python in $(PYTHON) python3.11 python3 python3.12 python3.13 python3.14; do \
@@ -47,6 +47,7 @@ $(STAMP): pyproject.toml constraints.txt
 	echo "Installing torch, then the rest, into $(VENV): a few minutes the first time"; \
 	$(RUN) pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0; \
 	$(RUN) pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'; \
+	$(RUN) pip install --quiet --disable-pip-version-check --no-deps -r tests/oracles.txt; \
 	printf '%s' "$$(pwd -P)" > $(STAMP); rm $(HALF); \
 	echo "Installed in $$(( $$(date +%s) - start )) s"
 

@@ -1,0 +1,1 @@
+"""Scores of pictures: features in, numbers out."""
