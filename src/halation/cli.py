@@ -20,6 +20,7 @@ COMMANDS = {
     "train": ("TrainConfig", "train a diffusion transformer on every rank, with samples from every rank"),
     "sample": ("SampleConfig", "draw pictures from a checkpoint on every rank"),
     "generate": ("GenerateConfig", "draw a picture for every prompt of a list on every GPU, resumable"),
+    "evaluate": ("EvaluateConfig", "score pictures: FID, KID, precision and recall, CLIP score, on every GPU, or an error"),
     "demo": ("DemoConfig", "train a small model on embedded data and show its progress"),
     "doctor": ("DoctorConfig", "show devices, versions, backends, and what is missing"),
 }

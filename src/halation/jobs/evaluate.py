@@ -1,0 +1,226 @@
+"""`halation evaluate`: numbers that can be trusted for a folder, a run or a live model, on every GPU, or an error."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from halation import runs
+from halation.config.evaluate import EvaluateConfig
+from halation.config.fields import as_json
+from halation.errors import InputError
+from halation.jobs.ranges import check_ranges
+from halation.world import launch
+
+if TYPE_CHECKING:
+    from halation.evaluation.sources import Source
+    from halation.jobs.live import Live
+
+RANGES: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("batch_size", "threads", "num_inference_steps", "sheet_size", "nearest_k"), (1, 10_000)),
+    **dict.fromkeys(("kid_subsets", "num_reference"), (1, 10**9)),
+    **dict.fromkeys(("num_samples", "bootstrap", "keep_features"), (0, 10**12)),
+    "kid_subset_size": (2, 10**9),
+    "decode_workers": (-1, 1024),
+    "seed_start": (0, 2**63 - 1),
+    "dist_timeout_s": (sys.float_info.min, 1e9),
+}
+PICTURES_A_RANK = 128
+"""Without a GPU, fewer pictures than that are not worth a further process."""
+
+
+def run(config: EvaluateConfig) -> int:
+    """Score on ranks that are already there or on ranks started here; 0 only if every number that was asked for is there."""
+    check(config)
+    source = opened(config)
+    config = resolved(config, source)
+    if launch.launched():
+        report = run_rank(config)
+        if report:
+            show(config, report)
+        return 0
+    places = places_of(config, source)
+    cache = cache_of(config)
+    runs.make_folder(cache)
+    with tempfile.TemporaryDirectory(prefix=".report_", dir=cache) as scratch:
+        output = Path(scratch) / "report.json"
+        order = replace(config, output=output)
+        if len(places) == 1:
+            os.environ[launch.DEVICE] = places[0]
+            try:
+                run_rank(order)
+            finally:
+                del os.environ[launch.DEVICE]
+        else:
+            launch.Launcher("evaluate", as_json(order), places, 0, Path(scratch)).run()
+        report = runs.read_json(output)
+    if config.output is not None:
+        config.output.parent.mkdir(parents=True, exist_ok=True)
+        runs.publish_json(config.output, report)
+    show(config, report)
+    return 0
+
+
+def check(config: EvaluateConfig) -> None:
+    """What can be refused without looking at anything but the flags."""
+    check_ranges(config, RANGES)
+    if bool(config.generated) == bool(config.model_path):
+        found = "both --generated and --model_path" if config.generated else "neither --generated nor --model_path"
+        raise InputError(found, "pictures to score, or a model to draw them", "give one of the two")
+    if len(config.reference) > 1 and not all(path.endswith((".npz", ".safetensors")) for path in config.reference):
+        raise InputError(
+            f"--reference {' '.join(config.reference)}",
+            "one folder, `streets`, or files of statistics",
+            "give one; several files of statistics are merged",
+        )
+
+
+def resolved(config: EvaluateConfig, source: Source | Live) -> EvaluateConfig:
+    """The config with the extractor and the metrics written out, and what does not go together refused."""
+    from halation.evaluation.measures import NEEDS_CAPTIONS, NEEDS_REFERENCE
+
+    extractor = config.extractor or ("streets" if config.reference == ("streets",) else "inception")
+    config = replace(config, extractor=extractor)
+    metrics: Any = config.metrics or default_metrics(extractor, source)
+    if not config.metrics and config.save_statistics is not None and not config.reference:
+        metrics = ()
+    elif extractor == "streets" and "fid" in metrics:
+        raise InputError(
+            "fid with --extractor streets",
+            "a Frechet distance of Inception features, which is what FID means",
+            "ask for fd (FD-streets), or for --extractor inception",
+        )
+    compared = [metric for metric in metrics if metric in NEEDS_REFERENCE]
+    if compared and not config.reference:
+        raise InputError(
+            f"no --reference for {', '.join(compared)}",
+            "real pictures to compare with",
+            "give --reference FOLDER, `streets`, or saved statistics (.npz, .safetensors)",
+        )
+    for path in config.reference:
+        if path != "streets" and not Path(path).exists():
+            raise InputError(
+                f"--reference: there is no folder or file {path}",
+                "real pictures, or saved statistics",
+                "check --reference",
+            )
+    worded = [metric for metric in metrics if metric in NEEDS_CAPTIONS]
+    if worded and source.captions is None:
+        raise InputError(
+            f"no prompts for {', '.join(worded)}",
+            "the prompt of every picture",
+            "give --prompts FILE, or the folder of a `halation generate`",
+        )
+    config = replace(config, metrics=tuple(dict.fromkeys(metrics)))
+    _refuse_many(config, len(source))
+    return config
+
+
+def default_metrics(extractor: str, source: Source | Live) -> tuple[str, ...]:
+    if extractor == "inception":
+        return ("fid", "kid")
+    if extractor != "streets":
+        return ("fd", "kid", "prdc")
+    return ("fd", "kid", "prdc", *(("agreement",) if source.captions is not None else ()))
+
+
+def _refuse_many(config: EvaluateConfig, num: int) -> None:
+    others = [metric for metric in config.metrics if metric not in ("fid", "fd")]
+    if num > config.keep_features and others:
+        raise InputError(
+            f"{', '.join(others)} of {num} pictures with --keep_features {config.keep_features}",
+            "features that are kept: of more pictures there are only moments",
+            f"raise --keep_features (about {num * 8 // 1024 + 1} MiB of disk with 2048 features), or ask for fid or fd alone",
+        )
+
+
+def opened(config: EvaluateConfig) -> Source | Live:
+    """What is scored, looked at without decoding or loading anything."""
+    if config.model_path:
+        from halation.jobs.live import open_live
+
+        return open_live(config, "cpu")
+    from halation.jobs.scoring import generated_files
+
+    return generated_files(config)
+
+
+def places_of(config: EvaluateConfig, source: Source | Live) -> tuple[str, ...]:
+    """One rank a GPU; without a GPU as many as the cores and the pictures are worth, because the bits are the same."""
+    places = launch.devices(config.nproc, config.gpu_ids, config.oversubscribe)
+    if config.nproc or places != ("cpu",):
+        return places
+    cores = len(os.sched_getaffinity(0)) // config.threads
+    return ("cpu",) * max(1, min(cores, len(source) // PICTURES_A_RANK))
+
+
+def cache_of(config: EvaluateConfig) -> Path:
+    if config.cache_dir is not None:
+        return config.cache_dir
+    return Path(os.environ.get("HALATION_CACHE", Path.home() / ".cache" / "halation")) / "features"
+
+
+def read_config(path: Path) -> EvaluateConfig:
+    values = json.loads(path.read_text())
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    paths = {
+        name: Path(values[name]) for name in ("cache_dir", "save_statistics", "output") if values[name] is not None
+    }
+    return EvaluateConfig(**values | paths)
+
+
+def run_rank(config: EvaluateConfig) -> dict[str, Any]:
+    """One rank; the first leaves the report in --output and returns it."""
+    launch.die_with_parent()
+    from halation.jobs.assembly import joined
+    from halation.jobs.logs import Echo
+    from halation.jobs.scoring import Scoring
+
+    world = joined(config.gpu_ids, config.oversubscribe, config.dist_timeout_s, config.threads)
+    logger = logging.getLogger("halation")
+    echo = Echo()
+    with world.leaving_together(), contextlib.ExitStack() as stack:
+        if world.first:
+            logger.addHandler(echo)
+            stack.callback(logger.removeHandler, echo)
+        report = Scoring(world, config, cache_of(config)).run()
+        if world.first and config.output is not None:
+            config.output.parent.mkdir(parents=True, exist_ok=True)
+            runs.publish_json(config.output, report)
+        return report if world.first else {}
+
+
+def show(config: EvaluateConfig, report: dict[str, Any]) -> None:
+    """One JSON object for machines, or a table for people."""
+    if config.json:
+        print(json.dumps(report, ensure_ascii=False))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    reference = report["reference"]
+    pictures = f"{report['generated']['num']} pictures of {report['generated']['path']}"
+    against = f", against {reference['num'] or 'an unknown number'} of {reference['path']}" if reference else ""
+    table = Table(title=pictures + against, title_justify="left", title_style="bold")
+    for heading, justify in (
+        ("metric", "left"),
+        ("value", "right"),
+        ("better", "left"),
+        ("features", "left"),
+        ("", "left"),
+    ):
+        table.add_column(heading, justify=justify)  # type: ignore[arg-type]
+    for found in report["metrics"].values():
+        value = f"{found['value']:.4g}" + (f" ± {found['std']:.2g}" if found["std"] is not None else "")
+        if "interval" in found:
+            value += f" [{found['interval'][0]:.4g}, {found['interval'][1]:.4g}]"
+        how = f"{found['extractor']}, {found['resize']}, {found['precision']}"
+        table.add_row(found["name"], value, found["better"], how, found["note"])
+    Console().print(table)
