@@ -47,7 +47,7 @@ $(STAMP): pyproject.toml constraints.txt tests/oracles.txt
 	echo "Installing torch, then the rest, into $(VENV): a few minutes the first time"; \
 	$(RUN) pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0; \
 	$(RUN) pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'; \
-	$(RUN) pip install --quiet --disable-pip-version-check --no-deps -r tests/oracles.txt; \
+	rm -rf $(VENV)/oracles; $(RUN) pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/oracles -r tests/oracles.txt; \
 	printf '%s' "$$(pwd -P)" > $(STAMP); rm $(HALF); \
 	echo "Installed in $$(( $$(date +%s) - start )) s"
 
