@@ -43,7 +43,7 @@ def frechet_distance(one: Statistics, other: Statistics, *, device: str = "cpu")
             raise ValueError(f"a covariance of shape {tuple(covariance.shape)} for a mean of {len(mean)} dimensions")
     if len(means[0]) != len(means[1]):
         raise ValueError(f"statistics of {len(means[0])} and of {len(means[1])} dimensions")
-    with _one_thread():
+    with one_thread():
         traces = sum(float(covariance.diagonal().sum()) for covariance in covariances)
         return _distance(means[0], means[1], traces, _root_trace(*covariances))
 
@@ -56,7 +56,7 @@ def frechet_distance_of_few(one: Features, other: Features, *, device: str = "cp
     if one.shape[1:] != other.shape[1:]:
         raise ValueError(f"features of shapes {one.shape} and {other.shape}")
     (mean_1, rows_1), (mean_2, rows_2) = _centred(one, device), _centred(other, device)
-    with _one_thread():
+    with one_thread():
         traces = float(rows_1.square().sum()) + float(rows_2.square().sum())
         return _distance(mean_1, mean_2, traces, float(torch.linalg.svdvals(rows_1 @ rows_2.T).sum()))
 
@@ -78,28 +78,34 @@ def _tensor(array: Vector, device: str) -> torch.Tensor:
 
 def _root_trace(one: torch.Tensor, other: torch.Tensor) -> float:
     """The trace of the root of the product."""
-    factors = [_cholesky(one), _cholesky(other)]
-    if factors[0] is None or factors[1] is None:
+    triangles = _cholesky(one), _cholesky(other)
+    if triangles[0] is None or triangles[1] is None:
         columns = [
-            _cut_factor(matrix) if factor is None else factor
-            for matrix, factor in zip((one, other), factors, strict=True)
+            _cut_factor(matrix) if known is None else known
+            for matrix, known in zip((one, other), triangles, strict=True)
         ]
         return float(torch.linalg.svdvals(columns[0].T @ columns[1]).sum())
-    values = torch.linalg.eigvalsh(_lower_gram(_triangles_product(factors[0], factors[1])))
+    values = torch.linalg.eigvalsh(_lower_gram(_triangles_product(triangles[0], triangles[1])))
     return float(values.clamp(min=0.0).sqrt().sum())
 
 
+def factor(covariance: torch.Tensor) -> torch.Tensor:
+    """L with L L' = covariance, of as many columns as the matrix has rank."""
+    triangle = _cholesky(covariance)
+    return _cut_factor(covariance) if triangle is None else triangle
+
+
 def _cholesky(covariance: torch.Tensor) -> torch.Tensor | None:
-    """L with L L' = covariance, or None where the matrix is singular: what is left of a column is then rounding, not a pivot."""
-    factor, failed = torch.linalg.cholesky_ex(covariance)
+    """A lower triangle, or None where the matrix is singular: what is left of a column is then rounding, not a pivot."""
+    triangle, failed = torch.linalg.cholesky_ex(covariance)
     if failed:
         return None
     rounding = len(covariance) * torch.finfo(covariance.dtype).eps * covariance.diagonal().max()
-    return None if factor.diagonal().square().min() <= rounding else factor
+    return None if triangle.diagonal().square().min() <= rounding else triangle
 
 
 def _cut_factor(covariance: torch.Tensor) -> torch.Tensor:
-    """A factor of as many columns as the matrix has rank."""
+    """From eigenvectors, without those of the null space."""
     values, vectors = torch.linalg.eigh(covariance)
     lowest, highest = float(values[0]), float(values[-1])
     if lowest < -LOWEST * max(highest, 0.0) and lowest < 0:
@@ -127,7 +133,7 @@ def _lower_gram(factor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """The number of threads changes the last bits, and ranks of a group have another number than a process alone."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
