@@ -23,8 +23,8 @@ from halation.models.streets_net import HEADS, INPUT_SIZE, NUM_FEATURES, Record,
 
 SIZES = (32, 48, 64, 96, 128)
 WEIGHT_OF_HEAD = {"place": 1.0, "time": 1.0, "weather": 1.0, "cars": 2.0}
-NUM_HINTS = len(CAR_COLOURS) + 5
-"""What else is known of a scene: cars of each colour, trees, houses, signs, pedestrians, traffic lights."""
+NUM_HINTS = len(CAR_COLOURS) + 6
+"""What else is known of a picture: cars of each colour, trees, houses, signs, pedestrians, traffic lights, and its size."""
 NUM_HARMS = 3
 """Blur, noise and brightness, each 0 for a picture that nothing was done to."""
 
@@ -38,10 +38,10 @@ def labels_of(attributes: Attributes) -> list[int]:
     ]
 
 
-def hints_of(attributes: Attributes) -> list[float]:
+def hints_of(attributes: Attributes, size: int) -> list[float]:
     colours = [float(attributes.car_colours.count(colour)) for colour in CAR_COLOURS]
     things = (attributes.num_trees, attributes.num_houses, attributes.num_signs)
-    return [*colours, *things, attributes.num_pedestrians, attributes.num_traffic_lights]
+    return [*colours, *things, attributes.num_pedestrians, attributes.num_traffic_lights, math.log2(size)]
 
 
 def drawn(attributes: Attributes, size: int) -> npt.NDArray[np.float32]:
@@ -55,18 +55,37 @@ class Scenes:
         shape = (num, INPUT_SIZE, INPUT_SIZE, 3)
         self.pixels = np.memmap(Path(folder) / "pixels.u8", dtype=np.uint8, mode="w+", shape=shape)
         scenes = [scene("train", index) for index in range(num)]
-        for index, attributes in enumerate(scenes):
-            self.pixels[index] = np.rint(drawn(attributes, SIZES[index % len(SIZES)]))
+        sizes = [SIZES[index % len(SIZES)] for index in range(num)]
+        for index, (attributes, size) in enumerate(zip(scenes, sizes, strict=True)):
+            self.pixels[index] = np.rint(drawn(attributes, size))
         self.labels = torch.tensor([labels_of(attributes) for attributes in scenes])
-        hints = torch.tensor([hints_of(attributes) for attributes in scenes])
+        hints = torch.tensor([hints_of(*known) for known in zip(scenes, sizes, strict=True)])
         self.hints = (hints - hints.mean(0)) / (hints.std(0) + 1e-6)
 
     def pictures(self, chosen: Tensor) -> Tensor:
         return torch.from_numpy(self.pixels[chosen.numpy()]).float()
 
 
+def blurred(pictures: Tensor, sigma: Tensor) -> Tensor:
+    """By a Gaussian of each picture's own width, given as a column."""
+    kernel = torch.exp(-0.5 * (torch.arange(-4, 5) / sigma) ** 2)
+    kernel = (kernel / kernel.sum(1, keepdim=True)).repeat_interleave(3, dim=0)
+    planes = pictures.permute(0, 3, 1, 2).reshape(1, -1, INPUT_SIZE, INPUT_SIZE)
+    planes = F.conv2d(F.pad(planes, (4, 4, 0, 0), mode="replicate"), kernel[:, None, None, :], groups=len(kernel))
+    planes = F.conv2d(F.pad(planes, (0, 0, 4, 4), mode="replicate"), kernel[:, None, :, None], groups=len(kernel))
+    return planes.reshape(-1, 3, INPUT_SIZE, INPUT_SIZE).permute(0, 2, 3, 1)
+
+
+def grain(num: int, dice: torch.Generator) -> Tensor:
+    """Noise in squares of 1, 2 or 4 pixels: models that draw in patches leave such traces."""
+    coarse = (1, 1, 2, 4)[int(torch.randint(4, (), generator=dice))]
+    side = INPUT_SIZE // coarse
+    noise = torch.randn(num, side, side, 3, generator=dice)
+    return noise.repeat_interleave(coarse, 1).repeat_interleave(coarse, 2)
+
+
 def harmed(pictures: Tensor, dice: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Half of the pictures blurred, noisy, brighter or darker, and how much of each was done.
+    """Part of the pictures blurred, noisy, brighter or darker, and how much of each was done.
 
     Generated pictures are never as clean as drawn ones: attributes should be found in them all the same, while the
     features, which are asked how much was done, should tell them apart.
@@ -74,25 +93,19 @@ def harmed(pictures: Tensor, dice: torch.Generator) -> tuple[Tensor, Tensor]:
     num = len(pictures)
     amounts = torch.rand(num, NUM_HARMS, generator=dice) * (torch.rand(num, NUM_HARMS, generator=dice) < 0.4)
     amounts *= torch.rand(num, 1, generator=dice) < 0.6
-    sigma = 0.2 + 1.3 * amounts[:, :1]
-    reach = torch.arange(-4, 5)
-    kernel = torch.exp(-0.5 * (reach / sigma) ** 2)
-    kernel = (kernel / kernel.sum(1, keepdim=True)).repeat_interleave(3, dim=0)
-    planes = pictures.permute(0, 3, 1, 2).reshape(1, -1, INPUT_SIZE, INPUT_SIZE)
-    planes = F.conv2d(F.pad(planes, (4, 4, 0, 0), mode="replicate"), kernel[:, None, None, :], groups=3 * num)
-    planes = F.conv2d(F.pad(planes, (0, 0, 4, 4), mode="replicate"), kernel[:, None, :, None], groups=3 * num)
-    blurred = planes.reshape(num, 3, INPUT_SIZE, INPUT_SIZE).permute(0, 2, 3, 1)
-    blurry, noisy, bright = (amounts[:, column, None, None, None] for column in range(NUM_HARMS))
-    pictures = torch.where(blurry > 0, blurred, pictures)
-    side = torch.where(torch.rand(num, 1, 1, 1, generator=dice) < 0.5, -1.0, 1.0)
-    pictures = pictures * (1.0 + 0.2 * side * bright)
-    pictures = pictures + 20.0 * noisy * torch.randn(pictures.shape, generator=dice)
-    return pictures.clamp(0.0, 255.0), torch.cat([amounts[:, :2], amounts[:, 2:] * side[:, :, 0, 0]], dim=1)
+    blur, noise, light = (amounts[:, column, None, None, None] for column in range(NUM_HARMS))
+    pictures = torch.where(blur > 0, blurred(pictures, 0.3 + 1.2 * amounts[:, :1]), pictures)
+    light = light * torch.where(torch.rand(light.shape, generator=dice) < 0.5, -1.0, 1.0)
+    pictures = pictures * (1.0 + 0.2 * light) + 20.0 * noise * grain(num, dice)
+    # The root asks for little harms to be told too.
+    told = torch.cat([amounts[:, :2].sqrt(), light[:, 0, 0]], dim=1)
+    return pictures.clamp(0.0, 255.0), told
 
 
 def loss_of(outputs: dict[str, Tensor], labels: Tensor, guesses: Tensor, extras: Tensor) -> Tensor:
-    """Cross-entropy of the heads, and a little for the rest of the scene, without which features know the labels alone."""
-    loss = 0.5 * F.mse_loss(guesses, extras)
+    """Cross-entropy of the heads, and squares for the rest of the picture, without which features know the labels alone."""
+    squares = (guesses - extras).square().mean(0)
+    loss = 0.05 * squares[:NUM_HINTS].sum() + squares[NUM_HINTS:].sum()
     for column, (head, weight) in enumerate(WEIGHT_OF_HEAD.items()):
         loss = loss + weight * F.cross_entropy(outputs[head].float(), labels[:, column])
     return loss

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 INPUT_SIZE: Final = 64
-NUM_FEATURES: Final = 192
+NUM_FEATURES: Final = 256
 HEADS: Final[Mapping[str, int]] = {"place": 8, "time": 3, "weather": 2, "cars": 6}
 """Columns of each head: places, times and weathers in the order the data set lists them, and 0 to 5 cars."""
 
@@ -60,22 +60,24 @@ def _convolution(width_in: int, width_out: int, kernel: int, stride: int = 1) ->
 
 
 class StreetsNet(nn.Module):
-    """Pictures (B, 64, 64, 3) of 0..255 to features (B, 192) and the logits of each head.
+    """Pictures (B, 64, 64, 3) of 0..255 to features (B, 256) and the logits of each head.
 
-    Batch norms keep running statistics, so in eval mode a picture's numbers do not depend on its neighbours.
+    Features are the means of three depths over the picture: the shallow ones see blur and noise that the deep one, which
+    is after attributes, learns to overlook. Each is put to mean 0 and variance 1 of the training pictures, or the largest
+    would decide a distance alone. Norms keep running statistics, so in eval mode a picture's numbers do not depend on its
+    neighbours.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.trunk = nn.Sequential(
-            _convolution(3, 32, 5, stride=2),
-            _Residual(32),
-            _convolution(32, 64, 3, stride=2),
-            _Residual(64),
-            _convolution(64, 128, 3, stride=2),
-            _Residual(128),
-            _convolution(128, NUM_FEATURES, 3),
+        self.stages = nn.ModuleList(
+            [
+                nn.Sequential(_convolution(3, 32, 5, stride=2), _Residual(32)),
+                nn.Sequential(_convolution(32, 64, 3, stride=2), _Residual(64)),
+                nn.Sequential(_convolution(64, 128, 3, stride=2), _Residual(128), _convolution(128, 160, 3)),
+            ]
         )
+        self.norm = nn.BatchNorm1d(NUM_FEATURES, affine=False)
         self.heads = nn.ModuleDict(
             {
                 name: nn.Sequential(nn.Linear(NUM_FEATURES, 64), nn.ReLU(), nn.Linear(64, num))
@@ -86,7 +88,11 @@ class StreetsNet(nn.Module):
     def forward(self, pictures: Tensor) -> dict[str, Tensor]:
         assert pictures.shape[1:] == (INPUT_SIZE, INPUT_SIZE, 3), f"pictures of shape {tuple(pictures.shape)}"
         x = pictures.permute(0, 3, 1, 2) / 127.5 - 1.0
-        features = self.trunk(x).mean(dim=(2, 3))
+        means = []
+        for stage in self.stages:
+            x = stage(x)
+            means.append(x.mean(dim=(2, 3)))
+        features = self.norm(torch.cat(means, dim=1))
         return {"features": features} | {name: head(features) for name, head in self.heads.items()}
 
 
