@@ -14,12 +14,22 @@ from halation.evaluation.store import Store
 from halation.faults import fault_point
 from halation.models.extractors import Extractor
 
-FEATURES_CHUNK = 256
+MOST_BATCHES = 8
 MOMENTS_CHUNK = 16_384
-"""Where only moments are kept a chunk has to be worth its two megapixels of covariance."""
+"""Where only moments are kept a chunk has to be worth the millions of numbers of its covariance."""
 MAX_BROKEN = 10
 """Broken pictures after which a rank looks no further."""
 Texts = Callable[[Sequence[int]], np.ndarray]
+
+
+def chunk_size(num: int, batch_size: int, moments_only: bool) -> int:
+    """Pictures that are computed and put away together: a few batches, fewer where there are so few pictures that ranks would go without.
+
+    It follows from the pictures and the batch alone, so that any number of ranks can go on with what another left.
+    """
+    if moments_only:
+        return -(-MOMENTS_CHUNK // batch_size) * batch_size
+    return batch_size * max(1, min(MOST_BATCHES, num // (16 * batch_size)))
 
 
 @dataclass(kw_only=True)

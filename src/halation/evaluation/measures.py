@@ -199,7 +199,10 @@ def _are_few(*sides: Features) -> bool:
 
 def _kernel(subject: Subject, rules: Rules) -> dict[str, Found]:
     one, other = _both(subject)
-    size = min(rules.kid_subset_size, len(one), len(other))
+    least = min(len(one), len(other))
+    size = (
+        rules.kid_subset_size if least >= rules.kid_subset_size else max(2, least // 2)
+    )  # subsets of all would not differ
     found = kernel_distance(one, other, num_subsets=rules.kid_subsets, subset_size=size)
     details = {"subsets": found.num_subsets, "subset_size": found.subset_size}
     return {"kid": Found(value=found.mean, std=found.std, details=details)}

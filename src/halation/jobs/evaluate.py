@@ -203,24 +203,23 @@ def show(config: EvaluateConfig, report: dict[str, Any]) -> None:
         print(json.dumps(report, ensure_ascii=False))
         return
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     reference = report["reference"]
-    pictures = f"{report['generated']['num']} pictures of {report['generated']['path']}"
-    against = f", against {reference['num'] or 'an unknown number'} of {reference['path']}" if reference else ""
-    table = Table(title=pictures + against, title_justify="left", title_style="bold")
-    for heading, justify in (
-        ("metric", "left"),
-        ("value", "right"),
-        ("better", "left"),
-        ("features", "left"),
-        ("", "left"),
-    ):
-        table.add_column(heading, justify=justify)  # type: ignore[arg-type]
+    console = Console()
+    console.print(f"[bold]{report['generated']['num']} pictures[/bold] of {escape(report['generated']['path'])}")
+    if reference:
+        console.print(f"against {reference['num'] or 'an unknown number'} of {escape(reference['path'])}")
+    table = Table()
+    for heading in ("metric", "value", "better", "features"):
+        table.add_column(heading, justify="right" if heading == "value" else "left")
     for found in report["metrics"].values():
         value = f"{found['value']:.4g}" + (f" ± {found['std']:.2g}" if found["std"] is not None else "")
         if "interval" in found:
             value += f" [{found['interval'][0]:.4g}, {found['interval'][1]:.4g}]"
         how = f"{found['extractor']}, {found['resize']}, {found['precision']}"
-        table.add_row(found["name"], value, found["better"], how, found["note"])
-    Console().print(table)
+        table.add_row(found["name"] + (" *" if found["few"] else ""), escape(value), found["better"], escape(how))
+    console.print(table)
+    for note in dict.fromkeys(found["note"] for found in report["metrics"].values() if found["few"]):
+        console.print(f"* {note}; not to be compared with numbers of more pictures")

@@ -228,9 +228,7 @@ class Scoring:
         return {label: _side(desk, back) for label, desk in desks.items()}
 
     def _starts(self, num: int, moments_only: bool) -> range:
-        batch = self.config.batch_size
-        wanted = extraction.MOMENTS_CHUNK if moments_only else extraction.FEATURES_CHUNK
-        return range(0, num, -(-wanted // batch) * batch)
+        return range(0, num, extraction.chunk_size(num, self.config.batch_size, moments_only))
 
     def _key(self, label: str, moments_only: bool, captions: tuple[str, ...] | None) -> str:
         """Everything that decides the features, besides the pictures."""
@@ -353,6 +351,8 @@ class Scoring:
                 captions=self.generated.captions,
             )
             found |= measures.measure(subject, rules)
+            if metric == "clip":
+                found["clip"]["num_truncated_prompts"] = self._num_truncated(label)
             beat()
         self._save_statistics(sides)
         return {
@@ -364,6 +364,20 @@ class Scoring:
             "num_ranks": self.world.size,
             "seconds": round(time.perf_counter() - self.began, 2),
         }
+
+    def _num_truncated(self, label: str) -> int:
+        from halation.models.extractor_transformers import ClipExtractor
+
+        extractor = self.extractors[label]
+        assert isinstance(extractor, ClipExtractor)
+        num = len(extractor.truncated(self.generated.captions or ()))
+        if num:
+            log.warning(
+                "%d prompts are longer than the CLIP model reads (%d tokens); their ends do not count",
+                num,
+                extractor.max_tokens,
+            )
+        return num
 
     def _reference_side(self, sides: Mapping[str, Mapping[str, measures.Side]], label: str) -> measures.Side:
         if self.statistics is None:
