@@ -96,6 +96,11 @@ class ImageFolder:
         """The file of train picture `index`, below the folder."""
         return self._train[index].name
 
+    def prompt(self, index: int) -> str:
+        """What train picture `index` is drawn for: its caption, or the name of its class; nothing is decoded."""
+        entry = self._train[index]
+        return self.class_names[entry.label] if self.class_names else entry.caption
+
     def _picture(self, entries: Sequence[Entry], index: int) -> Picture:
         if not 0 <= index < len(entries):
             raise IndexError(f"{self.folder} has {len(entries)} such pictures; asked for {index}")

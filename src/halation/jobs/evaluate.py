@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,12 +92,8 @@ def resolved(config: EvaluateConfig, source: Source | Live) -> EvaluateConfig:
     metrics: Any = config.metrics or default_metrics(extractor, source)
     if not config.metrics and config.save_statistics is not None and not config.reference:
         metrics = ()
-    elif extractor == "streets" and "fid" in metrics:
-        raise InputError(
-            "fid with --extractor streets",
-            "a Frechet distance of Inception features, which is what FID means",
-            "ask for fd (FD-streets), or for --extractor inception",
-        )
+    else:
+        refuse_mismatch(metrics, extractor)
     compared = [metric for metric in metrics if metric in NEEDS_REFERENCE]
     if compared and not config.reference:
         raise InputError(
@@ -121,6 +118,16 @@ def resolved(config: EvaluateConfig, source: Source | Live) -> EvaluateConfig:
     config = replace(config, metrics=tuple(dict.fromkeys(metrics)))
     _refuse_many(config, len(source))
     return config
+
+
+def refuse_mismatch(metrics: Sequence[str], extractor: str, prefix: str = "") -> None:
+    """A metric that means another extractor than the one that was chosen; `prefix` is that of the flags."""
+    if extractor == "streets" and "fid" in metrics:
+        raise InputError(
+            f"fid with --{prefix}extractor streets",
+            "a Frechet distance of Inception features, which is what FID means",
+            f"ask for fd (FD-streets), or for --{prefix}extractor inception",
+        )
 
 
 def default_metrics(extractor: str, source: Source | Live) -> tuple[str, ...]:

@@ -214,7 +214,7 @@ class Scoring:
         for label in labels:
             worded = side == "generated" and label == self.cast.parts.get("clip")
             captions = source.captions if worded else None
-            texts = None if captions is None else _embedding(self.extractors[label], captions, order)
+            texts = None if captions is None else embedding(self.extractors[label], captions, order)
             key = self._key(label, moments_only, captions)
             store = Store(self.cache / source.key[:24] / key, len(source), starts)
             desks[label] = Desk(
@@ -225,7 +225,7 @@ class Scoring:
         if not self.world.first or self.stop():
             return {}
         back = np.argsort(order) if live and order is not None else None
-        return {label: _side(desk, back) for label, desk in desks.items()}
+        return {label: side_of(desk, back) for label, desk in desks.items()}
 
     def _starts(self, num: int, moments_only: bool) -> range:
         return range(0, num, extraction.chunk_size(num, self.config.batch_size, moments_only))
@@ -402,7 +402,7 @@ class Scoring:
         write_statistics(path, side.moments, side.features, {**facts_of(self.extractors["main"]), **about})
 
 
-def _embedding(extractor: Extractor, captions: Sequence[str], order: np.ndarray | None) -> extraction.Texts:
+def embedding(extractor: Extractor, captions: Sequence[str], order: np.ndarray | None) -> extraction.Texts:
     """Embeds the captions of positions."""
     from halation.models.extractor_transformers import ClipExtractor
 
@@ -415,7 +415,7 @@ def _embedding(extractor: Extractor, captions: Sequence[str], order: np.ndarray 
     return embedded
 
 
-def _side(desk: Desk, back: np.ndarray | None) -> measures.Side:
+def side_of(desk: Desk, back: np.ndarray | None) -> measures.Side:
     """What is in the store, by index."""
     store = desk.store
     if desk.moments_only:
