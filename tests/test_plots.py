@@ -126,6 +126,11 @@ def test_named_series_of_a_metric_share_its_panel() -> None:
     assert only.best == "highest"
 
 
+def test_a_line_may_say_itself_which_numbers_are_better() -> None:
+    lines = [{"step": 1, "metric": "speed", "value": 1.0, "better": "higher"}]
+    assert metric_panels(lines)[0].best == "highest"
+
+
 def test_what_is_better_is_known_by_the_name() -> None:
     assert {direction(name) for name in ("fid", "fd", "kid", "heldout_loss", "KID-streets", "FD-DINOv2")} == {"lowest"}
     names = ("is", "precision", "recall", "density", "coverage", "clip", "agreement")
@@ -137,6 +142,8 @@ def test_the_best_point_is_the_earliest_of_equals_and_never_one_that_is_not_fini
     found = best_point(panel(3.0, 1.0, math.nan, 1.0, 2.0, best="lowest"))
     assert found == (0, Point(step=200, value=1.0))
     assert best_point(panel(1.0)) is None
+    assert best_point(panel(1.0, best="lowest")) == (0, Point(step=100, value=1.0))
+    assert best_point(panel(2.0, 2.0, best="lowest")) is None, "none of them is better than the other"
     two = Panel(title="x", series=(series(1.0, 2.0), series(0.0, 5.0)), best="highest")
     assert best_point(two) == (1, Point(step=200, value=5.0))
 
@@ -187,9 +194,7 @@ def test_the_margins_stay_empty(num_panels: int) -> None:
         assert (side == edge).all()
 
 
-@pytest.mark.parametrize(
-    ("value", "log"), [(0.0, False), (5.0, False), (-3e-9, False), (1e14, False), (5.0, True), (1e14, True)]
-)
+@pytest.mark.parametrize(("value", "log"), [(5.0, False), (-3e-9, False), (1e14, False), (5.0, True), (1e14, True)])
 def test_one_point_alone_stands_in_the_middle(value: float, log: bool) -> None:
     shown = plot([panel(value, log=log)])
     rows, columns = np.nonzero(coloured(shown))

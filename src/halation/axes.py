@@ -69,11 +69,12 @@ def _unit(span: float, num_most: int, whole: bool = False) -> float:
 
 
 def linear_axis(low: float, high: float, num_most: int = 5) -> Axis:
-    """Round numbers at both ends; numbers that are all equal stand in the middle."""
+    """Round numbers at both ends; numbers that are all equal stand in the middle, zeros at the bottom."""
     size = max(abs(low), abs(high))
-    if high - low <= size * 1e-9:
-        room = size * 0.1 or 1.0
-        low, high = low - room, high + room
+    if size == 0:  # a score of nothing at all: most of them have no numbers below
+        low, high = 0.0, 1.0
+    elif high - low <= size * 1e-9:
+        low, high = low - size * 0.1, high + size * 0.1
     unit = _unit(high - low, num_most)
     first, last = math.floor(low / unit + 1e-9), math.ceil(high / unit - 1e-9)
     ticks = tuple(round(number * unit, 15 - math.floor(math.log10(size or 1.0))) for number in range(first, last + 1))

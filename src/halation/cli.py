@@ -20,7 +20,11 @@ COMMANDS = {
     "train": ("TrainConfig", "train a diffusion transformer on every rank, with samples from every rank"),
     "sample": ("SampleConfig", "draw pictures from a checkpoint on every rank"),
     "generate": ("GenerateConfig", "draw a picture for every prompt of a list on every GPU, resumable"),
-    "evaluate": ("EvaluateConfig", "score pictures: FID, KID, precision and recall, CLIP score, on every GPU, or an error"),
+    "evaluate": (
+        "EvaluateConfig",
+        "score pictures: FID, KID, precision and recall, CLIP score, on every GPU, or an error",
+    ),
+    "watch": ("WatchConfig", "follow a folder of checkpoints: draw from each, score it, plot it, keep the best"),
     "demo": ("DemoConfig", "train a small model on embedded data and show its progress"),
     "doctor": ("DoctorConfig", "show devices, versions, backends, and what is missing"),
 }
@@ -117,6 +121,7 @@ def parse_flags(
 def normalised(config_type: Any, words: Sequence[str]) -> list[str]:
     """Allow what people write: `--gpu_ids 0,1,2` for lists of numbers or choices, and `--compile False` for switches."""
     hints = typing.get_type_hints(config_type)
+    words = _in_their_places(config_type, words)
     lists = {
         name for name, hint in hints.items() if typing.get_origin(hint) is tuple and str not in typing.get_args(hint)
     }
@@ -148,6 +153,20 @@ def normalised(config_type: Any, words: Sequence[str]) -> list[str]:
             continue
         result.append(word)
     return result
+
+
+def _in_their_places(config_type: Any, words: Sequence[str]) -> list[str]:
+    """`--run X` for what is otherwise given by its place: config files and scripts know settings by their names."""
+    names = [f.name for f in dataclasses.fields(config_type) if f.metadata.get("positional")]
+    words = _split_equals(words) if names else list(words)
+    for name in names:
+        values = [words[k + 1] for k, word in enumerate(words[:-1]) if word == f"--{name}"]
+        if values:  # the last one wins
+            kept = [
+                k for k, word in enumerate(words) if word != f"--{name}" and (k == 0 or words[k - 1] != f"--{name}")
+            ]
+            words = [values[-1], *(words[k] for k in kept)]
+    return words
 
 
 def _split_equals(words: Sequence[str]) -> list[str]:

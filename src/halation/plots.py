@@ -37,6 +37,7 @@ FINER = 2  # drawn larger and shrunk, because Pillow's lines have hard edges
 PANEL_WIDTH, PANEL_HEIGHT = 440, 280
 MARGIN, TITLE_SIZE, TYPE_SIZE, SMALL_SIZE = 20, 15, 12, 11
 LOWER_IS_BETTER = ("fid", "fd", "kid", "loss")
+BETTER: dict[str, Best] = {"lower": "lowest", "higher": "highest"}
 HIGHER_IS_BETTER = ("is", "precision", "recall", "density", "coverage", "clip", "agreement")
 
 
@@ -78,9 +79,11 @@ def direction(metric: str) -> Best:
 def metric_panels(lines: Iterable[Mapping[str, Any]]) -> list[Panel]:
     """A panel for each metric of a metrics.jsonl, in the order they first appear; other lines, and numbers that are none, are left out.
 
-    Of two lines for a step the later counts: the step was done again. A line may name its `series`, and a `name` for people to read.
+    Of two lines for a step the later counts: the step was done again. A line may name its `series`, a `name` for people to read, and which
+    numbers are `better`: lower or higher.
     """
     titles: dict[str, str] = {}
+    better: dict[str, Best] = {}
     found: dict[str, dict[str, dict[int, Point]]] = {}
     for line in lines:
         metric, step, value = line.get("metric"), line.get("step"), line.get("value")
@@ -88,6 +91,7 @@ def metric_panels(lines: Iterable[Mapping[str, Any]]) -> list[Panel]:
             continue
         std = line.get("std")
         titles[metric] = str(line.get("name") or metric)
+        better[metric] = BETTER.get(str(line.get("better")), direction(metric))
         series = found.setdefault(metric, {}).setdefault(str(line.get("series") or ""), {})
         series[step] = Point(step=step, value=float(value or 0), std=float(std or 0) if _is_number(std) else None)
     return [
@@ -97,7 +101,7 @@ def metric_panels(lines: Iterable[Mapping[str, Any]]) -> list[Panel]:
                 Series(name=name, points=tuple(points[step] for step in sorted(points)))
                 for name, points in by_name.items()
             ),
-            best=direction(metric),
+            best=better[metric],
         )
         for metric, by_name in found.items()
     ]
@@ -108,12 +112,12 @@ def _is_number(value: Any) -> bool:
 
 
 def best_point(panel: Panel) -> tuple[int, Point] | None:
-    """The number of the series and the point that is best; the earliest of equals."""
-    if not panel.best:
+    """The number of the series and the point that is best, the earliest of equals; none where all of several are equal."""
+    points = [(number, point) for number, series in enumerate(panel.series) for point in _finite(series)]
+    if not panel.best or not points or (len(points) > 1 and len({point.value for _, point in points}) == 1):
         return None
     sign = 1 if panel.best == "lowest" else -1
-    points = [(number, point) for number, series in enumerate(panel.series) for point in _finite(series)]
-    return min(points, key=lambda item: (sign * item[1].value, item[1].step)) if points else None
+    return min(points, key=lambda item: (sign * item[1].value, item[1].step))
 
 
 def _finite(series: Series) -> list[Point]:

@@ -138,7 +138,7 @@ def _check_component(path: Path, name: str) -> str | None:
             "safe_serialization=True)",
         )
     for file in weights:
-        _check_safetensors(file)
+        check_safetensors(file)
     return _variant(weights)
 
 
@@ -185,7 +185,8 @@ def _check_shards(file: Path, value: Any) -> None:
             )
 
 
-def _check_safetensors(file: Path) -> None:
+def check_safetensors(file: Path) -> None:
+    """Refuse a file that is shorter or longer than its header says: a copy or a download that was cut off."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")

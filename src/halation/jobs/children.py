@@ -1,0 +1,106 @@
+"""Other commands of Halation as processes of their own: their memory, their GPUs and their crashes end with them, and they end with us."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from halation.errors import Interrupted
+from halation.generation.crew import FOREIGN, ending
+from halation.world.launch import PARENT
+from halation.world.signals import StopSignals, exit_code
+
+POLL_S = 0.1
+PATIENCE_S = 60.0
+NUM_TAIL_BYTES = 64 * 1024
+NUM_TAIL_LINES = 12
+# Tied to us by the kernel before anything else is imported; the folder the user stands in must shadow no module (-P).
+START = "from halation.world.launch import tie_to_parent as tie; tie(); import sys; from halation.cli import main; sys.exit(main())"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How a command ended; `words` are its last ones."""
+
+    code: int
+    words: str
+
+
+def run_command(
+    words: Sequence[str], log: Path, signals: StopSignals, on_report: Callable[[dict[str, Any]], None]
+) -> Ended:
+    """Run `halation WORDS...` to its end; a signal to us is handed on, and raised as Interrupted when the command has ended.
+
+    What it writes goes to `log`; of its JSON lines the newest is handed to `on_report` now and then.
+    """
+    environment = {name: value for name, value in os.environ.items() if name not in (*FOREIGN, "RANK")}
+    command = [sys.executable, "-P", "-c", START, *words]
+    with open(log, "wb") as file:
+        process = subprocess.Popen(
+            command,
+            env=environment | {PARENT: str(os.getpid())},
+            process_group=0,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+        )
+    try:
+        code = _wait(process, log, signals, on_report)
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+    if signals.number:
+        raise Interrupted("stopped; the same command goes on from here", exit_code(signals.number))
+    return Ended(code=code, words=_last_words(log, code))
+
+
+def _wait(
+    process: subprocess.Popen[bytes], log: Path, signals: StopSignals, on_report: Callable[[dict[str, Any]], None]
+) -> int:
+    asked_at = looked_at = 0.0
+    while (code := process.poll()) is None:
+        now = time.monotonic()
+        if signals.number and not asked_at:
+            asked_at = now
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGINT if signals.number == signal.SIGINT else signal.SIGTERM)
+        if asked_at and (signals.urgent or now - asked_at > PATIENCE_S):
+            process.kill()
+        if now - looked_at >= 1.0:
+            looked_at = now
+            report = _newest_report(log)
+            if report:
+                on_report(report)
+        time.sleep(POLL_S)
+    return code
+
+
+def _tail(log: Path) -> list[str]:
+    with open(log, "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - NUM_TAIL_BYTES))
+        return file.read().decode(errors="replace").splitlines()
+
+
+def _newest_report(log: Path) -> dict[str, Any]:
+    for line in reversed(_tail(log)):
+        with contextlib.suppress(ValueError):
+            value = json.loads(line)
+            if isinstance(value, dict):
+                return value
+    return {}
+
+
+def _last_words(log: Path, code: int) -> str:
+    """The end of what a command said to people, or how it ended where it said nothing."""
+    lines = [line for line in _tail(log) if line.strip() and not line.startswith("{")]
+    return "\n".join(lines[-NUM_TAIL_LINES:]) or f"it {ending(code)}"
