@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,11 @@ from tiny_pipelines import awaken, clip_tokenizer
 
 def inception_tensors(seed: int = 0) -> dict[str, Tensor]:
     """Random weights that keep the signal's size through all layers, with normalisation that is far from doing nothing."""
+    return dict(_inception_tensors(seed))
+
+
+@functools.cache
+def _inception_tensors(seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
 
     def uniform(like: Tensor, low: float, high: float) -> Tensor:

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from halation.errors import InputError
-from halation.runs import make_folder, publishing
+from halation.runs import publishing
 
 logger = logging.getLogger(__name__)
 FID_NAME = "pt_inception-2015-12-05-6726825d.pth"
@@ -48,10 +48,12 @@ def fetched(url: str, file: Path, sha256: str) -> Path:
     if not file.is_file():
         if is_offline():
             raise _unreachable(url, file, sha256, "the environment says to stay offline (HF_HUB_OFFLINE)")
-        make_folder(file.parent)
+        _make_cache(file.parent)
         # Ranks that start together take turns, and all but the first find the file.
         with FileLock(file.with_name(f".{file.name}.lock")):
             if not file.is_file():
+                for leftover in file.parent.glob(f".{file.name}.*.tmp"):  # of a download that was killed
+                    leftover.unlink(missing_ok=True)
                 _download(url, file, sha256)
     found = sha256_of([file])
     if found != sha256:
@@ -61,6 +63,17 @@ def fetched(url: str, file: Path, sha256: str) -> Path:
             "remove it to have it downloaded again, or give a file of your own by --weights FILE",
         )
     return file
+
+
+def _make_cache(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"cannot make the cache folder {folder}: {error.strerror or error}",
+            "a folder that can be created and written",
+            "set HALATION_CACHE to such a folder, or give the file by --weights FILE",
+        ) from error
 
 
 def is_offline() -> bool:
@@ -82,19 +95,20 @@ def _download(url: str, file: Path, sha256: str) -> None:
             found, num_bytes = _copied(answer, target)
             announced = answer.headers.get("Content-Length")
             if announced is not None and num_bytes != int(announced):
-                raise http.client.IncompleteRead(b"", int(announced) - num_bytes)
+                raise _unreachable(url, file, sha256, f"the connection ended after {num_bytes} of {announced} bytes")
             if found != sha256:
                 raise InputError(
                     f"{url} gave {num_bytes} bytes with the SHA-256 {found}",
                     sha256,
                     f"try again; if it stays so, get the file elsewhere and copy it to {file}, or give its place by --weights FILE",
                 )
-    except http.client.IncompleteRead as error:
-        raise _unreachable(url, file, sha256, f"the connection ended {error.expected} bytes too early") from error
-    except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as error:
-        reason = error.reason if isinstance(error, urllib.error.URLError) else error
-        code = f"{error.code} " if isinstance(error, urllib.error.HTTPError) else ""
-        raise _unreachable(url, file, sha256, f"{code}{reason or type(error).__name__}") from error
+    except urllib.error.HTTPError as error:
+        with error:  # it is also the answer, with an open connection
+            raise _unreachable(url, file, sha256, f"{error.code} {error.reason}") from error
+    except urllib.error.URLError as error:
+        raise _unreachable(url, file, sha256, str(error.reason)) from error
+    except (http.client.HTTPException, TimeoutError, ConnectionError) as error:
+        raise _unreachable(url, file, sha256, f"{type(error).__name__}: {error}") from error
 
 
 def _copied(answer: http.client.HTTPResponse, target: BinaryIO) -> tuple[str, int]:
