@@ -40,7 +40,7 @@ class Record:
     """Share of held-out scenes an attribute is found in: by the size they are drawn at, then by attribute."""
     agreement: float
     """Share of what their own captions say that is found in real held-out pictures at 64 pixels: no picture can be asked for more."""
-    agreement_by_attribute: dict[str, float]
+    agreement_by_attribute: dict[str, float | None]
 
 
 class _Residual(nn.Module):
