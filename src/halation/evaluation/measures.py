@@ -78,7 +78,10 @@ class Subject:
 def measure(subject: Subject, rules: Rules) -> dict[str, dict[str, Any]]:
     """The metric's measurements by key: one, or several where it is several numbers."""
     began = time.perf_counter()
-    few = _few(subject, rules)
+    sides = {"generated": subject.generated.num}
+    if subject.reference is not None:
+        sides["reference"] = subject.reference.num
+    note = few(subject.metric, subject.extractor["num_features"], sides, rules)
     try:
         found = _MEASURES[subject.metric](subject, rules)
     except ValueError as error:
@@ -87,10 +90,10 @@ def measure(subject: Subject, rules: Rules) -> dict[str, dict[str, Any]]:
     if broken:
         raise HalationError(f"{broken[0]} came out as {found[broken[0]].value}, which is no measurement")
     seconds = round(time.perf_counter() - began, 3)
-    return {name: _measurement(name, one, subject, few, seconds) for name, one in found.items()}
+    return {name: _measurement(name, one, subject, note, seconds) for name, one in found.items()}
 
 
-def _measurement(key: str, found: Found, subject: Subject, few: str, seconds: float) -> dict[str, Any]:
+def _measurement(key: str, found: Found, subject: Subject, note: str, seconds: float) -> dict[str, Any]:
     """Everything a number needs to be compared with another one."""
     extractor = subject.extractor
     reference = subject.reference
@@ -109,8 +112,8 @@ def _measurement(key: str, found: Found, subject: Subject, few: str, seconds: fl
         "num_reference": reference.num if reference else 0,
         "generated_hash": subject.generated.hash,
         "reference_hash": reference.hash if reference else "",
-        "few": bool(few),
-        "note": few,
+        "few": bool(note),
+        "note": note,
         "seconds": seconds,
         **found.details,
     }
@@ -144,19 +147,16 @@ def fewest(metric: str, num_features: int, rules: Rules) -> int:
             return 1
 
 
-def _few(subject: Subject, rules: Rules) -> str:
-    """Empty, or why the number is marked; without --allow_few that is an error."""
-    least = fewest(subject.metric, subject.extractor["num_features"], rules)
-    sides = {"generated": subject.generated.num}
-    if subject.reference is not None:
-        sides["reference"] = subject.reference.num
+def few(metric: str, num_features: int, sides: Mapping[str, int | None], rules: Rules) -> str:
+    """Empty, or why the number is marked; without --allow_few that is an error. `sides` are numbers of pictures, where they are known."""
+    least = fewest(metric, num_features, rules)
     lacking = {side: num for side, num in sides.items() if num is not None and num < least}
     if not lacking:
         return ""
     words = " and ".join(f"{num} {side} pictures" for side, num in lacking.items())
     if min(lacking.values()) < 2 or not rules.allow_few:
         raise InputError(
-            f"{subject.metric} of {words}",
+            f"{metric} of {words}",
             f"at least {least} on each side: with fewer the number is mostly bias",
             "draw or give more, or pass --allow_few to get a marked number"
             if min(lacking.values()) >= 2
@@ -173,13 +173,13 @@ def _frechet(subject: Subject, rules: Rules) -> dict[str, Found]:
     assert other is not None
     assert one.moments is not None
     assert other.moments is not None
-    few = False
+    deficient = False
     if one.features is not None and other.features is not None and _are_few(one.features, other.features):
-        few = True
+        deficient = True
         value = frechet_distance_of_few(one.features, other.features, device=rules.device)
     else:
         value = frechet_distance(one.moments, other.moments, device=rules.device)
-    details: dict[str, Any] = {"rank_deficient": few}
+    details: dict[str, Any] = {"rank_deficient": deficient}
     if rules.bootstrap:
         if one.features is None:
             raise InputError(

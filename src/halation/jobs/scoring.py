@@ -95,11 +95,18 @@ class Scoring:
         self.began = time.perf_counter()
         self.device = computes_on(str(world.device))
         self.cast = cast(config)
+        self.rules = measures.Rules(
+            allow_few=config.allow_few,
+            kid_subsets=config.kid_subsets,
+            kid_subset_size=config.kid_subset_size,
+            nearest_k=config.nearest_k,
+            bootstrap=config.bootstrap,
+            device=str(world.device),
+        )
         self.generated = self._generated()
         self._agree(self.generated.key)
         self.extractors = self._extractors()
         self.statistics = self._statistics()
-        self.painter: Any = None
         self.vigils = itertools.count()
 
     def _generated(self) -> Source | Live:
@@ -157,6 +164,7 @@ class Scoring:
             self.stop = lambda: signals.number
             sides: dict[str, dict[str, measures.Side]] = {}
             reference = None if self.statistics else self._reference()
+            self._refuse_few(self.statistics.num if self.statistics else len(reference or ()))
             if reference is not None:
                 self._agree(reference.key)
                 sides["reference"] = self._features(reference, "reference", self.cast.with_reference)
@@ -171,6 +179,14 @@ class Scoring:
                 self.world, "the numbers", numbers, max(3600.0, self.config.dist_timeout_s)
             )
             return report
+
+    def _refuse_few(self, num_reference: int | None) -> None:
+        """Before hours are spent on features that no number comes of."""
+        for metric, label in self.cast.parts.items():
+            sides: dict[str, int | None] = {"generated": len(self.generated)}
+            if metric in measures.NEEDS_REFERENCE:
+                sides["reference"] = num_reference
+            measures.few(metric, self.extractors[label].num_features, sides, self.rules)
 
     def _reference(self) -> Source | None:
         if not self.cast.with_reference:
@@ -331,17 +347,8 @@ class Scoring:
     def _report(
         self, sides: Mapping[str, Mapping[str, measures.Side]], reference: Source | None, beat: Callable[[], None]
     ) -> dict[str, Any]:
-        config = self.config
-        rules = measures.Rules(
-            allow_few=config.allow_few,
-            kid_subsets=config.kid_subsets,
-            kid_subset_size=config.kid_subset_size,
-            nearest_k=config.nearest_k,
-            bootstrap=config.bootstrap,
-            device=str(self.world.device),
-        )
         found: dict[str, dict[str, Any]] = {}
-        for metric in config.metrics:
+        for metric in self.config.metrics:
             label = self.cast.parts[metric]
             subject = measures.Subject(
                 metric=metric,
@@ -350,7 +357,7 @@ class Scoring:
                 reference=self._reference_side(sides, label) if metric in measures.NEEDS_REFERENCE else None,
                 captions=self.generated.captions,
             )
-            found |= measures.measure(subject, rules)
+            found |= measures.measure(subject, self.rules)
             if metric == "clip":
                 found["clip"]["num_truncated_prompts"] = self._num_truncated(label)
             beat()
