@@ -85,12 +85,13 @@ def clip(folder: Path, *, seed: int = 0, image_size: int = 32, **preprocessing: 
     return folder
 
 
-def dinov2(folder: Path, *, seed: int = 0) -> Path:
+def dinov2(folder: Path, *, seed: int = 0, num_registers: int = 0) -> Path:
     """A DINOv2 folder that was made for 56 x 56 and, like the real ones, is used at another size."""
-    config = transformers.Dinov2Config(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, image_size=56, patch_size=14
-    )
-    return _save(transformers.Dinov2Model, config, folder, seed)
+    size: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 56}
+    if num_registers:
+        registers = transformers.Dinov2WithRegistersConfig(patch_size=14, num_register_tokens=num_registers, **size)
+        return _save(transformers.Dinov2WithRegistersModel, registers, folder, seed)
+    return _save(transformers.Dinov2Model, transformers.Dinov2Config(patch_size=14, **size), folder, seed)
 
 
 def _save(kind: Any, config: Any, folder: Path, seed: int) -> Path:

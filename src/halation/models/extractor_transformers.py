@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from halation.errors import InputError
 from halation.models.extractor_folders import ClipInput, ModelFolder, clip_input, find_folder
 from halation.models.extractor_preparation import Preparation, Rule, SquareResize
-from halation.models.extractors import DTYPES, Extractor, full_precision
+from halation.models.extractor_texts import UNREADABLE, TextEmbedder
+from halation.models.extractors import DTYPES, Extractor
 
 logger = logging.getLogger(__name__)
 DEFAULTS = {"dinov2": "facebook/dinov2-large", "clip": "openai/clip-vit-large-patch14"}
@@ -24,8 +24,6 @@ DINOV2_SIZE = 224
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 _TITLES = {"dinov2": "DINOv2", "clip": "CLIP"}
-_TEXTS_AT_ONCE = 64
-_UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, OSError, ImportError, RuntimeError, SafetensorError)
 
 
 def open_transformer(name: str, weights: str, *, device: str, dtype: str, rule: Rule) -> Extractor:
@@ -73,6 +71,15 @@ class _TransformerExtractor(Extractor):
             "library": f"transformers {transformers.__version__} on torch {torch.__version__}",
         }
 
+    def _outputs(self, batch: Tensor) -> dict[str, Tensor]:
+        """One picture at a time on a CPU: its matrix products round a row by where it stands among the others, a GPU's do not."""
+        parts = batch.split(1 if self.device.type == "cpu" else len(batch))
+        return {"features": torch.cat([self._features(part) for part in parts])}
+
+    @abstractmethod
+    def _features(self, batch: Tensor) -> Tensor:
+        """(B, D) in the model's dtype."""
+
     @abstractmethod
     def _prepared(self, rule: Rule) -> tuple[Preparation, dict[str, Any]]:
         """The preparation, and what to record about it."""
@@ -96,9 +103,10 @@ class Dinov2Extractor(_TransformerExtractor):
     def _prepared(self, rule: Rule) -> tuple[Preparation, dict[str, Any]]:
         return SquareResize(size=DINOV2_SIZE, rule=rule), {"resize": rule}
 
-    def _outputs(self, batch: Tensor) -> dict[str, Tensor]:
+    def _features(self, batch: Tensor) -> Tensor:
         pixels = self._normalised(batch / 255, IMAGENET_MEAN, IMAGENET_STD)
-        return {"features": self._model(pixel_values=pixels).pooler_output}
+        features: Tensor = self._model(pixel_values=pixels).pooler_output
+        return features
 
 
 class Dinov2RegistersExtractor(Dinov2Extractor):
@@ -120,7 +128,7 @@ class ClipExtractor(_TransformerExtractor):
         # Bytes times the factor in float64, then float32: the numbers transformers' processor computes.
         scaled = torch.arange(256, dtype=torch.float64) * self._input.rescale
         self._scaled = scaled.float().to(self.device)
-        self._tokenizer: Any = None
+        self._texts: TextEmbedder | None = None
 
     def _prepared(self, rule: Rule) -> tuple[Preparation, dict[str, Any]]:
         self._input = clip_input(self._folder)
@@ -128,57 +136,27 @@ class ClipExtractor(_TransformerExtractor):
             logger.warning("--resize %s does not apply to CLIP, which prepares pictures as its own files say", rule)
         return self._input.preparation, {"resize": "as the model's preprocessor_config.json"}
 
-    def _outputs(self, batch: Tensor) -> dict[str, Tensor]:
-        pixels = self._normalised(self._scaled[batch.int()], self._input.mean, self._input.std)
-        return {"features": self._model.get_image_features(pixel_values=pixels).pooler_output}
+    def _features(self, batch: Tensor) -> Tensor:
+        features: Tensor = self._model.get_image_features(pixel_values=self.pixels(batch)).pooler_output
+        return features
 
-    # Texts
-
-    @property
-    def max_tokens(self) -> int:
-        """How long a text may be, its begin and end included; all are padded to this, whatever their neighbours are."""
-        return int(self._model.config.text_config.max_position_embeddings)
+    def pixels(self, batch: Tensor) -> Tensor:
+        """What the model is shown: the bytes rescaled and normalised as transformers' processor does it."""
+        return self._normalised(self._scaled[batch.int()], self._input.mean, self._input.std)
 
     def embed_texts(self, texts: Sequence[str]) -> Tensor:
         """(N, D) float32 on the CPU, projected and not normalised; a text that is too long loses its end (see `truncated`)."""
-        parts = [
-            self._embedded(texts[start : start + _TEXTS_AT_ONCE]) for start in range(0, len(texts), _TEXTS_AT_ONCE)
-        ]
-        return torch.cat(parts) if parts else torch.empty(0, self.num_features)
+        return self._text_embedder().embed_texts(texts)
 
     def truncated(self, texts: Sequence[str]) -> list[int]:
         """The indices of texts that are longer than the model reads."""
-        if not texts:
-            return []
-        tokens = self._words()(list(texts), truncation=False, padding=False, verbose=False)["input_ids"]
-        return [index for index, ids in enumerate(tokens) if len(ids) > self.max_tokens]
+        return self._text_embedder().truncated(texts)
 
-    def _embedded(self, texts: Sequence[str]) -> Tensor:
-        # Always the same number of rows: other shapes may take other kernels, and then a text would depend on its neighbours.
-        padded = [*texts, *[""] * (_TEXTS_AT_ONCE - len(texts))]
-        tokens = self._words()(
-            padded, padding="max_length", truncation=True, max_length=self.max_tokens, return_tensors="pt"
-        ).to(self.device)
-        with torch.inference_mode(), full_precision():
-            output = self._model.get_text_features(
-                input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"]
-            )
-        return output.pooler_output[: len(texts)].float().cpu()
-
-    def _words(self) -> Any:
+    def _text_embedder(self) -> TextEmbedder:
         """Opened when it is first needed: a distance between pictures needs no tokenizer."""
-        if self._tokenizer is None:
-            try:
-                self._tokenizer = transformers.AutoTokenizer.from_pretrained(
-                    str(self._folder.path), local_files_only=True, trust_remote_code=False
-                )
-            except _UNREADABLE as error:
-                raise InputError(
-                    f"{self._folder.path} has no tokenizer that can be opened: {type(error).__name__}: {error}",
-                    "tokenizer files beside the weights",
-                    "download the whole model",
-                ) from error
-        return self._tokenizer
+        if self._texts is None:
+            self._texts = TextEmbedder(self._model, self._folder.path)
+        return self._texts
 
 
 _FAMILIES: dict[str, type[_TransformerExtractor]] = {
@@ -200,7 +178,7 @@ def _loaded(kind: Any, folder: ModelFolder, dtype: torch.dtype) -> nn.Module:
             trust_remote_code=False,
             output_loading_info=True,
         )
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise InputError(
             f"{folder.path} cannot be opened as a {kind.__name__}: {type(error).__name__}: {error}",
             "a whole model folder, as save_pretrained writes it",
