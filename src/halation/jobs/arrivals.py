@@ -62,15 +62,15 @@ class Arrivals:
 
     def look(self) -> list[Checkpoint]:
         """All that are whole, oldest step first."""
-        found: dict[int, Checkpoint] = {}
+        found: list[Checkpoint] = []
         self.unsettled, self.broken = {}, {}
         for path in sorted(self._folders()):
             step = step_of(path.name)
             if step is None:
                 self.unnumbered.add(path.name)
             elif self._is_whole(path):
-                found.setdefault(step, Checkpoint(step=step, name=path.name, folder=path))
-        return [found[step] for step in sorted(found)]
+                found.append(Checkpoint(step=step, name=path.name, folder=path))
+        return sorted(found, key=lambda each: (each.step, each.name))
 
     def _folders(self) -> list[Path]:
         folders = []

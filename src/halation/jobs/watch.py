@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -143,7 +144,9 @@ def begin(config: WatchConfig, folder: Path, prompts: PromptFile) -> None:
     """Recognise the folder or begin it; numbers of other settings must not stand on one line."""
     record = Run(folder)
     before = runs.read_record(record)["fixed"] if record.config.exists() else {}
-    settings = {"watched": str(config.run.resolve()), "prompts": prompts.sha256, **fixed(config)}
+    # As seen from here, so that a run may be moved together with what was found out about it.
+    watched = os.path.relpath(config.run.resolve(), folder.resolve())
+    settings = {"watched": watched, "prompts": prompts.sha256, **fixed(config)}
     bound = bool(verdicts.read_verdicts(folder))
     runs.begin(record, "watch", as_json(config), settings, config.accept_changes, bound)
     if before and any(before.get(name) != settings[name] for name in DRAWING):

@@ -208,6 +208,8 @@ class Watch:
         again = "it is tried once more" if tries < MAX_TRIES else "it is left out"
         self.spectator.warn(f"step {checkpoint.step}: {error.doing} failed, {again}:\n{error.reason}")
         self._record_failure(checkpoint.name, checkpoint.step, tries, error)
+        if tries == MAX_TRIES:
+            arrivals.removed(self.folder / PINNED / checkpoint.name)
 
     def _record_failure(self, name: str, step: int | None, tries: int, error: Unscored) -> None:
         when = time.strftime("%Y-%m-%d %H:%M:%S")
