@@ -22,6 +22,7 @@ NAMES = (
     "duel_06_png",
     "duel_07_generate",
     "duel_08_resume",
+    "duel_09_frechet",
     "overhead",
     "scaling",
 )
