@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from halation.config.evaluate import EvaluateConfig
 from halation.config.generate import GenerateConfig
 from halation.config.train import TrainConfig
+from halation.config.watch import WatchConfig
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *(ROOT / "recipes").rglob("*.md"), ROOT / "README.md"])
@@ -57,6 +59,7 @@ def test_every_mark_has_its_block() -> None:
         "troubleshooting.md",
         "generation.md",
         "cluster.md",
+        "watch.md",
     }
 
 
@@ -74,7 +77,9 @@ def test_every_link_between_pages_leads_somewhere() -> None:
             assert not anchor or anchor in headings(path), f"{page}: {target}#{anchor}"
 
 
-@pytest.mark.parametrize(("page", "config"), [("training.md", TrainConfig), ("generation.md", GenerateConfig)])
+@pytest.mark.parametrize(
+    ("page", "config"), [("training.md", TrainConfig), ("generation.md", GenerateConfig), ("watch.md", WatchConfig)]
+)
 @pytest.mark.parametrize(("words", "change"), [("may change", "free"), ("may grow", "grows")])
 def test_a_page_lists_exactly_what_a_later_call_may_change(page: str, config: Any, words: str, change: str) -> None:
     row = re.search(rf"^\| {words} \| (.*) \|$", (ROOT / "docs" / page).read_text(), re.MULTILINE)
@@ -84,7 +89,11 @@ def test_a_page_lists_exactly_what_a_later_call_may_change(page: str, config: An
 
 
 def test_flags_that_pages_name_exist() -> None:
-    known = {field.name for config in (TrainConfig, GenerateConfig) for field in dataclasses.fields(config)}
+    known = {
+        field.name
+        for config in (TrainConfig, GenerateConfig, EvaluateConfig, WatchConfig)
+        for field in dataclasses.fields(config)
+    }
     foreign = {
         "config", "help", "checkpoint", "prompts", "prompts_file",
         "nproc_per_node", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "master_port", "master_addr", "nnodes", "node_rank", "standalone",
