@@ -107,6 +107,8 @@ class EvaluateConfig:
     """Where features are kept, so that a call again or a new metric does only what is missing; by default ~/.cache/halation/features."""
 
     # -- what comes out
+    check: bool = False
+    """Only see whether the extractors' weights and the reference are there, and end: before a long drawing, for instance."""
     save_statistics: Path | None = None
     """Write the statistics (and features) of the generated side by --extractor here (.safetensors), to be a reference later."""
     json: bool = False

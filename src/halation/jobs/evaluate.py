@@ -39,6 +39,8 @@ PICTURES_A_RANK = 128
 
 def run(config: EvaluateConfig) -> int:
     """Score on ranks that are already there or on ranks started here; 0 only if every number that was asked for is there."""
+    if config.check:
+        return rehearse(config)
     check(config)
     source = opened(config)
     config = resolved(config, source)
@@ -83,21 +85,39 @@ def check(config: EvaluateConfig) -> None:
         )
 
 
-def resolved(config: EvaluateConfig, source: Source | Live) -> EvaluateConfig:
-    """The config with the extractor and the metrics written out, and what does not go together refused."""
-    from halation.evaluation.measures import NEEDS_CAPTIONS, NEEDS_REFERENCE
+def rehearse(config: EvaluateConfig) -> int:
+    """Open what an evaluation needs besides the pictures, without scoring anything."""
+    from halation.evaluation.sources import files_below
+    from halation.evaluation.statistics import SUFFIXES, read_statistics
+    from halation.jobs.scoring import cast, facts_of
+    from halation.models.extractors import open_extractor
 
-    extractor = config.extractor or ("streets" if config.reference == ("streets",) else "inception")
-    config = replace(config, extractor=extractor)
-    metrics: Any = config.metrics or default_metrics(extractor, source)
-    if not config.metrics and config.save_statistics is not None and not config.reference:
-        metrics = ()
-    else:
-        refuse_mismatch(metrics, extractor)
-    compared = [metric for metric in metrics if metric in NEEDS_REFERENCE]
-    if compared and not config.reference:
+    config = replace(config, extractor=extractor_of(config))
+    parts = cast(replace(config, metrics=config.metrics or ("fd", "kid")))
+    refuse_mismatch(config.metrics, config.extractor)
+    refuse_missing_reference(config, parts.with_reference)
+    facts = {
+        label: facts_of(open_extractor(name, device="cpu", dtype=config.dtype, resize=config.resize, weights=weights))
+        for label, (name, weights) in parts.extractors.items()
+    }
+    paths = [Path(path) for path in config.reference]
+    if parts.with_reference and paths[0].suffix in SUFFIXES:
+        read_statistics(paths, facts[parts.with_reference[0]])
+    elif parts.with_reference and config.reference != ("streets",):
+        files_below(paths[0], "--reference")
+    for about in facts.values():
+        print(f"{about['extractor']}: {about['weights']} ({about['weights_sha256'][:12]})")
+    return 0
+
+
+def extractor_of(config: EvaluateConfig) -> str:
+    return config.extractor or ("streets" if config.reference == ("streets",) else "inception")
+
+
+def refuse_missing_reference(config: EvaluateConfig, wanted_by: Sequence[str]) -> None:
+    if wanted_by and not config.reference:
         raise InputError(
-            f"no --reference for {', '.join(compared)}",
+            f"no --reference for {', '.join(wanted_by)}",
             "real pictures to compare with",
             "give --reference FOLDER, `streets`, or saved statistics (.npz, .safetensors)",
         )
@@ -108,6 +128,20 @@ def resolved(config: EvaluateConfig, source: Source | Live) -> EvaluateConfig:
                 "real pictures, or saved statistics",
                 "check --reference",
             )
+
+
+def resolved(config: EvaluateConfig, source: Source | Live) -> EvaluateConfig:
+    """The config with the extractor and the metrics written out, and what does not go together refused."""
+    from halation.evaluation.measures import NEEDS_CAPTIONS, NEEDS_REFERENCE
+
+    extractor = extractor_of(config)
+    config = replace(config, extractor=extractor)
+    metrics: Any = config.metrics or default_metrics(extractor, source)
+    if not config.metrics and config.save_statistics is not None and not config.reference:
+        metrics = ()
+    else:
+        refuse_mismatch(metrics, extractor)
+    refuse_missing_reference(config, [metric for metric in metrics if metric in NEEDS_REFERENCE])
     worded = [metric for metric in metrics if metric in NEEDS_CAPTIONS]
     if worded and source.captions is None:
         raise InputError(

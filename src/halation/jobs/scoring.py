@@ -53,14 +53,16 @@ class Cast:
 
 def cast(config: EvaluateConfig) -> Cast:
     """One extractor for each kind of features, shared by the metrics that want them."""
+    inception = config.extractor == "inception"
+    main = (config.extractor, config.weights or (config.inception_weights if inception else ""))
     extractors: dict[str, tuple[str, str]] = {}
     parts: dict[str, str] = {}
     for metric in config.metrics:
         match metric:
             case "fd" | "kid" | "prdc":
-                label, wanted = "main", (config.extractor, config.weights)
-            case "fid" | "is" if config.extractor == "inception":
-                label, wanted = "main", (config.extractor, config.weights)
+                label, wanted = "main", main
+            case "fid" | "is" if inception:
+                label, wanted = "main", main
             case "fid" | "is":
                 label, wanted = "inception", ("inception", config.inception_weights)
             case "clip":
@@ -68,11 +70,11 @@ def cast(config: EvaluateConfig) -> Cast:
             case _:
                 label, wanted = "streets", ("streets", "")
         if label == "streets" and config.extractor == "streets":
-            label, wanted = "main", (config.extractor, config.weights)
+            label, wanted = "main", main
         extractors[label] = wanted
         parts[metric] = label
     if config.save_statistics is not None:
-        extractors["main"] = (config.extractor, config.weights)
+        extractors["main"] = main
     return Cast(extractors=extractors, parts=parts)
 
 
@@ -379,11 +381,7 @@ class Scoring:
         assert isinstance(extractor, ClipExtractor)
         num = len(extractor.truncated(self.generated.captions or ()))
         if num:
-            log.warning(
-                "%d prompts are longer than the CLIP model reads (%d tokens); their ends do not count",
-                num,
-                extractor.max_tokens,
-            )
+            log.warning("%d prompts are longer than the CLIP model reads; their ends do not count", num)
         return num
 
     def _reference_side(self, sides: Mapping[str, Mapping[str, measures.Side]], label: str) -> measures.Side:

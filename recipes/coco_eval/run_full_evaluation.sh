@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# From prompts to scores: draw a picture for every prompt, then FID against real pictures and CLIP score against the prompts, as JSON.
+# Everything is set by environment variables (README.md lists them); the same call again does only what is missing.
+set -euo pipefail
+
+here="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)"
+python="$here/../../.venv/bin/python"
+[ -x "$python" ] || python="$(command -v python || command -v python3)"
+
+PROMPTS_CSV="${PROMPTS_CSV:-./mscoco_data/prompts.csv}"
+REFERENCE="${REFERENCE:-./mscoco_data/val2017}"
+OUTPUT_DIR="${OUTPUT_DIR:-./eval_output}"
+RESULTS="${RESULTS:-${OUTPUT_DIR%/}_results.json}"
+
+refuse() {
+    printf 'run_full_evaluation.sh: %s\n  expected: %s\n  to do:    %s\n' "$1" "$2" "$3" >&2
+    exit 2
+}
+
+# Everything that is missing is said before the first picture is drawn.
+[ -n "${MODEL_PATH:-}" ] || refuse "MODEL_PATH is not set" "a diffusers pipeline or a Halation model" "export MODEL_PATH=/path/to/your/model"
+if [ ! -e "$PROMPTS_CSV" ]; then
+    [ -n "${COCO_CAPTIONS:-}" ] || refuse "there is no $PROMPTS_CSV" "a prompt list, or COCO's captions to make one of" \
+        "export PROMPTS_CSV=FILE, or COCO_CAPTIONS=/path/to/captions_val2017.json"
+    "$python" "$here/make_prompts.py" "$COCO_CAPTIONS" "$PROMPTS_CSV"
+fi
+[ "$REFERENCE" = streets ] || [ -e "$REFERENCE" ] || refuse "there are no real pictures at $REFERENCE" \
+    "a folder of real pictures, or saved statistics (.npz, .safetensors)" "export REFERENCE=/path/to/val2017"
+
+generate=(--prompts_csv "$PROMPTS_CSV" --output_dir "$OUTPUT_DIR" --model_path "$MODEL_PATH"
+    --seed_start "${SEED_START:-42}" --num_inference_steps "${NUM_STEPS:-20}")
+evaluate=(--generated "$OUTPUT_DIR" --reference "$REFERENCE" --output "$RESULTS")
+devices=()
+case "${USE_MULTIGPU:-true}" in
+    true | True | TRUE | 1 | yes)
+        # shellcheck disable=SC2206 # a list of numbers, meant to be split
+        [ -z "${GPU_IDS:-}" ] || devices=(--gpu_ids ${GPU_IDS//,/ })
+        ;;
+    *) devices=(--nproc 1) ;;
+esac
+[ -z "${NUM_SAMPLES:-}" ] || generate+=(--num_samples "$NUM_SAMPLES")
+[ -z "${GUIDANCE_SCALE:-}" ] || generate+=(--guidance_scale "$GUIDANCE_SCALE")
+[ -z "${HEIGHT:-}" ] || generate+=(--height "$HEIGHT")
+[ -z "${WIDTH:-}" ] || generate+=(--width "$WIDTH")
+[ -z "${DTYPE:-}" ] || generate+=(--dtype "$DTYPE")
+# shellcheck disable=SC2206 # a list of words, meant to be split
+evaluate+=(--metrics ${METRICS:-fid clip})
+[ -z "${CLIP_MODEL:-}" ] || evaluate+=(--clip_model "$CLIP_MODEL")
+[ -z "${INCEPTION_WEIGHTS:-}" ] || evaluate+=(--inception_weights "$INCEPTION_WEIGHTS")
+[ "${ALLOW_FEW:-false}" != true ] || evaluate+=(--allow_few)
+
+"$python" -m halation.cli evaluate "${evaluate[@]}" --check
+"$python" "$here/batch_generate_t2i_multigpu.py" "${generate[@]}" ${devices[@]+"${devices[@]}"}
+"$python" -m halation.cli evaluate "${evaluate[@]}" ${devices[@]+"${devices[@]}"}
+echo "scores: $RESULTS"
