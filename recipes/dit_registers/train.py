@@ -22,6 +22,7 @@ DEFAULTS: dict[str, Any] = {
     "batch_size": 128,
     "n_steps": 200_000,
     "lr": 1e-4,
+    "eval_every": 5_000,
     "report_to": tuple(name for name in ("tensorboard", "wandb") if installed(name)) or ("none",),
 }
 

@@ -31,6 +31,10 @@ TINY = [
     "2",
     "--sample_steps",
     "1",
+    "--eval_pictures",
+    "16",
+    "--eval_reference",
+    "16",
 ]
 QUIET = ["--heldout_pictures", "0", "--sample_prompts", "a rainy street"]
 
@@ -59,7 +63,18 @@ def taken_port() -> Iterator[int]:
 def test_run_ddp_trains_on_two_cpu_ranks_from_a_foreign_folder_with_its_port_taken(
     tmp_path: Path, taken_port: int
 ) -> None:
-    command = ["bash", RECIPE / "run_ddp.sh", *TINY, *QUIET, "--num-register-tokens", "3", "--lr", "2e-4"]
+    command = [
+        "bash",
+        RECIPE / "run_ddp.sh",
+        *TINY,
+        *QUIET,
+        "--num-register-tokens",
+        "3",
+        "--lr",
+        "2e-4",
+        "--eval_every",
+        "2",
+    ]
     done = started(command, tmp_path, MASTER_PORT=str(taken_port))
     assert done.returncode == 0, done.stderr
     assert "2 ranks train on the CPU" in done.stderr
@@ -80,6 +95,9 @@ def test_run_ddp_trains_on_two_cpu_ranks_from_a_foreign_folder_with_its_port_tak
     assert list((run / "samples" / "step_0000004").glob("sample_*.png"))
     assert list((tmp_path / "wandb").glob("offline-run-*")), "wandb is offline unless told otherwise"
     assert list((run / "tensorboard").iterdir())
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert {line["step"] for line in lines if line.get("metric") == "FD-streets"} == {2, 4}, "evaluated by all ranks"
+    assert json.loads((run / "evaluation/step_0000004.json").read_text())["num_ranks"] == 2
 
 
 @pytest.mark.ranks
@@ -122,6 +140,7 @@ def test_help_shows_the_defaults_of_the_recipe(tmp_path: Path) -> None:
             ("batch_size", "128"),
             ("n_steps", "200000"),
             ("lr", "0.0001"),
+            ("eval_every", "5000"),
         ):
             told = flat.split(f" --{flag} ", 1)[1]
             assert re.search(r"\(default: (.*?)\)", told).group(1) == default, flag  # type: ignore[union-attr]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from halation.config.evaluate import EvaluateConfig, Metric
 from halation.config.fields import free, setting
 
 
@@ -135,5 +136,25 @@ class TrainConfig:
     """Also draw from the weights as they are, beside the EMA's."""
     sample_timeout_s: float = free(0.0)
     """Seconds a rank may spend on one denoising step before it is named as hanging; 0 is dist_timeout_s."""
+
+    # -- evaluations
+    eval_every: int = free(0)
+    """Steps between evaluations of the average of the weights on all ranks, the last step included; 0 never evaluates."""
+    eval_metrics: tuple[Metric, ...] = free(())
+    """fid, kid, is, fd, prdc, clip, agreement, as in `halation evaluate`; by default fd, kid and prdc, and for streets agreement."""
+    eval_pictures: int = free(1000)
+    """Pictures drawn for an evaluation, for the captions or classes of the reference. Fewer than a metric can bear are scored and marked."""
+    eval_reference: int = free(5000)
+    """Real pictures to compare with at most: the first held-out scenes of streets, the first training pictures of a folder."""
+    eval_extractor: str = free("")
+    """Features of fd, kid and prdc: inception, dinov2, clip, streets, or a model's folder; by default streets for streets, else inception."""
+    eval_weights: str = free("")
+    """File, folder or hub name of that extractor's weights, instead of the usual ones."""
+    eval_clip_model: str = free(EvaluateConfig.clip_model)
+    """CLIP model of the CLIP score: folder or hub name."""
+    eval_batch_size: int = free(16)
+    """Pictures on a sheet of an evaluation and in a batch of the extractor; part of the numbers' last bits."""
+    eval_steps: int = free(0)
+    """Denoising steps of these pictures; 0 is sample_steps."""
     accept_changes: bool = free(False)
     """Go on with changed settings; the change is recorded in config.json."""

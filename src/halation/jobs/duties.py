@@ -1,4 +1,4 @@
-"""What follows a save: the held-out loss and the samples of that step, by all ranks, with the EMA in the model's place."""
+"""What is due at its dates: held-out loss and samples after a save, and evaluations, by all ranks, with the EMA in the model's place."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from halation import runs
 from halation.config.train import TrainConfig
 from halation.data.base import Pictures
-from halation.errors import InputError
+from halation.errors import HalationError, InputError, Interrupted, RankFailure
 from halation.flow.ema import Ema
+from halation.jobs.appraisal import Appraisal, Report, is_line, lines_of, publish_plot
 from halation.models.base import Denoiser
 from halation.png import read_png
 from halation.runs import publish_json
@@ -33,7 +34,7 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(kw_only=True)
 class Duties:
-    """Held-out loss and samples of saved steps; `do` may be called again for a step and does only what is still open."""
+    """Held-out loss and samples of saved steps, and evaluations; called again for a step they do only what is still open."""
 
     world: World
     config: TrainConfig
@@ -47,6 +48,7 @@ class Duties:
     trackers: list[Tracker]
     stop: Callable[[], int]
     say: Callable[[str], None]
+    appraisal: Appraisal | None = None
 
     def __post_init__(self) -> None:
         self.num_heldout = min(self.config.heldout_pictures, self.source.num_heldout)
@@ -122,19 +124,63 @@ class Duties:
     def _draw(self, step: int, suffix: str) -> tuple[Place, list[Row]]:
         began = time.perf_counter()
         place = Place(folder=self.run.samples_at(step), suffix=suffix)
-        drawing = Drawing(
-            self.world,
-            self.denoiser,
-            self.settings,
-            sharded=self.engine.sharded,
-            timeout_s=self.config.sample_timeout_s or self.config.dist_timeout_s,
-            stop=self.stop,
-        )
-        rows = drawing.run(place, f"step {step}{suffix} #{next(self.drawings)}")
+        rows = self._drawing(self.settings).run(place, f"step {step}{suffix} #{next(self.drawings)}")
         failed = sum(row["state"] == "failed" for row in rows)
         seconds = time.perf_counter() - began
         log.info("samples of step %d%s: %d done, %d failed, %.2f s", step, suffix, len(rows) - failed, failed, seconds)
         return place, rows
+
+    def _drawing(self, settings: SampleSettings) -> Drawing:
+        return Drawing(
+            self.world,
+            self.denoiser,
+            settings,
+            sharded=self.engine.sharded,
+            timeout_s=self.config.sample_timeout_s or self.config.dist_timeout_s,
+            stop=self.stop,
+        )
+
+    def evaluate(self, step: int) -> None:
+        """The numbers of this step; one that cannot be made is reported, and training goes on."""
+        if self.appraisal is None:
+            return
+        report = self.appraisal.report_of(step) if self.world.first else None
+        if self.world.from_first(report is None):
+            try:
+                report = self.appraisal.run(step, self._drawing(self.appraisal.settings), self._averaged, self.stop)
+            except (RankFailure, Interrupted):
+                raise
+            except HalationError as error:
+                log.error("the evaluation of step %d failed; training goes on: %s", step, error)
+                return
+        if self.world.first and report is not None:
+            self._tell(report)
+
+    @contextlib.contextmanager
+    def _averaged(self) -> Iterator[None]:
+        with self.ema.swapped():
+            yield
+            self.engine.at_rest()
+
+    def _tell(self, report: Report) -> None:
+        """The report's numbers to metrics.jsonl and the trackers, unless a kill came between the report and the rest of this."""
+        step, lines = report["step"], lines_of(report)
+        known = [row for row in self.metrics.lines() if row["step"] == step and is_line(row)]
+        lines = [line for line in lines if line not in known]
+        if not lines:
+            return
+        for line in lines:
+            self.metrics.append(line)
+        for tracker in self.trackers:
+            tracker.scalars(step, {f"eval/{line['metric']}": line["value"] for line in lines})
+        try:
+            publish_plot(self.run, self.metrics.lines())
+        except OSError as error:
+            log.error("cannot plot the evaluations; training goes on: %s", error)
+        words = ", ".join(f"{line['metric']} {line['value']:.4g}" for line in lines)
+        few = " (few pictures: a quick look)" if any(line["few"] for line in lines) else ""
+        self.say(f"evaluation of step {step}: {words}{few}")
+        log.info("evaluation of step %d in %.1f s: %s", step, report["seconds"], words)
 
     def _publish(self, step: int, loss: float, drawn: list[tuple[Place, list[Row]]]) -> None:
         """Grid and index, and the pictures to the trackers under one tag a prompt."""

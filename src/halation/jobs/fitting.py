@@ -68,6 +68,8 @@ def probe(session: Session) -> None:
     checks = [(rows, f"try --sample_batch_size {max(1, config.sample_batch_size // 2)}, or --no_sample")]
     if min(config.heldout_pictures, session.source.num_heldout):
         checks.append((heldout.SHEET, "try --heldout_pictures 0"))
+    if config.eval_every:
+        checks.append((2 * config.eval_batch_size, f"try --eval_batch_size {max(1, config.eval_batch_size // 2)}"))
     for num_rows, advice in checks:
         if num_rows:
             _refuse_forward(session, num_rows, advice)

@@ -22,7 +22,7 @@ from halation.data.loader import Batches
 from halation.data.order import Order
 from halation.errors import HalationError, InputError, Interrupted, RankFailure
 from halation.flow.ema import Ema
-from halation.jobs import assembly, fitting, logs
+from halation.jobs import appraisal, assembly, fitting, logs
 from halation.jobs.duties import Duties
 from halation.models.autoencoder import LatentSpace, PixelSpace, Space
 from halation.training import batches, state, trackers
@@ -62,6 +62,11 @@ class Session:
         if self.source.class_names:
             self.denoiser.encode_prompts(prompts)  # an unknown class is refused now, not at the first checkpoint
         self.sample_settings = assembly.sample_settings(config, prompts)
+        self.appraisal = (
+            appraisal.Appraisal(world, config, self.folder, self.source, self.sample_settings)
+            if config.eval_every
+            else None
+        )
         module = self.denoiser.module
         module.train()
         if config.activation_checkpointing:
@@ -83,6 +88,7 @@ class Session:
             ckpt_latest_every=config.ckpt_latest_every,
             num_pictures=self.source.num_train,
             global_batch=self.global_batch,
+            eval_every=config.eval_every,
         )
         self.metrics = runs.Metrics(self.folder.metrics)
         self.trackers: list[trackers.Tracker] = []
@@ -124,6 +130,7 @@ class Session:
             try:
                 if not fresh:
                     self._after_save(self.position.step)
+                    self._evaluate(self.position.step, saved=True)
                 self._train()
             finally:
                 self.echo.say = None
@@ -196,6 +203,8 @@ class Session:
                 self._interrupt(report.step, report.stop)
             if due:
                 self._after_save(report.step)
+                window.reset()
+            if self._evaluate(report.step, saved=bool(due)):
                 window.reset()
 
     def _step_settings(self) -> StepSettings:
@@ -283,6 +292,7 @@ class Session:
             if self.world.first:
                 self.metrics.rewind(-1)
                 shutil.rmtree(self.folder.samples, ignore_errors=True)  # of a start that never saved
+                appraisal.forget_after(self.folder, -1)
             return False
         if step > self.config.n_steps:
             raise InputError(
@@ -298,6 +308,7 @@ class Session:
         if self.world.first:
             self.metrics.rewind(step)
             self.began -= max((row.get("time_s", 0.0) for row in self.metrics.lines()), default=0.0)
+            appraisal.forget_after(self.folder, step)
             for samples in self.folder.samples.glob("step_*"):
                 if samples.name > runs.step_name(step):  # will be drawn again, from weights trained again
                     shutil.rmtree(samples, ignore_errors=True)
@@ -334,10 +345,23 @@ class Session:
             trackers=self.trackers,
             stop=lambda: self.signals.number,
             say=self.progress.say,
+            appraisal=self.appraisal,
         )
 
     def _after_save(self, step: int) -> None:
         self.duties.do(step, self.last_loss)
+        self._heed(step)
+
+    def _evaluate(self, step: int, saved: bool) -> bool:
+        """The evaluation of this step if it is due; whether it was. An unsaved step is not the place to stop: the next one saves."""
+        if not self.cadence.evaluates(step):
+            return False
+        self.duties.evaluate(step)
+        if saved:
+            self._heed(step)
+        return True
+
+    def _heed(self, step: int) -> None:
         # Asked to stop while drawing: after the last step there is no next one to notice it.
         stop = max(self.world.exchange(self.signals.number))
         if stop:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halation import runs
+from halation.config.evaluate import Metric
 from halation.config.fields import as_json, fixed
 from halation.config.train import TrainConfig
 from halation.errors import InputError
@@ -80,14 +81,30 @@ def resolved(config: TrainConfig) -> TrainConfig:
         what = "is a file" if Path(config.data).exists() else "does not exist"
         raise InputError(f"--data {config.data} {what}", "`streets` or a folder of pictures", "check the path")
     check_trackers(config.report_to, asked=config.report_to != TrainConfig.report_to)
+    if config.eval_every:
+        config = with_evaluation(config)
     prompts = tuple(from_flags(config.sample_prompts, config.sample_prompts_file or None))
     return dataclasses.replace(config, image_size=size, sample_prompts=prompts, sample_prompts_file="")
+
+
+def with_evaluation(config: TrainConfig) -> TrainConfig:
+    """Extractor and metrics of evaluations written out, and what does not go together refused."""
+    from halation.jobs.evaluate import refuse_mismatch
+
+    streets = config.data == "streets"
+    extractor = config.eval_extractor or ("streets" if streets else "inception")
+    usual: tuple[Metric, ...] = ("fd", "kid", "prdc", "agreement") if streets else ("fd", "kid", "prdc")
+    metrics = tuple(dict.fromkeys(config.eval_metrics or usual))
+    refuse_mismatch(metrics, extractor, prefix="eval_")
+    return dataclasses.replace(config, eval_extractor=extractor, eval_metrics=metrics)
 
 
 # Lowest and highest value, both allowed; seeds end where torch would wrap them, less the room for sample_seed + k.
 RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("batch_size", "accumulate", "log_every", "threads", "n_steps"), (1, math.inf)),
-    **dict.fromkeys(("sample_steps", "sample_batch_size"), (1, math.inf)),
+    **dict.fromkeys(("sample_steps", "sample_batch_size", "eval_batch_size"), (1, math.inf)),
+    **dict.fromkeys(("eval_every", "eval_steps"), (0, math.inf)),
+    **dict.fromkeys(("eval_pictures", "eval_reference"), (16, 10**6)),
     **dict.fromkeys(
         ("ckpt_every", "ckpt_latest_every", "keep_last", "num_register_tokens", "patch_size"), (0, math.inf)
     ),

@@ -1,4 +1,4 @@
-"""When a run saves and samples: a pure function of the step, so that a killed run keeps its dates."""
+"""When a run saves, samples and evaluates: a pure function of the step, so that a killed run keeps its dates."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ class Cadence:
     ckpt_latest_every: int
     num_pictures: int
     global_batch: int
+    eval_every: int = 0
 
     @property
     def epochs_between(self) -> int:
@@ -39,3 +40,7 @@ class Cadence:
         if (self.ckpt_latest_every > 0 and step % self.ckpt_latest_every == 0) or self.epoch_end(step):
             return "latest"
         return None
+
+    def evaluates(self, step: int) -> bool:
+        """Whether this step is evaluated, which does not make it a date for saving; the last one is both."""
+        return self.eval_every > 0 and (step % self.eval_every == 0 or step == self.n_steps)

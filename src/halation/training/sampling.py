@@ -12,11 +12,11 @@ import logging
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -89,6 +89,16 @@ class Place:
         return self.folder / f"{spec.id}.txt"
 
 
+class Sink(Protocol):
+    """Where the pictures of a sheet go; what it raises costs that sheet and nothing else."""
+
+    def put(self, sheet: Sheet, pictures: Mapping[int, np.ndarray], rows: Sequence[Row]) -> None:
+        """Take what was drawn, by its place on the sheet; a place without a picture has failed."""
+
+    def finish(self) -> None:
+        """Wait for what is still under way; what went wrong is told in its row."""
+
+
 class Writer:
     """Encodes and publishes pictures in threads while the next ones are drawn; never more than a few wait in memory."""
 
@@ -98,6 +108,10 @@ class Writer:
         self.pool = ThreadPoolExecutor(max_workers=NUM_WRITERS, thread_name_prefix="halation-writer")
         self.room = threading.BoundedSemaphore(2 * NUM_WRITERS)
         self.written: list[tuple[Row, Future[None]]] = []
+
+    def put(self, sheet: Sheet, pictures: Mapping[int, np.ndarray], rows: Sequence[Row]) -> None:
+        for number, pixels in pictures.items():
+            self.submit(sheet.specs[number], pixels, rows[number])
 
     def submit(self, spec: Spec, pixels: np.ndarray, row: Row) -> None:
         self.room.acquire()
@@ -169,10 +183,14 @@ class Drawing:
             self.world.size,
             label,
         )
+        rows = self.draw_sheets(sheets, todo, Writer(place, self.settings.sampler), f"sampling {label}")
+        return _complete(specs, rows, place)
+
+    def draw_sheets(self, sheets: Sequence[Sheet], todo: Sequence[int], sink: Sink, label: str) -> list[Row]:
+        """Draw these sheets, the same list on every rank; every rank returns the rows of all pictures that were drawn or failed."""
         self.done, self.total = 0, plan.rounds(len(todo), self.world.size) * self.settings.steps
         rows: list[Row] = []
-        with Vigil(self.world, f"sampling {label}", self.timeout_s) as vigil, _invisible(self.denoiser):
-            writer = Writer(place, self.settings.sampler)
+        with Vigil(self.world, label, self.timeout_s) as vigil, _invisible(self.denoiser):
             try:
                 for turn in range(plan.rounds(len(todo), self.world.size)):
                     if self._stopping():
@@ -180,9 +198,9 @@ class Drawing:
                     mine = plan.sheet_for(turn, self.world.rank, self.world.size, len(todo))
                     if mine is None and not self.sharded:
                         break
-                    rows.extend(self._draw(None if mine is None else sheets[todo[mine]], sheets[0], writer, vigil))
+                    rows.extend(self._draw(None if mine is None else sheets[todo[mine]], sheets[0], sink, vigil))
             finally:
-                writer.finish()
+                sink.finish()
             words = vigil.finish(rows)
         for row in (
             row
@@ -192,7 +210,7 @@ class Drawing:
             if row["state"] == "failed"
         ):
             log.error("Error during sampling on GPU %d: %s", row["rank"], row["reason"])
-        return _complete(specs, [row for word in words for row in word], place)
+        return [row for word in words for row in word]
 
     def _missing(self, place: Place, sheets: Sequence[Sheet]) -> list[int]:
         with contextlib.suppress(OSError):  # a disk that cannot be written costs the samples, not the training
@@ -205,7 +223,7 @@ class Drawing:
             return self.stop() != 0
         return any(self.world.exchange(self.stop()))
 
-    def _draw(self, sheet: Sheet | None, shape: Sheet, writer: Writer, vigil: Vigil) -> list[Row]:
+    def _draw(self, sheet: Sheet | None, shape: Sheet, sink: Sink, vigil: Vigil) -> list[Row]:
         """One sheet, or the company a rank without one keeps to the others. Only a sharded forward's error cannot be survived."""
         began = time.perf_counter()
         rows = [_row(spec, self.world.rank) for spec in sheet.real] if sheet else []
@@ -221,12 +239,13 @@ class Drawing:
         vigil.beat()
         if decoded is None:
             return rows
-        for number, (spec, row) in enumerate(zip(sheet.real, rows, strict=True)):
+        for number, row in enumerate(rows):
             row["seconds"] = round((time.perf_counter() - began) / sheet.num_real, 3)
             if number in decoded.failures:
                 self._failed([row], str(decoded.failures[number]))
-            else:
-                writer.submit(spec, decoded.pixels[number], row)
+        pictures = {number: decoded.pixels[number] for number in range(len(rows)) if number not in decoded.failures}
+        self._phase(rows, lambda: sink.put(sheet, pictures, rows))
+        vigil.beat()
         return rows
 
     def _prepare(self, sheet: Sheet) -> draw.Inputs:

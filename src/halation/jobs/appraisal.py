@@ -1,0 +1,350 @@
+"""Evaluations in training: the average of the weights draws on all ranks, its pictures become features where they are, and the first counts."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import itertools
+import json
+import logging
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from halation import plan, plots, runs
+from halation.config.evaluate import EvaluateConfig
+from halation.config.train import TrainConfig
+from halation.data.base import Pictures
+from halation.errors import HalationError, refused_by_system
+from halation.evaluation import extraction, measures
+from halation.evaluation.extraction import Desk
+from halation.evaluation.preparing import Preparations, Preparer, prepare
+from halation.evaluation.sources import hashed
+from halation.evaluation.store import Store
+from halation.faults import fault_point
+from halation.jobs.comparison import comparison
+from halation.jobs.scoring import cast, embedding, facts_of, side_of, versions
+from halation.models.extractors import Extractor, open_extractor
+from halation.png import encode_png
+from halation.training.evaluating import Handing, evaluation_settings
+from halation.training.sampling import Drawing, Row, SampleSettings
+from halation.world import rng
+from halation.world.launch import computes_on
+from halation.world.ranks import Vigil, World, on_first
+
+log = logging.getLogger(__name__)
+Report = dict[str, Any]
+Beat = Callable[[], None]
+SURVIVED = (HalationError, OSError, RuntimeError, ValueError, MemoryError)
+NUMBERS_TIMEOUT_S = 3600.0
+"""One number of many features may take minutes on a CPU, without a sign of life in between."""
+
+
+class Appraisal:
+    """The evaluations of one run; everything that can be refused is refused when it is made."""
+
+    def __init__(
+        self, world: World, config: TrainConfig, run: runs.Run, source: Pictures, samples: SampleSettings
+    ) -> None:
+        self.world = world
+        self.config = config
+        self.run_folder = run.folder
+        self.folder = run.folder / "evaluation"
+        self.timeout_s = config.sample_timeout_s or config.dist_timeout_s
+        self.turns = itertools.count()
+        self.compared = comparison(config, source, run)
+        self.settings = evaluation_settings(
+            samples,
+            self.compared.prompts,
+            num=config.eval_pictures,
+            steps=config.eval_steps or config.sample_steps,
+            sheet_size=config.eval_batch_size,
+        )
+        asked = EvaluateConfig(
+            metrics=config.eval_metrics,
+            extractor=config.eval_extractor,
+            weights=config.eval_weights,
+            clip_model=config.eval_clip_model,
+        )
+        self.cast = cast(asked)
+        self.computes_on = computes_on(str(world.device))
+        self.facts: dict[str, dict[str, Any]] = on_first(world, "the extractors", self._look, config.dist_timeout_s)
+
+    def _look(self, beat: Beat) -> dict[str, dict[str, Any]]:
+        """Open every extractor once, so that what is missing is told now and what must be downloaded is there; keep none."""
+        facts = {}
+        with self._undisturbed():
+            for label in self.cast.extractors:
+                facts[label] = facts_of(self._opened(label, "cpu"))
+                beat()
+        return facts
+
+    def _opened(self, label: str, device: str) -> Extractor:
+        name, weights = self.cast.extractors[label]
+        return open_extractor(name, device=device, weights=weights)
+
+    @contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """A network that is built draws first weights nobody asked for; the run's random states must not know."""
+        before = rng.capture(self.world.device)
+        try:
+            yield
+        finally:
+            rng.restore(before, self.world.device)
+
+    # -- what is there already
+
+    @property
+    def key(self) -> str:
+        """Everything besides the weights of the model that decides the numbers."""
+        facts = {label: _without_paths(facts) for label, facts in self.facts.items()}
+        how = [self.config.eval_metrics, asdict(self.settings), self.config.threads, self.computes_on]
+        return hashed([facts, how, self.compared.reference.key])[:24]
+
+    def report_of(self, step: int) -> Report | None:
+        """What an evaluation of this step has found, if it was made in this very way."""
+        try:
+            report: Report = json.loads(self._report_path(step).read_bytes())
+        except (OSError, ValueError):
+            return None
+        return report if report.get("key") == self.key else None
+
+    def _report_path(self, step: int) -> Path:
+        return self.folder / f"{runs.step_name(step)}.json"
+
+    # -- an evaluation
+
+    def run(
+        self, step: int, drawing: Drawing, averaged: Callable[[], AbstractContextManager[None]], stop: Callable[[], int]
+    ) -> Report | None:
+        """On all ranks; the same report everywhere, or None where it was stopped. An error is the same on all ranks too."""
+        try:
+            return self._run(step, drawing, averaged, stop)
+        finally:  # the extractors were this call's own: the GPU is training's again
+            if self.world.device.type == "cuda":
+                gc.collect()
+                torch.cuda.empty_cache()
+
+    def _run(
+        self, step: int, drawing: Drawing, averaged: Callable[[], AbstractContextManager[None]], stop: Callable[[], int]
+    ) -> Report | None:
+        began = time.perf_counter()
+        name = f"evaluating step {step} #{next(self.turns)}"
+        extractors: dict[str, Extractor] = {}
+
+        def open_all(beat: Beat) -> None:
+            with self._undisturbed():
+                for label in self.cast.extractors:
+                    extractors[label] = self._opened(label, str(self.world.device))
+                    beat()
+
+        self._together(f"{name}: extractors", open_all)
+        reference = self._reference_desks(extractors)
+        if not self._fill_reference(reference, f"{name}: reference", stop):
+            return None
+        generated = self._generated_desks(step, extractors)
+        with averaged():
+            rows = self._draw(drawing, generated, name)
+        _refuse_failed(rows, len(self.settings.prompts))
+        if self._lacking(generated):
+            return None
+
+        def count(beat: Beat) -> Report:
+            report = self._report(step, reference, generated, began, beat)
+            runs.publish_json(self._report_path(step), report)
+            for folder in self.folder.glob("step_*/"):
+                shutil.rmtree(folder, ignore_errors=True)
+            return report
+
+        found: Report = on_first(self.world, f"{name}: numbers", count, max(NUMBERS_TIMEOUT_S, self.timeout_s))
+        return found
+
+    def _together(self, name: str, action: Callable[[Beat], None]) -> None:
+        """On all ranks apart; where it fails on one, all hear why and none goes on."""
+        error = ""
+        with Vigil(self.world, name, self.timeout_s) as vigil:
+            try:
+                action(vigil.beat)
+            except SURVIVED as problem:
+                log.debug("%s failed", name, exc_info=True)
+                error = refused_by_system(problem) or f"{type(problem).__name__}: {problem}"
+            words = vigil.finish(error)
+        for rank, word in enumerate(words):
+            if word:
+                raise HalationError(f"rank {rank}: {word}")
+
+    def _lacking(self, desks: Mapping[str, Desk]) -> list[int]:
+        """Chunks that are not there for all desks, as the first rank sees it."""
+        missing: list[int] = self.world.from_first(
+            sorted({chunk for desk in desks.values() for chunk in desk.store.missing()}) if self.world.first else None
+        )
+        return missing
+
+    def _how(self, label: str) -> list[Any]:
+        """What decides the features of a picture besides the picture."""
+        return [_without_paths(self.facts[label]), self.config.eval_batch_size, self.config.threads, self.computes_on]
+
+    # -- features
+
+    def _reference_desks(self, extractors: Mapping[str, Extractor]) -> dict[str, Desk]:
+        source, batch = self.compared.reference, self.config.eval_batch_size
+        starts = range(0, len(source), extraction.chunk_size(len(source), batch, moments_only=False))
+        desks = {}
+        for label in self.cast.with_reference:
+            folder = self.folder / "reference" / hashed([source.key, self._how(label)])[:24]
+            desks[label] = Desk(key=label, extractor=extractors[label], store=Store(folder, len(source), starts))
+        return desks
+
+    def _fill_reference(self, desks: Mapping[str, Desk], name: str, stop: Callable[[], int]) -> bool:
+        """Once for a run; whether all of it is there."""
+        todo = self._lacking(desks)
+        if not todo:
+            return True
+        source, batch = self.compared.reference, self.config.eval_batch_size
+        mine = todo[self.world.rank :: self.world.size]
+        log.info("features of %d reference pictures for evaluations", len(source))
+
+        def fill(beat: Beat) -> None:
+            preparations = {label: desk.extractor.preparation for label, desk in desks.items()}
+            preparer = Preparer(source=source, preparations=preparations)
+            with Preparations(preparer, self.config.num_workers if mine else 0) as prepared:
+                broken = extraction.extract(
+                    prepared.of(extraction.sheets(desks, mine, batch)),
+                    desks,
+                    batch_size=batch,
+                    device=self.world.device,
+                    expected_size=None,
+                    on_sheet=lambda _num: beat(),
+                    stop=stop,
+                )
+            if broken:
+                index = min(broken)
+                raise HalationError(f"{source.name(index)}: {broken[index]}")
+
+        self._together(name, fill)
+        return not self._lacking(desks)
+
+    def _generated_desks(self, step: int, extractors: Mapping[str, Extractor]) -> dict[str, Desk]:
+        """A chunk a sheet."""
+        num, prompts = len(self.settings.prompts), self.settings.prompts
+        starts = range(0, num, self.config.eval_batch_size)
+        desks = {}
+        for label, extractor in extractors.items():
+            texts = embedding(extractor, prompts, None) if label == self.cast.parts.get("clip") else None
+            folder = self.folder / runs.step_name(step) / hashed([asdict(self.settings), self._how(label)])[:24]
+            desks[label] = Desk(key=label, extractor=extractor, store=Store(folder, num, starts), texts=texts)
+        return desks
+
+    def _draw(self, drawing: Drawing, desks: Mapping[str, Desk], name: str) -> list[Row]:
+        sheets = plan.cut(self.settings.specs(), self.config.eval_batch_size)
+        todo = self._lacking(desks)
+        log.info("drawing %d of %d sheets for an evaluation on %d ranks", len(todo), len(sheets), self.world.size)
+
+        def take(indices: range, pictures: list[np.ndarray]) -> None:
+            fault_point("evaluate.features")
+            self._score(desks, indices, pictures)
+
+        return drawing.draw_sheets(sheets, todo, Handing(take), name)
+
+    def _score(self, desks: Mapping[str, Desk], indices: range, pictures: list[np.ndarray]) -> None:
+        loaders = [(index, _loader(pixels)) for index, pixels in zip(indices, pictures, strict=True)]
+        prepared = prepare(loaders, {label: desk.extractor.preparation for label, desk in desks.items()})
+        for label, desk in desks.items():
+            broken = desk.take(indices, prepared, self.config.eval_batch_size, self.world.device)
+            if broken:
+                desk.drop()
+                raise HalationError(f"the features of picture {broken[0]} by {label} are not finite")
+            desk.finish(desk.store.chunk_of(indices[0]))
+
+    # -- numbers
+
+    def _report(
+        self, step: int, reference: Mapping[str, Desk], generated: Mapping[str, Desk], began: float, beat: Beat
+    ) -> Report:
+        rules = measures.Rules(allow_few=True, device=str(self.world.device))
+        real = {label: side_of(desk, None) for label, desk in reference.items()}
+        drawn = {label: side_of(desk, None) for label, desk in generated.items()}
+        found: dict[str, dict[str, Any]] = {}
+        for metric in self.config.eval_metrics:
+            label = self.cast.parts[metric]
+            subject = measures.Subject(
+                metric=metric,
+                extractor=self.facts[label],
+                generated=drawn[label],
+                reference=real[label] if metric in measures.NEEDS_REFERENCE else None,
+                captions=self.settings.prompts,
+            )
+            found |= measures.measure(subject, rules)
+            beat()
+        settings = {name: value for name, value in asdict(self.settings).items() if name != "prompts"}
+        about = {"kind": "training", "path": str(self.run_folder), "step": step, "weights": "average"}
+        return {
+            "step": step,
+            "generated": {**about, "num": len(self.settings.prompts), "settings": settings},
+            "reference": {**self.compared.reference.facts, "num": len(self.compared.reference)} if real else None,
+            "metrics": found,
+            "versions": versions(),
+            "computed_on": self.computes_on,
+            "num_ranks": self.world.size,
+            "seconds": round(time.perf_counter() - began, 2),
+            "key": self.key,
+        }
+
+
+def lines_of(report: Report) -> list[dict[str, Any]]:
+    """The report's lines in metrics.jsonl, a number each."""
+    kept = ("value", "std", "better", "num_generated", "num_reference", "few", "extractor", "seconds")
+    return [
+        {"step": report["step"], "metric": found["name"], **{name: found[name] for name in kept}}
+        for found in report["metrics"].values()
+    ]
+
+
+def is_line(row: Mapping[str, Any]) -> bool:
+    """Whether a line of metrics.jsonl is one of those."""
+    return "metric" in row and "num_generated" in row
+
+
+def publish_plot(run: runs.Run, rows: list[dict[str, Any]]) -> None:
+    """Every metric over the steps, as soon as there are two of them."""
+    lines = [row for row in rows if is_line(row)]
+    if len({row["step"] for row in lines}) > 1:
+        title = f"{run.folder.resolve().name}: evaluations of the averaged weights"
+        runs.publish(
+            run.folder / "evaluation" / "metrics.png", encode_png(plots.plot(plots.metric_panels(lines), title), {})
+        )
+
+
+def forget_after(run: runs.Run, step: int) -> None:
+    """Drop evaluations of steps that are about to be trained again; -1 forgets all of them."""
+    for path in (run.folder / "evaluation").glob("step_*"):
+        if path.name.removesuffix(".json") > runs.step_name(step) or step < 0:
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def _refuse_failed(rows: list[Row], num: int) -> None:
+    failed = [row for row in rows if row["state"] == "failed"]
+    if failed:
+        first = failed[0]
+        raise HalationError(
+            f"{len(failed)} of {num} pictures could not be drawn or scored, the first of them on rank {first['rank']}: {first['reason']}"
+        )
+
+
+def _loader(pixels: np.ndarray) -> Callable[[], tuple[np.ndarray, bytes]]:
+    return lambda: (pixels, hashlib.sha256(pixels.tobytes()).digest())
+
+
+def _without_paths(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The same weights in another place are the same weights."""
+    return {name: value for name, value in facts.items() if name != "weights"}

@@ -1,0 +1,297 @@
+"""Evaluations in training: invisible to it, the same numbers on any number of ranks and after any stop, and a failing rank costs one of them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import rank_jobs
+import run_folders
+from halation.config.train import TrainConfig
+from halation.jobs import train as job
+from halation.jobs.session import Session
+from halation.world import rng
+from halation.world.testing import RankPool, RanksFailed
+
+pytestmark = pytest.mark.ranks
+
+NUM_STEPS = 2
+NAMES = {
+    "FD-streets",
+    "KID-streets",
+    "precision (streets)",
+    "recall (streets)",
+    "density (streets)",
+    "coverage (streets)",
+    "prompt agreement",
+}
+
+
+def evaluated(folder: Path, **changes: Any) -> TrainConfig:
+    """Eighteen pictures on sheets of four: five sheets, of which the last is padded, for one, two or three ranks."""
+    settings = {
+        "n_steps": NUM_STEPS,
+        "lr": 2e-2,
+        "ema_decay": 0.5,
+        "sample": False,
+        "heldout_pictures": 0,
+        "eval_every": 1,
+        "eval_pictures": 18,
+        "eval_reference": 24,
+        "eval_batch_size": 4,
+    }
+    return job.resolved(rank_jobs.small_config(folder, **settings | changes))
+
+
+class Suspicious(Session):
+    """Looks at everything that an evaluation could disturb, before and after."""
+
+    num_looks = 0
+
+    def _evaluate(self, step: int, saved: bool) -> bool:
+        before = self._visible()
+        due = super()._evaluate(step, saved)
+        assert self._visible() == before
+        self.num_looks += due
+        return due
+
+    def _visible(self) -> dict[str, Any]:
+        weights = [parameter.detach() for _, parameter in self.engine.named_parameters()]
+        return {
+            "random": rng.capture(self.world.device),
+            "modes": [module.training for module in self.denoiser.module.modules()],
+            "grad": torch.is_grad_enabled(),
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+            "weights": [getattr(weight, "to_local", lambda w=weight: w)().numpy().tobytes() for weight in weights],
+            "averages": [average.numpy().tobytes() for average in self.ema.tensors().values()],
+        }
+
+
+def train_suspiciously(world: Any, config: TrainConfig) -> int:
+    with job._hold(config, world, alone=False), Suspicious(world, config) as session:
+        next(iter(session.denoiser.shard_units())).eval()  # one module in its own mode, which must stay its own
+        session.run()
+        return session.num_looks
+
+
+def report(folder: Path, step: int) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / f"evaluation/step_{step:07d}.json").read_text())
+    return found
+
+
+def numbers(folder: Path, step: int) -> dict[str, Any]:
+    """Everything an evaluation found, except how long it took."""
+    metrics = report(folder, step)["metrics"]
+    return {key: {name: value for name, value in found.items() if name != "seconds"} for key, found in metrics.items()}
+
+
+@pytest.mark.parametrize(
+    ("engine", "size"),
+    [
+        pytest.param("single", 1, marks=pytest.mark.slow),
+        ("ddp", 2),
+        ("fsdp", 2),
+        pytest.param("ddp", 3, marks=pytest.mark.slow),
+        pytest.param("fsdp", 3, marks=pytest.mark.slow),
+    ],
+)
+def test_training_that_evaluates_at_every_step_has_the_bits_of_training_that_never_evaluates(
+    ranks: RankPool, tmp_path: Path, engine: str, size: int
+) -> None:
+    looking, never = tmp_path / "looking", tmp_path / "never"
+    assert ranks.run(size, train_suspiciously, evaluated(looking, engine=engine)) == [NUM_STEPS] * size
+    assert ranks.run(size, train_suspiciously, evaluated(never, engine=engine, eval_every=0)) == [0] * size
+    assert not (never / "evaluation").exists()
+    assert run_folders.saved(looking, NUM_STEPS) == run_folders.saved(never, NUM_STEPS)
+    assert run_folders.losses(looking) == run_folders.losses(never)
+    for rank in range(size):
+        mine, theirs = (
+            json.loads((folder / f"checkpoints/step_{NUM_STEPS:07d}/rank_state_{rank}.json").read_text())
+            for folder in (looking, never)
+        )
+        assert mine == theirs, "python, numpy and torch drew nothing"
+
+    lines = [row for row in run_folders.metrics(looking) if "num_generated" in row]
+    assert [(row["step"], row["metric"]) for row in lines if row["step"] == 1] == [
+        (1, name) for name in names_of(1, lines)
+    ]
+    assert {row["metric"] for row in lines if row["step"] == NUM_STEPS} == NAMES
+    assert all(row["few"] for row in lines if row["metric"] != "prompt agreement"), "a quick look is marked"
+    assert numbers(looking, 1) != numbers(looking, 2), "it is the weights of the step that draw"
+    assert (looking / "evaluation/metrics.png").read_bytes().startswith(b"\x89PNG")
+    left = sorted(path.name for path in (looking / "evaluation").iterdir())
+    assert left == ["metrics.png", "reference", "step_0000001.json", "step_0000002.json"], (
+        "no picture, no features of them"
+    )
+
+
+def names_of(step: int, lines: list[dict[str, Any]]) -> list[str]:
+    return [row["metric"] for row in lines if row["step"] == step]
+
+
+@pytest.fixture(scope="module")
+def trained(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A run of two ranks, trained and evaluated once for each engine."""
+    known: dict[str, Path] = {}
+
+    def folder(engine: str) -> Path:
+        if engine not in known:
+            known[engine] = tmp_path_factory.mktemp(f"evaluated_{engine}")
+            ranks.run(2, rank_jobs.train, evaluated(known[engine], engine=engine))
+        return known[engine]
+
+    return folder
+
+
+@pytest.mark.parametrize("engine", ["auto", "fsdp"])
+def test_a_checkpoint_gives_the_numbers_of_its_training_on_one_two_and_three_ranks(
+    ranks: RankPool, tmp_path: Path, trained: Callable[[str], Path], engine: str
+) -> None:
+    whole = trained(engine)
+    for size in (1, 3) if engine == "auto" else (3,):
+        folder = tmp_path / f"on_{size}"
+        shutil.copytree(whole, folder)
+        shutil.rmtree(folder / "evaluation")
+        ranks.run(size, rank_jobs.train, evaluated(folder, engine=engine))
+        assert numbers(folder, NUM_STEPS) == numbers(whole, NUM_STEPS)
+        assert report(folder, NUM_STEPS)["num_ranks"] == size
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("engine", "point", "culprit"),
+    [
+        ("auto", "evaluate.features:2:raise", 1),
+        ("fsdp", "evaluate.features:2:raise", 0),
+        pytest.param("fsdp", "sample.decode:2:raise", 1, marks=pytest.mark.slow),
+        pytest.param("auto", "sample.forward:2:raise", 1, marks=pytest.mark.slow),
+        pytest.param("auto", "chunk.write:2:ENOSPC", 1, marks=pytest.mark.slow),
+        pytest.param("auto", "features:1:raise", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_raises_costs_one_evaluation_which_the_same_command_completes_to_the_same_numbers(
+    ranks: RankPool, tmp_path: Path, trained: Callable[[str], Path], engine: str, point: str, culprit: int
+) -> None:
+    whole, folder, fired = trained(engine), tmp_path / "run", tmp_path / "fired"
+    config = evaluated(folder, engine=engine, eval_every=NUM_STEPS)
+    environment = {"HALATION_FAULT": f"{point}:{culprit}", "HALATION_FAULT_LOG": str(fired)}
+    ranks.run(2, rank_jobs.train, config, environment=environment)
+    assert fired.read_text() == f"{point}:{culprit}\n"
+    assert run_folders.saved(folder, NUM_STEPS) == run_folders.saved(whole, NUM_STEPS)
+    assert not (folder / f"evaluation/step_{NUM_STEPS:07d}.json").exists()
+    for rank in (0, 1):
+        said = run_folders.log_of(folder, rank)
+        assert f"the evaluation of step {NUM_STEPS} failed; training goes on" in said
+        assert f"rank {culprit}: " in said
+
+    kept = {path: path.stat().st_mtime_ns for path in folder.glob("evaluation/step_*/*/chunk_*")}
+    assert len(kept) == (0 if point.startswith(("features", "chunk")) else 4), (
+        "the other sheets need not be drawn again"
+    )
+    ranks.run(2, rank_jobs.train, config)
+    assert numbers(folder, NUM_STEPS) == numbers(whole, NUM_STEPS)
+    drawn = [line for line in run_folders.log_of(folder, 0).splitlines() if "sheets for an evaluation" in line]
+    assert f"drawing {5 - len(kept)} of 5 sheets" in drawn[-1]
+    assert {row["metric"] for row in run_folders.metrics(folder) if "num_generated" in row} == NAMES
+
+
+@pytest.mark.faults
+@pytest.mark.slow
+def test_a_run_killed_while_it_evaluates_goes_on_with_what_is_there(
+    ranks: RankPool, tmp_path: Path, trained: Callable[[str], Path]
+) -> None:
+    whole, folder = trained("auto"), tmp_path / "run"
+    config = evaluated(folder, eval_every=NUM_STEPS, dist_timeout_s=4.0)
+    with pytest.raises(RanksFailed):
+        ranks.run(
+            2,
+            rank_jobs.train,
+            config,
+            environment={"HALATION_FAULT": "evaluate.features:2:kill:1"},
+            world_timeout_s=4.0,
+        )
+    ranks.run(1, rank_jobs.train, config)
+    assert numbers(folder, NUM_STEPS) == numbers(whole, NUM_STEPS)
+
+
+@pytest.mark.faults
+def test_a_rank_that_hangs_while_it_evaluates_is_named_in_time(ranks: RankPool, tmp_path: Path) -> None:
+    config = evaluated(tmp_path, n_steps=1, sample_timeout_s=2.0)
+    with pytest.raises(RanksFailed) as caught:
+        ranks.run(2, rank_jobs.train, config, environment={"HALATION_FAULT": "evaluate.features:1:sleep=5:1"})
+    trouble = caught.value.troubles[0]
+    assert trouble.kind == "RankFailure"
+    assert "rank 1 has made no progress for 2 s in evaluating step 1" in trouble.message
+
+
+def test_a_report_without_its_lines_is_told_and_an_evaluation_that_is_there_is_not_made_again(
+    ranks: RankPool, tmp_path: Path, trained: Callable[[str], Path]
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(trained("auto"), folder)
+    before = (folder / "evaluation/step_0000002.json").read_bytes()
+    rows = run_folders.metrics(folder)
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows if not (row["step"] == 2 and "num_generated" in row))
+    )
+    ranks.run(1, rank_jobs.train, evaluated(folder))
+    assert (folder / "evaluation/step_0000002.json").read_bytes() == before
+    assert [row for row in run_folders.metrics(folder) if "metric" in row] == [row for row in rows if "metric" in row]
+    ranks.run(1, rank_jobs.train, evaluated(folder, eval_pictures=20))
+    assert report(folder, 2)["generated"]["num"] == 20, "asked for in another way it is another evaluation"
+
+
+def test_evaluations_after_the_checkpoint_are_forgotten_and_made_again(
+    ranks: RankPool, tmp_path: Path, trained: Callable[[str], Path]
+) -> None:
+    folder = tmp_path / "run"
+    assert ranks.run(2, rank_jobs.train_until, evaluated(folder), 1) == [143, 143]
+    stale = folder / "evaluation/step_0000002.json"
+    stale.parent.mkdir(exist_ok=True)
+    stale.write_text("{}")
+    ranks.run(2, rank_jobs.train, evaluated(folder))
+    whole = trained("auto")
+    for step in (1, 2):
+        assert numbers(folder, step) == numbers(whole, step)
+    lines = [(row["step"], row["metric"]) for row in run_folders.metrics(folder) if "num_generated" in row]
+    assert len(lines) == len(set(lines)) == 2 * len(NAMES)
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pictures")
+    generator = np.random.default_rng(3)
+    rows = []
+    for index in range(20):
+        pixels = generator.integers(0, 256, (40, 48, 3), np.uint8)
+        Image.fromarray(pixels).save(folder / f"{index:02d}.png")
+        rows.append(json.dumps({"file_name": f"{index:02d}.png", "text": f"noise number {index}"}))
+    (folder / "metadata.jsonl").write_text("\n".join(rows))
+    return folder
+
+
+def test_a_folder_is_compared_with_its_training_pictures_also_where_they_are_cached(
+    ranks: RankPool, tmp_path: Path, pictures: Path
+) -> None:
+    changes = {"data": str(pictures), "eval_extractor": "streets", "eval_metrics": ("kid",), "n_steps": 1}
+    for cache in ("memory", "pixels"):
+        ranks.run(1, rank_jobs.train, evaluated(tmp_path / cache, cache=cache, sample_prompts=(), **changes))
+    assert numbers(tmp_path / "memory", 1) == numbers(tmp_path / "pixels", 1)
+    found = report(tmp_path / "pixels", 1)
+    assert found["reference"]["num"] == found["metrics"]["kid"]["num_reference"] == 20
+    assert found["reference"]["path"] == str(pictures)
+
+
+def test_weights_that_are_not_there_are_refused_before_the_first_step(ranks: RankPool, tmp_path: Path) -> None:
+    config = evaluated(tmp_path, eval_extractor="inception", eval_weights=str(tmp_path / "nosuch.pth"))
+    with pytest.raises(RanksFailed, match=r"nosuch\.pth"):
+        ranks.run(2, rank_jobs.train, config)
+    assert not (tmp_path / "metrics.jsonl").exists()
