@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -67,6 +70,27 @@ def test_a_stream_may_have_parts_without_rows_and_may_be_written_over() -> None:
             yield reused[:0]
 
     assert_same_bits(moments(stream()), moments(rows))
+
+
+DIGEST = """
+import hashlib
+import numpy as np
+from halation.evaluation.moments import moments
+found = moments(np.random.default_rng(0).normal(1.0, 1.0, size=(1500, 400)).astype(np.float32))
+print(hashlib.sha256(found.mean.tobytes() + found.scatter.tobytes()).hexdigest())
+"""
+
+
+def test_the_number_of_threads_changes_no_bit_of_the_moments() -> None:
+    found = []
+    for num in ("1", "2", "3"):
+        environment = os.environ | {"OMP_NUM_THREADS": num, "OPENBLAS_NUM_THREADS": num, "MKL_NUM_THREADS": num}
+        done = subprocess.run(
+            [sys.executable, "-c", DIGEST], env=environment, capture_output=True, text=True, check=True
+        )
+        found.append(done.stdout)
+    assert len(found[0]) == 65
+    assert len(set(found)) == 1
 
 
 def test_moments_leave_the_features_as_they_were() -> None:

@@ -10,10 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from halation.evaluation.frechet import Statistics, factor, one_thread
-from halation.evaluation.moments import Features, Vector, checked
+from halation.evaluation.frechet import Statistics, factor
+from halation.evaluation.moments import Features, checked
+from halation.evaluation.threads import one_thread
+
+Counts = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +61,7 @@ def frechet_interval(
     return Interval(estimate=estimate, low=low, high=high, bias=bias, level=level, num_draws=num_draws, seed=seed)
 
 
-def _counts(num: int, seed: int, number: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _counts(num: int, seed: int, number: int) -> Counts:
     """How often each row is drawn."""
     generator = np.random.Generator(np.random.Philox(key=np.array([seed, number], dtype=np.uint64)))
     return np.bincount(generator.integers(num, size=num), minlength=num)
@@ -78,7 +82,7 @@ class _Turned:
         self._turned = self._rows @ factor(covariance)
         self._other_trace = float(covariance.diagonal().sum())
 
-    def distance(self, counts: Vector | np.ndarray[tuple[int], np.dtype[np.int64]]) -> float:
+    def distance(self, counts: Counts) -> float:
         """Of the set in which each row is there so many times."""
         weights = torch.from_numpy(counts).to(self._rows)
         num = float(weights.sum())

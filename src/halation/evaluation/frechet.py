@@ -10,14 +10,13 @@ thousand zeros, so where a covariance is singular its null space is cut off and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from halation.evaluation.moments import Features, Vector, checked
+from halation.evaluation.threads import one_thread
 
 PANEL = 256
 LOWEST = 1e-4
@@ -130,17 +129,6 @@ def _lower_gram(factor: torch.Tensor) -> torch.Tensor:
         end = min(start + PANEL, len(factor))
         gram[start:end, :end] = factor[:, start:end].T @ factor[:, :end]
     return gram
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """The number of threads changes the last bits, and ranks of a group have another number than a process alone."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _distance(mean_1: torch.Tensor, mean_2: torch.Tensor, traces: float, root_trace: float) -> float:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from halation.evaluation.moments import Features, checked
+from halation.evaluation.threads import one_thread
 
 NUM_SUBSETS, SUBSET_SIZE, SEED = 100, 1000, 2020
 BLOCK_SIZE, PANEL = 1024, 250
@@ -45,7 +46,8 @@ def kernel_distance(
     rows_1, rows_2 = (torch.from_numpy(checked(rows).astype(np.float64)).to(device) for rows in (one, other))
     chosen_1, chosen_2 = _subsets(len(one), len(other), num_subsets, subset_size, seed)
     road = _sums_of_all if _num_pairs(len(one), len(other)) < num_subsets * 2 * subset_size**2 else _sums_of_each
-    within_1, between, within_2 = road(rows_1, rows_2, chosen_1.to(device), chosen_2.to(device))
+    with one_thread():
+        within_1, between, within_2 = road(rows_1, rows_2, chosen_1.to(device), chosen_2.to(device))
     values = (within_1 + within_2) / (subset_size * (subset_size - 1)) - 2.0 * between / subset_size**2
     found = values.cpu().numpy()
     if not np.isfinite(found).all():
