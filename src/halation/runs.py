@@ -91,7 +91,7 @@ def read_json(path: Path) -> Any:
 def remove_temporaries(folder: Path) -> None:
     """Sweep what a killed writer left behind; call it only while the run is held."""
     for path in folder.rglob(".*.tmp"):
-        if path.relative_to(folder).parts[0] != "cache":  # other runs may be writing there
+        if path.relative_to(folder).parts[0] not in ("cache", "watch"):  # other commands may be writing there
             with contextlib.suppress(OSError):
                 path.unlink()
 

@@ -75,6 +75,23 @@ def test_a_run_is_known_by_its_checkpoints_folder_and_a_commit_file_is_enough(tm
     assert names(Arrivals(folder=tmp_path / "checkpoints", settle_s=60).look()) == ["step_0000010"]
 
 
+def test_a_checkpoint_that_a_run_put_aside_as_damaged_is_none(tmp_path: Path) -> None:
+    halations(tmp_path / "checkpoints/damaged_step_0000010_a1b2")
+    watched = Arrivals(folder=tmp_path, settle_s=60)
+    assert watched.look() == []
+    assert not watched.foreign
+
+
+def test_a_folder_that_looks_like_a_checkpoint_and_is_none_is_known(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-500/unet").mkdir(parents=True)
+    watched = Arrivals(folder=tmp_path, settle_s=60)
+    assert watched.look() == []
+    assert not watched.foreign, "its list may still come"
+    os.utime(tmp_path / "checkpoint-500", (time.time() - 1000,) * 2)
+    assert watched.look() == []
+    assert watched.foreign == {"checkpoint-500"}
+
+
 def test_a_pipeline_that_still_changes_is_not_taken(tmp_path: Path) -> None:
     folder = pipeline(tmp_path / "checkpoint-1", age_s=0)
     watched = Arrivals(folder=tmp_path, settle_s=1.5)
@@ -187,3 +204,11 @@ def test_a_folder_is_removed_as_a_whole(tmp_path: Path) -> None:
     arrivals.removed(folder)
     arrivals.removed(folder)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_call_was_making_or_removing_is_swept(tmp_path: Path) -> None:
+    for name in (".pinned/.a-1.tmp", "step_0000001/.pictures.removing", ".best_checkpoint.incoming", ".pinned/a-2"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "weights").touch()
+    arrivals.swept(tmp_path)
+    assert [path.parent.relative_to(tmp_path) for path in tmp_path.rglob("weights")] == [Path(".pinned/a-2")]

@@ -15,11 +15,14 @@ from typing import Any
 import pytest
 
 from faults import commands
-from halation import cli
+from halation import cli, runs
 from halation.config.watch import WatchConfig
 from halation.errors import InputError
+from halation.jobs.spectator import Spectator
 from halation.jobs.watch import prompts_of, resolved
+from halation.jobs.watching import Watch
 from halation.png import read_png
+from halation.world.signals import StopSignals
 
 SMALL = ["--num_samples", "6", "--num_reference", "32", "--num_inference_steps", "2", "--nproc", "1"]
 FEW = [*SMALL, "--allow_few", "--metrics", "fd", "agreement"]
@@ -312,6 +315,40 @@ def test_one_that_never_gets_whole_is_named_and_fails(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "checkpoint-5 is not whole and does not change any more: unet/ is missing" in done.stderr
     assert json.loads((tmp_path / "models/watch/failed.json").read_text())["checkpoint-5"]["step"] == 5
+
+
+def test_one_without_all_its_files_is_given_up_after_two_tries(tmp_path: Path) -> None:
+    place = tmp_path / "run/checkpoints/step_0000002"
+    place.mkdir(parents=True)
+    (place / "COMMIT.json").write_text('{"sha256": {"ema.safetensors": "0"}}')
+    done = watch(tmp_path / "run", "--once", "--reference", "streets", "--num_samples", 2)
+    assert done.returncode == 1
+    assert done.stderr.count("step 2: taking it failed") == 2
+    assert json.loads((tmp_path / "run/watch/failed.json").read_text())["step_0000002"]["tries"] == 2
+
+
+def test_one_that_is_removed_before_its_turn_is_named_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (2, 4, 7):
+        place = tmp_path / f"checkpoints/step_{step:07d}"
+        place.mkdir(parents=True)
+        (place / "COMMIT.json").write_text('{"sha256": {}}')
+    config = WatchConfig(run=tmp_path, every=2, min_step=3)
+    watching = Watch(config, tmp_path / "watch", Spectator("plain"), StopSignals(), "prompts.txt")
+    assert [each.step for each in watching.waiting()] == [4], "2 is too early, 7 is odd"
+    shutil.rmtree(tmp_path / "checkpoints/step_0000004")
+    assert watching.waiting() == watching.waiting() == []
+    assert capsys.readouterr().err == "step_0000004 was removed before its turn came; it is skipped\n"
+
+
+def test_a_training_that_starts_again_leaves_what_the_watch_is_writing(tmp_path: Path) -> None:
+    (tmp_path / "watch/step_0000002/pictures").mkdir(parents=True)
+    ours = tmp_path / "watch/step_0000002/pictures/.1_seed42.png.host-1-0.tmp"
+    theirs = tmp_path / ".metrics.jsonl.host-1-0.tmp"
+    for path in (ours, theirs):
+        path.touch()
+    runs.remove_temporaries(tmp_path)
+    assert ours.exists()
+    assert not theirs.exists()
 
 
 # -- flags

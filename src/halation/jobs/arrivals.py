@@ -59,11 +59,13 @@ class Arrivals:
     """Pipelines that cannot be taken yet, and why."""
     broken: dict[str, str] = field(default_factory=dict)
     """Pipelines that have been quiet for long and are not whole."""
+    foreign: set[str] = field(default_factory=set)
+    """Folders that have a step in their name and have been quiet for long, but hold neither kind of model."""
 
     def look(self) -> list[Checkpoint]:
         """All that are whole, oldest step first."""
         found: list[Checkpoint] = []
-        self.unsettled, self.broken = {}, {}
+        self.unsettled, self.broken, self.foreign = {}, {}, set()
         for path in sorted(self._folders()):
             step = step_of(path.name)
             if step is None:
@@ -73,15 +75,25 @@ class Arrivals:
         return sorted(found, key=lambda each: (each.step, each.name))
 
     def _folders(self) -> list[Path]:
+        """Those that hold a model, as far as their names and lists say."""
         folders = []
         for top in (self.folder, self.folder / "checkpoints"):
-            with contextlib.suppress(OSError):
-                folders += [
-                    path
-                    for path in top.iterdir()
-                    if not path.name.startswith(".") and ((path / COMMIT).exists() or (path / MODEL_INDEX).exists())
-                ]
+            try:
+                visible = [path for path in top.iterdir() if not path.name.startswith(".") and path.is_dir()]
+            except OSError:
+                continue
+            for path in visible:
+                if (path / MODEL_INDEX).exists() or ((path / COMMIT).exists() and path.name.startswith("step_")):
+                    folders.append(path)
+                elif step_of(path.name) is not None and not (path / COMMIT).exists() and self._is_old(path):
+                    self.foreign.add(path.name)
         return folders
+
+    def _is_old(self, folder: Path) -> bool:
+        try:
+            return time.time() - folder.stat().st_mtime >= self.settle_s
+        except OSError:
+            return False
 
     def _is_whole(self, folder: Path) -> bool:
         if (folder / COMMIT).exists():  # written last, in a folder that had no name yet
@@ -178,6 +190,14 @@ def _doubled(source: Path, target: Path, double: Callable[[Path, Path], object])
         raise
     sync_folder(target.parent)
     return True
+
+
+def swept(folder: Path) -> None:
+    """Remove folders that a killed call was still making or removing."""
+    for ending in (".tmp", ".removing", ".incoming"):
+        for leftover in [*folder.glob(f".*{ending}"), *folder.glob(f"*/.*{ending}")]:
+            if leftover.is_dir():
+                shutil.rmtree(leftover, ignore_errors=True)
 
 
 def removed(folder: Path) -> None:

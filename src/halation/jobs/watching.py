@@ -80,6 +80,7 @@ class Watch:
         if (self.folder / FAILED_FILE).exists():
             self.failed = runs.read_json(self.folder / FAILED_FILE)
         runs.remove_temporaries(self.folder)
+        arrivals.swept(self.folder)
 
     def waiting(self) -> list[Checkpoint]:
         """Whole checkpoints without a score, the oldest first, after them those that failed once."""
@@ -110,6 +111,9 @@ class Watch:
             self.spectator.warn(f"{name} was removed before its turn came; it is skipped")
         for name in sorted(self.arrivals.unnumbered):
             self._warn_once(f"{name} is left out: there is no number in its name that could be a step")
+        if not found:
+            for name in sorted(self.arrivals.foreign):
+                self._warn_once(f"{name} is left out: it holds no model_index.json, so it is no pipeline")
         for name, problem in self.arrivals.broken.items():
             self._warn_once(f"{name} is not whole and does not change any more: {problem}")
 
@@ -126,12 +130,11 @@ class Watch:
         try:
             self.score(checkpoint)
         except Unscored as error:
-            self._fail(checkpoint, error)
-        except FileNotFoundError:
-            if checkpoint.folder.exists():
-                raise
-            self.memory.waiting.discard(checkpoint.name)
-            self.spectator.warn(f"{checkpoint.name} was removed while it was looked at; it is skipped")
+            if checkpoint.folder.exists() or (self.folder / PINNED / checkpoint.name).exists():
+                self._fail(checkpoint, error)
+            else:
+                self.memory.waiting.discard(checkpoint.name)
+                self.spectator.warn(f"{checkpoint.name} was removed before it was scored; it is skipped")
         else:
             self.settle()
             verdict = next(each for each in self.verdicts if each.step == checkpoint.step)
@@ -159,8 +162,11 @@ class Watch:
     def _pinned(self, checkpoint: Checkpoint) -> Path:
         """The checkpoint under a second name, which its trainer does not know of; itself where there can be no second name."""
         pin = self.folder / PINNED / checkpoint.name
-        if pin.exists() or arrivals.linked(checkpoint.folder, pin):
-            return pin
+        try:
+            if pin.exists() or arrivals.linked(checkpoint.folder, pin):
+                return pin
+        except FileNotFoundError as error:
+            raise Unscored("taking it", 1, f"{error.filename}: {error.strerror}") from error
         return checkpoint.folder
 
     def _command(self, doing: str, checkpoint: Checkpoint, words: list[str], place: Path) -> None:
@@ -262,12 +268,13 @@ class Watch:
             return
         names = [self.folder / PINNED, self.config.run, self.config.run / "checkpoints"]
         source = next((top / best.checkpoint for top in names if (top / best.checkpoint).is_dir()), None)
-        if source is None:
-            self._warn_once(f"{best.checkpoint} is the best, but it was removed: {place} cannot hold it")
-            return
         incoming = self.folder / f".{BEST_FOLDER}.incoming"
         arrivals.removed(incoming)
-        arrivals.kept(source, incoming)
+        try:
+            arrivals.kept(source or self.config.run / best.checkpoint, incoming)
+        except FileNotFoundError:
+            self._warn_once(f"{best.checkpoint} is the best, but it was removed: {place} cannot hold it")
+            return
         card.unlink(missing_ok=True)
         arrivals.removed(place)
         incoming.rename(place)
