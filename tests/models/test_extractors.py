@@ -296,7 +296,7 @@ def test_a_name_that_cannot_be_downloaded_says_how_to_bring_it_here(monkeypatch:
             opened(name)
         assert f"hf download {default}" in caught.value.action
         assert "--weights FOLDER" in caught.value.action
-    with pytest.raises(InputError, match="neither a folder nor to be had"):
+    with pytest.raises(InputError, match="neither a folder nor a name on the hub"):
         opened("clip", tmp_path / "no such folder")
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from PIL import Image
@@ -77,8 +78,12 @@ def _from_hub(name: str) -> Path:
         )
         return Path(folder)
     except HFValidationError as error:
-        why = str(error)
-    except HfHubHTTPError as error:
+        raise InputError(
+            f"{name} is neither a folder nor a name on the hub",
+            "a local folder, or owner/name on the Hugging Face hub",
+            "check --weights",
+        ) from error
+    except (HfHubHTTPError, httpx.HTTPError) as error:
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
     except (LocalEntryNotFoundError, OSError) as error:
         if not is_offline():

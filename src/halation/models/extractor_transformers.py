@@ -91,7 +91,11 @@ class _TransformerExtractor(Extractor):
 
 
 class Dinov2Extractor(_TransformerExtractor):
-    """The class token after the last layer norm, as the FD-DINOv2 of dgm-eval: 224 x 224 by the resize rule, ImageNet's mean and std."""
+    """The class token after the last layer norm, as the FD-DINOv2 of dgm-eval: 224 x 224 by the resize rule, ImageNet's mean and std.
+
+    dgm-eval runs the original code, which stretches the position embeddings (made for 518 x 518) by a factor that is rounded
+    otherwise than transformers': compare distances with others made by transformers.
+    """
 
     family = "dinov2"
     kind: Any = transformers.Dinov2Model
