@@ -58,13 +58,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def scored(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A run whose second checkpoint is damaged, and the watch of it."""
+    """A run with two checkpoints, and the watch of it."""
     run = tmp_path_factory.mktemp("scored") / "run"
     shutil.copytree(trained, run)
-    damaged = run / "checkpoints/step_0000004/ema.safetensors"
-    data = bytearray(damaged.read_bytes())
-    data[-1] ^= 1
-    damaged.write_bytes(data)
+    shutil.rmtree(run / "checkpoints/step_0000004")
     return {"run": run, "call": watch(run, "--once", *FEW)}
 
 
@@ -83,8 +80,9 @@ def test_each_whole_checkpoint_has_pictures_a_grid_and_numbers(scored: dict[str,
         for metric, name in (("fd", "FD-streets"), ("agreement", "prompt agreement"))
     ]
     assert read_png(folder / "metrics.png")[0].size
+    assert scored["call"].returncode == 0
     said = scored["call"].stderr
-    assert "3 checkpoints wait; the oldest first" in said
+    assert "2 checkpoints wait; the oldest first" in said
     assert "step 2: FD-streets" in said
     assert "step 6: FD-streets" in said
 
@@ -94,16 +92,6 @@ def test_the_pictures_are_of_the_captions_of_held_out_scenes(scored: dict[str, A
 
     lines = (scored["run"] / "watch/step_0000002/pictures/metadata.jsonl").read_text().splitlines()
     assert [json.loads(line)["prompt"] for line in lines] == [caption(scene("heldout", k)) for k in range(6)]
-
-
-def test_a_damaged_checkpoint_is_tried_twice_named_and_left_out(scored: dict[str, Any]) -> None:
-    assert scored["call"].returncode == 1
-    said = scored["call"].stderr
-    assert said.count("step 4: drawing failed") == 2
-    assert "without a score: step_0000004" in said
-    (facts,) = json.loads((scored["run"] / "watch/failed.json").read_text()).values()
-    assert (facts["step"], facts["tries"], facts["while"], facts["exit_code"]) == (4, 2, "drawing", 2)
-    assert "SHA-256" in facts["reason"]
 
 
 def test_the_best_checkpoint_is_kept_by_links_and_survives_rotation(scored: dict[str, Any], tmp_path: Path) -> None:
@@ -133,7 +121,6 @@ def test_a_second_call_scores_nothing_again_and_may_choose_other_pictures_and_an
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(scored["run"], run)
-    shutil.rmtree(run / "checkpoints/step_0000004")
     folder = run / "watch"
     evaluations = {path: path.stat().st_mtime_ns for path in folder.glob("*/evaluation.json")}
     (folder / "metrics.jsonl").unlink()
@@ -217,6 +204,25 @@ def test_a_checkpoint_that_is_removed_while_it_is_scored_is_scored_to_the_end(la
 
 
 @pytest.mark.slow
+def test_a_damaged_checkpoint_is_tried_twice_and_named_and_the_next_one_is_scored(
+    trained: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    shutil.rmtree(run / "checkpoints/step_0000002")
+    damaged = run / "checkpoints/step_0000004/ema.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    done = watch(run, "--once", *FEW)
+    assert done.returncode == 1
+    assert done.stderr.count("step 4: drawing failed") == 2
+    assert "without a score: step_0000004" in done.stderr
+    (facts,) = json.loads((run / "watch/failed.json").read_text()).values()
+    assert (facts["step"], facts["tries"], facts["while"], facts["exit_code"]) == (4, 2, "drawing", 2)
+    assert "SHA-256" in facts["reason"]
+    assert {row["step"] for row in rows(run / "watch")} == {6}
+
+
+@pytest.mark.slow
 def test_what_is_refused_of_every_checkpoint_ends_the_watch_and_pictures_are_not_drawn_again(last_alone: Path) -> None:
     first = watch(last_alone, "--once", *SMALL, "--metrics", "fd")
     assert first.returncode == 2
@@ -231,13 +237,14 @@ def test_what_is_refused_of_every_checkpoint_ends_the_watch_and_pictures_are_not
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_killed_at_any_time_the_same_command_ends_with_the_same_numbers(trained: Path, tmp_path: Path) -> None:
     words = [*FEW, "--poll_s", "0.2", "--pictures", "none"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     for run in (whole, killed):
         shutil.copytree(trained, run)
     assert watch(whole, "--once", *words).returncode == 0
-    for wait_s in (1.0, 3.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0):
+    for wait_s in (1.0, 3.0, 5.0, 7.0, 8.0, 10.0):
         with commands.started(commands.halation(["watch", str(killed), *words]), tmp_path / "log") as command:
             time.sleep(wait_s)
             command.process.kill()
