@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
-import time
 import warnings
 
 import numpy as np
@@ -116,30 +114,3 @@ def test_an_unknown_rule_is_refused() -> None:
 def test_decode_processes_need_no_torch() -> None:
     program = "import sys, halation.data.resize; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
-
-
-def test_clean_lets_other_threads_run() -> None:
-    """Pillow gives up the interpreter's lock while it resamples: another thread counts on meanwhile."""
-    pixels = picture(3000, 3000)
-    counts, done = [0], threading.Event()
-
-    def count() -> None:
-        while not done.is_set():
-            counts[0] += 1
-            time.sleep(0)
-
-    other = threading.Thread(target=count)
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(
-        60
-    )  # nobody is made to give way, so that whatever is counted was counted while the lock was free
-    try:
-        other.start()
-        before = counts[0]
-        resized(pixels, 299, "clean")
-        counted = counts[0] - before
-    finally:
-        done.set()
-        sys.setswitchinterval(interval)
-        other.join()
-    assert counted > 100
