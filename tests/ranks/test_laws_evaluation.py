@@ -15,7 +15,10 @@ from PIL import Image
 
 import rank_jobs
 import run_folders
+from halation.config.evaluate import EvaluateConfig
 from halation.config.train import TrainConfig
+from halation.data.streets import caption, scene
+from halation.jobs import evaluate
 from halation.jobs import train as job
 from halation.jobs.session import Session
 from halation.world import rng
@@ -120,10 +123,8 @@ def test_training_that_evaluates_at_every_step_has_the_bits_of_training_that_nev
         assert mine == theirs, "python, numpy and torch drew nothing"
 
     lines = [row for row in run_folders.metrics(looking) if "num_generated" in row]
-    assert [(row["step"], row["metric"]) for row in lines if row["step"] == 1] == [
-        (1, name) for name in names_of(1, lines)
-    ]
-    assert {row["metric"] for row in lines if row["step"] == NUM_STEPS} == NAMES
+    assert [row["step"] for row in lines] == [1] * len(NAMES) + [2] * len(NAMES)
+    assert {row["metric"] for row in lines} == NAMES
     assert all(row["few"] for row in lines if row["metric"] != "prompt agreement"), "a quick look is marked"
     assert numbers(looking, 1) != numbers(looking, 2), "it is the weights of the step that draw"
     assert (looking / "evaluation/metrics.png").read_bytes().startswith(b"\x89PNG")
@@ -131,10 +132,6 @@ def test_training_that_evaluates_at_every_step_has_the_bits_of_training_that_nev
     assert left == ["metrics.png", "reference", "step_0000001.json", "step_0000002.json"], (
         "no picture, no features of them"
     )
-
-
-def names_of(step: int, lines: list[dict[str, Any]]) -> list[str]:
-    return [row["metric"] for row in lines if row["step"] == step]
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +160,33 @@ def test_a_checkpoint_gives_the_numbers_of_its_training_on_one_two_and_three_ran
         ranks.run(size, rank_jobs.train, evaluated(folder, engine=engine))
         assert numbers(folder, NUM_STEPS) == numbers(whole, NUM_STEPS)
         assert report(folder, NUM_STEPS)["num_ranks"] == size
+
+
+def test_halation_evaluate_finds_the_same_numbers_for_the_same_pictures_of_the_run(
+    ranks: RankPool, tmp_path: Path, trained: Callable[[str], Path]
+) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("\n".join(caption(scene("heldout", index)) for index in range(18)))
+    asked = EvaluateConfig(
+        model_path=str(trained("auto")),
+        prompts=str(prompts),
+        reference=("streets",),
+        num_reference=24,
+        num_inference_steps=2,
+        batch_size=4,
+        sheet_size=4,
+        decode_workers=0,
+        allow_few=True,
+        cache_dir=tmp_path / "cache",
+        output=tmp_path / "report.json",
+        progress="none",
+    )
+    (tmp_path / "rendezvous").mkdir()
+    config = evaluate.resolved(asked, evaluate.opened(asked))
+    ranks.run(2, rank_jobs.run_job, "evaluate", config, tmp_path / "rendezvous")
+    found = json.loads((tmp_path / "report.json").read_text())["metrics"]
+    timeless = {key: {name: one[name] for name in one if name != "seconds"} for key, one in found.items()}
+    assert timeless == numbers(trained("auto"), NUM_STEPS)
 
 
 @pytest.mark.faults

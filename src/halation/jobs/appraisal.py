@@ -124,17 +124,10 @@ class Appraisal:
     def run(
         self, step: int, drawing: Drawing, averaged: Callable[[], AbstractContextManager[None]], stop: Callable[[], int]
     ) -> Report | None:
-        """On all ranks; the same report everywhere, or None where it was stopped. An error is the same on all ranks too."""
-        try:
-            return self._run(step, drawing, averaged, stop)
-        finally:  # the extractors were this call's own: the GPU is training's again
-            if self.world.device.type == "cuda":
-                gc.collect()
-                torch.cuda.empty_cache()
+        """On all ranks; the same report everywhere, or None where it was stopped. An error is the same on all ranks too.
 
-    def _run(
-        self, step: int, drawing: Drawing, averaged: Callable[[], AbstractContextManager[None]], stop: Callable[[], int]
-    ) -> Report | None:
+        Extractors are opened here and by nobody kept: between evaluations the device's memory is training's.
+        """
         began = time.perf_counter()
         name = f"evaluating step {step} #{next(self.turns)}"
         extractors: dict[str, Extractor] = {}
@@ -296,6 +289,13 @@ class Appraisal:
             "seconds": round(time.perf_counter() - began, 2),
             "key": self.key,
         }
+
+
+def free_memory(device: torch.device) -> None:
+    """Give back what the extractors took, once nothing holds them any more, an error's traceback neither."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def lines_of(report: Report) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from halation.config.train import TrainConfig
 from halation.data.base import Pictures
 from halation.errors import HalationError, InputError, Interrupted, RankFailure
 from halation.flow.ema import Ema
-from halation.jobs.appraisal import Appraisal, Report, is_line, lines_of, publish_plot
+from halation.jobs.appraisal import Appraisal, Report, free_memory, is_line, lines_of, publish_plot
 from halation.models.base import Denoiser
 from halation.png import read_png
 from halation.runs import publish_json
@@ -146,15 +146,19 @@ class Duties:
             return
         report = self.appraisal.report_of(step) if self.world.first else None
         if self.world.from_first(report is None):
-            try:
-                report = self.appraisal.run(step, self._drawing(self.appraisal.settings), self._averaged, self.stop)
-            except (RankFailure, Interrupted):
-                raise
-            except HalationError as error:
-                log.error("the evaluation of step %d failed; training goes on: %s", step, error)
-                return
+            report = self._appraise(self.appraisal, step)
+            free_memory(self.world.device)
         if self.world.first and report is not None:
             self._tell(report)
+
+    def _appraise(self, appraisal: Appraisal, step: int) -> Report | None:
+        try:
+            return appraisal.run(step, self._drawing(appraisal.settings), self._averaged, self.stop)
+        except (RankFailure, Interrupted):
+            raise
+        except HalationError as error:
+            log.error("the evaluation of step %d failed; training goes on: %s", step, error)
+            return None
 
     @contextlib.contextmanager
     def _averaged(self) -> Iterator[None]:

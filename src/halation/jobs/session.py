@@ -29,7 +29,7 @@ from halation.training import batches, state, trackers
 from halation.training.cadence import Cadence
 from halation.training.loop import Position, StepReport, StepSettings, train_steps
 from halation.training.objectives import flow_matching
-from halation.training.speed import matrix_rate, memory_gb
+from halation.training.speed import Window, matrix_rate, memory_gb
 from halation.world import rng
 from halation.world.checkpoint import Checkpoints, Found, Reader, newest_good
 from halation.world.engines import adamw, spread
@@ -188,9 +188,9 @@ class Session:
             stop=lambda: self.signals.number,
             save_failed=lambda: self.checkpoints.error is not None,
         )
-        window = _Window()
+        window = Window()
         for report in steps:
-            window.add(report, self.global_batch)
+            window.add(self.global_batch)
             self._log(report, window)
             if report.save_failed:
                 self.checkpoints.raise_error()
@@ -241,7 +241,7 @@ class Session:
             how, self.config.model, self.source.name, num / 1e6, self.source.num_train, self.global_batch, ranks,
         )  # fmt: skip
 
-    def _log(self, report: StepReport, window: _Window) -> None:
+    def _log(self, report: StepReport, window: Window) -> None:
         if report.skipped:
             log.warning("step %d was skipped: the gradient was not finite", report.step)
         if math.isfinite(report.loss):
@@ -378,27 +378,6 @@ class Session:
             state.export(Reader(self.newest()), self.folder.export, self.space)
 
         on_first(self.world, "exporting", write, self.config.dist_timeout_s)
-
-
-class _Window:
-    """Throughput since the last pause, so that a save or a sampling does not look like slow training."""
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        self.began = time.perf_counter()
-        self.pictures = 0
-        self.recent: list[tuple[float, int]] = []
-
-    def add(self, report: StepReport, pictures: int) -> None:
-        self.pictures += pictures
-        self.recent = [*self.recent[-49:], (time.perf_counter(), self.pictures)]
-
-    def pictures_per_s(self) -> float:
-        then, before = self.recent[0] if len(self.recent) > 1 else (self.began, 0)
-        now, pictures = self.recent[-1]
-        return (pictures - before) / max(now - then, 1e-9)
 
 
 def set_aside(item: Found, problem: str) -> None:

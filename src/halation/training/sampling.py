@@ -95,8 +95,7 @@ class Sink(Protocol):
     def put(self, sheet: Sheet, pictures: Mapping[int, np.ndarray], rows: Sequence[Row]) -> None:
         """Take what was drawn, by its place on the sheet; a place without a picture has failed."""
 
-    def finish(self) -> None:
-        """Wait for what is still under way; what went wrong is told in its row."""
+    def finish(self) -> None: ...
 
 
 class Writer:
@@ -202,15 +201,11 @@ class Drawing:
             finally:
                 sink.finish()
             words = vigil.finish(rows)
-        for row in (
-            row
-            for rank, word in enumerate(words)
-            if rank != self.world.rank
-            for row in word
-            if row["state"] == "failed"
-        ):
-            log.error("Error during sampling on GPU %d: %s", row["rank"], row["reason"])
-        return [row for word in words for row in word]
+        rows = [row for word in words for row in word]
+        for row in rows:
+            if row["state"] == "failed" and row["rank"] != self.world.rank:
+                log.error("Error during sampling on GPU %d: %s", row["rank"], row["reason"])
+        return rows
 
     def _missing(self, place: Place, sheets: Sequence[Sheet]) -> list[int]:
         with contextlib.suppress(OSError):  # a disk that cannot be written costs the samples, not the training

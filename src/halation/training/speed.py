@@ -1,10 +1,31 @@
-"""How fast a run could be: the device's own matrix rate, measured once at the start, against which MFU is counted."""
+"""How fast a run is, and could be: pictures a second, and the device's own matrix rate, against which MFU is counted."""
 
 from __future__ import annotations
 
 import time
 
 import torch
+
+
+class Window:
+    """Throughput since the last pause, so that a save or a sampling does not look like slow training."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.began = time.perf_counter()
+        self.pictures = 0
+        self.recent: list[tuple[float, int]] = []
+
+    def add(self, pictures: int) -> None:
+        self.pictures += pictures
+        self.recent = [*self.recent[-49:], (time.perf_counter(), self.pictures)]
+
+    def pictures_per_s(self) -> float:
+        then, before = self.recent[0] if len(self.recent) > 1 else (self.began, 0)
+        now, pictures = self.recent[-1]
+        return (pictures - before) / max(now - then, 1e-9)
 
 
 def matrix_rate(device: torch.device, dtype: str) -> float:
