@@ -17,6 +17,7 @@ from halation.evaluation.frechet import frechet_distance, frechet_distance_of_fe
 from halation.evaluation.kid import kernel_distance
 from halation.evaluation.moments import Features, Gaussian, Moments
 from halation.evaluation.scores import clip_score, inception_score
+from halation.evaluation.threads import one_thread
 
 FEWEST_FID = 2048
 FEWEST = 1000
@@ -83,7 +84,8 @@ def measure(subject: Subject, rules: Rules) -> dict[str, dict[str, Any]]:
         sides["reference"] = subject.reference.num
     note = few(subject.metric, subject.extractor["num_features"], sides, rules)
     try:
-        found = _MEASURES[subject.metric](subject, rules)
+        with one_thread():
+            found = _MEASURES[subject.metric](subject, rules)
     except ValueError as error:
         raise HalationError(f"{subject.metric} cannot be computed: {error}") from error
     broken = [name for name, one in found.items() if not np.isfinite(one.value)]
@@ -187,8 +189,11 @@ def _frechet(subject: Subject, rules: Rules) -> dict[str, Found]:
                 "features of the generated pictures",
                 "raise --keep_features",
             )
-        interval = frechet_interval(one.features, other.moments, num_draws=rules.bootstrap, seed=2020)
-        details["interval"] = [interval.low, interval.high]
+        interval = frechet_interval(
+            one.features, other.moments, num_draws=rules.bootstrap, seed=2020, device=rules.device
+        )
+        details["interval"] = list(interval.centred)
+        details["bootstrap_bias"] = interval.bias
         details["bootstrap"] = rules.bootstrap
     return {subject.metric: Found(value=value, details=details)}
 
@@ -203,7 +208,7 @@ def _kernel(subject: Subject, rules: Rules) -> dict[str, Found]:
     size = (
         rules.kid_subset_size if least >= rules.kid_subset_size else max(2, least // 2)
     )  # subsets of all would not differ
-    found = kernel_distance(one, other, num_subsets=rules.kid_subsets, subset_size=size)
+    found = kernel_distance(one, other, num_subsets=rules.kid_subsets, subset_size=size, device=rules.device)
     details = {"subsets": found.num_subsets, "subset_size": found.subset_size}
     return {"kid": Found(value=found.mean, std=found.std, details=details)}
 
@@ -216,7 +221,7 @@ def _coverage(subject: Subject, rules: Rules) -> dict[str, Found]:
             "fewer neighbours than pictures",
             "change --nearest_k, or give more pictures",
         )
-    found = coverage(other, one, nearest_k=rules.nearest_k)
+    found = coverage(other, one, nearest_k=rules.nearest_k, device=rules.device)
     details = {"nearest_k": rules.nearest_k}
     return {name: Found(value=float(getattr(found, name)), details=details) for name in PARTS["prdc"]}
 
