@@ -29,8 +29,8 @@ from halation.evaluation.preparing import Preparations, Preparer, prepare
 from halation.evaluation.sources import hashed
 from halation.evaluation.store import Store
 from halation.faults import fault_point
+from halation.jobs.cast import cast, embedding, facts_of, side_of, versions
 from halation.jobs.comparison import comparison
-from halation.jobs.scoring import cast, embedding, facts_of, side_of, versions
 from halation.models.extractors import Extractor, open_extractor
 from halation.png import encode_png
 from halation.training.evaluating import Handing, evaluation_settings

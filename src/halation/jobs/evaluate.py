@@ -89,7 +89,7 @@ def rehearse(config: EvaluateConfig) -> int:
     """Open what an evaluation needs besides the pictures, without scoring anything."""
     from halation.evaluation.sources import files_below
     from halation.evaluation.statistics import SUFFIXES, read_statistics
-    from halation.jobs.scoring import cast, facts_of
+    from halation.jobs.cast import cast, facts_of
     from halation.models.extractors import open_extractor
 
     config = replace(config, extractor=extractor_of(config))

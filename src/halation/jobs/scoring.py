@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import logging
 import os
-import platform
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from importlib.metadata import version
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +20,7 @@ from halation.evaluation.preparing import Preparations, Prepared, Preparer, Shee
 from halation.evaluation.sources import Files, Scenes, Source, files_below, hashed
 from halation.evaluation.statistics import SUFFIXES, Statistics, read_statistics, write_statistics
 from halation.evaluation.store import Store
+from halation.jobs.cast import cast, embedding, facts_of, side_of, versions
 from halation.jobs.live import Live, open_live
 from halation.jobs.scored import open_generated, with_prompts
 from halation.models.extractors import Extractor, open_extractor
@@ -34,57 +31,6 @@ from halation.world.signals import StopSignals, exit_code
 
 log = logging.getLogger(__name__)
 MAX_WORKERS = 16
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cast:
-    """Which extractor plays which part; extractors are known by a label."""
-
-    extractors: dict[str, tuple[str, str]]
-    """By label: its name, and the weights it is given."""
-    parts: dict[str, str]
-    """By metric: the label."""
-
-    @property
-    def with_reference(self) -> tuple[str, ...]:
-        """Labels whose metrics compare with a reference."""
-        return tuple(dict.fromkeys(self.parts[name] for name in self.parts if name in measures.NEEDS_REFERENCE))
-
-
-def cast(config: EvaluateConfig) -> Cast:
-    """One extractor for each kind of features, shared by the metrics that want them."""
-    inception = config.extractor == "inception"
-    main = (config.extractor, config.weights or (config.inception_weights if inception else ""))
-    extractors: dict[str, tuple[str, str]] = {}
-    parts: dict[str, str] = {}
-    for metric in config.metrics:
-        match metric:
-            case "fd" | "kid" | "prdc":
-                label, wanted = "main", main
-            case "fid" | "is" if inception:
-                label, wanted = "main", main
-            case "fid" | "is":
-                label, wanted = "inception", ("inception", config.inception_weights)
-            case "clip":
-                label, wanted = "clip", ("clip", config.clip_model)
-            case _:
-                label, wanted = "streets", ("streets", "")
-        if label == "streets" and config.extractor == "streets":
-            label, wanted = "main", main
-        extractors[label] = wanted
-        parts[metric] = label
-    if config.save_statistics is not None:
-        extractors["main"] = main
-    return Cast(extractors=extractors, parts=parts)
-
-
-def facts_of(extractor: Extractor) -> dict[str, Any]:
-    return {
-        **extractor.facts,
-        "num_features": extractor.num_features,
-        "fd_title": extractor.fd_title,
-        "kid_title": extractor.kid_title,
-    }
 
 
 class Scoring:
@@ -407,38 +353,6 @@ class Scoring:
         write_statistics(path, side.moments, side.features, {**facts_of(self.extractors["main"]), **about})
 
 
-def embedding(extractor: Extractor, captions: Sequence[str], order: np.ndarray | None) -> extraction.Texts:
-    """Embeds the captions of positions."""
-    from halation.models.extractor_transformers import ClipExtractor
-
-    assert isinstance(extractor, ClipExtractor)
-
-    def embedded(positions: Sequence[int]) -> np.ndarray:
-        rows = positions if order is None else order[np.asarray(positions)].tolist()
-        return extractor.embed_texts([captions[row] for row in rows]).numpy()
-
-    return embedded
-
-
-def side_of(desk: Desk, back: np.ndarray | None) -> measures.Side:
-    """What is in the store, by index."""
-    store = desk.store
-    if desk.moments_only:
-        digests = np.concatenate(list(store.blocks("digests")))
-        return measures.Side(
-            num=store.num, hash=_hash(digests), moments=extraction.stored_moments(store, moments_only=True)
-        )
-    arrays = store.all()
-    if back is not None:
-        arrays = {name: array[back] for name, array in arrays.items()}
-    found = extraction.moments(arrays["features"])
-    return measures.Side(num=store.num, hash=_hash(arrays["digests"]), moments=found, arrays=arrays)
-
-
-def _hash(digests: np.ndarray) -> str:
-    return hashlib.sha256(digests.tobytes()).hexdigest()
-
-
 def generated_files(config: EvaluateConfig) -> Files:
     """The pictures of --generated, with their prompts where these are known."""
     files = open_generated(Path(config.generated))
@@ -458,8 +372,3 @@ def first_size(source: Any) -> tuple[int, int]:
             f"{source.name(0)}: {error}", "a whole PNG, JPEG or WebP picture", "remove or replace it"
         ) from error
     return int(height), int(width)
-
-
-def versions() -> dict[str, str]:
-    names = ("halation", "torch", "transformers", "numpy", "pillow")
-    return {**{name: version(name) for name in names}, "python": platform.python_version()}

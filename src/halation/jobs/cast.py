@@ -1,0 +1,105 @@
+"""Which extractor plays which part in an evaluation, and what its features of one side come to."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+
+from halation.config.evaluate import EvaluateConfig
+from halation.evaluation import extraction, measures
+from halation.evaluation.extraction import Desk
+from halation.models.extractors import Extractor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cast:
+    """Which extractor plays which part; extractors are known by a label."""
+
+    extractors: dict[str, tuple[str, str]]
+    """By label: its name, and the weights it is given."""
+    parts: dict[str, str]
+    """By metric: the label."""
+
+    @property
+    def with_reference(self) -> tuple[str, ...]:
+        """Labels whose metrics compare with a reference."""
+        return tuple(dict.fromkeys(self.parts[name] for name in self.parts if name in measures.NEEDS_REFERENCE))
+
+
+def cast(config: EvaluateConfig) -> Cast:
+    """One extractor for each kind of features, shared by the metrics that want them."""
+    inception = config.extractor == "inception"
+    main = (config.extractor, config.weights or (config.inception_weights if inception else ""))
+    extractors: dict[str, tuple[str, str]] = {}
+    parts: dict[str, str] = {}
+    for metric in config.metrics:
+        match metric:
+            case "fd" | "kid" | "prdc":
+                label, wanted = "main", main
+            case "fid" | "is" if inception:
+                label, wanted = "main", main
+            case "fid" | "is":
+                label, wanted = "inception", ("inception", config.inception_weights)
+            case "clip":
+                label, wanted = "clip", ("clip", config.clip_model)
+            case _:
+                label, wanted = "streets", ("streets", "")
+        if label == "streets" and config.extractor == "streets":
+            label, wanted = "main", main
+        extractors[label] = wanted
+        parts[metric] = label
+    if config.save_statistics is not None:
+        extractors["main"] = main
+    return Cast(extractors=extractors, parts=parts)
+
+
+def facts_of(extractor: Extractor) -> dict[str, Any]:
+    return {
+        **extractor.facts,
+        "num_features": extractor.num_features,
+        "fd_title": extractor.fd_title,
+        "kid_title": extractor.kid_title,
+    }
+
+
+def embedding(extractor: Extractor, captions: Sequence[str], order: np.ndarray | None) -> extraction.Texts:
+    """Embeds the captions of positions."""
+    from halation.models.extractor_transformers import ClipExtractor
+
+    assert isinstance(extractor, ClipExtractor)
+
+    def embedded(positions: Sequence[int]) -> np.ndarray:
+        rows = positions if order is None else order[np.asarray(positions)].tolist()
+        return extractor.embed_texts([captions[row] for row in rows]).numpy()
+
+    return embedded
+
+
+def side_of(desk: Desk, back: np.ndarray | None) -> measures.Side:
+    """What is in the store, by index."""
+    store = desk.store
+    if desk.moments_only:
+        digests = np.concatenate(list(store.blocks("digests")))
+        return measures.Side(
+            num=store.num, hash=_hash(digests), moments=extraction.stored_moments(store, moments_only=True)
+        )
+    arrays = store.all()
+    if back is not None:
+        arrays = {name: array[back] for name, array in arrays.items()}
+    found = extraction.moments(arrays["features"])
+    return measures.Side(num=store.num, hash=_hash(arrays["digests"]), moments=found, arrays=arrays)
+
+
+def _hash(digests: np.ndarray) -> str:
+    return hashlib.sha256(digests.tobytes()).hexdigest()
+
+
+def versions() -> dict[str, str]:
+    names = ("halation", "torch", "transformers", "numpy", "pillow")
+    return {**{name: version(name) for name in names}, "python": platform.python_version()}
