@@ -65,3 +65,24 @@ def test_a_generation_from_python_says_by_its_code_whether_every_picture_is_ther
 def test_settings_of_a_generation_that_mean_nothing_are_input_errors(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"(?s)halation\.generate\(\): unknown setting 'prompt_csv'.*'prompts_csv'"):
         halation.generate(prompt_csv="prompts.csv", model_path="testcard", output_dir=tmp_path / "pictures")
+
+
+def test_an_evaluation_from_python_returns_its_report(tmp_path: Path) -> None:
+    from PIL import Image
+
+    (tmp_path / "drawn").mkdir()
+    for number in range(6):
+        Image.new("RGB", (32, 32), (40 * number, 90, 30)).save(tmp_path / "drawn" / f"{number}.png")
+    report = halation.evaluate(
+        generated=str(tmp_path / "drawn"),
+        reference="streets",
+        num_reference=8,
+        metrics="fd",
+        allow_few=True,
+        cache_dir=str(tmp_path / "cache"),
+        progress="none",
+    )
+    assert report["metrics"]["fd"]["name"] == "FD-streets"
+    assert report["metrics"]["fd"]["value"] > 1
+    with pytest.raises(InputError, match=r"halation\.evaluate\(\)"):
+        halation.evaluate(folder=str(tmp_path))

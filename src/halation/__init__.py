@@ -6,9 +6,10 @@ What the command line does, from Python:
     halation.train(data="streets", model="tiny", image_size=(32, 32), n_steps=100, output_dir="runs/first")
     halation.sample(checkpoint="runs/first", prompts=("A rainy street at night",), output_dir="outputs/rain")
     halation.generate(prompts_csv="prompts.csv", model_path="models/pixart", output_dir="outputs/many")
+    halation.evaluate(generated="outputs/many", reference="data/val2017", metrics=("fid", "kid"))["metrics"]["fid"]["value"]
 
-Settings are the flags (`halation train --help`). All return the exit code, 0, or 1 where some pictures could not be drawn, or
-raise `halation.errors.HalationError`.
+Settings are the flags (`halation train --help`). `evaluate` returns its report; the others return the exit code, 0, or 1 where some
+pictures could not be drawn. All raise `halation.errors.HalationError` where they cannot do what is asked.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "generate", "sample", "train"]
+__all__ = ["__version__", "evaluate", "generate", "sample", "train", "watch"]
 
 
 def train(**settings: Any) -> int:
@@ -45,3 +46,21 @@ def generate(**settings: Any) -> int:
 
     settings = {"prompts_csv" if name == "prompts" else name: value for name, value in settings.items()}
     return job.run(GenerateConfig(**checked(GenerateConfig, settings, "halation.generate()")))
+
+
+def evaluate(**settings: Any) -> dict[str, Any]:
+    """`halation evaluate` with these settings: the object that `--json` prints."""
+    from halation.config.evaluate import EvaluateConfig
+    from halation.config.fields import checked
+    from halation.jobs import evaluate as job
+
+    return job.evaluated(EvaluateConfig(**checked(EvaluateConfig, settings, "halation.evaluate()")))
+
+
+def watch(**settings: Any) -> int:
+    """`halation watch` with these settings; with `once` it ends when all that is there is scored."""
+    from halation.config.fields import checked
+    from halation.config.watch import WatchConfig
+    from halation.jobs import watch as job
+
+    return job.run(WatchConfig(**checked(WatchConfig, settings, "halation.watch()")))

@@ -41,14 +41,19 @@ def run(config: EvaluateConfig) -> int:
     """Score on ranks that are already there or on ranks started here; 0 only if every number that was asked for is there."""
     if config.check:
         return rehearse(config)
+    report = evaluated(config)
+    if report:
+        show(config, report)
+    return 0
+
+
+def evaluated(config: EvaluateConfig) -> dict[str, Any]:
+    """The report; empty on ranks that somebody else started, besides the first."""
     check(config)
     source = opened(config)
     config = resolved(config, source)
     if launch.launched():
-        report = run_rank(config)
-        if report:
-            show(config, report)
-        return 0
+        return run_rank(config)
     places = places_of(config, source)
     cache = cache_of(config)
     runs.make_folder(cache)
@@ -63,12 +68,11 @@ def run(config: EvaluateConfig) -> int:
                 del os.environ[launch.DEVICE]
         else:
             launch.Launcher("evaluate", as_json(order), places, 0, Path(scratch)).run()
-        report = runs.read_json(output)
+        report: dict[str, Any] = runs.read_json(output)
     if config.output is not None:
         config.output.parent.mkdir(parents=True, exist_ok=True)
         runs.publish_json(config.output, report)
-    show(config, report)
-    return 0
+    return report
 
 
 def check(config: EvaluateConfig) -> None:
@@ -77,6 +81,8 @@ def check(config: EvaluateConfig) -> None:
     if bool(config.generated) == bool(config.model_path):
         found = "both --generated and --model_path" if config.generated else "neither --generated nor --model_path"
         raise InputError(found, "pictures to score, or a model to draw them", "give one of the two")
+    if config.prompts == "-":
+        raise InputError("--prompts -", "a file, which every rank can read", "write the prompts to a file")
     if len(config.reference) > 1 and not all(path.endswith((".npz", ".safetensors")) for path in config.reference):
         raise InputError(
             f"--reference {' '.join(config.reference)}",
