@@ -28,6 +28,7 @@ class StreetsExtractor(Extractor):
             "dtype": dtype,
             "resize": "clean",
             "input_size": [streets_net.INPUT_SIZE, streets_net.INPUT_SIZE],
+            "agreement_of_real_pictures": streets_net.record().agreement,
             "library": f"halation on torch {torch.__version__}",
         }
         self._dtype = DTYPES[dtype]
