@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import run_folders
 from halation.config.evaluate import EvaluateConfig
 from halation.config.train import TrainConfig
 from halation.data.streets import caption, scene
+from halation.errors import Interrupted
 from halation.jobs import evaluate
 from halation.jobs import train as job
 from halation.jobs.session import Session
@@ -162,13 +165,14 @@ def test_a_checkpoint_gives_the_numbers_of_its_training_on_one_two_and_three_ran
         assert report(folder, NUM_STEPS)["num_ranks"] == size
 
 
+@pytest.mark.parametrize("engine", ["auto", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_halation_evaluate_finds_the_same_numbers_for_the_same_pictures_of_the_run(
-    ranks: RankPool, tmp_path: Path, trained: Callable[[str], Path]
+    ranks: RankPool, tmp_path: Path, trained: Callable[[str], Path], engine: str
 ) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("\n".join(caption(scene("heldout", index)) for index in range(18)))
     asked = EvaluateConfig(
-        model_path=str(trained("auto")),
+        model_path=str(trained(engine)),
         prompts=str(prompts),
         reference=("streets",),
         num_reference=24,
@@ -186,7 +190,7 @@ def test_halation_evaluate_finds_the_same_numbers_for_the_same_pictures_of_the_r
     ranks.run(2, rank_jobs.run_job, "evaluate", config, tmp_path / "rendezvous")
     found = json.loads((tmp_path / "report.json").read_text())["metrics"]
     timeless = {key: {name: one[name] for name in one if name != "seconds"} for key, one in found.items()}
-    assert timeless == numbers(trained("auto"), NUM_STEPS)
+    assert timeless == numbers(trained(engine), NUM_STEPS)
 
 
 @pytest.mark.faults
@@ -256,6 +260,37 @@ def test_a_rank_that_hangs_while_it_evaluates_is_named_in_time(ranks: RankPool, 
     assert "rank 1 has made no progress for 2 s in evaluating step 1" in trouble.message
 
 
+class Stopped(Session):
+    """Whose last rank is asked to stop when the evaluation of the first step begins."""
+
+    def _evaluate(self, step: int, saved: bool) -> bool:
+        if step == 1 and self.world.rank == self.world.size - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super()._evaluate(step, saved)
+
+
+def train_until_stopped(world: Any, config: TrainConfig) -> tuple[int, int]:
+    with job._hold(config, world, alone=False), Stopped(world, config) as session:
+        try:
+            session.run()
+        except Interrupted as interruption:
+            return session.position.step, interruption.exit_code
+    return session.position.step, 0
+
+
+@pytest.mark.parametrize(("engine", "ckpt_every"), [("fsdp", 1), pytest.param("auto", 0, marks=pytest.mark.slow)])
+def test_a_wish_to_stop_is_granted_while_evaluating_at_a_saved_step_and_else_at_the_next(
+    ranks: RankPool, tmp_path: Path, trained: Callable[[str], Path], engine: str, ckpt_every: int
+) -> None:
+    config = evaluated(tmp_path, engine=engine, ckpt_every=ckpt_every)
+    step = 1 if ckpt_every else 2
+    assert ranks.run(2, train_until_stopped, config) == [(step, 143)] * 2
+    assert not (tmp_path / "evaluation/step_0000001.json").exists()
+    ranks.run(2, rank_jobs.train, config)
+    for done in range(step, NUM_STEPS + 1):
+        assert numbers(tmp_path, done) == numbers(trained(engine), done)
+
+
 def test_a_report_without_its_lines_is_told_and_an_evaluation_that_is_there_is_not_made_again(
     ranks: RankPool, tmp_path: Path, trained: Callable[[str], Path]
 ) -> None:
@@ -314,8 +349,20 @@ def test_a_folder_is_compared_with_its_training_pictures_also_where_they_are_cac
     assert found["reference"]["path"] == str(pictures)
 
 
-def test_weights_that_are_not_there_are_refused_before_the_first_step(ranks: RankPool, tmp_path: Path) -> None:
-    config = evaluated(tmp_path, eval_extractor="inception", eval_weights=str(tmp_path / "nosuch.pth"))
-    with pytest.raises(RanksFailed, match=r"nosuch\.pth"):
-        ranks.run(2, rank_jobs.train, config)
+@pytest.mark.parametrize(
+    ("changes", "found", "advice"),
+    [
+        ({"eval_extractor": "inception", "eval_weights": "/nosuch.pth"}, r"/nosuch\.pth", "check --eval_weights"),
+        ({"eval_metrics": ("clip",), "eval_clip_model": "nobody/nothing"}, "nobody/nothing", "by --eval_clip_model"),
+        ({"eval_extractor": "nosuch"}, "the extractor 'nosuch'", "check --eval_extractor"),
+        ({"eval_weights": "mine.pth"}, r"--eval_weights mine\.pth for the streets extractor", "leave it out"),
+    ],
+)
+def test_an_extractor_that_cannot_be_opened_is_refused_before_the_first_step_in_the_flags_of_training(
+    ranks: RankPool, tmp_path: Path, changes: dict[str, Any], found: str, advice: str
+) -> None:
+    with pytest.raises(RanksFailed, match=found) as caught:
+        ranks.run(2, rank_jobs.train, evaluated(tmp_path, **changes))
+    assert advice in str(caught.value)
+    assert "--eval_every 0" in str(caught.value)
     assert not (tmp_path / "metrics.jsonl").exists()

@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import json
 import logging
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +23,7 @@ from halation import plan, plots, runs
 from halation.config.evaluate import EvaluateConfig
 from halation.config.train import TrainConfig
 from halation.data.base import Pictures
-from halation.errors import HalationError, refused_by_system
+from halation.errors import HalationError, InputError, refused_by_system
 from halation.evaluation import extraction, measures
 from halation.evaluation.extraction import Desk
 from halation.evaluation.preparing import Preparations, Preparer, prepare
@@ -82,7 +83,10 @@ class Appraisal:
         facts = {}
         with self._undisturbed():
             for label in self.cast.extractors:
-                facts[label] = facts_of(self._opened(label, "cpu"))
+                try:
+                    facts[label] = facts_of(self._opened(label, "cpu"))
+                except InputError as error:
+                    raise _in_our_flags(error, label) from error
                 beat()
         return facts
 
@@ -301,9 +305,9 @@ def free_memory(device: torch.device) -> None:
 def lines_of(report: Report) -> list[dict[str, Any]]:
     """The report's lines in metrics.jsonl, a number each."""
     kept = ("value", "std", "better", "num_generated", "num_reference", "few", "extractor", "seconds")
+    by_name = {found["name"]: found for found in report["metrics"].values()}  # fid and fd may be the same number
     return [
-        {"step": report["step"], "metric": found["name"], **{name: found[name] for name in kept}}
-        for found in report["metrics"].values()
+        {"step": report["step"], "metric": name, **{key: found[key] for key in kept}} for name, found in by_name.items()
     ]
 
 
@@ -330,6 +334,18 @@ def forget_after(run: runs.Run, step: int) -> None:
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
+
+
+def _in_our_flags(error: InputError, label: str) -> InputError:
+    """An extractor speaks of the flags of `halation evaluate`; in training they have other names."""
+    names = {
+        "--weights": "--eval_clip_model" if label == "clip" else "--eval_weights",
+        "--extractor": "--eval_extractor",
+    }
+    parts = [error.found, error.expected, error.action]
+    for theirs, ours in names.items():
+        parts = [re.sub(rf"{theirs}\b", ours, part) for part in parts]
+    return InputError(parts[0], parts[1], f"{parts[2]}; --eval_every 0 trains without evaluations")
 
 
 def _refuse_failed(rows: list[Row], num: int) -> None:
