@@ -36,6 +36,7 @@ def test_the_commands_of_a_page_work(page: Path, tmp_path: Path) -> None:
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
+        "HALATION_CACHE": str(tmp_path / "cache"),
     }
     for script, code in blocks(page):
         done = subprocess.run(
@@ -60,6 +61,7 @@ def test_every_mark_has_its_block() -> None:
         "generation.md",
         "cluster.md",
         "watch.md",
+        "evaluation.md",
     }
 
 
@@ -98,7 +100,7 @@ def test_flags_that_pages_name_exist() -> None:
         "config", "help", "checkpoint", "prompts", "prompts_file",
         "nproc_per_node", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "master_port", "master_addr", "nnodes", "node_rank", "standalone",
         "nodes", "ntasks_per_node", "gres", "cpus_per_task", "gpus_per_task", "time", "signal", "requeue", "open_mode", "job_name",
-        "kill_on_bad_exit", "head", "port", "address", "only",
+        "kill_on_bad_exit", "head", "port", "address", "only", "bf16",
     }  # fmt: skip
     for page in PAGES:
         if page.name == "log.md":

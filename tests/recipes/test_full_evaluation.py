@@ -76,6 +76,7 @@ def report_of(path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.ranks
+@pytest.mark.timeout(600)
 def test_captions_become_prompts_pictures_and_scores_and_again_nothing_is_drawn(
     tmp_path: Path, parts: dict[str, str]
 ) -> None:
