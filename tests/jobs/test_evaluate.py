@@ -424,6 +424,36 @@ def test_a_run_that_is_not_complete_is_refused(tmp_path: Path, score: Callable[.
         score(generated=str(tmp_path / "run"))
 
 
+def test_a_check_opens_what_an_evaluation_needs_and_scores_nothing(
+    scenes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted = defaults(scenes) | {
+        "metrics": ("fd", "clip"),
+        "clip_model": str(scenes / "clip"),
+        "generated": str(tmp_path / "later"),
+    }
+    assert evaluate.run(EvaluateConfig(**wanted, check=True, cache_dir=tmp_path / "cache")) == 0
+    assert "clip" in capsys.readouterr().out
+    assert not (tmp_path / "cache").exists()
+    with pytest.raises(InputError, match="at least 1000"):
+        evaluate.run(EvaluateConfig(**wanted | {"allow_few": False}, check=True))
+    shutil.copytree(scenes / "clip", tmp_path / "mute")
+    for path in (tmp_path / "mute").glob("*token*"):
+        path.unlink()
+    with pytest.raises(InputError, match="mute"):
+        evaluate.run(EvaluateConfig(**wanted | {"clip_model": str(tmp_path / "mute")}, check=True))
+
+
+def test_every_metric_bears_a_handful_of_pictures_where_few_are_allowed(
+    scenes: Path, tmp_path: Path, score: Callable[..., dict[str, Any]]
+) -> None:
+    weights = inception(tmp_path)
+    report = score(metrics=("fid", "is", "fd", "kid", "prdc"), inception_weights=weights, num_samples=4)
+    assert set(report["metrics"]) == {"fid", "is", "fd", "kid", "precision", "recall", "density", "coverage"}
+    assert report["metrics"]["fid"]["name"] == "FD-inception"
+    assert all(found["few"] for found in report["metrics"].values())
+
+
 def test_help_needs_no_torch() -> None:
     import subprocess
 

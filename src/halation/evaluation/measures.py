@@ -16,7 +16,7 @@ from halation.evaluation.coverage import coverage
 from halation.evaluation.frechet import frechet_distance, frechet_distance_of_few
 from halation.evaluation.kid import kernel_distance
 from halation.evaluation.moments import Features, Gaussian, Moments
-from halation.evaluation.scores import clip_score, inception_score
+from halation.evaluation.scores import NUM_SPLITS, clip_score, inception_score
 from halation.evaluation.threads import one_thread
 
 FEWEST_FID = 2048
@@ -244,7 +244,8 @@ def _both(subject: Subject) -> tuple[Features, Features]:
 
 
 def _inception(subject: Subject, _rules: Rules) -> dict[str, Found]:
-    found = inception_score(_kept(subject, "logits"))
+    logits = _kept(subject, "logits")
+    found = inception_score(logits, num_splits=min(NUM_SPLITS, len(logits)))
     return {"is": Found(value=found.mean, std=found.std)}
 
 

@@ -68,6 +68,17 @@ def facts_of(extractor: Extractor) -> dict[str, Any]:
     }
 
 
+def rules_of(config: EvaluateConfig, device: str) -> measures.Rules:
+    return measures.Rules(
+        allow_few=config.allow_few,
+        kid_subsets=config.kid_subsets,
+        kid_subset_size=config.kid_subset_size,
+        nearest_k=config.nearest_k,
+        bootstrap=config.bootstrap,
+        device=device,
+    )
+
+
 def embedding(extractor: Extractor, captions: Sequence[str], order: np.ndarray | None) -> extraction.Texts:
     """Embeds the captions of positions."""
     from halation.models.extractor_transformers import ClipExtractor

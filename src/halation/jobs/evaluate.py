@@ -93,24 +93,31 @@ def check(config: EvaluateConfig) -> None:
 
 def rehearse(config: EvaluateConfig) -> int:
     """Open what an evaluation needs besides the pictures, without scoring anything."""
+    from halation.evaluation.measures import NEEDS_REFERENCE, few
     from halation.evaluation.sources import files_below
     from halation.evaluation.statistics import SUFFIXES, read_statistics
-    from halation.jobs.cast import cast, facts_of
+    from halation.jobs.cast import cast, embedding, facts_of, rules_of
     from halation.models.extractors import open_extractor
 
     config = replace(config, extractor=extractor_of(config))
     parts = cast(replace(config, metrics=config.metrics or ("fd", "kid")))
     refuse_mismatch(config.metrics, config.extractor)
     refuse_missing_reference(config, parts.with_reference)
-    facts = {
-        label: facts_of(open_extractor(name, device="cpu", dtype=config.dtype, resize=config.resize, weights=weights))
-        for label, (name, weights) in parts.extractors.items()
-    }
+    facts = {}
+    for label, (name, weights) in parts.extractors.items():
+        extractor = open_extractor(name, device="cpu", dtype=config.dtype, resize=config.resize, weights=weights)
+        facts[label] = facts_of(extractor)
+        if label == parts.parts.get("clip"):
+            embedding(extractor, ("a prompt",), None)([0])  # the words are another part of the model
     paths = [Path(path) for path in config.reference]
+    num: int | None = config.num_reference
     if parts.with_reference and paths[0].suffix in SUFFIXES:
-        read_statistics(paths, facts[parts.with_reference[0]])
+        num = read_statistics(paths, facts[parts.with_reference[0]]).num
     elif parts.with_reference and config.reference != ("streets",):
-        files_below(paths[0], "--reference")
+        num = len(files_below(paths[0], "--reference"))
+    for metric, label in parts.parts.items():
+        if metric in NEEDS_REFERENCE:
+            few(metric, facts[label]["num_features"], {"reference": num}, rules_of(config, "cpu"))
     for about in facts.values():
         print(f"{about['extractor']}: {about['weights']} ({about['weights_sha256'][:12]})")
     return 0
@@ -258,6 +265,10 @@ def show(config: EvaluateConfig, report: dict[str, Any]) -> None:
     console.print(f"[bold]{report['generated']['num']} pictures[/bold] of {escape(report['generated']['path'])}")
     if reference:
         console.print(f"against {reference['num'] or 'an unknown number'} of {escape(reference['path'])}")
+    if config.save_statistics is not None:
+        console.print(f"statistics in {escape(str(config.save_statistics))}")
+    if not report["metrics"]:
+        return
     table = Table()
     for heading in ("metric", "value", "better", "features"):
         table.add_column(heading, justify="right" if heading == "value" else "left")

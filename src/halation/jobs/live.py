@@ -71,10 +71,10 @@ class Live:
     def name(self, index: int) -> str:
         return f"picture {self.specs[int(self.order[index])].id}"
 
-    def starts(self) -> list[int]:
-        """Positions at which chunks begin: always between sheets."""
+    def starts(self, chunk: int = CHUNK) -> list[int]:
+        """Positions at which chunks of about so many pictures begin: always between sheets."""
         lengths = [len(self.sheets.rows(number)) for number in range(len(self.sheets))]
-        per_chunk = max(1, CHUNK // self.config.sheet_size)
+        per_chunk = max(1, chunk // self.config.sheet_size)
         firsts = np.concatenate([[0], np.cumsum(lengths)])
         return [int(firsts[number]) for number in range(0, len(lengths), per_chunk)]
 

@@ -6,7 +6,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from halation.evaluation.preparing import Preparations, Prepared, Preparer, Shee
 from halation.evaluation.sources import Files, Scenes, Source, files_below, hashed
 from halation.evaluation.statistics import SUFFIXES, Statistics, read_statistics, write_statistics
 from halation.evaluation.store import Store
-from halation.jobs.cast import cast, embedding, facts_of, side_of, versions
+from halation.jobs.cast import cast, embedding, facts_of, rules_of, side_of, versions
 from halation.jobs.live import Live, open_live
 from halation.jobs.scored import open_generated, with_prompts
 from halation.models.extractors import Extractor, open_extractor
@@ -43,14 +43,7 @@ class Scoring:
         self.began = time.perf_counter()
         self.device = computes_on(str(world.device))
         self.cast = cast(config)
-        self.rules = measures.Rules(
-            allow_few=config.allow_few,
-            kid_subsets=config.kid_subsets,
-            kid_subset_size=config.kid_subset_size,
-            nearest_k=config.nearest_k,
-            bootstrap=config.bootstrap,
-            device=str(world.device),
-        )
+        self.rules = rules_of(config, str(world.device))
         self.generated = self._generated()
         self._agree(self.generated.key)
         self.extractors = self._extractors()
@@ -173,7 +166,7 @@ class Scoring:
         live = isinstance(source, Live)
         moments_only = len(source) > self.config.keep_features
         order = source.order if isinstance(source, Live) else None
-        starts = source.starts() if isinstance(source, Live) else self._starts(len(source), moments_only)
+        starts = self._starts(source, moments_only)
         desks = {}
         for label in labels:
             worded = side == "generated" and label == self.cast.parts.get("clip")
@@ -191,8 +184,10 @@ class Scoring:
         back = np.argsort(order) if live and order is not None else None
         return {label: side_of(desk, back) for label, desk in desks.items()}
 
-    def _starts(self, num: int, moments_only: bool) -> range:
-        return range(0, num, extraction.chunk_size(num, self.config.batch_size, moments_only))
+    def _starts(self, source: Source | Live, moments_only: bool) -> Sequence[int]:
+        if isinstance(source, Live):
+            return source.starts(extraction.MOMENTS_CHUNK) if moments_only else source.starts()
+        return range(0, len(source), extraction.chunk_size(len(source), self.config.batch_size, moments_only))
 
     def _key(self, label: str, moments_only: bool, captions: tuple[str, ...] | None) -> str:
         """Everything that decides the features, besides the pictures."""
