@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ from halation.evaluation.sources import Source
 PIECE = 8
 """Pictures a process prepares at a time; less would be mostly talk, more would keep the extractor waiting."""
 Prepare = Callable[[npt.NDArray[np.uint8]], np.ndarray]
+Item = TypeVar("Item")
 
 
 class Prepared(NamedTuple):
@@ -35,22 +37,55 @@ class Prepared(NamedTuple):
 def prepare(
     pictures: Iterable[tuple[int, Callable[[], tuple[npt.NDArray[np.uint8], bytes]]]],
     preparations: Mapping[str, Prepare],
+    num_threads: int = 0,
 ) -> Prepared:
-    """Inputs for each of these extractors; `pictures` gives an index and a way to its pixels and digest."""
-    inputs: dict[str, list[np.ndarray]] = {name: [] for name in preparations}
-    digests, sizes, broken = [], [], {}
-    for index, load in pictures:
+    """Inputs for each of these extractors; `pictures` gives an index and a way to its pixels and digest.
+
+    Hashing and resizing leave the interpreter to others, so threads help; 0 of them means this rank's share of the cores.
+    """
+
+    def ready(picture: tuple[int, Callable[[], tuple[npt.NDArray[np.uint8], bytes]]]) -> _Ready:
+        index, load = picture
+        broken = {}
         try:
             pixels, digest = load()
         except BrokenPictureError as error:
             broken[index] = str(error)
             pixels, digest = np.zeros((8, 8, 3), np.uint8), bytes(32)
-        digests.append(np.frombuffer(digest, np.uint8))
-        sizes.append(pixels.shape[:2])
-        for name, one in preparations.items():
-            inputs[name].append(one(pixels))
-    stacked = {name: np.stack(rows) for name, rows in inputs.items()}
-    return Prepared(stacked, np.stack(digests), np.array(sizes, np.int32), broken)
+        inputs = {name: one(pixels) for name, one in preparations.items()}
+        return _Ready(inputs, np.frombuffer(digest, np.uint8), pixels.shape[:2], broken)
+
+    rows = _by_threads(ready, list(pictures), num_threads or own_cores())
+    stacked = {name: np.stack([row.inputs[name] for row in rows]) for name in preparations}
+    return Prepared(
+        stacked,
+        np.stack([row.digest for row in rows]),
+        np.array([row.size for row in rows], np.int32),
+        {index: why for row in rows for index, why in row.broken.items()},
+    )
+
+
+class _Ready(NamedTuple):
+    """One picture of `Prepared`."""
+
+    inputs: dict[str, np.ndarray]
+    digest: npt.NDArray[np.uint8]
+    size: tuple[int, ...]
+    broken: dict[int, str]
+
+
+def _by_threads(work: Callable[[Item], _Ready], items: Sequence[Item], num_threads: int) -> list[_Ready]:
+    """In the order of the items."""
+    num = min(num_threads, len(items))
+    if num < 2:
+        return [work(item) for item in items]
+    with ThreadPoolExecutor(num, "prepare") as threads:
+        return list(threads.map(work, items))
+
+
+def own_cores() -> int:
+    """The cores of this machine that fall to this rank."""
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def joined(pieces: Sequence[Prepared]) -> Prepared:
@@ -74,7 +109,8 @@ class Preparer:
             return lambda: self.source.load(index)
 
         wanted = {name: self.preparations[name] for name in names}
-        return prepare([(index, loader(index)) for index in indices], wanted)
+        # One thread: there is a process for every core already.
+        return prepare([(index, loader(index)) for index in indices], wanted, num_threads=1)
 
 
 class Sheet(NamedTuple):
