@@ -23,6 +23,7 @@ NAMES = (
     "duel_07_generate",
     "duel_08_resume",
     "duel_09_frechet",
+    "duel_10_scores",
     "overhead",
     "scaling",
 )

@@ -1,0 +1,401 @@
+"""Duel 10: FID, KID and CLIP score of pictures in memory, against a PNG folder, clean-fid and a CLIP script.
+
+Ours is what `halation evaluate --model_path` does with a sheet that its model has drawn: prepared for both networks at once, seen by
+both in one pass, features put away in chunks, numbers from features. The peer writes PNG files, runs clean-fid over them, and a
+script for the CLIP score over them again. Same pictures, weights and reference features on both sides; models are loaded before the
+clock starts. The limit is the networks alone, on inputs that lie ready on the device. The last lines are the pass of
+`halation evaluate` over the PNG folder, by the number of decode processes: where they keep the networks busy it reaches its limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks import clean_fid, inputs, measure, scored
+from halation.evaluation import extraction, measures
+from halation.evaluation.extraction import Desk
+from halation.evaluation.kid import SEED
+from halation.evaluation.preparing import Preparations, Prepared, Preparer, Sheet, prepare
+from halation.evaluation.sources import Source, files_below
+from halation.evaluation.store import Store
+from halation.jobs.cast import embedding, facts_of, side_of
+from halation.jobs.live import CHUNK
+from halation.models.extractors import Extractor, open_extractor
+from halation.png import Pixels
+
+BATCH_SIZE = 32
+"""As `halation evaluate` has it unless it is told otherwise."""
+MOST_DIFFERENCE = {"fid": 0.01, "kid": 1e-4, "clip": 0.01}
+"""Between the sides, in each number's own points."""
+MOST_SHEETS, MOST_PNG, MOST_REFERENCE, MOST_OF_FOLDER = 8, 256, 3000, 1024
+"""Prepared batches on which the networks are timed alone; pictures that Pillow is timed on; real pictures; files of the last lines."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    num: int
+    size: int
+    clip: scored.ClipShape
+    rounds: int
+    num_workers: tuple[int, ...]
+    """Decode processes for the pass over the folder."""
+
+
+FULL = Setting(num=5000, size=512, clip=scored.LARGE, rounds=3, num_workers=(0, 1, 2, 4, 8, 16))
+ON_CPU = Setting(num=64, size=256, clip=scored.BASE, rounds=3, num_workers=(0, 1, 2))
+SMALL = Setting(num=32, size=128, clip=scored.LITTLE, rounds=1, num_workers=(1,))
+
+
+@dataclass(kw_only=True)
+class Turn:
+    """One side's seconds by stage, wall and CPU (all threads and ended children), and its numbers."""
+
+    wall_s: dict[str, float] = field(default_factory=dict)
+    cpu_s: dict[str, float] = field(default_factory=dict)
+    values: dict[str, float] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        measure.synchronise()
+        wall, cpu = time.perf_counter(), _cpu_s()
+        yield
+        measure.synchronise()
+        self.wall_s[name] = self.wall_s.get(name, 0.0) + time.perf_counter() - wall
+        self.cpu_s[name] = self.cpu_s.get(name, 0.0) + _cpu_s() - cpu
+
+    def said(self) -> str:
+        stages = ", ".join(f"{name} {wall:.2f} ({self.cpu_s[name]:.2f})" for name, wall in self.wall_s.items())
+        total, cpu = sum(self.wall_s.values()), sum(self.cpu_s.values())
+        return f"{total:.2f} s ({cpu:.2f} s of CPU): {stages}"
+
+
+def _cpu_s() -> float:
+    used = os.times()
+    return used.user + used.system + used.children_user + used.children_system
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """Everything both sides share, loaded."""
+
+    setting: Setting
+    work: Path
+    device: torch.device
+    pictures: Sequence[Pixels]
+    captions: Sequence[str]
+    extractors: dict[str, Extractor]
+    reference: measures.Side
+    peer: clean_fid.CleanFid
+    peer_reference: clean_fid.Reference
+    script: clean_fid.ClipScript
+
+    @property
+    def folder(self) -> Path:
+        return self.work / "png"
+
+
+def opened(setting: Setting, work: Path, fid: Any) -> Bench:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    measure.say(f"making {setting.num} pictures, as many of reference, and the networks")
+    weights = scored.inception_file(work / "inception.pth")
+    clip = scored.clip_folder(work / "clip", setting.clip)
+    extractors = {
+        "main": open_extractor("inception", device=str(device), weights=str(weights)),
+        "clip": open_extractor("clip", device=str(device), weights=str(clip)),
+    }
+    real = scored.pictures(min(setting.num, MOST_REFERENCE), setting.size, 1.6, seed=1000)
+    desks = _desks({"main": extractors["main"]}, work / "reference", len(real), None)
+    extraction_of(_drawn(real, desks, Turn()), desks, device)
+    reference = side_of(desks["main"], None)
+    assert reference.features is not None
+    pictures = scored.pictures(setting.num, setting.size, 1.9, seed=0)
+    clean_fid.write_folder(pictures, work / "png", num_threads=measure.num_cores())
+    return Bench(
+        setting=setting,
+        work=work,
+        device=device,
+        pictures=pictures,
+        captions=scored.captions(setting.num),
+        extractors=extractors,
+        reference=reference,
+        peer=clean_fid.CleanFid(fid=fid, network=extractors["main"], device=device),
+        peer_reference=clean_fid.reference_of(reference.features),
+        script=clean_fid.ClipScript(clip, device),
+    )
+
+
+def _desks(extractors: dict[str, Extractor], folder: Path, num: int, captions: Sequence[str] | None) -> dict[str, Desk]:
+    starts = range(0, num, CHUNK)
+    return {
+        label: Desk(
+            key=label,
+            extractor=extractor,
+            store=Store(folder / label, num, starts),
+            texts=embedding(extractor, captions, None) if captions and label == "clip" else None,
+        )
+        for label, extractor in extractors.items()
+    }
+
+
+def extraction_of(prepared: Iterator[tuple[Sheet, Prepared]], desks: dict[str, Desk], device: torch.device) -> None:
+    """The product's own pass."""
+    broken = extraction.extract(
+        prepared,
+        desks,
+        batch_size=BATCH_SIZE,
+        device=device,
+        expected_size=None,
+        on_sheet=lambda _num: None,
+        stop=lambda: 0,
+    )
+    if broken:
+        raise SystemExit(f"broken pictures: {broken}")
+
+
+def _sheets(desks: dict[str, Desk]) -> Iterator[Sheet]:
+    store = next(iter(desks.values())).store
+    return extraction.sheets(desks, range(store.num_chunks), BATCH_SIZE)
+
+
+def _drawn(pictures: Sequence[Pixels], desks: dict[str, Desk], turn: Turn) -> Iterator[tuple[Sheet, Prepared]]:
+    """As the sheets of a live model are handed on."""
+
+    def loader(index: int) -> Callable[[], tuple[Pixels, bytes]]:
+        return lambda: (pictures[index], hashlib.sha256(pictures[index].tobytes()).digest())
+
+    preparations = {label: desk.extractor.preparation for label, desk in desks.items()}
+    for sheet in _sheets(desks):
+        with turn.stage("prepare"):
+            ready = prepare([(index, loader(index)) for index in sheet.indices], preparations)
+        yield sheet, ready
+
+
+def ours(bench: Bench) -> Turn:
+    turn, folder = Turn(), bench.work / "features"
+    shutil.rmtree(folder, ignore_errors=True)
+    with turn.stage("features"):
+        desks = _desks(bench.extractors, folder, len(bench.pictures), bench.captions)
+        extraction_of(_drawn(bench.pictures, desks, turn), desks, bench.device)
+    for clock in (turn.wall_s, turn.cpu_s):
+        clock["features"] -= clock["prepare"]
+    rules = measures.Rules(allow_few=True, device=str(bench.device))
+    with turn.stage("moments"):
+        sides = {label: side_of(desk, None) for label, desk in desks.items()}
+    for metric, label in (("fid", "main"), ("kid", "main"), ("clip", "clip")):
+        with turn.stage(metric):
+            subject = measures.Subject(
+                metric=metric,
+                extractor=facts_of(bench.extractors[label]),
+                generated=sides[label],
+                reference=bench.reference if label == "main" else None,
+                captions=bench.captions,
+            )
+            found = measures.measure(subject, rules)[metric]
+        turn.values[metric] = found["value"]
+        if metric == "kid":
+            turn.values["subset_size"] = found["subset_size"]
+    return turn
+
+
+def theirs(bench: Bench, subset_size: int) -> Turn:
+    turn = Turn()
+    sample = bench.pictures[:MOST_PNG]
+    with tempfile.TemporaryDirectory(dir=bench.work) as scratch, turn.stage("png"):
+        clean_fid.write_folder(sample, Path(scratch) / "png", num_threads=1)
+    for clock in (turn.wall_s, turn.cpu_s):
+        clock["png"] *= len(bench.pictures) / len(sample)
+    with turn.stage("clean-fid"):
+        features = bench.peer.features(bench.folder)
+    with turn.stage("fid"):
+        turn.values["fid"] = bench.peer.frechet(features, bench.peer_reference)
+    with turn.stage("kid"):
+        turn.values["kid"] = bench.peer.kernel(features, bench.peer_reference, subset_size=subset_size, seed=SEED)
+    with turn.stage("clip script"):
+        turn.values["clip"] = float(bench.script.scores(bench.folder, bench.captions).mean(dtype=np.float64))
+    return turn
+
+
+def networks_alone(bench: Bench, num_sheets: int = MOST_SHEETS) -> float:
+    """Seconds for all pictures and captions, from inputs on the device to features on the device; so many sheets are tried."""
+    needed = -(-len(bench.pictures) // BATCH_SIZE)
+    tried = min(num_sheets, needed)
+    batches = []
+    for sheet in range(tried):
+        rows = [
+            bench.pictures[index % len(bench.pictures)] for index in range(sheet * BATCH_SIZE, (sheet + 1) * BATCH_SIZE)
+        ]
+        batches.append(
+            {
+                label: torch.from_numpy(np.stack([extractor.preparation(row) for row in rows])).to(bench.device)
+                for label, extractor in bench.extractors.items()
+            }
+        )
+    texts = embedding(bench.extractors["clip"], bench.captions, None)
+
+    def work() -> None:
+        for number, batch in enumerate(batches):
+            for label, extractor in bench.extractors.items():
+                extractor(batch[label])
+            texts([index % len(bench.captions) for index in range(number * BATCH_SIZE, (number + 1) * BATCH_SIZE)])
+
+    # Every batch is whole, and the last of the pictures is not: what is made up for it is work too.
+    return measure.seconds(work) * needed / tried
+
+
+def folder_pass(bench: Bench, num_workers: int) -> tuple[float, float]:
+    """Files of the PNG folder a second to features, and to prepared sheets that nobody looks at; the processes are up."""
+    source: Source = files_below(bench.folder, "--generated").first(MOST_OF_FOLDER)
+    stores = bench.work / f"folder_{num_workers}"
+    shutil.rmtree(stores, ignore_errors=True)
+    desks = _desks(bench.extractors, stores, len(source), bench.captions)
+    preparations = {label: desk.extractor.preparation for label, desk in desks.items()}
+    names = tuple(desks)
+    with Preparations(Preparer(source=source, preparations=preparations), num_workers) as processes:
+        for _ in processes.of([Sheet(range(start, start + 1), names) for start in range(max(1, num_workers))]):
+            pass
+        supply = measure.seconds(lambda: [None for _ in processes.of(_sheets(desks))])
+        features = measure.seconds(lambda: extraction_of(processes.of(_sheets(desks)), desks, bench.device))
+    return len(source) / features, len(source) / supply
+
+
+def check(mine: Turn, other: Turn) -> str:
+    words = []
+    for metric, most in MOST_DIFFERENCE.items():
+        found = abs(mine.values[metric] - other.values[metric])
+        if found > most:
+            raise SystemExit(f"{metric}: ours is {mine.values[metric]!r}, the peer's {other.values[metric]!r}")
+        words.append(f"{metric} {mine.values[metric]:.5g} (off by {found:.1e})")
+    return ", ".join(words)
+
+
+def duel(setting: Setting, work: Path, fid: Any) -> measure.Report:
+    bench = opened(setting, work, fid)
+    mine: list[Turn] = []
+    others: list[Turn] = []
+    alone: list[float] = []
+    passes: dict[int, list[tuple[float, float]]] = {workers: [] for workers in setting.num_workers}
+    networks_alone(bench, num_sheets=1)  # kernels are chosen, and memory is taken, before anybody's clock runs
+    for number in range(setting.rounds):
+        mine.append(ours(bench))
+        measure.say(f"round {number + 1}, ours: {mine[-1].said()}")
+        others.append(theirs(bench, int(mine[-1].values["subset_size"])))
+        measure.say(f"round {number + 1}, peer: {others[-1].said()}")
+        alone.append(networks_alone(bench))
+        for workers, found in passes.items():
+            found.append(folder_pass(bench, workers))
+        rates = ", ".join(
+            f"{workers} workers {found[-1][0]:.3g}/s (they supply {found[-1][1]:.3g}/s)"
+            for workers, found in passes.items()
+        )
+        measure.say(f"round {number + 1}, networks alone: {alone[-1]:.2f} s; folder: {rates}")
+    facts = measure.machine() | {
+        "pictures": f"{setting.num} of {setting.size} px",
+        "clip": setting.clip.name,
+        "ours_s": _stages(mine),
+        "peer_s": _stages(others),
+        "networks_alone_s": round(statistics.median(alone), 3),
+        "supply_per_s": {
+            workers: round(statistics.median([one[1] for one in found]), 1) for workers, found in passes.items()
+        },
+    }
+    rows = [*scores_rows(setting, mine, others, alone), *folder_rows(setting, others, alone, passes)]
+    return measure.Report(name="duel_10_scores", rows=tuple(rows), facts=facts)
+
+
+def _stages(turns: Sequence[Turn]) -> dict[str, float]:
+    return {name: round(statistics.median([turn.wall_s[name] for turn in turns]), 3) for name in turns[0].wall_s}
+
+
+def _median_of(turns: Sequence[Turn], without: Sequence[str] = ()) -> float:
+    """Of whole turns, less the stages named."""
+    return statistics.median(
+        [sum(seconds for name, seconds in turn.wall_s.items() if name not in without) for turn in turns]
+    )
+
+
+NUMBERS = ("moments", "fid", "kid", "clip")
+
+
+def scores_rows(
+    setting: Setting, mine: Sequence[Turn], others: Sequence[Turn], alone: Sequence[float]
+) -> list[measure.Row]:
+    agreed = check(mine[-1], others[-1])
+    limit = statistics.median(alone)
+    cases = {
+        "from pictures in memory to numbers": ((), ()),
+        "the same, the peer's files written before": ((), ("png",)),
+        "features alone, files included": (NUMBERS, ("fid", "kid")),
+    }
+    return [
+        measure.Row(
+            case=f"{setting.num} x {setting.size} px, {name}",
+            ours=_median_of(mine, not_mine),
+            peer=_median_of(others, not_theirs),
+            unit="s",
+            limit=limit,
+            check=agreed,
+            equality="E1",
+        )
+        for name, (not_mine, not_theirs) in cases.items()
+    ]
+
+
+def folder_rows(
+    setting: Setting,
+    others: Sequence[Turn],
+    alone: Sequence[float],
+    passes: dict[int, list[tuple[float, float]]],
+) -> list[measure.Row]:
+    peer = setting.num / _median_of(others, ("png", "fid", "kid"))
+    return [
+        measure.Row(
+            case=f"PNG folder, {workers} decode processes",
+            ours=statistics.median([one[0] for one in found]),
+            peer=peer,
+            unit="pictures/s",
+            limit=setting.num / statistics.median(alone),
+            check="the pictures of the lines above",
+            equality="E1",
+        )
+        for workers, found in passes.items()
+    ]
+
+
+def main(arguments: list[str] | None = None) -> measure.Report:
+    parser = measure.parser(__doc__ or "")
+    parser.add_argument("--num", type=int, help="pictures on each side, instead of the size's own number")
+    parser.add_argument("--rounds", type=int, help="turns of each side, instead of the size's own number")
+    asked = parser.parse_args(arguments)
+    setting = FULL if torch.cuda.is_available() else ON_CPU
+    if asked.size == "small":
+        setting = SMALL
+    given = {"num": asked.num, "rounds": asked.rounds}
+    setting = dataclasses.replace(setting, **{name: value for name, value in given.items() if value})
+    fid = clean_fid.found()
+    if fid is None:
+        measure.say(f"clean-fid is not installed, neither here nor in {clean_fid.ORACLES}: nothing to compare with")
+        report = measure.Report(name="duel_10_scores", rows=(), facts=measure.machine())
+    else:
+        torch.set_num_threads(1)  # as a rank of `halation evaluate`; the networks are the same for both sides
+        with inputs.workplace(asked.work) as work:
+            report = duel(setting, work, fid)
+    measure.finish(report, asked.output)
+    return report
+
+
+if __name__ == "__main__":
+    main()

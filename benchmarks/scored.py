@@ -1,0 +1,132 @@
+"""What duel 10 scores and by which networks: pictures in memory with captions, and Inception and CLIP of a real one's shape with random weights."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from benchmarks.duel_06_png import photograph
+from halation.png import Pixels
+
+NUM_PHOTOGRAPHS = 16
+"""Made in full; the others are made from them, because making one takes longer than scoring it."""
+WORDS = ("a red car", "two birds", "the sea", "rain", "a house", "old boats")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipShape:
+    """`heads` are of 64 numbers; the text tower is narrower, as in every CLIP."""
+
+    name: str
+    width: int
+    layers: int
+    patch: int
+    text_width: int
+    text_layers: int
+    projection: int
+
+
+LARGE = ClipShape(name="ViT-L/14", width=1024, layers=24, patch=14, text_width=768, text_layers=12, projection=768)
+BASE = ClipShape(name="ViT-B/32", width=768, layers=12, patch=32, text_width=512, text_layers=12, projection=512)
+LITTLE = ClipShape(
+    name="a fifth of ViT-B/32", width=384, layers=6, patch=32, text_width=256, text_layers=4, projection=256
+)
+
+
+def pictures(num: int, size: int, roughness: float, seed: int) -> list[Pixels]:
+    """Photographs, shifted, mirrored and in another light each: all different, and as hard to compress as a photograph."""
+    first = [photograph(size, size, roughness, 1.0, seed=seed + number) for number in range(min(num, NUM_PHOTOGRAPHS))]
+    generator = np.random.default_rng(seed)
+    found = []
+    for number in range(num):
+        shifted = np.roll(first[number % len(first)], tuple(generator.integers(0, size, 2)), (0, 1))
+        mirrored = np.ascontiguousarray(shifted[:, :: 1 if number % 2 else -1])
+        light = np.clip(generator.uniform(0.6, 1.1, 3)[:, None] * np.arange(256), 0, 255)
+        found.append(np.array(Image.fromarray(mirrored).point(light.astype(int).ravel().tolist())))
+    return found
+
+
+def captions(num: int) -> list[str]:
+    generator = np.random.default_rng(0)
+    return [" and ".join(generator.choice(WORDS, 1 + number % 2)) for number in range(num)]
+
+
+def inception_file(file: Path) -> Path:
+    """Random weights of FID's Inception that keep the signal's size from layer to layer."""
+    from halation.models.inception import Inception
+
+    generator = torch.Generator().manual_seed(0)
+    with torch.device("meta"):
+        empty = Inception().state_dict()
+    tensors = {}
+    for name, tensor in empty.items():
+        if name.endswith("num_batches_tracked"):
+            tensors[name] = torch.tensor(0)
+        elif tensor.ndim > 1:
+            tensors[name] = torch.randn(tensor.shape, generator=generator) * (2 / tensor[0].numel()) ** 0.5
+        else:
+            middle = 1.0 if name.endswith(("bn.weight", "running_var")) else 0.0
+            tensors[name] = middle + 0.6 * (torch.rand(tensor.shape, generator=generator) - 0.5)
+    torch.save(tensors, file)
+    return file
+
+
+def clip_folder(folder: Path, shape: ClipShape) -> Path:
+    """As the hub's: model, tokenizer and how pictures are prepared; its tokenizer spells, so that captions have the usual length."""
+    import transformers
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    letters = sorted(ByteLevel.alphabet())
+    names = ["<|startoftext|>", "<|endoftext|>", *letters, *(f"{letter}</w>" for letter in letters)]
+    vocabulary = {name: index for index, name in enumerate(names)}
+    tokenizer: Any = transformers.CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=77)
+    text = _tower(shape.text_width, shape.text_layers) | {
+        "vocab_size": 49408,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 1,
+    }
+    vision = _tower(shape.width, shape.layers) | {"image_size": 224, "patch_size": shape.patch}
+    config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=shape.projection)
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        model: Any = transformers.CLIPModel(config)
+        with torch.no_grad():
+            # Out of the box all pictures are alike to it, and they may all be far from all texts, which the score cuts to 0.
+            for parameter in model.parameters():
+                if parameter.ndim > 1:
+                    parameter.mul_(3)
+            if _cosine(model) < 0:
+                model.text_projection.weight.neg_()
+        transformers.utils.logging.disable_progress_bar()
+        model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    transformers.CLIPImageProcessorPil().save_pretrained(folder)
+    return folder
+
+
+def _tower(width: int, layers: int) -> dict[str, int]:
+    return {
+        "hidden_size": width,
+        "intermediate_size": 4 * width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": width // 64,
+    }
+
+
+def _cosine(model: Any) -> float:
+    generator = torch.Generator().manual_seed(0)
+    picture = torch.randn(4, 3, 224, 224, generator=generator)
+    picture = picture.cumsum(2).cumsum(3)
+    picture = (picture - picture.mean()) / picture.std()
+    tokens = torch.tensor([[0, *range(40, 60), 1]])
+    image = model.get_image_features(pixel_values=picture).pooler_output
+    text = model.get_text_features(input_ids=tokens).pooler_output
+    return float(torch.cosine_similarity(image, text).mean())
