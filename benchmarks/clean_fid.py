@@ -24,7 +24,8 @@ from PIL import Image
 from benchmarks import measure
 from halation.png import Pixels
 
-ORACLES = Path(sys.prefix) / "oracles"
+PLACES = (Path(sys.prefix) / "oracles", Path(__file__).resolve().parents[1] / ".venv" / "oracles")
+"""Where `make test` puts it; the second is for an interpreter that is not this repository's own."""
 BATCH_SIZE, MOST_WORKERS = 32, 12
 """clean-fid's own defaults; it gets no more processes than there are cores, which would only slow it down."""
 CLIP_BATCH_SIZE = 8
@@ -36,19 +37,20 @@ def found() -> Any | None:
     from transformers.utils.import_utils import is_torchvision_available
 
     is_torchvision_available()  # asked once and remembered
-    apart = importlib.util.find_spec("cleanfid") is None
-    if apart and not (ORACLES / "cleanfid").is_dir():
+    known = importlib.util.find_spec("cleanfid") is not None
+    place = next((folder for folder in PLACES if (folder / "cleanfid").is_dir()), None)
+    if not known and place is None:
         return None
-    if apart:
-        sys.path.append(str(ORACLES))
+    before = list(sys.path)
+    if not known:
+        sys.path.append(str(place))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             _declare_operators()
             return importlib.import_module("cleanfid.fid")
     finally:
-        if apart:
-            sys.path.remove(str(ORACLES))
+        sys.path[:] = before
 
 
 def _declare_operators() -> None:

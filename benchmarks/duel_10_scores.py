@@ -9,16 +9,13 @@ clock starts. The limit is the networks alone, on inputs that lie ready on the d
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
-import os
 import shutil
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +23,7 @@ import numpy as np
 import torch
 
 from benchmarks import clean_fid, inputs, measure, scored
+from benchmarks.stages import Turn, median_total, medians_by_stage
 from halation.evaluation import extraction, measures
 from halation.evaluation.extraction import Desk
 from halation.evaluation.kid import SEED
@@ -58,34 +56,6 @@ class Setting:
 FULL = Setting(num=5000, size=512, clip=scored.LARGE, rounds=3, num_workers=(0, 1, 2, 4, 8, 16))
 ON_CPU = Setting(num=64, size=256, clip=scored.BASE, rounds=3, num_workers=(0, 1, 2))
 SMALL = Setting(num=32, size=128, clip=scored.LITTLE, rounds=1, num_workers=(1,))
-
-
-@dataclass(kw_only=True)
-class Turn:
-    """One side's seconds by stage, wall and CPU (all threads and ended children), and its numbers."""
-
-    wall_s: dict[str, float] = field(default_factory=dict)
-    cpu_s: dict[str, float] = field(default_factory=dict)
-    values: dict[str, float] = field(default_factory=dict)
-
-    @contextlib.contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        measure.synchronise()
-        wall, cpu = time.perf_counter(), _cpu_s()
-        yield
-        measure.synchronise()
-        self.wall_s[name] = self.wall_s.get(name, 0.0) + time.perf_counter() - wall
-        self.cpu_s[name] = self.cpu_s.get(name, 0.0) + _cpu_s() - cpu
-
-    def said(self) -> str:
-        stages = ", ".join(f"{name} {wall:.2f} ({self.cpu_s[name]:.2f})" for name, wall in self.wall_s.items())
-        total, cpu = sum(self.wall_s.values()), sum(self.cpu_s.values())
-        return f"{total:.2f} s ({cpu:.2f} s of CPU): {stages}"
-
-
-def _cpu_s() -> float:
-    used = os.times()
-    return used.user + used.system + used.children_user + used.children_system
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +149,7 @@ def _drawn(pictures: Sequence[Pixels], desks: dict[str, Desk], turn: Turn) -> It
 
     preparations = {label: desk.extractor.preparation for label, desk in desks.items()}
     for sheet in _sheets(desks):
-        with turn.stage("prepare"):
+        with turn.stage("prepare", waiting=False):
             ready = prepare([(index, loader(index)) for index in sheet.indices], preparations)
         yield sheet, ready
 
@@ -305,8 +275,8 @@ def duel(setting: Setting, work: Path, fid: Any) -> measure.Report:
     facts = measure.machine() | {
         "pictures": f"{setting.num} of {setting.size} px",
         "clip": setting.clip.name,
-        "ours_s": _stages(mine),
-        "peer_s": _stages(others),
+        "ours_s": medians_by_stage(mine),
+        "peer_s": medians_by_stage(others),
         "networks_alone_s": round(statistics.median(alone), 3),
         "supply_per_s": {
             workers: round(statistics.median([one[1] for one in found]), 1) for workers, found in passes.items()
@@ -314,17 +284,6 @@ def duel(setting: Setting, work: Path, fid: Any) -> measure.Report:
     }
     rows = [*scores_rows(setting, mine, others, alone), *folder_rows(setting, others, alone, passes)]
     return measure.Report(name="duel_10_scores", rows=tuple(rows), facts=facts)
-
-
-def _stages(turns: Sequence[Turn]) -> dict[str, float]:
-    return {name: round(statistics.median([turn.wall_s[name] for turn in turns]), 3) for name in turns[0].wall_s}
-
-
-def _median_of(turns: Sequence[Turn], without: Sequence[str] = ()) -> float:
-    """Of whole turns, less the stages named."""
-    return statistics.median(
-        [sum(seconds for name, seconds in turn.wall_s.items() if name not in without) for turn in turns]
-    )
 
 
 NUMBERS = ("moments", "fid", "kid", "clip")
@@ -343,8 +302,8 @@ def scores_rows(
     return [
         measure.Row(
             case=f"{setting.num} x {setting.size} px, {name}",
-            ours=_median_of(mine, not_mine),
-            peer=_median_of(others, not_theirs),
+            ours=median_total(mine, not_mine),
+            peer=median_total(others, not_theirs),
             unit="s",
             limit=limit,
             check=agreed,
@@ -360,7 +319,7 @@ def folder_rows(
     alone: Sequence[float],
     passes: dict[int, list[tuple[float, float]]],
 ) -> list[measure.Row]:
-    peer = setting.num / _median_of(others, ("png", "fid", "kid"))
+    peer = setting.num / median_total(others, ("png", "fid", "kid"))
     return [
         measure.Row(
             case=f"PNG folder, {workers} decode processes",
@@ -387,7 +346,7 @@ def main(arguments: list[str] | None = None) -> measure.Report:
     setting = dataclasses.replace(setting, **{name: value for name, value in given.items() if value})
     fid = clean_fid.found()
     if fid is None:
-        measure.say(f"clean-fid is not installed, neither here nor in {clean_fid.ORACLES}: nothing to compare with")
+        measure.say(f"clean-fid is not installed, neither here nor in {clean_fid.PLACES[0]}: nothing to compare with")
         report = measure.Report(name="duel_10_scores", rows=(), facts=measure.machine())
     else:
         torch.set_num_threads(1)  # as a rank of `halation evaluate`; the networks are the same for both sides
