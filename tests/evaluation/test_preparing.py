@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 from halation.data.decode import BrokenPictureError
-from halation.evaluation.preparing import Prepared, own_cores, prepare
+from halation.evaluation.preparing import Preparations, Prepared, Preparer, Sheet, own_cores, prepare
+from halation.evaluation.sources import Files, Scenes, Source
 from halation.models.extractor_preparation import ShortestEdgeCrop, SquareResize
+from halation.png import encode_png
 
 PREPARATIONS = {
     "inception": SquareResize(size=29, rule="clean"),
@@ -82,3 +86,42 @@ def test_ranks_of_one_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) -
     assert own_cores() == 1
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(whole + 1))
     assert own_cores() == 1
+
+
+def pictures_in(folder: Path, num: int) -> Files:
+    names = tuple(f"{number:02d}.png" for number in range(num))
+    data = [encode_png(loader(100 + number)()[0], {}) for number in range(num)]
+    for name, content in zip(names, data, strict=True):
+        (folder / name).write_bytes(content)
+    digests = tuple(hashlib.sha256(content).hexdigest() for content in data)
+    return Files(kind="run", folder=folder, names=names, stamps=((0, 0),) * num, digests=digests)
+
+
+def test_what_travels_to_a_process_does_not_grow_with_the_source() -> None:
+    names = tuple(f"{number:040d}.png" for number in range(5000))
+    million = Files(kind="folder", folder=Path("pictures"), names=names, stamps=((0, 0),) * 5000, captions=names)
+    source: Source
+    for source in (million, Scenes(size=32, num=5000)):
+        preparer = Preparer(source=source, preparations=PREPARATIONS)
+        assert len(pickle.dumps(preparer.worker)) < 2000
+        assert len(pickle.dumps(preparer.tickets(range(4000, 4008)))) < 2000
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_processes_give_what_the_source_has(tmp_path: Path, num_workers: int) -> None:
+    files = pictures_in(tmp_path, 12)
+    (tmp_path / files.names[3]).write_bytes((tmp_path / files.names[4]).read_bytes())
+    preparer = Preparer(source=files, preparations=PREPARATIONS)
+    sheets = [Sheet(range(0, 10), ("inception", "clip")), Sheet(range(10, 12), ("clip",))]
+    with Preparations(preparer, num_workers) as preparations:
+        found = list(preparations.of(sheets))
+    assert [sheet for sheet, _ in found] == sheets
+    assert list(found[0][1].broken) == [3]
+    assert "it is not the file that its ledger names" in found[0][1].broken[3]
+    for sheet, made in found:
+        assert made.inputs.keys() == set(sheet.names)
+        for row, index in enumerate(sheet.indices):
+            if index != 3:
+                pixels, digest = files.load(index)
+                assert made.digests[row].tobytes() == digest
+                assert np.array_equal(made.inputs["clip"][row], PREPARATIONS["clip"](pixels))

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy.typing as npt
 
 from halation.data.decode import BrokenPictureError
 from halation.data.workers import Workers
-from halation.evaluation.sources import Source
+from halation.evaluation.sources import Loaded, Source
 
 PIECE = 8
 """Pictures a process prepares at a time; less would be mostly talk, more would keep the extractor waiting."""
@@ -98,19 +99,31 @@ def joined(pieces: Sequence[Prepared]) -> Prepared:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Worker:
+    """What travels to a process once: how a picture is had, and how each extractor wants it; which ones comes with each request."""
+
+    load: Callable[[Any], Loaded]
+    preparations: Mapping[str, Prepare]
+
+    def __call__(self, tickets: Sequence[tuple[int, Any]], names: Sequence[str]) -> Prepared:
+        pictures = [(index, partial(self.load, ticket)) for index, ticket in tickets]
+        # One thread: there is a process for every core already.
+        return prepare(pictures, {name: self.preparations[name] for name in names}, num_threads=1)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Preparer:
-    """What travels to a process: the source, and how each extractor wants its pictures."""
+    """A source's pictures, and how each extractor wants them."""
 
     source: Source
     preparations: Mapping[str, Prepare]
 
-    def __call__(self, indices: Sequence[int], names: Sequence[str]) -> Prepared:
-        def loader(index: int) -> Callable[[], tuple[npt.NDArray[np.uint8], bytes]]:
-            return lambda: self.source.load(index)
+    @property
+    def worker(self) -> Worker:
+        return Worker(load=self.source.loader, preparations=self.preparations)
 
-        wanted = {name: self.preparations[name] for name in names}
-        # One thread: there is a process for every core already.
-        return prepare([(index, loader(index)) for index in indices], wanted, num_threads=1)
+    def tickets(self, indices: Iterable[int]) -> list[tuple[int, Any]]:
+        return [(index, self.source.ticket(index)) for index in indices]
 
 
 class Sheet(NamedTuple):
@@ -125,7 +138,8 @@ class Preparations:
 
     def __init__(self, preparer: Preparer, num_workers: int) -> None:
         self.preparer = preparer
-        self._workers = Workers(preparer, num_workers) if num_workers else None
+        self._worker = preparer.worker
+        self._workers = Workers(self._worker, num_workers) if num_workers else None
 
     def __enter__(self) -> Preparations:
         return self
@@ -137,7 +151,7 @@ class Preparations:
     def of(self, sheets: Iterable[Sheet]) -> Iterator[tuple[Sheet, Prepared]]:
         if self._workers is None:
             for sheet in sheets:
-                yield sheet, self.preparer(sheet.indices, sheet.names)
+                yield sheet, self._worker(self.preparer.tickets(sheet.indices), sheet.names)
             return
         coming = iter(sheets)
         ahead: deque[tuple[Sheet, list[Future[Prepared]]]] = deque()
@@ -152,7 +166,7 @@ class Preparations:
             yield sheet, joined([piece.result() for piece in pieces])
 
     def _ask(self, workers: Workers[Prepared], indices: range, names: Sequence[str]) -> Future[Any]:
-        return workers.ask(list(indices), list(names))
+        return workers.ask(self.preparer.tickets(indices), list(names))
 
 
 def _cut(indices: range) -> list[range]:

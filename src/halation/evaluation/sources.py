@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -28,8 +29,15 @@ class Loaded(NamedTuple):
     digest: bytes
 
 
+class FileTicket(NamedTuple):
+    """A picture file, and the SHA-256 that a ledger promises of it, if one does."""
+
+    path: str
+    sha256: str | None
+
+
 class Source(Protocol):
-    """Pictures by index; it travels to the processes that decode."""
+    """Pictures by index; only `loader` and tickets travel to the processes that decode: it may name millions."""
 
     @property
     def captions(self) -> tuple[str, ...] | None:
@@ -48,8 +56,15 @@ class Source(Protocol):
     def name(self, index: int) -> str:
         """How a person finds picture `index`."""
 
+    @property
+    def loader(self) -> Callable[[Any], Loaded]:
+        """Picture of a ticket, in any process: picklable and small; BrokenPictureError where there is no picture to be had."""
+
+    def ticket(self, index: int) -> Any:
+        """What `loader` needs to know of picture `index`: picklable and small."""
+
     def load(self, index: int) -> Loaded:
-        """BrokenPictureError where there is no picture to be had."""
+        """`loader` of `ticket`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,15 +96,15 @@ class Files:
     def name(self, index: int) -> str:
         return str(self.folder / self.names[index])
 
+    @property
+    def loader(self) -> Callable[[FileTicket], Loaded]:
+        return load_file
+
+    def ticket(self, index: int) -> FileTicket:
+        return FileTicket(self.name(index), None if self.digests is None else self.digests[index])
+
     def load(self, index: int) -> Loaded:
-        try:
-            data = (self.folder / self.names[index]).read_bytes()
-        except OSError as error:
-            raise BrokenPictureError(error.strerror or str(error)) from None
-        digest = hashlib.sha256(data)
-        if self.digests is not None and digest.hexdigest() != self.digests[index]:
-            raise BrokenPictureError("it is not the file that its ledger names: it was changed or damaged")
-        return Loaded(whole(data), digest.digest())
+        return self.loader(self.ticket(index))
 
     def first(self, num: int) -> Files:
         """The first so many."""
@@ -132,9 +147,33 @@ class Scenes:
     def name(self, index: int) -> str:
         return f"held-out street scene {index}"
 
+    @property
+    def loader(self) -> Callable[[int], Loaded]:
+        return partial(load_scene, self.size, self.num)
+
+    def ticket(self, index: int) -> int:
+        return index
+
     def load(self, index: int) -> Loaded:
-        pixels = self._streets.heldout(index).pixels
-        return Loaded(pixels, hashlib.sha256(pixels.tobytes()).digest())
+        return self.loader(self.ticket(index))
+
+
+def load_file(ticket: FileTicket) -> Loaded:
+    """The whole picture of a file, as its ledger promises it."""
+    try:
+        data = Path(ticket.path).read_bytes()
+    except OSError as error:
+        raise BrokenPictureError(error.strerror or str(error)) from None
+    digest = hashlib.sha256(data)
+    if ticket.sha256 is not None and digest.hexdigest() != ticket.sha256:
+        raise BrokenPictureError("it is not the file that its ledger names: it was changed or damaged")
+    return Loaded(whole(data), digest.digest())
+
+
+def load_scene(size: int, num: int, index: int) -> Loaded:
+    """Held-out street scene `index` of `num`."""
+    pixels = Streets(size, size, num_heldout=num).heldout(index).pixels
+    return Loaded(pixels, hashlib.sha256(pixels.tobytes()).digest())
 
 
 def hashed(value: Any) -> str:

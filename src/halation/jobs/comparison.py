@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from halation import runs
 from halation.config.train import TrainConfig
 from halation.data.base import Pictures
-from halation.data.decode import BrokenPictureError
+from halation.data.decode import decode
 from halation.data.images import ImageFolder
 from halation.data.sources import check_pictures, open_pictures
 from halation.data.streets import caption, mentioned, scene
@@ -48,12 +50,21 @@ class Trained:
     def name(self, index: int) -> str:
         return str(self.pictures.folder / self.pictures.file_name(index))
 
+    @property
+    def loader(self) -> Callable[[str], Loaded]:
+        return partial(load_trained, self.pictures.height, self.pictures.width)
+
+    def ticket(self, index: int) -> str:
+        return self.name(index)
+
     def load(self, index: int) -> Loaded:
-        try:
-            pixels = self.pictures.train(index).pixels
-        except InputError as error:
-            raise BrokenPictureError(error.found) from None
-        return Loaded(pixels, hashlib.sha256(pixels.tobytes()).digest())
+        return self.loader(self.ticket(index))
+
+
+def load_trained(height: int, width: int, path: str) -> Loaded:
+    """The picture of a file as a run at this size sees it."""
+    pixels = decode(Path(path), height, width)
+    return Loaded(pixels, hashlib.sha256(pixels.tobytes()).digest())
 
 
 @dataclass(frozen=True, kw_only=True)
