@@ -56,14 +56,14 @@ class Desk:
 
     def finish(self, chunk: int) -> None:
         """Put the chunk away."""
-        rows = {name: np.concatenate([part[name] for part in self._rows]) for name in self._rows[0]}
+        parts, self._rows = self._rows, []  # gone whatever becomes of the writing: the next chunk must not find them
+        rows = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         if self.moments_only:
             found = moments(rows["features"])
             rows = {"num": np.array([found.num]), "mean": found.mean[None], "scatter": found.scatter[None]} | {
                 name: rows[name] for name in ("digests", "sizes")
             }
         self.store.put(chunk, rows)
-        self.drop()
 
     def drop(self) -> None:
         self._rows.clear()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
 from halation.errors import HalationError, InputError
 from halation.evaluation.agreement import agreement
@@ -86,7 +87,7 @@ def measure(subject: Subject, rules: Rules) -> dict[str, dict[str, Any]]:
     try:
         with one_thread():
             found = _MEASURES[subject.metric](subject, rules)
-    except ValueError as error:
+    except (ValueError, torch.linalg.LinAlgError) as error:
         raise HalationError(f"{subject.metric} cannot be computed: {error}") from error
     broken = [name for name, one in found.items() if not np.isfinite(one.value)]
     if broken:
@@ -175,13 +176,11 @@ def _frechet(subject: Subject, rules: Rules) -> dict[str, Found]:
     assert other is not None
     assert one.moments is not None
     assert other.moments is not None
-    deficient = False
     if one.features is not None and other.features is not None and _are_few(one.features, other.features):
-        deficient = True
         value = frechet_distance_of_few(one.features, other.features, device=rules.device)
     else:
         value = frechet_distance(one.moments, other.moments, device=rules.device)
-    details: dict[str, Any] = {"rank_deficient": deficient}
+    details: dict[str, Any] = {"rank_deficient": any(_is_deficient(side) for side in (one, other))}
     if rules.bootstrap:
         if one.features is None:
             raise InputError(
@@ -196,6 +195,12 @@ def _frechet(subject: Subject, rules: Rules) -> dict[str, Found]:
         details["bootstrap_bias"] = interval.bias
         details["bootstrap"] = rules.bootstrap
     return {subject.metric: Found(value=value, details=details)}
+
+
+def _is_deficient(side: Side) -> bool:
+    """Whether there are so few pictures that the covariance has no inverse."""
+    assert side.moments is not None
+    return side.num is not None and side.num <= len(side.moments.mean)
 
 
 def _are_few(*sides: Features) -> bool:

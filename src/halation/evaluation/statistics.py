@@ -20,7 +20,7 @@ from halation.runs import publish
 
 FORMAT = "halation statistics 1"
 SUFFIXES = (".npz", ".safetensors")
-_DECIDES = ("extractor", "weights_sha256", "resize", "dtype")
+_DECIDES = ("extractor", "weights_sha256", "model_sha256", "preparation", "resize", "dtype")
 """Facts in which two sets of features must agree to be compared."""
 
 
@@ -48,6 +48,12 @@ def read_statistics(paths: Sequence[Path], extractor_facts: Mapping[str, Any]) -
         _check(one, extractor_facts)
     if len(found) == 1:
         return found[0]
+    if len({one.hash for one in found}) < len(found):
+        raise InputError(
+            f"the same statistics twice in --reference {' '.join(map(str, paths))}",
+            "statistics of different pictures, where several are merged",
+            "leave one of them out",
+        )
     parts = [one.moments for one in found if isinstance(one.moments, Moments)]
     if len(parts) < len(found):
         path = next(one.path for one in found if isinstance(one.moments, Gaussian))
@@ -93,10 +99,11 @@ def _ours(path: Path, digest: str) -> Statistics:
                     f"{path} does not hold statistics", "a file that --save_statistics wrote", "check --reference"
                 )
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
-    except SafetensorError as error:
+        moments = Moments(num=int(arrays["num"][0]), mean=arrays["mean"], scatter=arrays["scatter"])
+        facts: dict[str, Any] = json.loads(about["facts"])
+    except (SafetensorError, KeyError, IndexError, ValueError) as error:
         raise _damaged(path, error) from error
-    moments = Moments(num=int(arrays["num"][0]), mean=arrays["mean"], scatter=arrays["scatter"])
-    facts: dict[str, Any] = json.loads(about["facts"])
+    _check_numbers(path, moments.mean, moments.scatter)
     return Statistics(path=path, hash=digest, moments=moments, features=arrays.get("features"), facts=facts)
 
 
@@ -110,20 +117,31 @@ def _npz(path: Path, digest: str) -> Statistics:
                     "the arrays mu and sigma, as pytorch-fid and ADM write them",
                     "make statistics of those pictures: halation evaluate --generated FOLDER --save_statistics F.safetensors",
                 )
-            mean, covariance = file["mu"].astype(np.float64), file["sigma"].astype(np.float64)
-    except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile) as error:
+            mean, covariance = file["mu"], file["sigma"]
+    except (ValueError, TypeError, AttributeError, OSError, EOFError, KeyError, zipfile.BadZipFile) as error:
         raise _damaged(path, error) from error
-    if mean.ndim != 1 or covariance.shape != (len(mean), len(mean)):
-        raise InputError(
-            f"{path}: mu has shape {mean.shape} and sigma {covariance.shape}",
-            "a vector and a square matrix of its length",
-            "check --reference",
-        )
-    if not (np.isfinite(mean).all() and np.isfinite(covariance).all()):
-        raise InputError(f"{path}: mu or sigma holds NaN or infinity", "finite numbers", "make the statistics again")
+    _check_numbers(path, mean, covariance)
+    mean, covariance = mean.astype(np.float64), covariance.astype(np.float64)
     return Statistics(
         path=path, hash=digest, moments=Gaussian(mean=mean, covariance=covariance), features=None, facts={}
     )
+
+
+def _check_numbers(path: Path, mean: np.ndarray, covariance: np.ndarray) -> None:
+    if mean.ndim != 1 or covariance.shape != (len(mean), len(mean)):
+        raise InputError(
+            f"{path}: the mean has shape {mean.shape} and the covariance {covariance.shape}",
+            "a vector and a square matrix of its length",
+            "check --reference",
+        )
+    if mean.dtype.kind != "f" or covariance.dtype.kind != "f":
+        raise InputError(f"{path}: numbers of type {covariance.dtype}", "real numbers", "make the statistics again")
+    if not (np.isfinite(mean).all() and np.isfinite(covariance).all()):
+        raise InputError(
+            f"{path}: mean or covariance holds NaN or infinity", "finite numbers", "make the statistics again"
+        )
+    if np.abs(covariance - covariance.T).max() > 1e-6 * np.abs(covariance).max():
+        raise InputError(f"{path}: a covariance that is not symmetric", "a covariance", "make the statistics again")
 
 
 def _damaged(path: Path, error: Exception) -> InputError:

@@ -1,8 +1,10 @@
-"""Features on disk, a file for each chunk of pictures: what is there need not be computed again, and is read back by index."""
+"""Features on disk, a file for each chunk of pictures: what is there and whole need not be computed again, and is read back by index."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import os
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,9 +14,16 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from halation.errors import InputError
-from halation.runs import publish
+from halation.runs import publish, writer_of
 
+FORMAT = 1
+"""Counts changes of what a chunk holds; part of every key."""
+SEAL = "seal"
 Arrays = Mapping[str, np.ndarray]
+
+
+class Damaged(Exception):
+    """A chunk that is not what was written; the text says why."""
 
 
 class Store:
@@ -36,26 +45,54 @@ class Store:
         return bisect_right(self.starts, index) - 1
 
     def missing(self) -> list[int]:
+        """Chunks without a file."""
         try:
             there = {path.name for path in self.folder.iterdir()}
         except FileNotFoundError:
             there = set()
         return [chunk for chunk in range(self.num_chunks) if self._path(chunk).name not in there]
 
+    def sweep(self) -> list[int]:
+        """Remove damaged chunks and what killed writers left; returns the missing ones. For one process, before others begin."""
+        missing = self.missing()
+        for chunk in sorted(set(range(self.num_chunks)) - set(missing)):
+            try:
+                self._read(chunk)
+            except Damaged:
+                self._path(chunk).unlink(missing_ok=True)
+        for path in self.folder.glob(".*.tmp"):
+            if not _lives(writer_of(path)):
+                with contextlib.suppress(OSError):
+                    path.unlink()
+        return self.missing()
+
     def put(self, chunk: int, arrays: Arrays) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        publish(self._path(chunk), save({name: np.ascontiguousarray(array) for name, array in arrays.items()}), "chunk")
+        whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+        publish(self._path(chunk), save(whole | {SEAL: _seal(whole)}), "chunk")
 
     def get(self, chunk: int) -> dict[str, np.ndarray]:
-        path = self._path(chunk)
         try:
-            arrays: dict[str, np.ndarray] = load(path.read_bytes())
-        except (OSError, SafetensorError) as error:
-            with contextlib.suppress(OSError):
-                path.unlink()
+            return self._read(chunk)
+        except (Damaged, FileNotFoundError) as error:
             raise InputError(
-                f"{path} cannot be read: {error}", "features as they were written", "run the same command again"
+                f"{self._path(chunk)}: {error}", "features as they were written", "run the same command again"
             ) from error
+
+    def _read(self, chunk: int) -> dict[str, np.ndarray]:
+        """safetensors does not notice a flipped bit, so the arrays are sealed with their hash."""
+        try:
+            arrays: dict[str, np.ndarray] = load(self._path(chunk).read_bytes())
+        except SafetensorError as error:
+            raise Damaged(f"it cannot be read ({error})") from error
+        seal = arrays.pop(SEAL, None)
+        if seal is None or not np.array_equal(seal, _seal(arrays)):
+            raise Damaged("its bytes are not those that were written")
+        num = len(self.rows(chunk))
+        if "num" in arrays and int(arrays["num"][0]) != num:
+            raise Damaged(f"it stands for {arrays['num'][0]} pictures instead of {num}")
+        if "features" in arrays and {len(array) for array in arrays.values()} != {num}:
+            raise Damaged(f"it holds {len(arrays['features'])} rows instead of {num}")
         return arrays
 
     def blocks(self, name: str) -> Iterator[np.ndarray]:
@@ -70,3 +107,22 @@ class Store:
 
     def _path(self, chunk: int) -> Path:
         return self.folder / f"chunk_{chunk:07d}.safetensors"
+
+
+def _seal(arrays: Arrays) -> np.ndarray:
+    digest = hashlib.sha256()
+    for name in sorted(arrays):
+        digest.update(f"{name} {arrays[name].dtype} {arrays[name].shape}".encode())
+        digest.update(np.ascontiguousarray(arrays[name]).data)
+    return np.frombuffer(digest.digest(), np.uint8)
+
+
+def _lives(pid: int) -> bool:
+    """On another machine of a shared cache it may, so a number that is alive here protects a file too much rather than too little."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
