@@ -20,9 +20,10 @@ import run_folders
 from halation.config.evaluate import EvaluateConfig
 from halation.config.train import TrainConfig
 from halation.data.streets import caption, scene
-from halation.errors import Interrupted
+from halation.errors import HalationError, Interrupted
 from halation.jobs import evaluate
 from halation.jobs import train as job
+from halation.jobs.duties import Duties
 from halation.jobs.session import Session
 from halation.world import rng
 from halation.world.testing import RankPool, RanksFailed
@@ -202,12 +203,15 @@ def test_halation_evaluate_finds_the_same_numbers_for_the_same_pictures_of_the_r
         pytest.param("fsdp", "sample.decode:2:raise", 1, marks=pytest.mark.slow),
         pytest.param("auto", "sample.forward:2:raise", 1, marks=pytest.mark.slow),
         pytest.param("auto", "chunk.write:2:ENOSPC", 1, marks=pytest.mark.slow),
+        ("auto", "chunk.write:4:ENOSPC", 1),
+        pytest.param("fsdp", "chunk.write:5:ENOSPC", 0, marks=pytest.mark.slow),
         pytest.param("auto", "features:1:raise", 1, marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_raises_costs_one_evaluation_which_the_same_command_completes_to_the_same_numbers(
     ranks: RankPool, tmp_path: Path, trained: Callable[[str], Path], engine: str, point: str, culprit: int
 ) -> None:
+    """The first three chunks that a rank writes are of the reference, the next ones of its two or three sheets."""
     whole, folder, fired = trained(engine), tmp_path / "run", tmp_path / "fired"
     config = evaluated(folder, engine=engine, eval_every=NUM_STEPS)
     environment = {"HALATION_FAULT": f"{point}:{culprit}", "HALATION_FAULT_LOG": str(fired)}
@@ -221,7 +225,7 @@ def test_a_rank_that_raises_costs_one_evaluation_which_the_same_command_complete
         assert f"rank {culprit}: " in said
 
     kept = {path: path.stat().st_mtime_ns for path in folder.glob("evaluation/step_*/*/chunk_*")}
-    assert len(kept) == (0 if point.startswith(("features", "chunk")) else 4), (
+    assert len(kept) == (0 if point.startswith(("features", "chunk.write:2")) else 4), (
         "the other sheets need not be drawn again"
     )
     ranks.run(2, rank_jobs.train, config)
@@ -229,6 +233,46 @@ def test_a_rank_that_raises_costs_one_evaluation_which_the_same_command_complete
     drawn = [line for line in run_folders.log_of(folder, 0).splitlines() if "sheets for an evaluation" in line]
     assert f"drawing {5 - len(kept)} of 5 sheets" in drawn[-1]
     assert {row["metric"] for row in run_folders.metrics(folder) if "num_generated" in row} == NAMES
+
+
+class Clumsy(Session):
+    """Whose evaluations fail on all ranks after the first sheet, while the averages sit in the model."""
+
+    num_failures = 0
+
+    def _make_duties(self) -> Duties:
+        duties = super()._make_duties()
+        asked = 0
+
+        def stop() -> int:
+            nonlocal asked
+            asked = asked + 1 if duties.ema.is_swapped else 0
+            if asked == 2:
+                asked = 0
+                self.num_failures += 1
+                raise HalationError("clumsy")
+            return 0
+
+        duties.stop = stop
+        return duties
+
+
+def train_clumsily(world: Any, config: TrainConfig) -> int:
+    with job._hold(config, world, alone=False), Clumsy(world, config) as session:
+        session.run()
+        return session.num_failures
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("engine", ["fsdp", pytest.param("auto", marks=pytest.mark.slow)])
+def test_an_evaluation_that_fails_in_the_middle_of_its_drawing_leaves_the_bits_of_training(
+    ranks: RankPool, tmp_path: Path, trained: Callable[[str], Path], engine: str
+) -> None:
+    assert ranks.run(2, train_clumsily, evaluated(tmp_path, engine=engine)) == [NUM_STEPS] * 2
+    assert not list(tmp_path.glob("evaluation/step_*.json"))
+    assert "the evaluation of step 1 failed; training goes on: clumsy" in run_folders.log_of(tmp_path, 0)
+    assert run_folders.losses(tmp_path) == run_folders.losses(trained(engine))
+    assert run_folders.saved(tmp_path, NUM_STEPS) == run_folders.saved(trained(engine), NUM_STEPS)
 
 
 @pytest.mark.faults

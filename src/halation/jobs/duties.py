@@ -60,12 +60,11 @@ class Duties:
         if "samples" in wanted and self.world.first:
             self._claim(step)
         drawn: list[tuple[Place, list[Row]]] = []
-        with self.ema.swapped():
+        with self._averaged():
             if "heldout" in wanted:
                 self._heldout(step)
             if "samples" in wanted:
                 drawn.append(self._draw(step, ""))
-            self.engine.at_rest()
         if "raw" in wanted:
             drawn.append(self._draw(step, "_raw"))
             self.engine.at_rest()
@@ -162,9 +161,12 @@ class Duties:
 
     @contextlib.contextmanager
     def _averaged(self) -> Iterator[None]:
+        """The averages in the model's place; whatever happens inside, shards are where the EMA expects them when it goes back."""
         with self.ema.swapped():
-            yield
-            self.engine.at_rest()
+            try:
+                yield
+            finally:
+                self.engine.at_rest()
 
     def _tell(self, report: Report) -> None:
         """The report's numbers to metrics.jsonl and the trackers, unless a kill came between the report and the rest of this."""
