@@ -78,7 +78,8 @@ class Preview:
             unit.compile(dynamic=False)
 
     def draw(self, num_pictures: int, sheet_size: int) -> Path:
-        from halation.training.sampling import Drawing, Place, SampleSettings
+        from halation.training.sample_files import Place
+        from halation.training.sampling import Drawing, SampleSettings
 
         setting = self.setting
         settings = SampleSettings(

@@ -148,7 +148,8 @@ class Patterns:
         )  # fmt: skip
 
     def _draw(self, world: Any) -> None:
-        from halation.training.sampling import Drawing, Place
+        from halation.training.sample_files import Place
+        from halation.training.sampling import Drawing
 
         drawing = Drawing(world, self.denoiser, self.settings, sharded=False, timeout_s=600, stop=lambda: 0)
         rows = drawing.run(Place(folder=self.place / f"drawing_{self.number}"), f"{self.number}")

@@ -20,7 +20,8 @@ from halation.config.train import TrainConfig
 from halation.jobs import train as job
 from halation.jobs.models import find, load_denoiser, sampling_of
 from halation.jobs.session import Session
-from halation.training.sampling import Drawing, Place, SampleSettings, publish_index
+from halation.training.sample_files import Place, publish_index
+from halation.training.sampling import Drawing, SampleSettings
 from halation.world import rng
 from halation.world.testing import RankPool
 

@@ -11,7 +11,7 @@ import pytest
 
 from halation import faults
 from halation.specs import Spec
-from halation.training.sampling import NUM_WRITERS, Place, Writer, is_drawn
+from halation.training.sample_files import NUM_WRITERS, Place, Writer, is_drawn
 
 PIXELS = np.full((8, 8, 3), 90, np.uint8)
 

@@ -24,7 +24,8 @@ from halation.png import read_png
 from halation.runs import publish_json
 from halation.training import heldout
 from halation.training.objectives import flow_matching
-from halation.training.sampling import Drawing, Place, Row, SampleSettings, is_drawn, publish_index
+from halation.training.sample_files import Place, Row, is_drawn, publish_index
+from halation.training.sampling import Drawing, SampleSettings
 from halation.training.trackers import Tracker
 from halation.world.engines import Engine
 from halation.world.ranks import Vigil, World

@@ -153,7 +153,8 @@ def _draw(world: World, config: SampleConfig, folder: Path) -> None:
     import torch
 
     from halation.jobs.models import load_denoiser, sampling_of
-    from halation.training.sampling import Drawing, Place, SampleSettings, publish_index
+    from halation.training.sample_files import Place, publish_index
+    from halation.training.sampling import Drawing, SampleSettings
     from halation.training.trackers import Progress
     from halation.world.signals import StopSignals
 

@@ -9,7 +9,8 @@ from itertools import cycle, islice
 import numpy as np
 
 from halation.specs import Sheet
-from halation.training.sampling import Row, SampleSettings
+from halation.training.sample_files import Row
+from halation.training.sampling import SampleSettings
 
 Take = Callable[[range, list[np.ndarray]], None]
 """What is done with the pictures of a whole sheet, given by their indices."""
