@@ -129,11 +129,14 @@ def test_named_series_of_a_metric_share_its_panel() -> None:
 def test_a_line_may_say_itself_which_numbers_are_better() -> None:
     lines = [{"step": 1, "metric": "speed", "value": 1.0, "better": "higher"}]
     assert metric_panels(lines)[0].best == "highest"
+    later = {"step": 2, "metric": "speed", "value": 2.0}
+    assert metric_panels([*lines, later])[0].best == "highest", "a line that says nothing takes nothing back"
+    assert metric_panels([{"step": 1, "metric": "clip", "value": 1.0, "better": "lower"}])[0].best == "lowest"
 
 
 def test_what_is_better_is_known_by_the_name() -> None:
     assert {direction(name) for name in ("fid", "fd", "kid", "heldout_loss", "KID-streets", "FD-DINOv2")} == {"lowest"}
-    names = ("is", "precision", "recall", "density", "coverage", "clip", "agreement")
+    names = ("is", "precision", "recall", "density", "coverage", "clip", "agreement", "Inception score", "CLIP score")
     assert {direction(name) for name in names} == {"highest"}
     assert direction("pictures_per_s") == ""
 

@@ -38,7 +38,7 @@ PANEL_WIDTH, PANEL_HEIGHT = 440, 280
 MARGIN, TITLE_SIZE, TYPE_SIZE, SMALL_SIZE = 20, 15, 12, 11
 LOWER_IS_BETTER = ("fid", "fd", "kid", "loss")
 BETTER: dict[str, Best] = {"lower": "lowest", "higher": "highest"}
-HIGHER_IS_BETTER = ("is", "precision", "recall", "density", "coverage", "clip", "agreement")
+HIGHER_IS_BETTER = ("is", "precision", "recall", "density", "coverage", "clip", "agreement", "score")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +68,10 @@ class Panel:
     best: Best = ""
 
 
-def direction(metric: str) -> Best:
-    """Whether less or more of a metric is better, by its name; empty where nobody knows."""
+def direction(metric: str, better: object = None) -> Best:
+    """Whether less or more of a metric is better: as somebody said (lower, higher), or else by its name; empty where nobody knows."""
+    if better in ("lower", "higher"):
+        return BETTER[str(better)]
     words = re.split(r"[^a-z0-9]+", metric.lower())
     if any(word in LOWER_IS_BETTER for word in words):
         return "lowest"
@@ -83,7 +85,7 @@ def metric_panels(lines: Iterable[Mapping[str, Any]]) -> list[Panel]:
     numbers are `better`: lower or higher.
     """
     titles: dict[str, str] = {}
-    better: dict[str, Best] = {}
+    better: dict[str, Any] = {}
     found: dict[str, dict[str, dict[int, Point]]] = {}
     for line in lines:
         metric, step, value = line.get("metric"), line.get("step"), line.get("value")
@@ -91,7 +93,7 @@ def metric_panels(lines: Iterable[Mapping[str, Any]]) -> list[Panel]:
             continue
         std = line.get("std")
         titles[metric] = str(line.get("name") or metric)
-        better[metric] = BETTER.get(str(line.get("better")), direction(metric))
+        better[metric] = line.get("better") or better.get(metric)
         series = found.setdefault(metric, {}).setdefault(str(line.get("series") or ""), {})
         series[step] = Point(step=step, value=float(value or 0), std=float(std or 0) if _is_number(std) else None)
     return [
@@ -101,7 +103,7 @@ def metric_panels(lines: Iterable[Mapping[str, Any]]) -> list[Panel]:
                 Series(name=name, points=tuple(points[step] for step in sorted(points)))
                 for name, points in by_name.items()
             ),
-            best=better[metric],
+            best=direction(metric, better[metric]),
         )
         for metric, by_name in found.items()
     ]

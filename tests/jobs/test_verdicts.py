@@ -64,6 +64,11 @@ def test_the_best_is_the_lowest_or_the_highest_by_what_the_number_means() -> Non
     found = [verdict(1, 3.0, 0.9), verdict(2, 1.0, 0.2), verdict(3, 1.0, 0.9)]
     assert verdicts.best_of(found, "fd").step == 2
     assert verdicts.best_of(found, "agreement").step == 1
+    opposite = [
+        Verdict(step=step, checkpoint="", metrics={"clip": entry("CLIP", value, better="lower")})
+        for step, value in ((1, 2.0), (2, 1.0))
+    ]
+    assert verdicts.best_of(opposite, "clip").step == 2, "what the evaluation says counts more than a name"
 
 
 def test_the_first_number_decides_unless_another_is_asked_for() -> None:

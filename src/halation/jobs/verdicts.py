@@ -65,8 +65,7 @@ def problem_of(evaluation: Any) -> str:
 
 def best_of(verdicts: Sequence[Verdict], metric: str) -> Verdict:
     """The earliest of those whose number nothing beats."""
-    higher = verdicts[-1].metrics[metric].get("better", "") == "higher" or direction(metric) == "highest"
-    sign = -1 if higher else 1
+    sign = -1 if direction(metric, verdicts[-1].metrics[metric].get("better")) == "highest" else 1
     return min(verdicts, key=lambda verdict: (sign * verdict.value(metric), verdict.step))
 
 
