@@ -24,6 +24,9 @@ class InputError(HalationError):
         self.expected = expected
         self.action = action
 
+    def __reduce__(self) -> tuple[type[InputError], tuple[str, str, str]]:
+        return type(self), (self.found, self.expected, self.action)  # or it could not come from another process
+
 
 class RankFailure(HalationError):
     """A rank failed, hangs or disagrees with the others; the message names it."""

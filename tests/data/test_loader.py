@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
+import struct
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import wait
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +22,8 @@ import pytest
 from halation.data.base import JSON, Picture
 from halation.data.loader import Batch, Batches
 from halation.data.order import Order
-from halation.data.workers import Workers, draw
+from halation.data.workers import WorkerDied, Workers, draw
+from halation.errors import HalationError, InputError
 
 
 class Counted:
@@ -203,6 +207,111 @@ def test_processes_outlive_the_thread_that_asks_them_first() -> None:
     finally:
         workers.close()
     assert not multiprocessing.active_children()
+
+
+class Dying(Counted):
+    """Picture 7 ends the process that makes it, as a decoder's crash or the system does."""
+
+    def train(self, index: int) -> Picture:
+        if index == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().train(index)
+
+
+def test_a_process_that_dies_is_an_error_in_seconds() -> None:
+    began = time.monotonic()
+    with pytest.raises(HalationError, match=r"killed by signal 9 .*memory ran out.*--num_workers"):  # noqa: SIM117
+        with Batches(Dying(pause_s=0.001), Order(0, 37), positions(50), num_workers=2) as batches:
+            list(batches)
+    assert time.monotonic() - began < 20
+    assert not multiprocessing.active_children()
+
+
+def test_after_a_death_nothing_that_is_asked_for_waits() -> None:
+    workers = Workers(partial(draw, Dying()), 2)
+    asked = [workers.ask("train", [index]) for index in (7, 1, 2, 3, 4, 5)]
+    with pytest.raises(WorkerDied) as death:
+        asked[0].result(timeout=20)
+    assert death.value.arguments == ("train", [7])
+    assert wait(asked, timeout=20).not_done == set()
+    with pytest.raises(WorkerDied):
+        workers.ask("train", [1]).result(timeout=20)
+    workers.close()
+    workers.close()
+    assert not multiprocessing.active_children()
+
+
+def cut_off() -> None:
+    """Begin an answer, as the pipe frames it, and die before it is whole."""
+    for number in (int(entry.name) for entry in Path("/proc/self/fd").iterdir()):
+        with contextlib.suppress(FileNotFoundError):
+            if number > 2 and os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
+                os.write(number, struct.pack("!i", 1000) + b"begun")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_death_in_the_middle_of_an_answer_is_noticed_too() -> None:
+    workers = Workers(cut_off, 2)
+    try:
+        with pytest.raises(WorkerDied, match="killed by signal 9"):
+            workers.ask().result(timeout=20)
+    finally:
+        workers.close()
+
+
+def refuse(kind: str) -> None:
+    if kind == "input":
+        raise InputError("found", "expected", "action")
+    raise Odd("here", "there")
+
+
+class Odd(Exception):
+    """It cannot be made again from its text, as pickle does it."""
+
+    def __init__(self, one: str, other: str) -> None:
+        super().__init__(one + other)
+
+
+def test_errors_come_back_from_processes_as_they_were_or_as_text() -> None:
+    workers = Workers(refuse, 1)
+    try:
+        with pytest.raises(InputError) as error:
+            workers.ask("input").result(timeout=20)
+        assert (error.value.found, error.value.expected, error.value.action) == ("found", "expected", "action")
+        with pytest.raises(RuntimeError, match="Odd: herethere"):
+            workers.ask("odd").result(timeout=20)
+        with pytest.raises(TypeError, match="refuse"):
+            workers.ask().result(timeout=20)
+    finally:
+        workers.close()
+
+
+def test_a_parent_that_closes_nothing_ends_and_obeys_sigterm(tmp_path: Path) -> None:
+    """Workers ignore signals; their parent's end must not wait for them."""
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import sys, time\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from functools import partial\n"
+        "from test_loader import Counted\n"
+        "from halation.data.workers import Workers, draw\n"
+        "if __name__ == '__main__':\n"
+        "    workers = Workers(partial(draw, Counted(pause_s=60.0)), 2)\n"
+        "    workers.ask('train', [1])\n"
+        "    print('asked', flush=True)\n"
+        "    time.sleep(float(sys.argv[1]))\n"
+    )
+    for pause_s, code in (("0.5", 0), ("60", -signal.SIGTERM)):
+        parent = subprocess.Popen([sys.executable, str(script), pause_s], stdout=subprocess.PIPE, text=True)
+        try:
+            assert parent.stdout is not None
+            assert parent.stdout.readline() == "asked\n"
+            if code:
+                parent.send_signal(signal.SIGTERM)
+            assert parent.wait(20) == code
+        finally:
+            parent.kill()
+            parent.communicate()
 
 
 def _runs(pid: int) -> bool:

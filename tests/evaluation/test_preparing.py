@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
 import pickle
+import re
+import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,13 +17,15 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from faults.commands import Started, halation, started, until
 from halation.data.decode import BrokenPictureError
-from halation.evaluation.preparing import Preparations, Prepared, Preparer, Sheet, own_cores, prepare
+from halation.errors import HalationError
+from halation.evaluation.preparing import Preparations, Prepare, Prepared, Preparer, Sheet, own_cores, prepare
 from halation.evaluation.sources import Files, Scenes, Source
 from halation.models.extractor_preparation import ShortestEdgeCrop, SquareResize
 from halation.png import encode_png
 
-PREPARATIONS = {
+PREPARATIONS: dict[str, Prepare] = {
     "inception": SquareResize(size=29, rule="clean"),
     "clip": ShortestEdgeCrop(shortest_edge=22, exact=None, crop=(22, 22), resample=3),
 }
@@ -125,3 +132,80 @@ def test_processes_give_what_the_source_has(tmp_path: Path, num_workers: int) ->
                 pixels, digest = files.load(index)
                 assert made.digests[row].tobytes() == digest
                 assert np.array_equal(made.inputs["clip"][row], PREPARATIONS["clip"](pixels))
+
+
+def refused(picture: npt.NDArray[np.uint8]) -> np.ndarray:
+    if picture.shape[0] == 46:
+        raise ValueError("too thin")
+    return PREPARATIONS["clip"](picture)
+
+
+def exhausted(picture: npt.NDArray[np.uint8]) -> np.ndarray:
+    if picture.shape[0] == 46:
+        raise MemoryError
+    return PREPARATIONS["clip"](picture)
+
+
+@pytest.mark.parametrize(
+    ("preparation", "why"), [(refused, "50 x 46 pixels .*too thin"), (exhausted, "not enough memory")]
+)
+def test_a_picture_that_cannot_be_prepared_is_a_broken_one(preparation: Prepare, why: str) -> None:
+    found = prepare([(index, loader(index)) for index in (4, 6, 7)], {"one": preparation}, num_threads=1)
+    assert list(found.broken) == [6]
+    assert re.search(why, found.broken[6])
+    assert found.inputs["one"].shape == (3, 22, 22, 3)
+    assert not found.inputs["one"][1].any()
+    assert not found.digests[1].any()
+
+
+def die(picture: npt.NDArray[np.uint8]) -> np.ndarray:
+    """What a decoder's crash or the system does to a process."""
+    if picture.shape[0] == 40 + 103:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return picture[:8, :8]
+
+
+def test_a_decode_process_that_dies_names_the_pictures_it_had_in_hand(tmp_path: Path) -> None:
+    files = pictures_in(tmp_path, 12)
+    began = time.monotonic()
+    with pytest.raises(HalationError) as error:  # noqa: SIM117
+        with Preparations(Preparer(source=files, preparations={"one": die}), 2) as preparations:
+            list(preparations.of([Sheet(range(12), ("one",))]))
+    assert time.monotonic() - began < 20
+    said = str(error.value)
+    assert "killed by signal 9" in said
+    assert "--decode_workers" in said
+    assert [name for name in files.names if str(tmp_path / name) in said] == list(files.names[:8])
+    assert error.value.exit_code == 1
+
+
+def decoders(command: Started) -> list[int]:
+    return [pid for pid, words in command.alive().items() if "spawn_main" in words]
+
+
+@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM])
+def test_the_command_ends_in_seconds_when_a_decode_process_does_or_when_it_is_told_to(
+    tmp_path: Path, ending: signal.Signals
+) -> None:
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
+    for number in range(300):
+        (folder / f"{number:03d}.png").write_bytes(encode_png(pixels, {}))
+    words = ["evaluate", "--generated", str(folder), "--reference", str(folder), "--metrics", "fd", "--allow_few"]
+    words += ["--extractor", "streets", "--decode_workers", "2", "--batch_size", "4", "--nproc", "1"]
+    words += ["--progress", "none", "--cache_dir", str(tmp_path / "cache")]
+    with started(halation(words), tmp_path / "log") as command:
+        until(lambda: len(decoders(command)) == 2, command=command)
+        victim = decoders(command)[0]
+        os.kill(victim, signal.SIGSTOP)  # whatever it has in hand, the command comes to wait for it
+        time.sleep(1)
+        os.kill(victim if ending == signal.SIGKILL else command.process.pid, ending)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGCONT)
+        assert command.process.wait(20) == (1 if ending == signal.SIGKILL else 128 + signal.SIGTERM), command.said()
+        command.until_gone(5)
+        if ending == signal.SIGKILL:
+            assert "killed by signal 9" in command.said()
+            assert str(folder / "0") in command.said()
+            assert "Traceback" not in command.said()

@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from halation.data.decode import BrokenPictureError
-from halation.data.workers import Workers
+from halation.data.workers import WorkerDied, Workers
+from halation.errors import HalationError
 from halation.evaluation.sources import Loaded, Source
 
 PIECE = 8
@@ -47,14 +48,14 @@ def prepare(
 
     def ready(picture: tuple[int, Callable[[], tuple[npt.NDArray[np.uint8], bytes]]]) -> _Ready:
         index, load = picture
-        broken = {}
         try:
             pixels, digest = load()
+            return _ready(pixels, digest, preparations, {})
         except BrokenPictureError as error:
-            broken[index] = str(error)
-            pixels, digest = np.zeros((8, 8, 3), np.uint8), bytes(32)
-        inputs = {name: one(pixels) for name, one in preparations.items()}
-        return _Ready(inputs, np.frombuffer(digest, np.uint8), pixels.shape[:2], broken)
+            why = str(error)
+        except MemoryError:
+            why = "there is not enough memory for it"
+        return _ready(np.zeros((8, 8, 3), np.uint8), bytes(32), preparations, {index: why})
 
     rows = _by_threads(ready, list(pictures), num_threads or own_cores())
     stacked = {name: np.stack([row.inputs[name] for row in rows]) for name in preparations}
@@ -73,6 +74,17 @@ class _Ready(NamedTuple):
     digest: npt.NDArray[np.uint8]
     size: tuple[int, ...]
     broken: dict[int, str]
+
+
+def _ready(
+    pixels: npt.NDArray[np.uint8], digest: bytes, preparations: Mapping[str, Prepare], broken: dict[int, str]
+) -> _Ready:
+    try:
+        inputs = {name: one(pixels) for name, one in preparations.items()}
+    except ValueError as error:
+        height, width = pixels.shape[:2]
+        raise BrokenPictureError(f"{width} x {height} pixels cannot be prepared for an extractor: {error}") from error
+    return _Ready(inputs, np.frombuffer(digest, np.uint8), pixels.shape[:2], broken)
 
 
 def _by_threads(work: Callable[[Item], _Ready], items: Sequence[Item], num_threads: int) -> list[_Ready]:
@@ -163,10 +175,25 @@ class Preparations:
             if not ahead:
                 return
             sheet, pieces = ahead.popleft()
-            yield sheet, joined([piece.result() for piece in pieces])
+            try:
+                made = joined([piece.result() for piece in pieces])
+            except WorkerDied as error:
+                raise self._named(error) from error
+            yield sheet, made
 
     def _ask(self, workers: Workers[Prepared], indices: range, names: Sequence[str]) -> Future[Any]:
         return workers.ask(self.preparer.tickets(indices), list(names))
+
+    def _named(self, error: WorkerDied) -> HalationError:
+        """Which pictures it had in hand: one of them is to blame where a decoder crashed."""
+        tickets = error.arguments[0] if error.arguments else []
+        names = "\n".join(f"  {self.preparer.source.name(index)}" for index, _ in tickets)
+        return HalationError(
+            f"a process that decodes pictures {error.how} while it had these in hand:\n{names}\n"
+            "  expected: processes that last: a decoder crashed on one of these pictures, or memory ran out\n"
+            "  to do:    remove the one that cannot be decoded, or use fewer processes (--decode_workers, in training --num_workers); "
+            "then run the same command again"
+        )
 
 
 def _cut(indices: range) -> list[range]:
