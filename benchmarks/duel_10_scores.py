@@ -88,6 +88,7 @@ def opened(setting: Setting, work: Path, fid: Any) -> Bench:
         "clip": open_extractor("clip", device=str(device), weights=str(clip)),
     }
     real = scored.pictures(min(setting.num, MOST_REFERENCE), setting.size, 1.6, seed=1000)
+    shutil.rmtree(work / "reference", ignore_errors=True)  # a kept --work may hold those of another number of pictures
     desks = _desks({"main": extractors["main"]}, work / "reference", len(real), None)
     extraction_of(_drawn(real, desks, Turn()), desks, device)
     reference = side_of(desks["main"], None)
