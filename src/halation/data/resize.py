@@ -16,6 +16,8 @@ import numpy.typing as npt
 from PIL import Image
 
 Rule = Literal["clean", "tf", "torch"]
+VERSION = 1
+"""Counts changes that change a float; part of what features are known by."""
 RULES: tuple[Rule, ...] = get_args(Rule)
 Floats = npt.NDArray[np.float32]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +14,15 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from PIL import Image
 
 from halation.errors import InputError
-from halation.models.extractor_preparation import ShortestEdgeCrop
+from halation.models.extractor_preparation import ShortestEdgeCrop, described
 from halation.models.extractor_weights import is_offline, sha256_of
 from halation.models.pipeline_files import PICKLES, read_json
 
 _FILES = ("*.json", "*.txt", "*.safetensors")
+TOKENIZER_FILES = (
+    *("added_tokens.json", "merges.txt", "special_tokens_map.json"),
+    *("tokenizer.json", "tokenizer_config.json", "vocab.json"),
+)
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
@@ -39,10 +44,18 @@ class ModelFolder:
         """Over all weight files, in the order of their names."""
         return sha256_of(_weights(self.path))
 
+    def model_sha256(self) -> str:
+        """Over what makes a network, and a text's tokens, of the weights: names and contents, in the order of the names."""
+        digest = hashlib.sha256()
+        for name in ("config.json", *(TOKENIZER_FILES if self.family == "clip" else ())):
+            if (self.path / name).is_file():
+                digest.update(f"{name} {sha256_of([self.path / name])}\n".encode())
+        return digest.hexdigest()
 
-def find_folder(given: str) -> ModelFolder:
-    """The local folder of that name, or the hub's, downloaded once to the hub's own cache."""
-    path = Path(given) if Path(given).is_dir() else _from_hub(given)
+
+def find_folder(given: str, flag: str = "--weights") -> ModelFolder:
+    """The local folder of that name, or the hub's, downloaded once to the hub's own cache; `flag` names another."""
+    path = Path(given) if Path(given).is_dir() else _from_hub(given, flag)
     if not (path / "config.json").is_file():
         raise InputError(
             f"{path} has no config.json", "the whole folder of a DINOv2 or CLIP model", "copy the model again"
@@ -69,7 +82,7 @@ def _weights(path: Path) -> list[Path]:
     return sorted(file for file in path.iterdir() if file.suffix == ".safetensors")
 
 
-def _from_hub(name: str) -> Path:
+def _from_hub(name: str, flag: str) -> Path:
     why = "it is not in the hub's cache, and the environment says to stay offline (HF_HUB_OFFLINE)"
     try:
         # Subfolders hold the same weights for other runtimes.
@@ -81,7 +94,7 @@ def _from_hub(name: str) -> Path:
         raise InputError(
             f"{name} is neither a folder nor a name on the hub",
             "a local folder, or owner/name on the Hugging Face hub",
-            "check --weights",
+            f"check {flag}",
         ) from error
     except (HfHubHTTPError, httpx.HTTPError) as error:
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -91,7 +104,7 @@ def _from_hub(name: str) -> Path:
     raise InputError(
         f"the model {name!r} is neither a folder nor to be had from the hub: {why}",
         "a local folder, or a name on the Hugging Face hub that can be reached",
-        f"on a machine with a network: `hf download {name} --local-dir FOLDER`, copy the folder here and give it by --weights FOLDER",
+        f"on a machine with a network: `hf download {name} --local-dir FOLDER`, copy the folder here and give it by {flag} FOLDER",
     ) from None
 
 
@@ -103,6 +116,12 @@ class ClipInput:
     rescale: float
     mean: tuple[float, ...]
     std: tuple[float, ...]
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """JSON that differs wherever what the model sees may."""
+        shown = {"rescale": self.rescale, "mean": list(self.mean), "std": list(self.std)}
+        return {**described(self.preparation), **shown}
 
 
 def clip_input(folder: ModelFolder) -> ClipInput:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from halation.errors import InputError
-from halation.models.extractor_preparation import Rule, SquareResize
+from halation.models.extractor_preparation import Rule, SquareResize, described
 from halation.models.extractor_weights import FID_SHA256, default_weights, read_tensors, sha256_of
 from halation.models.extractors import DTYPES, Extractor
 from halation.models.inception import NUM_FEATURES, SIZE, inception_from, unfit
@@ -20,14 +20,14 @@ NORMALISATION: dict[Rule, str] = {"clean": "(x-128)/128", "tf": "(x-128)/128", "
 class InceptionExtractor(Extractor):
     """Features of the last average pooling (2048), and logits without bias (1008) for the inception score."""
 
-    def __init__(self, weights: str, *, device: str, dtype: str, rule: Rule) -> None:
-        file = Path(weights) if weights else default_weights()
-        tensors = read_tensors(file)
+    def __init__(self, weights: str, *, device: str, dtype: str, rule: Rule, flag: str = "--weights") -> None:
+        file = Path(weights) if weights else default_weights(flag)
+        tensors = read_tensors(file, flag)
         if why := unfit(tensors):
             raise InputError(
                 f"{file} does not hold FID's Inception: {why}",
                 "the weights of pytorch-fid or torch-fidelity",
-                "check --weights, or leave it out to use the released file",
+                f"check {flag}, or leave it out to use the released file",
             )
         sha256 = sha256_of([file])
         is_pinned = sha256 == FID_SHA256
@@ -46,6 +46,7 @@ class InceptionExtractor(Extractor):
             "resize": rule,
             "input_size": [SIZE, SIZE],
             "normalisation": NORMALISATION[rule],
+            "preparation": {**described(self.preparation), "normalisation": NORMALISATION[rule]},
             "library": f"halation on torch {torch.__version__}",
         }
         self._rule = rule

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from halation.data import resize
 from halation.data.resize import Rule, resized
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
+VERSION = 1
+"""Counts changes of ShortestEdgeCrop that change a byte; those of resize rules are counted where they are."""
 LARGEST_INTERMEDIATE = 1 << 24
 """Pixels of a resized picture that is cropped afterwards; only aspect ratios beyond 1:300 make more of CLIP's 224."""
 _WIDEST_FILTER = 3.0
@@ -90,6 +93,13 @@ class ShortestEdgeCrop:
             return self.exact
         longer = int(self.shortest_edge * max(height, width) / min(height, width))
         return (longer, self.shortest_edge) if width <= height else (self.shortest_edge, longer)
+
+
+def described(preparation: SquareResize | ShortestEdgeCrop) -> dict[str, Any]:
+    """JSON that differs wherever the results may: what it does, by its settings, and the version of who does it."""
+    settings = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(preparation).items()}
+    version = resize.VERSION if isinstance(preparation, SquareResize) else VERSION
+    return {"kind": type(preparation).__name__, "version": version, **settings}
 
 
 class _Window(NamedTuple):

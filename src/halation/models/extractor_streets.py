@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from halation.models.extractor_preparation import SquareResize
+from halation.models.extractor_preparation import SquareResize, described
 from halation.models.extractors import DTYPES, Extractor
 
 
@@ -28,6 +28,7 @@ class StreetsExtractor(Extractor):
             "dtype": dtype,
             "resize": "clean",
             "input_size": [streets_net.INPUT_SIZE, streets_net.INPUT_SIZE],
+            "preparation": described(self.preparation),
             "agreement_of_real_pictures": streets_net.record().agreement,
             "library": f"halation on torch {torch.__version__}",
         }

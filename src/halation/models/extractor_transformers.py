@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from halation.errors import InputError
 from halation.models.extractor_folders import ClipInput, ModelFolder, clip_input, find_folder
-from halation.models.extractor_preparation import Preparation, Rule, SquareResize
+from halation.models.extractor_preparation import Preparation, Rule, SquareResize, described
 from halation.models.extractor_texts import UNREADABLE, TextEmbedder
 from halation.models.extractors import DTYPES, Extractor
 
@@ -26,20 +26,18 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 _TITLES = {"dinov2": "DINOv2", "clip": "CLIP"}
 
 
-def open_transformer(name: str, weights: str, *, device: str, dtype: str, rule: Rule) -> Extractor:
-    """`name` is dinov2, clip, or a folder of either family; `weights` a folder or hub name instead of the default."""
+def open_transformer(name: str, weights: str, *, device: str, dtype: str, rule: Rule, flag: str) -> Extractor:
+    """`name` is dinov2, clip, or a folder of either family; `weights` a folder or hub name given by `flag` instead of the default."""
     known = DEFAULTS.get(name)
     if known is None and weights:
-        raise InputError(
-            f"--extractor {name} and --weights {weights}", "one of them names the model", "leave out --weights"
-        )
-    folder = find_folder(weights or known or name)
+        raise InputError(f"--extractor {name} and {flag} {weights}", "one of them names the model", f"leave out {flag}")
+    folder = find_folder(weights or known or name, flag)
     kind = _FAMILIES.get(folder.family)
     if kind is None or (known and kind.family != name):
         raise InputError(
             f"{folder.given} is a model of type {folder.family!r}",
             f"a {name} model" if known else f"one of the types {', '.join(sorted(_FAMILIES))}",
-            "check --weights" if known else "check --extractor",
+            f"check {flag}" if known else "check --extractor",
         )
     called = name if known else Path(name).resolve().name
     extractor = kind(folder, name=called, device=device, dtype=dtype, rule=rule)
@@ -65,6 +63,7 @@ class _TransformerExtractor(Extractor):
             "extractor": name,
             "weights": folder.given,
             "weights_sha256": folder.sha256(),
+            "model_sha256": folder.model_sha256(),
             "dtype": dtype,
             **preparing,
             "input_size": list(self.preparation.shape[:2]),
@@ -105,7 +104,9 @@ class Dinov2Extractor(_TransformerExtractor):
         self.num_features = int(self._model.config.hidden_size)
 
     def _prepared(self, rule: Rule) -> tuple[Preparation, dict[str, Any]]:
-        return SquareResize(size=DINOV2_SIZE, rule=rule), {"resize": rule}
+        preparation = SquareResize(size=DINOV2_SIZE, rule=rule)
+        shown = {"mean": list(IMAGENET_MEAN), "std": list(IMAGENET_STD)}
+        return preparation, {"resize": rule, "preparation": {**described(preparation), **shown}}
 
     def _features(self, batch: Tensor) -> Tensor:
         pixels = self._normalised(batch / 255, IMAGENET_MEAN, IMAGENET_STD)
@@ -138,7 +139,8 @@ class ClipExtractor(_TransformerExtractor):
         self._input = clip_input(self._folder)
         if rule != "clean":
             logger.warning("--resize %s does not apply to CLIP, which prepares pictures as its own files say", rule)
-        return self._input.preparation, {"resize": "as the model's preprocessor_config.json"}
+        facts = {"resize": "as the model's preprocessor_config.json", "preparation": self._input.description}
+        return self._input.preparation, facts
 
     def _features(self, batch: Tensor) -> Tensor:
         features: Tensor = self._model.get_image_features(pixel_values=self.pixels(batch)).pooler_output

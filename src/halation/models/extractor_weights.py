@@ -38,41 +38,41 @@ def cache_folder() -> Path:
     return Path(os.environ.get("HALATION_CACHE") or Path.home() / ".cache" / "halation")
 
 
-def default_weights() -> Path:
+def default_weights(flag: str = "--weights") -> Path:
     """FID's Inception weights in the user's cache, downloaded the first time; the hash is checked every time."""
-    return fetched(FID_URL, cache_folder() / FID_NAME, FID_SHA256)
+    return fetched(FID_URL, cache_folder() / FID_NAME, FID_SHA256, flag)
 
 
-def fetched(url: str, file: Path, sha256: str) -> Path:
-    """`file`, downloaded from `url` unless it is there; an InputError unless its hash is `sha256`."""
+def fetched(url: str, file: Path, sha256: str, flag: str = "--weights") -> Path:
+    """`file`, downloaded from `url` unless it is there; an InputError unless its hash is `sha256`; `flag` gives another file."""
     if not file.is_file():
         if is_offline():
-            raise _unreachable(url, file, sha256, "the environment says to stay offline (HF_HUB_OFFLINE)")
-        _make_cache(file.parent)
+            raise _unreachable(url, file, sha256, flag, "the environment says to stay offline (HF_HUB_OFFLINE)")
+        _make_cache(file.parent, flag)
         # Ranks that start together take turns, and all but the first find the file.
         with FileLock(file.with_name(f".{file.name}.lock")):
             if not file.is_file():
                 for leftover in file.parent.glob(f".{file.name}.*.tmp"):  # of a download that was killed
                     leftover.unlink(missing_ok=True)
-                _download(url, file, sha256)
+                _download(url, file, sha256, flag)
     found = sha256_of([file])
     if found != sha256:
         raise InputError(
             f"{file} has the SHA-256 {found}",
             f"{sha256}, the file of {url}",
-            "remove it to have it downloaded again, or give a file of your own by --weights FILE",
+            f"remove it to have it downloaded again, or give a file of your own by {flag} FILE",
         )
     return file
 
 
-def _make_cache(folder: Path) -> None:
+def _make_cache(folder: Path, flag: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(
             f"cannot make the cache folder {folder}: {error.strerror or error}",
             "a folder that can be created and written",
-            "set HALATION_CACHE to such a folder, or give the file by --weights FILE",
+            f"set HALATION_CACHE to such a folder, or give the file by {flag} FILE",
         ) from error
 
 
@@ -80,35 +80,37 @@ def is_offline() -> bool:
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
-def _unreachable(url: str, file: Path, sha256: str, why: str) -> InputError:
+def _unreachable(url: str, file: Path, sha256: str, flag: str, why: str) -> InputError:
     return InputError(
         f"{file} is not there and cannot be downloaded: {why}",
         f"the file of {url} (SHA-256 {sha256})",
-        f"download it elsewhere and copy it to {file}, or give its place by --weights FILE",
+        f"download it elsewhere and copy it to {file}, or give its place by {flag} FILE",
     )
 
 
-def _download(url: str, file: Path, sha256: str) -> None:
+def _download(url: str, file: Path, sha256: str, flag: str) -> None:
     logger.info("downloading %s to %s", url, file)
     try:
         with urllib.request.urlopen(url, timeout=_SILENCE_S) as answer, publishing(file, "weights") as target:
             found, num_bytes = _copied(answer, target)
             announced = answer.headers.get("Content-Length")
             if announced is not None and num_bytes != int(announced):
-                raise _unreachable(url, file, sha256, f"the connection ended after {num_bytes} of {announced} bytes")
+                raise _unreachable(
+                    url, file, sha256, flag, f"the connection ended after {num_bytes} of {announced} bytes"
+                )
             if found != sha256:
                 raise InputError(
                     f"{url} gave {num_bytes} bytes with the SHA-256 {found}",
                     sha256,
-                    f"try again; if it stays so, get the file elsewhere and copy it to {file}, or give its place by --weights FILE",
+                    f"try again; if it stays so, get the file elsewhere and copy it to {file}, or give its place by {flag} FILE",
                 )
     except urllib.error.HTTPError as error:
         with error:  # it is also the answer, with an open connection
-            raise _unreachable(url, file, sha256, f"{error.code} {error.reason}") from error
+            raise _unreachable(url, file, sha256, flag, f"{error.code} {error.reason}") from error
     except urllib.error.URLError as error:
-        raise _unreachable(url, file, sha256, str(error.reason)) from error
+        raise _unreachable(url, file, sha256, flag, str(error.reason)) from error
     except (http.client.HTTPException, TimeoutError, ConnectionError) as error:
-        raise _unreachable(url, file, sha256, f"{type(error).__name__}: {error}") from error
+        raise _unreachable(url, file, sha256, flag, f"{type(error).__name__}: {error}") from error
 
 
 def _copied(answer: http.client.HTTPResponse, target: BinaryIO) -> tuple[str, int]:
@@ -136,10 +138,10 @@ def sha256_of(files: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def read_tensors(file: Path) -> Mapping[str, Tensor]:
+def read_tensors(file: Path, flag: str = "--weights") -> Mapping[str, Tensor]:
     """A state dict from safetensors or from torch.save; code in a pickle is refused, never run."""
     if not file.is_file():
-        raise InputError(f"{file} is not a file", "weights as .safetensors or .pth", "check --weights")
+        raise InputError(f"{file} is not a file", "weights as .safetensors or .pth", f"check {flag}")
     try:
         if file.suffix == ".safetensors":
             return load_file(str(file))

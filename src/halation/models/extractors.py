@@ -69,28 +69,37 @@ def full_precision() -> Iterator[None]:
 
 
 def open_extractor(
-    name: str, *, device: str, dtype: str = "fp32", resize: Rule = "clean", weights: str = ""
+    name: str,
+    *,
+    device: str,
+    dtype: str = "fp32",
+    resize: Rule = "clean",
+    weights: str = "",
+    flag: str = "--weights",
 ) -> Extractor:
-    """The extractor of that name, or of the folder of a DINOv2 or CLIP model; `weights` replaces the default weights."""
+    """The extractor of that name, or of the folder of a DINOv2 or CLIP model; `weights` replaces the default weights.
+
+    `flag` is where a person gives those weights, for messages that tell them to.
+    """
     _check(dtype, resize)
     if name == "inception":
         from halation.models.extractor_inception import InceptionExtractor
 
-        return InceptionExtractor(weights, device=device, dtype=dtype, rule=resize)
+        return InceptionExtractor(weights, device=device, dtype=dtype, rule=resize, flag=flag)
     if name == "streets":
         from halation.models.extractor_streets import StreetsExtractor
 
         if weights:
             raise InputError(
-                f"--weights {weights} for the streets extractor",
-                "no --weights: its network comes with Halation",
+                f"{flag} {weights} for the streets extractor",
+                f"no {flag}: its network comes with Halation",
                 "leave it out",
             )
         return StreetsExtractor(device=device, dtype=dtype)
     if name in NAMES or Path(name).is_dir():
         from halation.models.extractor_transformers import open_transformer
 
-        return open_transformer(name, weights, device=device, dtype=dtype, rule=resize)
+        return open_transformer(name, weights, device=device, dtype=dtype, rule=resize, flag=flag)
     raise InputError(
         f"the extractor {name!r} is neither a known name nor a folder",
         f"{', '.join(NAMES)}, or the folder of a DINOv2 or CLIP model",
