@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 from PIL import Image
 
 import tiny_extractors
-from faults.commands import finish, fired, halation
+from faults.commands import finish, fired, halation, started, until
 from halation.config.evaluate import EvaluateConfig
 from halation.config.generate import GenerateConfig
 from halation.data.streets import Streets
@@ -236,6 +238,32 @@ def test_statistics_of_another_tool_are_read_and_those_of_another_extractor_refu
         score(metrics=("fd",), reference=(str(tmp_path / "nan.npz"),))
 
 
+def test_a_damaged_chunk_is_noticed_and_computed_again(tmp_path: Path, score: Callable[..., dict[str, Any]]) -> None:
+    before = score()
+    chunks = sorted((tmp_path / "cache").rglob("chunk_*.safetensors"))
+    for number, chunk in enumerate(chunks[:3]):
+        data = bytearray(chunk.read_bytes())
+        data[-9 if number else -100] ^= 1
+        chunk.write_bytes(bytes(data[: len(data) - 4 * (number == 2)]))
+    (chunks[0].parent / ".chunk_0000001.safetensors.host-4194303-0.tmp").write_bytes(b"left by a writer that is gone")
+    assert numbers(score()) == numbers(before)
+    assert not list((tmp_path / "cache").rglob(".chunk_*"))
+
+
+def test_how_a_model_wants_its_pictures_is_part_of_what_features_are_filed_under(
+    scenes: Path, tmp_path: Path, score: Callable[..., dict[str, Any]]
+) -> None:
+    folder = tiny_extractors.clip(tmp_path / "clip")
+    wanted = {"extractor": str(folder), "metrics": ("fd",)}
+    before = score(**wanted)["metrics"]["fd"]["value"]
+    settings = json.loads((folder / "preprocessor_config.json").read_text())
+    settings["image_mean"] = [0.1, 0.2, 0.3]
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    after = score(**wanted)["metrics"]["fd"]["value"]
+    assert after != before
+    assert after == score(**wanted, cache_dir=tmp_path / "fresh")["metrics"]["fd"]["value"]
+
+
 # -- what comes out
 
 
@@ -299,6 +327,15 @@ def refusals() -> list[Any]:
         named("missing reference", "--reference", lambda _s, tmp: {"reference": (str(tmp / "nothing"),)}),
         named("empty reference", "no pictures", lambda _s, tmp: {"reference": (str(made(tmp / "empty")),)}),
         named("two references", "one folder", lambda s, _t: {"reference": (str(s / "real"), str(s / "real"))}),
+        named("unset reference", "unset", lambda _s, _t: {"reference": ("",)}),
+        named("more than there are", "--num_samples", lambda _s, _t: {"num_samples": NUM + 1}),
+        named("statistics without their ending", "safetensors", lambda _s, t: {"save_statistics": t / "s.npz"}),
+        named("output that is a folder", "is a folder", lambda _s, t: {"output": made(t / "folder")}),
+        named("statistics twice", "same statistics twice", lambda s, t: {"reference": (saved(s, t), saved(s, t))}),
+        named(
+            "a lopsided covariance", "not symmetric", lambda _s, t: {"metrics": ("fd",), "reference": (lopsided(t),)}
+        ),
+        named("no picture high", "--height 0", lambda _s, _t: {"generated": "", "model_path": "testcard", "height": 0}),
         named("few", "at least 1000", lambda _s, _t: {"allow_few": False}),
         named(
             "fid of few",
@@ -330,6 +367,17 @@ def made(folder: Path) -> Path:
 
 def inception(folder: Path) -> str:
     return str(tiny_extractors.inception_pth(folder / "inception.pth"))
+
+
+def saved(scenes: Path, folder: Path) -> str:
+    settings = defaults(scenes) | {"metrics": (), "reference": (), "save_statistics": folder / "s.safetensors"}
+    evaluate.run(EvaluateConfig(**settings, cache_dir=folder / "cache", progress="none"))
+    return str(folder / "s.safetensors")
+
+
+def lopsided(folder: Path) -> str:
+    np.savez(folder / "lopsided.npz", mu=np.zeros(32), sigma=np.triu(np.ones((32, 32))))
+    return str(folder / "lopsided.npz")
 
 
 def other_prompts(folder: Path) -> str:
@@ -384,6 +432,55 @@ def test_one_broken_picture_is_named_and_nothing_is_scored(
             score(generated=str(folder), decode_workers=workers)
     if damage == "of another size":
         assert score(generated=str(folder), allow_sizes=True)["metrics"]["fd"]["num_generated"] == NUM
+        with pytest.raises(HalationError, match=r"017\.png"):  # although its features are there now
+            score(generated=str(folder))
+
+
+def test_pictures_in_linked_folders_count_and_other_formats_are_named(
+    scenes: Path, tmp_path: Path, score: Callable[..., dict[str, Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = made(tmp_path / "linked")
+    shutil.copy(scenes / "generated" / "000.png", folder)
+    (folder / "more").symlink_to(scenes / "generated")
+    (folder / "again").symlink_to(folder)
+    Image.new("RGB", (SIZE, SIZE)).save(folder / "old.bmp")
+    report = score(generated=str(folder), metrics=("fd",))
+    assert report["generated"] == {"kind": "folder", "path": str(folder), "num": NUM + 1, "num_left_out": 1}
+    assert "old.bmp" in caplog.text
+
+
+def test_an_id_with_several_prompts_is_matched_by_its_seeds_or_not_at_all(
+    scenes: Path, tmp_path: Path, score: Callable[..., dict[str, Any]]
+) -> None:
+    prompts = tmp_path / "prompts.csv"
+    prompts.write_text("image_id,prompt\n7,a red car\n7,two dogs\n8,a cat\n")
+    folder = made(tmp_path / "drawn")
+    for name, source in (("7_seed43", "001"), ("7_seed44", "002"), ("8_seed45", "003")):
+        shutil.copy(scenes / "generated" / f"{source}.png", folder / f"{name}.png")
+    wanted = {
+        "generated": str(folder),
+        "metrics": ("clip",),
+        "clip_model": str(scenes / "clip"),
+        "prompts": str(prompts),
+    }
+    with pytest.raises(InputError, match="--seed_start"):
+        score(**wanted)
+    right = score(**wanted, seed_start=43)["metrics"]["clip"]["value"]
+    (tmp_path / "other.csv").write_text("image_id,prompt\n7_seed43,a red car\n7_seed44,two dogs\n8_seed45,a cat\n")
+    assert right == score(**wanted | {"prompts": str(tmp_path / "other.csv")})["metrics"]["clip"]["value"]
+
+
+@pytest.mark.ranks
+@pytest.mark.faults
+def test_one_rank_that_is_told_to_stop_stops_all_and_the_same_command_goes_on(scenes: Path, tmp_path: Path) -> None:
+    settings = {"nproc": 2, "cache_dir": tmp_path / "cache", "output": tmp_path / "two.json", "progress": "none"}
+    words = command(defaults(scenes) | settings)
+    with started(words, tmp_path / "log", "features:1+:sleep=0.3") as running:
+        until(lambda: list((tmp_path / "cache").rglob("chunk_*")), command=running)
+        os.kill(running.rank_pids()[1], signal.SIGTERM)
+        assert running.process.wait(30) == 143, running.said()
+    assert "goes on where it was" in (tmp_path / "log").read_text()
+    assert finish(words, tmp_path / "log") == 0, (tmp_path / "log").read_text()
 
 
 def test_a_run_is_scored_only_where_its_folder_is_what_its_ledger_says(

@@ -110,7 +110,10 @@ def extract(
         if stop() or len(broken) >= MAX_BROKEN:
             break
         fault_point("features")
-        broken |= pictures.broken | _misfits(sheet, pictures, expected_size)
+        broken |= pictures.broken
+        if expected_size is not None:
+            found = misfits(sheet.indices, pictures.sizes.tolist(), expected_size)
+            broken |= {index: why for index, why in found.items() if index not in pictures.broken}
         for name in sheet.names:
             for index in desks[name].take(sheet.indices, pictures, batch_size, device):
                 broken.setdefault(index, f"its features by {name} are not finite")
@@ -126,13 +129,12 @@ def extract(
     return broken
 
 
-def _misfits(sheet: Sheet, prepared: Prepared, expected: tuple[int, int] | None) -> dict[int, str]:
-    if expected is None:
-        return {}
+def misfits(indices: range, sizes: Sequence[Sequence[int]], expected: tuple[int, int]) -> dict[int, str]:
+    """Pictures of another size (height and width), and what is to be said of them."""
     return {
         index: f"{size[1]} x {size[0]} pixels where the first picture has {expected[1]} x {expected[0]}"
-        for index, size in zip(sheet.indices, prepared.sizes.tolist(), strict=True)
-        if tuple(size) != expected and index not in prepared.broken
+        for index, size in zip(indices, sizes, strict=True)
+        if tuple(size) != expected
     }
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -19,7 +21,9 @@ from halation.data.streets import Streets
 from halation.errors import InputError
 from halation.tables import csv_rows, decode, json_rows
 
+log = logging.getLogger(__name__)
 CAPTION_COLUMNS = ("text", "prompt", "caption")
+OTHER_SUFFIXES = (".bmp", ".gif", ".tif", ".tiff", ".avif", ".heic", ".jxl", ".jp2", ".ppm", ".tga")
 
 
 class Loaded(NamedTuple):
@@ -74,24 +78,27 @@ class Files:
     kind: str
     folder: Path
     names: tuple[str, ...]
-    stamps: tuple[tuple[int, int], ...]
-    """Size and time of change, by which a file that was replaced is known."""
+    stamps: tuple[tuple[int, ...], ...]
+    """Size, times of change and number on the disk, by which a file that was replaced is known."""
     captions: tuple[str, ...] | None = None
+    no_captions: str = ""
+    """Why there are none, where there might have been."""
+    num_left_out: int = 0
+    """Pictures of formats that are not read."""
     digests: tuple[str, ...] | None = None
     """The SHA-256 that a ledger promises of each file."""
 
     def __len__(self) -> int:
         return len(self.names)
 
-    @property
+    @cached_property
     def key(self) -> str:
-        if self.digests is not None:
-            return hashed([VERSION, *self.digests])
-        return hashed([VERSION, str(self.folder.resolve()), self.names, self.stamps])
+        return hashed([VERSION, str(self.folder.resolve()), self.names, self.stamps, self.digests])
 
     @property
     def facts(self) -> dict[str, Any]:
-        return {"kind": self.kind, "path": str(self.folder)}
+        path = os.fsencode(self.folder).decode("utf-8", "replace")  # a name need not be text, but a result is
+        return {"kind": self.kind, "path": path} | ({"num_left_out": self.num_left_out} if self.num_left_out else {})
 
     def name(self, index: int) -> str:
         return str(self.folder / self.names[index])
@@ -108,9 +115,8 @@ class Files:
 
     def first(self, num: int) -> Files:
         """The first so many."""
-        return Files(
-            kind=self.kind,
-            folder=self.folder,
+        return replace(
+            self,
             names=self.names[:num],
             stamps=self.stamps[:num],
             captions=self.captions and self.captions[:num],
@@ -180,49 +186,76 @@ def hashed(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def files_below(folder: Path, what: str) -> Files:
-    """Every picture of a folder and below it, by name; captions where a metadata file beside them has some."""
+def files_below(folder: Path, what: str, *, captions: bool = True) -> Files:
+    """Every picture of a folder and below it, by name; captions where they are wanted and a metadata file beside them has some."""
     if not folder.is_dir():
-        found = f"{folder} is a file" if folder.exists() else f"there is no folder {folder}"
-        raise InputError(f"{what}: {found}", "a folder of PNG, JPEG or WebP pictures", f"check {what}")
-    paths = sorted(
-        path
-        for path in folder.rglob("*")
-        if path.suffix.lower() in SUFFIXES and not _hidden(path, folder) and path.is_file()
-    )
-    if not paths:
+        why = f"{folder} is a file" if folder.exists() else f"there is no folder {folder}"
+        raise InputError(f"{what}: {why}", "a folder of PNG, JPEG or WebP pictures", f"check {what}")
+    listed = sorted(_below(folder, what))
+    found = [name for name in listed if name.lower().endswith(SUFFIXES)]
+    others = [name for name in listed if name.lower().endswith(OTHER_SUFFIXES)]
+    if not found:
         raise InputError(
             f"{what}: {folder} has no pictures", "PNG, JPEG or WebP files in it or below it", f"check {what}"
         )
-    names = tuple(path.relative_to(folder).as_posix() for path in paths)
+    if others:
+        log.warning(
+            "%s: %d pictures are left out, because only PNG, JPEG and WebP are read: %s ...",
+            what,
+            len(others),
+            others[0],
+        )
+    names = tuple(found)
+    texts, why = _captions(folder, names) if captions else (None, "")
     return Files(
         kind="folder",
         folder=folder,
         names=names,
         stamps=stamps_of(folder, names),
-        captions=_captions(folder, names),
+        captions=texts,
+        no_captions=why,
+        num_left_out=len(others),
     )
 
 
-def stamps_of(folder: Path, names: Sequence[str]) -> tuple[tuple[int, int], ...]:
-    found = [(folder / name).stat() for name in names]
-    return tuple((one.st_size, one.st_mtime_ns) for one in found)
+def _below(folder: Path, what: str) -> Iterator[str]:
+    """Files below a folder, linked folders too; one that cannot be read is no folder to leave out."""
+
+    def refuse(error: OSError) -> None:
+        raise InputError(f"{what}: {error.filename}: {error.strerror}", "folders that can be read", f"check {what}")
+
+    seen: set[tuple[int, int]] = set()
+    for here, subfolders, files in os.walk(folder, followlinks=True, onerror=refuse):
+        stat = os.stat(here)
+        if (stat.st_dev, stat.st_ino) in seen:  # a link back to where it came from
+            subfolders.clear()
+            continue
+        seen.add((stat.st_dev, stat.st_ino))
+        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+        below = Path(here).relative_to(folder)
+        yield from ((below / name).as_posix() for name in files if not name.startswith("."))
 
 
-def _hidden(path: Path, folder: Path) -> bool:
-    return any(part.startswith(".") for part in path.relative_to(folder).parts)
+def stamps_of(folder: Path, names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    found = [os.stat(folder / name) for name in names]
+    return tuple((one.st_size, one.st_mtime_ns, one.st_ctime_ns, one.st_ino) for one in found)
 
 
-def _captions(folder: Path, names: Sequence[str]) -> tuple[str, ...] | None:
-    """From a metadata file beside the pictures, where it has a text for every one of them."""
+def _captions(folder: Path, names: Sequence[str]) -> tuple[tuple[str, ...] | None, str]:
+    """From a metadata file beside the pictures, where it has a text for every one of them; else why there are none."""
     path = next((folder / name for name in folders.METADATA if (folder / name).is_file()), None)
     if path is None:
-        return None
-    text = decode(str(path), path.read_bytes())
-    rows = csv_rows(str(path), text) if path.suffix == ".csv" else json_rows(str(path), text)
+        return None, ""
     texts: dict[str, str] = {}
-    for row in rows:
-        caption = next((row.values[column] for column in CAPTION_COLUMNS if column in row.values), None)
-        if isinstance(row.values.get("file_name"), str) and isinstance(caption, str):
-            texts[row.values["file_name"]] = caption
-    return tuple(texts[name] for name in names) if texts.keys() >= set(names) else None
+    try:
+        text = decode(str(path), path.read_bytes())
+        for row in csv_rows(str(path), text) if path.suffix == ".csv" else json_rows(str(path), text):
+            caption = next((row.values[column] for column in CAPTION_COLUMNS if column in row.values), None)
+            if isinstance(row.values.get("file_name"), str) and isinstance(caption, str):
+                texts[row.values["file_name"]] = caption
+    except InputError as error:
+        return None, error.found
+    lacking = [name for name in names if name not in texts]
+    if lacking:
+        return None, f"{path} has no text for {len(lacking)} of {len(names)} pictures, such as {lacking[0]}"
+    return tuple(texts[name] for name in names), ""

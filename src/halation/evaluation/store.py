@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import psutil
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
@@ -60,8 +60,8 @@ class Store:
                 self._read(chunk)
             except Damaged:
                 self._path(chunk).unlink(missing_ok=True)
-        for path in self.folder.glob(".*.tmp"):
-            if not _lives(writer_of(path)):
+        for path in self.folder.glob(".chunk_*.tmp"):
+            if not psutil.pid_exists(writer_of(path)):
                 with contextlib.suppress(OSError):
                     path.unlink()
         return self.missing()
@@ -115,14 +115,3 @@ def _seal(arrays: Arrays) -> np.ndarray:
         digest.update(f"{name} {arrays[name].dtype} {arrays[name].shape}".encode())
         digest.update(np.ascontiguousarray(arrays[name]).data)
     return np.frombuffer(digest.digest(), np.uint8)
-
-
-def _lives(pid: int) -> bool:
-    """On another machine of a shared cache it may, so a number that is alive here protects a file too much rather than too little."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

@@ -35,7 +35,8 @@ from halation.jobs.comparison import comparison
 from halation.models.extractors import Extractor, open_extractor
 from halation.png import encode_png
 from halation.training.evaluating import Handing, evaluation_settings
-from halation.training.sampling import Drawing, Row, SampleSettings
+from halation.training.sample_files import Row
+from halation.training.sampling import Drawing, SampleSettings
 from halation.world import rng
 from halation.world.launch import computes_on
 from halation.world.ranks import Vigil, World, on_first
@@ -180,7 +181,7 @@ class Appraisal:
     def _lacking(self, desks: Mapping[str, Desk]) -> list[int]:
         """Chunks that are not there for all desks, as the first rank sees it."""
         missing: list[int] = self.world.from_first(
-            sorted({chunk for desk in desks.values() for chunk in desk.store.missing()}) if self.world.first else None
+            sorted({chunk for desk in desks.values() for chunk in desk.store.sweep()}) if self.world.first else None
         )
         return missing
 

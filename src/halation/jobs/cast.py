@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from halation.config.evaluate import EvaluateConfig
+from halation.errors import InputError
 from halation.evaluation import extraction, measures
 from halation.evaluation.extraction import Desk
+from halation.evaluation.statistics import SUFFIXES, Statistics, read_statistics
 from halation.models.extractors import Extractor
+
+FLAGS = {"main": "--weights", "inception": "--inception_weights", "clip": "--clip_model", "streets": "--extractor"}
+"""By label, the flag that chooses its weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,15 +40,15 @@ class Cast:
 
 def cast(config: EvaluateConfig) -> Cast:
     """One extractor for each kind of features, shared by the metrics that want them."""
-    inception = config.extractor == "inception"
-    main = (config.extractor, config.weights or (config.inception_weights if inception else ""))
+    usual = {"inception": config.inception_weights, "clip": config.clip_model}.get(config.extractor, "")
+    main = (config.extractor, config.weights or usual)
     extractors: dict[str, tuple[str, str]] = {}
     parts: dict[str, str] = {}
     for metric in config.metrics:
         match metric:
             case "fd" | "kid" | "prdc":
                 label, wanted = "main", main
-            case "fid" | "is" if inception:
+            case "fid" | "is" if config.extractor == "inception":
                 label, wanted = "main", main
             case "fid" | "is":
                 label, wanted = "inception", ("inception", config.inception_weights)
@@ -50,8 +56,8 @@ def cast(config: EvaluateConfig) -> Cast:
                 label, wanted = "clip", ("clip", config.clip_model)
             case _:
                 label, wanted = "streets", ("streets", "")
-        if label == "streets" and config.extractor == "streets":
-            label, wanted = "main", main
+        if wanted == main:
+            label = "main"
         extractors[label] = wanted
         parts[metric] = label
     if config.save_statistics is not None:
@@ -77,6 +83,20 @@ def rules_of(config: EvaluateConfig, device: str) -> measures.Rules:
         bootstrap=config.bootstrap,
         device=device,
     )
+
+
+def saved_reference(config: EvaluateConfig, parts: Cast, facts: Mapping[str, Mapping[str, Any]]) -> Statistics | None:
+    """The statistics that --reference names, or None where it names pictures or nothing is compared."""
+    paths = [Path(path) for path in config.reference if Path(path).suffix in SUFFIXES]
+    labels = parts.with_reference
+    if not paths or not labels:
+        return None
+    if len(labels) > 1:
+        names = " and ".join(str(facts[label]["extractor"]) for label in labels)
+        raise InputError(
+            f"statistics as the reference of {names}", "one extractor, that of the statistics", "ask for fewer metrics"
+        )
+    return read_statistics(paths, facts[labels[0]])
 
 
 def embedding(extractor: Extractor, captions: Sequence[str], order: np.ndarray | None) -> extraction.Texts:
@@ -112,5 +132,5 @@ def _hash(digests: np.ndarray) -> str:
 
 
 def versions() -> dict[str, str]:
-    names = ("halation", "torch", "transformers", "numpy", "pillow")
+    names = ("halation", "torch", "diffusers", "transformers", "numpy", "pillow")
     return {**{name: version(name) for name in names}, "python": platform.python_version()}

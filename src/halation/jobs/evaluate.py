@@ -31,6 +31,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "kid_subset_size": (2, 10**9),
     "decode_workers": (-1, 1024),
     "seed_start": (0, 2**63 - 1),
+    **dict.fromkeys(("height", "width"), (1, 16_384)),
+    "guidance_scale": (0, 1e9),
     "dist_timeout_s": (sys.float_info.min, 1e9),
 }
 PICTURES_A_RANK = 128
@@ -56,8 +58,11 @@ def evaluated(config: EvaluateConfig) -> dict[str, Any]:
         return run_rank(config)
     places = places_of(config, source)
     cache = cache_of(config)
-    runs.make_folder(cache)
-    with tempfile.TemporaryDirectory(prefix=".report_", dir=cache) as scratch:
+    try:
+        runs.make_folder(cache)
+    except InputError as error:
+        raise InputError(error.found, error.expected, "check its permissions, or choose another --cache_dir") from error
+    with tempfile.TemporaryDirectory(prefix="halation_report_") as scratch:
         output = Path(scratch) / "report.json"
         order = replace(config, output=output)
         if len(places) == 1:
@@ -70,14 +75,14 @@ def evaluated(config: EvaluateConfig) -> dict[str, Any]:
             launch.Launcher("evaluate", as_json(order), places, 0, Path(scratch)).run()
         report: dict[str, Any] = runs.read_json(output)
     if config.output is not None:
-        config.output.parent.mkdir(parents=True, exist_ok=True)
         runs.publish_json(config.output, report)
     return report
 
 
 def check(config: EvaluateConfig) -> None:
     """What can be refused without looking at anything but the flags."""
-    check_ranges(config, RANGES)
+    check_ranges(config, {name: limits for name, limits in RANGES.items() if getattr(config, name) is not None})
+    check_targets(config)
     if bool(config.generated) == bool(config.model_path):
         found = "both --generated and --model_path" if config.generated else "neither --generated nor --model_path"
         raise InputError(found, "pictures to score, or a model to draw them", "give one of the two")
@@ -91,12 +96,35 @@ def check(config: EvaluateConfig) -> None:
         )
 
 
+def check_targets(config: EvaluateConfig) -> None:
+    """Where results go, looked at before they are computed."""
+    if config.save_statistics is not None and config.save_statistics.suffix != ".safetensors":
+        raise InputError(
+            f"--save_statistics {config.save_statistics}", "a file ending in .safetensors", "give it that ending"
+        )
+    for name in ("output", "save_statistics"):
+        path: Path | None = getattr(config, name)
+        if path is None:
+            continue
+        if path.is_dir():
+            raise InputError(f"--{name} {path} is a folder", "a file to write", f"give --{name} a file name")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(
+                f"--{name} {path}: {error.strerror or error}", "a file that can be written", f"check --{name}"
+            ) from error
+        if not os.access(path.parent, os.W_OK):
+            raise InputError(
+                f"--{name} {path}: its folder cannot be written", "a file that can be written", f"check --{name}"
+            )
+
+
 def rehearse(config: EvaluateConfig) -> int:
     """Open what an evaluation needs besides the pictures, without scoring anything."""
     from halation.evaluation.measures import NEEDS_REFERENCE, few
     from halation.evaluation.sources import files_below
-    from halation.evaluation.statistics import SUFFIXES, read_statistics
-    from halation.jobs.cast import cast, embedding, facts_of, rules_of
+    from halation.jobs.cast import cast, embedding, facts_of, rules_of, saved_reference
     from halation.models.extractors import open_extractor
 
     config = replace(config, extractor=extractor_of(config))
@@ -109,18 +137,27 @@ def rehearse(config: EvaluateConfig) -> int:
         facts[label] = facts_of(extractor)
         if label == parts.parts.get("clip"):
             embedding(extractor, ("a prompt",), None)([0])  # the words are another part of the model
-    paths = [Path(path) for path in config.reference]
     num: int | None = config.num_reference
-    if parts.with_reference and paths[0].suffix in SUFFIXES:
-        num = read_statistics(paths, facts[parts.with_reference[0]]).num
+    statistics = saved_reference(config, parts, facts)
+    if statistics is not None:
+        num = statistics.num
     elif parts.with_reference and config.reference != ("streets",):
-        num = len(files_below(paths[0], "--reference"))
+        num = len(files_below(Path(config.reference[0]), "--reference", captions=False))
+    coming = {"generated": len(to_come(config))} if config.prompts else {}
     for metric, label in parts.parts.items():
-        if metric in NEEDS_REFERENCE:
-            few(metric, facts[label]["num_features"], {"reference": num}, rules_of(config, "cpu"))
+        sides: dict[str, int | None] = {**coming, **({"reference": num} if metric in NEEDS_REFERENCE else {})}
+        few(metric, facts[label]["num_features"], sides, rules_of(config, "cpu"))
     for about in facts.values():
         print(f"{about['extractor']}: {about['weights']} ({about['weights_sha256'][:12]})")
     return 0
+
+
+def to_come(config: EvaluateConfig) -> range:
+    """The pictures that a list of prompts will be."""
+    from halation.prompts import PromptFile
+
+    listed = sum(1 for _row in PromptFile.open(config.prompts).rows())
+    return range(min(config.num_samples or listed, listed))
 
 
 def extractor_of(config: EvaluateConfig) -> str:
@@ -128,6 +165,10 @@ def extractor_of(config: EvaluateConfig) -> str:
 
 
 def refuse_missing_reference(config: EvaluateConfig, wanted_by: Sequence[str]) -> None:
+    if "" in config.reference:
+        raise InputError(
+            '--reference ""', "real pictures, or saved statistics", "check --reference: a variable may be unset"
+        )
     if wanted_by and not config.reference:
         raise InputError(
             f"no --reference for {', '.join(wanted_by)}",
@@ -157,14 +198,13 @@ def resolved(config: EvaluateConfig, source: Source | Live) -> EvaluateConfig:
     refuse_missing_reference(config, [metric for metric in metrics if metric in NEEDS_REFERENCE])
     worded = [metric for metric in metrics if metric in NEEDS_CAPTIONS]
     if worded and source.captions is None:
+        why = getattr(source, "no_captions", "")
         raise InputError(
-            f"no prompts for {', '.join(worded)}",
+            f"no prompts for {', '.join(worded)}" + (f" ({why})" if why else ""),
             "the prompt of every picture",
             "give --prompts FILE, or the folder of a `halation generate`",
         )
-    config = replace(config, metrics=tuple(dict.fromkeys(metrics)))
-    _refuse_many(config, len(source))
-    return config
+    return replace(config, metrics=tuple(dict.fromkeys(metrics)))
 
 
 def refuse_mismatch(metrics: Sequence[str], extractor: str, prefix: str = "") -> None:
@@ -183,16 +223,6 @@ def default_metrics(extractor: str, source: Source | Live) -> tuple[str, ...]:
     if extractor != "streets":
         return ("fd", "kid", "prdc")
     return ("fd", "kid", "prdc", *(("agreement",) if source.captions is not None else ()))
-
-
-def _refuse_many(config: EvaluateConfig, num: int) -> None:
-    others = [metric for metric in config.metrics if metric not in ("fid", "fd")]
-    if num > config.keep_features and others:
-        raise InputError(
-            f"{', '.join(others)} of {num} pictures with --keep_features {config.keep_features}",
-            "features that are kept: of more pictures there are only moments",
-            f"raise --keep_features (about {num * 8 // 1024 + 1} MiB of disk with 2048 features), or ask for fid or fd alone",
-        )
 
 
 def opened(config: EvaluateConfig) -> Source | Live:
@@ -218,7 +248,9 @@ def places_of(config: EvaluateConfig, source: Source | Live) -> tuple[str, ...]:
 def cache_of(config: EvaluateConfig) -> Path:
     if config.cache_dir is not None:
         return config.cache_dir
-    return Path(os.environ.get("HALATION_CACHE", Path.home() / ".cache" / "halation")) / "features"
+    from halation.models.extractor_weights import cache_folder
+
+    return cache_folder() / "features"
 
 
 def read_config(path: Path) -> EvaluateConfig:
@@ -246,7 +278,6 @@ def run_rank(config: EvaluateConfig) -> dict[str, Any]:
             stack.callback(logger.removeHandler, echo)
         report = Scoring(world, config, cache_of(config)).run()
         if world.first and config.output is not None:
-            config.output.parent.mkdir(parents=True, exist_ok=True)
             runs.publish_json(config.output, report)
         return report if world.first else {}
 

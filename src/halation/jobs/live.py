@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.metadata import version
 from itertools import islice
 from typing import Any
@@ -42,12 +43,12 @@ class Live:
     sheets: Sheets
     device: str
 
-    @property
+    @cached_property
     def order(self) -> npt.NDArray[np.int64]:
         """The spec at each position: sheets hold specs of one shape, so positions are not always indices."""
         return np.concatenate([self.sheets.rows(number) for number in range(len(self.sheets))])
 
-    @property
+    @cached_property
     def captions(self) -> tuple[str, ...]:
         return tuple(spec.prompt for spec in self.specs)
 
@@ -56,13 +57,36 @@ class Live:
 
     @property
     def facts(self) -> dict[str, Any]:
-        return {"kind": "model", "path": self.config.model_path, "model": self.subject.digest}
+        config, first = self.config, self.specs[0]
+        return {
+            "kind": "model",
+            "path": config.model_path,
+            "model": self.subject.digest,
+            "settings": {
+                "prompts": config.prompts,
+                "specs_sha256": self._specs_hash,
+                "seed_start": config.seed_start,
+                "height": first.height,
+                "width": first.width,
+                "num_inference_steps": first.steps,
+                "guidance_scale": first.guidance_scale,
+                "scheduler": config.scheduler,
+                "dtype": self._dtype,
+                "raw": config.raw,
+                "compile": config.compile,
+                "sheet_size": config.sheet_size,
+            },
+        }
 
-    @property
+    @cached_property
+    def _specs_hash(self) -> str:
+        return hashed([spec.as_json() for spec in self.specs])
+
+    @cached_property
     def key(self) -> str:
         how = [self.config.sheet_size, self._dtype, self.config.scheduler, self.config.compile, self.config.threads]
         versions = [version(name) for name in ("torch", "diffusers", "transformers")]
-        return hashed([self.subject.digest, how, versions, self.device, [spec.as_json() for spec in self.specs]])
+        return hashed([self.subject.digest, how, versions, self.device, self._specs_hash])
 
     @property
     def _dtype(self) -> str:
@@ -150,8 +174,8 @@ def open_live(config: EvaluateConfig, device: str) -> Live:
     prompts = PromptFile.open(config.prompts)
     defaults = Defaults(
         seed_start=config.seed_start,
-        height=config.height or subject.height,
-        width=config.width or subject.width,
+        height=subject.height if config.height is None else config.height,
+        width=subject.width if config.width is None else config.width,
         num_frames=1,
         steps=config.num_inference_steps,
         guidance_scale=subject.guidance_scale if config.guidance_scale is None else config.guidance_scale,
@@ -159,6 +183,12 @@ def open_live(config: EvaluateConfig, device: str) -> Live:
     )
     rows = islice(requests(prompts.rows(), defaults, prompts.name), config.num_samples or None)
     specs = tuple(request.spec for request in rows)
+    if config.num_samples > len(specs) > 0:
+        raise InputError(
+            f"--num_samples {config.num_samples} of {len(specs)} prompts in {config.prompts}",
+            "at most as many as there are",
+            "leave --num_samples out to draw all of them",
+        )
     if not specs:
         raise InputError(f"{config.prompts} holds no prompts", "at least one", "check --prompts")
     groups: dict[Any, list[int]] = {}

@@ -105,19 +105,22 @@ def _refuse(names: Sequence[str], folder: Path, what: str, action: str) -> None:
         )
 
 
-def with_prompts(files: Files, prompts: str) -> Files:
+def with_prompts(files: Files, prompts: str, seed_start: int) -> Files:
     """Captions from a prompt list, matched by file name: `{id}_seed{seed}`, `{id}`, or the number in it."""
     listed = PromptFile.open(prompts)
     texts: dict[str, str] = {}
-    ids: dict[str, set[str]] = {}
-    nothing = Defaults(seed_start=42, height=1, width=1, num_frames=1, steps=1, guidance_scale=1.0, negative_prompt="")
+    ids: dict[str, dict[str, str]] = {}
+    nothing = Defaults(
+        seed_start=seed_start, height=1, width=1, num_frames=1, steps=1, guidance_scale=1.0, negative_prompt=""
+    )
     for request in requests(listed.rows(), nothing, listed.name):
         texts[request.name] = request.spec.prompt
         for name in _names(request.spec.id):
-            ids.setdefault(name, set()).add(request.spec.prompt)
+            ids.setdefault(name, {})[request.name] = request.spec.prompt
+    doubtful = _shifted(files.names, ids)
     captions, unmatched = [], []
     for name in files.names:
-        caption = _caption(Path(name).stem, texts, ids)
+        caption = None if Path(name).stem in doubtful else _caption(Path(name).stem, texts, ids)
         if caption is None:
             unmatched.append(name)
         captions.append(caption or "")
@@ -126,7 +129,7 @@ def with_prompts(files: Files, prompts: str) -> Files:
         raise InputError(
             f"{len(unmatched)} of {len(files)} pictures cannot be matched to one prompt of {prompts}: {shown}",
             "file names {image_id}_seed{seed}.png or {image_id}.png with ids of the list (six digits from 000001 where it has none)",
-            "give the list the pictures were drawn for",
+            "give the list the pictures were drawn for and, where an id has several prompts, the --seed_start they were drawn with",
         )
     if files.captions is not None and files.kind == "run" and tuple(captions) != files.captions:
         at = next(i for i, (one, other) in enumerate(zip(captions, files.captions, strict=True)) if one != other)
@@ -143,12 +146,26 @@ def _names(image_id: str) -> set[str]:
     return {image_id, image_id.lstrip("0")} if image_id.isdigit() else {image_id}
 
 
-def _caption(stem: str, texts: Mapping[str, str], ids: Mapping[str, set[str]]) -> str | None:
+def _shifted(names: Sequence[str], ids: Mapping[str, Mapping[str, str]]) -> set[str]:
+    """Pictures of ids with several prompts whose seeds are not the first ones of the list: drawn from another --seed_start, it seems."""
+    by_id: dict[str, set[str]] = {}
+    for name in names:
+        by_id.setdefault(_SEED.sub("", Path(name).stem), set()).add(Path(name).stem)
+    doubtful: set[str] = set()
+    for image_id, listed in ids.items():
+        if len(set(listed.values())) > 1:
+            there = by_id.get(image_id, set())
+            if there != set(list(listed)[: len(there)]):
+                doubtful |= there
+    return doubtful
+
+
+def _caption(stem: str, texts: Mapping[str, str], ids: Mapping[str, Mapping[str, str]]) -> str | None:
     if stem in texts:
         return texts[stem]
     for name in (stem, _SEED.sub("", stem)):
         for key in sorted(_names(name), key=len, reverse=True):
-            found = ids.get(key, set())
+            found = set(ids.get(key, {}).values())
             if len(found) == 1:
                 return next(iter(found))
     return None

@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from halation.config.evaluate import EvaluateConfig
-from halation.errors import HalationError, InputError, Interrupted
-from halation.evaluation import extraction, measures
+from halation.data.streets import LARGEST, SMALLEST
+from halation.errors import HalationError, InputError
+from halation.evaluation import measures
 from halation.evaluation.extraction import Desk
-from halation.evaluation.preparing import Preparations, Prepared, Preparer, Sheet
-from halation.evaluation.sources import Files, Scenes, Source, files_below, hashed
-from halation.evaluation.statistics import SUFFIXES, Statistics, read_statistics, write_statistics
-from halation.evaluation.store import Store
-from halation.jobs.cast import cast, embedding, facts_of, rules_of, side_of, versions
+from halation.evaluation.sources import Files, Scenes, Source, files_below
+from halation.evaluation.statistics import Statistics, write_statistics
+from halation.jobs.cast import cast, facts_of, rules_of, saved_reference, versions
 from halation.jobs.live import Live, open_live
+from halation.jobs.passes import Passes, first_size
 from halation.jobs.scored import open_generated, with_prompts
 from halation.models.extractors import Extractor, open_extractor
-from halation.training.trackers import Progress
 from halation.world.launch import computes_on
-from halation.world.ranks import Vigil, World, on_first
-from halation.world.signals import StopSignals, exit_code
+from halation.world.ranks import World, alive, on_first
+from halation.world.signals import StopSignals
 
 log = logging.getLogger(__name__)
-MAX_WORKERS = 16
 
 
 class Scoring:
@@ -39,7 +35,6 @@ class Scoring:
     def __init__(self, world: World, config: EvaluateConfig, cache: Path) -> None:
         self.world = world
         self.config = config
-        self.cache = cache
         self.began = time.perf_counter()
         self.device = computes_on(str(world.device))
         self.cast = cast(config)
@@ -48,7 +43,7 @@ class Scoring:
         self._agree(self.generated.key)
         self.extractors = self._extractors()
         self.statistics = self._statistics()
-        self.vigils = itertools.count()
+        self.passes = Passes(world, config, cache, self.cast, self.extractors, self.device)
 
     def _generated(self) -> Source | Live:
         config = self.config
@@ -68,7 +63,7 @@ class Scoring:
 
         def open_all(beat: Callable[[], None]) -> None:
             for label, (name, weights) in self.cast.extractors.items():
-                opened[label] = self._opened(name, weights)
+                opened[label] = self._opened(label, name, weights)
                 beat()
 
         on_first(self.world, "opening the extractors", open_all, self.config.dist_timeout_s)
@@ -76,220 +71,86 @@ class Scoring:
             open_all(lambda: None)
         return opened
 
-    def _opened(self, name: str, weights: str) -> Extractor:
-        config = self.config
-        return open_extractor(
-            name, device=str(self.world.device), dtype=config.dtype, resize=config.resize, weights=weights
-        )
+    def _opened(self, label: str, name: str, weights: str) -> Extractor:
+        config, device = self.config, str(self.world.device)
+        return open_extractor(name, device=device, dtype=config.dtype, resize=config.resize, weights=weights)
 
     def _statistics(self) -> Statistics | None:
         """Saved ones, read before anything long begins."""
-        paths = [Path(path) for path in self.config.reference if Path(path).suffix in SUFFIXES]
-        labels = self.cast.with_reference
-        if not paths or not labels:
-            return None
-        if len(labels) > 1:
-            names = " and ".join(self.extractors[label].name for label in labels)
-            raise InputError(
-                f"statistics as the reference of {names}",
-                "one extractor, that of the statistics",
-                "ask for fewer metrics",
-            )
-        return read_statistics(paths, facts_of(self.extractors[labels[0]]))
+        facts = {label: facts_of(extractor) for label, extractor in self.extractors.items()}
+        return saved_reference(self.config, self.cast, facts)
 
     # -- features
 
     def run(self) -> dict[str, Any]:
-        """The report; on ranks other than the first it is empty."""
+        """The report, on every rank."""
         with StopSignals() as signals:
-            self.stop = lambda: signals.number
-            sides: dict[str, dict[str, measures.Side]] = {}
             reference = None if self.statistics else self._reference()
-            self._refuse_few(self.statistics.num if self.statistics else len(reference or ()))
+            self._refuse_hopeless(self.statistics.num if self.statistics else len(reference or ()))
+            desks: dict[str, dict[str, Desk]] = {"reference": {}}
             if reference is not None:
-                self._agree(reference.key)
-                sides["reference"] = self._features(reference, "reference", self.cast.with_reference)
-            sides["generated"] = self._features(self.generated, "generated", tuple(self.extractors))
-            if signals.number:
-                raise Interrupted("stopped; the same command goes on where it was", exit_code(signals.number))
+                labels = self.cast.with_reference
+                desks["reference"] = self.passes.features(reference, "reference", labels, lambda: signals.number)
+            desks["generated"] = self.passes.features(
+                self.generated, "generated", tuple(self.extractors), lambda: signals.number
+            )
 
             def numbers(beat: Callable[[], None]) -> dict[str, Any]:
-                return self._report(sides, reference, beat)
+                return alive(lambda: self._report(desks, reference), beat)
 
-            report: dict[str, Any] = on_first(
-                self.world, "the numbers", numbers, max(3600.0, self.config.dist_timeout_s)
-            )
+            report: dict[str, Any] = on_first(self.world, "the numbers", numbers, self.config.dist_timeout_s)
             return report
 
-    def _refuse_few(self, num_reference: int | None) -> None:
+    def _refuse_hopeless(self, num_reference: int | None) -> None:
         """Before hours are spent on features that no number comes of."""
         for metric, label in self.cast.parts.items():
             sides: dict[str, int | None] = {"generated": len(self.generated)}
             if metric in measures.NEEDS_REFERENCE:
                 sides["reference"] = num_reference
             measures.few(metric, self.extractors[label].num_features, sides, self.rules)
+            known = [num for num in sides.values() if num is not None]
+            if metric == "prdc" and self.rules.nearest_k >= min(known):
+                raise InputError(
+                    f"--nearest_k {self.rules.nearest_k} with {min(known)} pictures",
+                    "fewer neighbours than pictures",
+                    "change --nearest_k, or give more pictures",
+                )
+            if metric not in ("fid", "fd") and max(known) > self.config.keep_features:
+                raise InputError(
+                    f"{metric} of {max(known)} pictures with --keep_features {self.config.keep_features}",
+                    "features that are kept: of more pictures there are only moments",
+                    "raise --keep_features, or ask for fid or fd alone",
+                )
 
     def _reference(self) -> Source | None:
         if not self.cast.with_reference:
             return None
         if self.config.reference == ("streets",):
             return Scenes(size=self._square(), num=self.config.num_reference)
-        return files_below(Path(self.config.reference[0]), "--reference")
+        return files_below(Path(self.config.reference[0]), "--reference", captions=False)
 
     def _square(self) -> int:
         """Street scenes are drawn at the size of the pictures they are compared with."""
-        height, width = self._first_size()
-        scenes = Scenes(size=height if height == width else -1, num=self.config.num_reference)
-        if height != width:
+        if isinstance(self.generated, Live):
+            height, width = self.generated.specs[0].height, self.generated.specs[0].width
+        else:
+            height, width = first_size(self.generated)
+        if height != width or not SMALLEST <= height <= LARGEST:
             raise InputError(
-                f"pictures of {width} x {height} pixels against street scenes, which are square",
-                "square pictures from 32 to 128 pixels",
+                f"pictures of {width} x {height} pixels against street scenes",
+                f"square pictures from {SMALLEST} to {LARGEST} pixels, as street scenes are",
                 "give another --reference",
             )
-        scenes.load(0)
         return height
-
-    def _first_size(self) -> tuple[int, int]:
-        if isinstance(self.generated, Live):
-            spec = self.generated.specs[0]
-            return spec.height, spec.width
-        size: list[int] = on_first(
-            self.world,
-            f"the first picture {next(self.vigils)}",
-            lambda _beat: list(first_size(self.generated)),
-            self.config.dist_timeout_s,
-        )
-        return size[0], size[1]
-
-    def _features(self, source: Source | Live, side: str, labels: tuple[str, ...]) -> dict[str, measures.Side]:
-        """On all ranks, what is missing; then, on the first, what each extractor made of the side."""
-        live = isinstance(source, Live)
-        moments_only = len(source) > self.config.keep_features
-        order = source.order if isinstance(source, Live) else None
-        starts = self._starts(source, moments_only)
-        desks = {}
-        for label in labels:
-            worded = side == "generated" and label == self.cast.parts.get("clip")
-            captions = source.captions if worded else None
-            texts = None if captions is None else embedding(self.extractors[label], captions, order)
-            key = self._key(label, moments_only, captions)
-            store = Store(self.cache / source.key[:24] / key, len(source), starts)
-            desks[label] = Desk(
-                key=label, extractor=self.extractors[label], store=store, texts=texts, moments_only=moments_only
-            )
-        broken = self._fill(source, side, desks)
-        self._refuse(source, side, broken)
-        if not self.world.first or self.stop():
-            return {}
-        back = np.argsort(order) if live and order is not None else None
-        return {label: side_of(desk, back) for label, desk in desks.items()}
-
-    def _starts(self, source: Source | Live, moments_only: bool) -> Sequence[int]:
-        if isinstance(source, Live):
-            return source.starts(extraction.MOMENTS_CHUNK) if moments_only else source.starts()
-        return range(0, len(source), extraction.chunk_size(len(source), self.config.batch_size, moments_only))
-
-    def _key(self, label: str, moments_only: bool, captions: tuple[str, ...] | None) -> str:
-        """Everything that decides the features, besides the pictures."""
-        config = self.config
-        facts = {name: value for name, value in facts_of(self.extractors[label]).items() if name != "weights"}
-        threads = config.threads if self.device == "cpu" else 0
-        return hashed([facts, config.batch_size, threads, self.device, moments_only, captions])[:24]
-
-    def _fill(self, source: Source | Live, side: str, desks: Mapping[str, Desk]) -> dict[int, str]:
-        config, world = self.config, self.world
-        missing = sorted({chunk for desk in desks.values() for chunk in desk.store.missing()})
-        todo: list[int] = world.from_first(missing)
-        mine = todo[world.rank :: world.size]
-        store = next(iter(desks.values())).store
-        total = sum(len(store.rows(chunk)) for chunk in mine)
-        same_size = (
-            side == "generated" and isinstance(source, Files) and source.kind == "folder" and not config.allow_sizes
-        )
-        expected = self._first_size() if same_size and todo else None
-        kind = config.progress if world.first and total else "none"
-        with Vigil(world, f"features {side} {next(self.vigils)}", config.dist_timeout_s) as vigil:
-            with Progress(kind, total, 0, side) as progress:
-                counted = 0
-
-                def on_sheet(num: int) -> None:
-                    nonlocal counted
-                    counted += num
-                    vigil.beat()
-                    progress.update(counted, f"on each of {world.size} ranks" if world.size > 1 else "", {})
-
-                coming = extraction.sheets(desks, mine, config.batch_size)
-                broken = extraction.extract(
-                    self._prepared(source, coming, desks, vigil.beat, bool(mine)),
-                    desks,
-                    batch_size=config.batch_size,
-                    device=world.device,
-                    expected_size=expected,
-                    on_sheet=on_sheet,
-                    stop=self.stop,
-                )
-            words = vigil.finish({str(index): why for index, why in broken.items()})
-        return {int(index): why for word in words for index, why in word.items()}
-
-    def _prepared(
-        self,
-        source: Source | Live,
-        coming: Iterator[Sheet],
-        desks: Mapping[str, Desk],
-        beat: Callable[[], None],
-        any_mine: bool,
-    ) -> Iterator[tuple[Sheet, Prepared]]:
-        preparations = {label: desk.extractor.preparation for label, desk in desks.items()}
-        if isinstance(source, Live):
-            yield from self._drawn(source, coming, preparations, beat, any_mine)
-        elif any_mine:
-            preparer = Preparer(source=source, preparations=preparations)
-            with Preparations(preparer, self._num_workers(len(source))) as prepared:
-                yield from prepared.of(coming)
-
-    def _drawn(
-        self,
-        source: Live,
-        coming: Iterator[Sheet],
-        preparations: Mapping[str, Any],
-        beat: Callable[[], None],
-        any_mine: bool,
-    ) -> Iterator[tuple[Sheet, Prepared]]:
-        micro_batch = self.config.sheet_size
-        if any_mine:
-            painter = source.open(str(self.world.device))
-            beat()
-            micro_batch = source.rehearse(painter)
-            beat()
-        micro_batch = min(self.world.exchange(micro_batch))  # one for all, or pictures would know which rank drew them
-        if any_mine:
-            yield from source.draw(painter, micro_batch, coming, preparations, beat)
-
-    def _num_workers(self, num: int) -> int:
-        if self.config.decode_workers >= 0:
-            return self.config.decode_workers
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        cores = len(os.sched_getaffinity(0))
-        return max(1, min(MAX_WORKERS, cores // ranks_here, -(-num // 32)))
-
-    def _refuse(self, source: Source | Live, side: str, broken: Mapping[int, str]) -> None:
-        if not broken:
-            return
-        first = sorted(broken)[: extraction.MAX_BROKEN]
-        lines = "\n".join(f"  {source.name(index)}: {broken[index]}" for index in first)
-        more = f"\n  and {len(broken) - len(first)} more" if len(broken) > len(first) else ""
-        sizes = any("where the first picture has" in why for why in broken.values())
-        raise InputError(
-            f"{side} pictures that cannot be scored:\n{lines}{more}",
-            "whole pictures of one size" if sizes else "whole PNG, JPEG or WebP pictures",
-            "remove or replace them" + (", or pass --allow_sizes where different sizes are meant" if sizes else ""),
-        )
 
     # -- numbers
 
-    def _report(
-        self, sides: Mapping[str, Mapping[str, measures.Side]], reference: Source | None, beat: Callable[[], None]
-    ) -> dict[str, Any]:
+    def _report(self, desks: Mapping[str, Mapping[str, Desk]], reference: Source | None) -> dict[str, Any]:
+        sides = {
+            side: {label: self.passes.side_of(source, side, desk) for label, desk in desks[side].items()}
+            for side, source in (("reference", reference), ("generated", self.generated))
+            if source is not None
+        }
         found: dict[str, dict[str, Any]] = {}
         for metric in self.config.metrics:
             label = self.cast.parts[metric]
@@ -303,10 +164,9 @@ class Scoring:
             found |= measures.measure(subject, self.rules)
             if metric == "clip":
                 found["clip"]["num_truncated_prompts"] = self._num_truncated(label)
-            beat()
         self._save_statistics(sides)
         return {
-            "generated": {**self.generated.facts, "num": len(self.generated)},
+            "generated": {**self._generated_facts(), "num": len(self.generated)},
             "reference": self._reference_facts(reference),
             "metrics": found,
             "versions": versions(),
@@ -332,6 +192,11 @@ class Scoring:
         arrays = {} if found.features is None else {"features": np.asarray(found.features)}
         return measures.Side(num=found.num, hash=found.hash, moments=found.moments, arrays=arrays)
 
+    def _generated_facts(self) -> dict[str, Any]:
+        if isinstance(self.generated, Live):
+            return {**self.generated.facts, "micro_batch": self.passes.micro_batch}
+        return self.generated.facts
+
     def _reference_facts(self, reference: Source | None) -> dict[str, Any] | None:
         if self.statistics is not None:
             path = ", ".join(self.config.reference)
@@ -352,18 +217,11 @@ def generated_files(config: EvaluateConfig) -> Files:
     """The pictures of --generated, with their prompts where these are known."""
     files = open_generated(Path(config.generated))
     if config.prompts:
-        files = with_prompts(files, config.prompts)
-    return files.first(config.num_samples) if config.num_samples else files
-
-
-def first_size(source: Any) -> tuple[int, int]:
-    """Height and width of the first picture."""
-    from halation.data.decode import BrokenPictureError
-
-    try:
-        height, width = source.load(0).pixels.shape[:2]
-    except BrokenPictureError as error:
+        files = with_prompts(files, config.prompts, config.seed_start)
+    if config.num_samples > len(files):
         raise InputError(
-            f"{source.name(0)}: {error}", "a whole PNG, JPEG or WebP picture", "remove or replace it"
-        ) from error
-    return int(height), int(width)
+            f"--num_samples {config.num_samples} of {len(files)} pictures in {config.generated}",
+            "at most as many as there are",
+            "leave --num_samples out to score all of them",
+        )
+    return files.first(config.num_samples) if config.num_samples else files

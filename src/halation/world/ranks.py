@@ -14,11 +14,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from halation.world import launch
 
 log = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
 POLL_S = 0.05
 BEAT_S = 0.5
 
@@ -263,6 +265,15 @@ def check_ranks_agree(world: World, named: Iterable[tuple[str, Tensor]], when: s
                 f"ranks disagree {when}: rank {rank} differs from rank 0 in {len(different)} of {len(names)} tensors, first in {different[0]}; "
                 "gradients were not synchronised, or a rank's memory is faulty. Run the same command again to go on from the last checkpoint."
             )
+
+
+def alive(action: Callable[[], Result], beat: Callable[[], None]) -> Result:
+    """The result of something long that cannot beat by itself: it runs on a thread of its own while this one does."""
+    with ThreadPoolExecutor(1, thread_name_prefix="long") as thread:
+        future = thread.submit(action)
+        while not wait([future], BEAT_S).done:
+            beat()
+        return future.result()
 
 
 def on_first(world: World, name: str, action: Callable[[Callable[[], None]], Any], timeout_s: float) -> Any:
