@@ -282,6 +282,23 @@ def test_unknown_names_rules_and_types_are_refused(tmp_path: Path, clip_folder: 
         assert message in str(caught.value)
 
 
+def test_messages_name_the_flag_that_gave_the_weights(tmp_path: Path, clip_folder: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("HALATION_CACHE", str(tmp_path / "cache"))
+    cases: list[tuple[str, str | Path]] = [
+        ("streets", "file.pth"),
+        ("dinov2", clip_folder),
+        (str(clip_folder), clip_folder),
+        ("clip", tmp_path / "no such folder"),
+        ("inception", tmp_path / "nowhere.pth"),
+        ("inception", ""),
+    ]
+    for name, weights in cases:
+        with pytest.raises(InputError) as caught:
+            opened(name, weights, flag="--other_weights")
+        assert "--other_weights" in str(caught.value)
+        assert "--weights" not in str(caught.value)
+
+
 def test_a_folder_of_another_family_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit"}))
     save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
@@ -296,6 +313,10 @@ def test_a_name_that_cannot_be_downloaded_says_how_to_bring_it_here(monkeypatch:
             opened(name)
         assert f"hf download {default}" in caught.value.action
         assert "--weights FOLDER" in caught.value.action
+        with pytest.raises(InputError, match="stay offline") as caught:
+            opened(name, flag="--clip_model")
+        assert "--clip_model FOLDER" in caught.value.action
+        assert "--weights" not in str(caught.value)
     with pytest.raises(InputError, match="neither a folder nor a name on the hub"):
         opened("clip", tmp_path / "no such folder")
 
