@@ -38,18 +38,30 @@ case "${USE_MULTIGPU:-true}" in
         ;;
     *) devices=(--nproc 1) ;;
 esac
-[ -z "${NUM_SAMPLES:-}" ] || generate+=(--num_samples "$NUM_SAMPLES")
+to_come=(--prompts "$PROMPTS_CSV")
+if [ -n "${NUM_SAMPLES:-}" ]; then
+    generate+=(--num_samples "$NUM_SAMPLES")
+    to_come+=(--num_samples "$NUM_SAMPLES")
+fi
 [ -z "${GUIDANCE_SCALE:-}" ] || generate+=(--guidance_scale "$GUIDANCE_SCALE")
 [ -z "${HEIGHT:-}" ] || generate+=(--height "$HEIGHT")
 [ -z "${WIDTH:-}" ] || generate+=(--width "$WIDTH")
 [ -z "${DTYPE:-}" ] || generate+=(--dtype "$DTYPE")
+extractor=inception
+[ "$REFERENCE" != streets ] || extractor=streets
+case "${EXTRACTOR:-$extractor}" in
+    inception) metrics="fid clip" ;;
+    streets) metrics="fd kid agreement" ;;
+    *) metrics="fd kid clip" ;;
+esac
 # shellcheck disable=SC2206 # a list of words, meant to be split
-evaluate+=(--metrics ${METRICS:-fid clip})
+evaluate+=(--metrics ${METRICS:-$metrics})
+[ -z "${EXTRACTOR:-}" ] || evaluate+=(--extractor "$EXTRACTOR")
 [ -z "${CLIP_MODEL:-}" ] || evaluate+=(--clip_model "$CLIP_MODEL")
 [ -z "${INCEPTION_WEIGHTS:-}" ] || evaluate+=(--inception_weights "$INCEPTION_WEIGHTS")
 [ "${ALLOW_FEW:-false}" != true ] || evaluate+=(--allow_few)
 
-"$python" -m halation.cli evaluate "${evaluate[@]}" --check
+"$python" -m halation.cli evaluate "${evaluate[@]}" "${to_come[@]}" --check
 "$python" "$here/batch_generate_t2i_multigpu.py" "${generate[@]}" ${devices[@]+"${devices[@]}"}
 "$python" -m halation.cli evaluate "${evaluate[@]}" ${devices[@]+"${devices[@]}"}
 echo "scores: $RESULTS"

@@ -17,14 +17,16 @@ import pytest
 from faults import commands
 from halation import cli, runs
 from halation.config.watch import WatchConfig
+from halation.data.streets import Streets
 from halation.errors import InputError
 from halation.jobs.spectator import Spectator
 from halation.jobs.watch import prompts_of, resolved
 from halation.jobs.watching import Watch
-from halation.png import read_png
+from halation.png import encode_png, read_png
 from halation.world.signals import StopSignals
 
 SMALL = ["--num_samples", "6", "--num_reference", "32", "--num_inference_steps", "2", "--nproc", "1"]
+INCEPTION, STREETS = ["--extractor", "inception"], ["--extractor", "streets"]
 FEW = [*SMALL, "--allow_few", "--metrics", "fd", "agreement"]
 
 
@@ -142,7 +144,7 @@ def test_settings_that_make_numbers_incomparable_are_refused_with_a_diff(
     scored: dict[str, Any], tmp_path: Path
 ) -> None:
     prompts = tmp_path / "prompts.txt"
-    prompts.write_text("a red car\n")
+    prompts.write_text("a red car\n" * 6)
     words = [word if word != "2" else "3" for word in FEW]
     done = watch(scored["run"], "--once", *words, "--prompts", prompts, "--seed_start", 7)
     assert done.returncode == 2
@@ -222,16 +224,53 @@ def test_a_damaged_checkpoint_is_tried_twice_and_named_and_the_next_one_is_score
     assert {row["step"] for row in rows(run / "watch")} == {6}
 
 
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["--reference", "streets", *SMALL], "6 generated pictures and 32 reference pictures"),
+        (["--reference", "streets", *SMALL, "--metrics", "fid", "--weights", "gone.pth", *INCEPTION], "gone.pth"),
+        pytest.param(
+            ["--reference", "streets", "--prompts", "one.txt"], "1 generated pictures", marks=pytest.mark.slow
+        ),
+        pytest.param(["--reference", "empty", "--prompts", "one.txt", *STREETS], "no pictures", marks=pytest.mark.slow),
+    ],
+)
+def test_what_would_be_refused_of_every_checkpoint_is_refused_before_one_is_there(
+    words: list[object], found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("models", "empty"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "one.txt").write_text("a red car\n")
+    done = watch("models", *words)
+    assert done.returncode == 2, done.stderr
+    assert found in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "waiting for checkpoints" not in done.stderr
+
+
 @pytest.mark.slow
-def test_what_is_refused_of_every_checkpoint_ends_the_watch_and_pictures_are_not_drawn_again(last_alone: Path) -> None:
-    first = watch(last_alone, "--once", *SMALL, "--metrics", "fd")
+def test_a_refused_evaluation_ends_the_watch_and_pictures_are_not_drawn_again(last_alone: Path, tmp_path: Path) -> None:
+    real = tmp_path / "real"
+    real.mkdir()
+    for index in range(6):
+        pixels = Streets(32, 32).train(index).pixels
+        (real / f"{index}.png").write_bytes(encode_png(pixels, {}))
+    damaged = real / "3.png"
+    whole = damaged.read_bytes()
+    damaged.write_bytes(whole[:100])
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a red car\na rainy street\nthree trees\n")
+    words = [last_alone, "--once", "--reference", real, "--prompts", prompts, "--num_inference_steps", "2"]
+    words += ["--nproc", "1", "--extractor", "streets", "--metrics", "fd", "--allow_few"]
+    first = watch(*words)
     assert first.returncode == 2
-    assert "fd of 6 generated pictures" in first.stderr
-    assert "--allow_few" in first.stderr
+    assert "3.png" in first.stderr
     assert "Traceback" not in first.stderr
     before = drawn(last_alone / "watch")
-    assert len(before) == 6
-    second = watch("--once", "--run", last_alone, *FEW)
+    assert len(before) == 3
+    damaged.write_bytes(whole)
+    second = watch(*words)
     assert second.returncode == 0, second.stderr
     assert drawn(last_alone / "watch") == before
 
@@ -307,7 +346,7 @@ def test_pipelines_of_any_trainer_are_scored_as_their_numbers_say(tmp_path: Path
 
 def test_while_nothing_comes_it_waits_and_a_signal_ends_it(tmp_path: Path) -> None:
     (tmp_path / "models").mkdir()
-    words = ["watch", str(tmp_path / "models"), "--reference", "streets", "--num_samples", "4"]
+    words = ["watch", str(tmp_path / "models"), "--reference", "streets", "--num_samples", "4", "--allow_few"]
     with commands.started(commands.halation(words), tmp_path / "log") as command:
         commands.until(lambda: "waiting for checkpoints" in command.said(), command=command)
         command.process.terminate()
@@ -328,7 +367,7 @@ def test_one_without_all_its_files_is_given_up_after_two_tries(tmp_path: Path) -
     place = tmp_path / "run/checkpoints/step_0000002"
     place.mkdir(parents=True)
     (place / "COMMIT.json").write_text('{"sha256": {"ema.safetensors": "0"}}')
-    done = watch(tmp_path / "run", "--once", "--reference", "streets", "--num_samples", 2)
+    done = watch(tmp_path / "run", "--once", "--reference", "streets", "--num_samples", 2, "--allow_few")
     assert done.returncode == 1
     assert done.stderr.count("step 2: taking it failed") == 2
     assert json.loads((tmp_path / "run/watch/failed.json").read_text())["step_0000002"]["tries"] == 2
@@ -382,6 +421,7 @@ def test_the_folder_is_given_by_its_place_by_its_name_or_in_a_file(tmp_path: Pat
         ({"best_by": "recall", "metrics": ("fd", "kid")}, "--best_by recall with --metrics fd kid"),
         ({"reference": ()}, "no --reference"),
         ({"reference": ("nosuch",)}, "there is no folder or file nosuch"),
+        ({"reference": ("",)}, '--reference ""'),
         ({"poll_s": 0.0}, "--poll_s 0"),
         ({"every": 0}, "--every 0"),
         ({"height": 0}, "--height 0"),
@@ -418,6 +458,13 @@ def test_a_folder_without_checkpoints_is_refused_where_it_is_not_waited_for(tmp_
 
 def test_the_reference_of_a_run_is_what_it_was_trained_on(trained: Path) -> None:
     assert resolved(WatchConfig(run=trained)).reference == ("streets",)
+
+
+def test_more_samples_than_prompts_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("a red car\ntwo trees\n")
+    config = WatchConfig(run=tmp_path, reference=("streets",), prompts=str(tmp_path / "prompts.txt"), num_samples=3)
+    with pytest.raises(InputError, match=r"--num_samples 3, but .*prompts\.txt has 2 prompts"):
+        prompts_of(config)
 
 
 def test_captions_of_a_folder_are_the_prompts_and_a_folder_without_any_is_refused(tmp_path: Path) -> None:

@@ -57,7 +57,9 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def started(folder: Path, variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
     """The script in `folder`, told nothing but these."""
-    told = re.compile(r"HALATION|(MODEL_PATH|PROMPTS_CSV|REFERENCE|OUTPUT_DIR|RESULTS|METRICS|GPU_IDS|NUM_SAMPLES)$")
+    told = re.compile(
+        r"HALATION|(MODEL_PATH|PROMPTS_CSV|REFERENCE|OUTPUT_DIR|RESULTS|METRICS|EXTRACTOR|GPU_IDS|NUM_SAMPLES)$"
+    )
     clean = {name: value for name, value in os.environ.items() if not told.match(name)}
     own = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "HALATION_CACHE": str(folder / "cache")}
     return subprocess.run(
@@ -116,12 +118,17 @@ QUICK = {
     "no prompts": ({"COCO_CAPTIONS": ""}, "there is no ./mscoco_data/prompts.csv"),
     "no real pictures": ({"REFERENCE": "nothing here", "PROMPTS_CSV": "given.txt"}, "no real pictures at nothing here"),
     "captions that are none": ({"COCO_CAPTIONS": "given.txt"}, "COCO's captions as JSON"),
+    "too few prompts": ({"REFERENCE": "streets", "ALLOW_FEW": "", "PROMPTS_CSV": "given.txt"}, "1 generated pictures"),
     "missing weights": ({"INCEPTION_WEIGHTS": "gone.pth", "PROMPTS_CSV": "given.txt"}, "gone.pth is not a file"),
 }
 SLOW = {
     "no folder of CLIP": ({"CLIP_MODEL": "gone", "PROMPTS_CSV": "given.txt"}, "neither a folder nor to be had"),
     "an empty reference": ({"REFERENCE": "cache", "PROMPTS_CSV": "given.txt"}, "has no pictures"),
-    "FID of streets": ({"REFERENCE": "streets", "PROMPTS_CSV": "given.txt"}, "FD-streets"),
+    "FID of streets": ({"REFERENCE": "streets", "METRICS": "fid", "PROMPTS_CSV": "given.txt"}, "FD-streets"),
+    "too few pictures": (
+        {"REFERENCE": "streets", "ALLOW_FEW": "", "NUM_SAMPLES": "5", "PROMPTS_CSV": "many.txt"},
+        "5 generated pictures",
+    ),
     "a GPU that is not there": (
         {"USE_MULTIGPU": "true", "GPU_IDS": "2,3", "METRICS": "clip", "PROMPTS_CSV": "given.txt"},
         "GPU",
@@ -139,6 +146,7 @@ def test_what_is_missing_is_said_before_the_first_picture(
 ) -> None:
     (tmp_path / "cache").mkdir()
     (tmp_path / "given.txt").write_text("a red bus\n")
+    (tmp_path / "many.txt").write_text("a red bus\n" * 3000)
     done = started(tmp_path, parts | variables)
     assert done.returncode == 2, done.stderr
     assert message in " ".join(done.stderr.split())
@@ -168,3 +176,18 @@ def test_every_variable_reaches_its_command(tmp_path: Path, parts: dict[str, str
     rows = [json.loads(line) for line in (folder / "metadata.jsonl").read_text().splitlines()]
     assert [(row["guidance_scale"], row["steps"], row["height"]) for row in rows] == [(3.5, 2, SIZE)] * 2
     assert set(report_of(tmp_path / "scores" / "all.json")["metrics"]) == {"clip"}
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_another_extractor_has_metrics_of_its_own(tmp_path: Path, parts: dict[str, str]) -> None:
+    (tmp_path / "given.txt").write_text("a red car in a city\na rainy street at night\nthree trees\n")
+    used = {name: value for name, value in parts.items() if name not in ("INCEPTION_WEIGHTS", "CLIP_MODEL")}
+    done = started(tmp_path, used | {"PROMPTS_CSV": "given.txt", "EXTRACTOR": "streets"})
+    assert done.returncode == 0, done.stderr
+    found = report_of(tmp_path / "eval_output_results.json")["metrics"]
+    assert {key: one["name"] for key, one in found.items()} == {
+        "fd": "FD-streets",
+        "kid": "KID-streets",
+        "agreement": "prompt agreement",
+    }

@@ -10,10 +10,12 @@ import sys
 from pathlib import Path
 
 from halation import runs
+from halation.config.evaluate import EvaluateConfig
 from halation.config.fields import as_json, fixed
 from halation.config.watch import WatchConfig
 from halation.errors import InputError
 from halation.jobs import arrivals, verdicts
+from halation.jobs.evaluate import refuse_missing_reference
 from halation.jobs.ranges import check_ranges
 from halation.jobs.spectator import Spectator
 from halation.jobs.watching import Watch
@@ -85,11 +87,7 @@ def resolved(config: WatchConfig) -> WatchConfig:
             "choose one of them, or add it to --metrics",
         )
     reference = config.reference or _trained_on(watched)
-    for path in reference:
-        if path != "streets" and not Path(path).exists():
-            raise InputError(
-                f"--reference: there is no folder or file {path}", "real pictures, or saved statistics", "check it"
-            )
+    refuse_missing_reference(EvaluateConfig(reference=reference), ())
     return dataclasses.replace(config, output_dir=output, reference=reference)
 
 
@@ -108,11 +106,19 @@ def _trained_on(watched: Path) -> tuple[str, ...]:
 
 
 def prompts_of(config: WatchConfig) -> PromptFile:
-    """The list that was given, or the captions of the reference."""
-    if config.prompts:
-        prompts = PromptFile.open(config.prompts)
-        next(iter(prompts.rows()))  # an empty list is refused now, not after the first checkpoint
-        return prompts
+    """The list that was given, or the captions of the reference; one that cannot be drawn is refused now, not at every checkpoint."""
+    prompts = PromptFile.open(config.prompts) if config.prompts else _of_captions(config)
+    num = sum(1 for _row in prompts.rows())
+    if config.num_samples > num:
+        raise InputError(
+            f"--num_samples {config.num_samples}, but {prompts.name} has {num} prompts",
+            f"at most {num}",
+            "leave --num_samples out for all",
+        )
+    return prompts
+
+
+def _of_captions(config: WatchConfig) -> PromptFile:
     rows = [{"prompt": caption} for caption in _captions(config)]
     data = b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)
     sha256 = hashlib.sha256(data).hexdigest()

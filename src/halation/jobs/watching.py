@@ -62,18 +62,30 @@ class Watch:
     def run(self) -> int:
         self._recall()
         self.settle()
+        rehearsed = False
         while not self.signals.number:
             waiting = self.waiting()
-            if waiting:
-                self.take(waiting)
-            elif self.config.once and not self.arrivals.unsettled:
+            if self.config.once and not waiting and not self.arrivals.unsettled:
                 return self._end()
+            if not rehearsed:
+                self._rehearse()
+                rehearsed = True
+            elif waiting:
+                self.take(waiting)
             else:
                 self._pause()
         raise Interrupted(
             f"stopped with {len(self.waiting())} checkpoints waiting; the same command goes on",
             exit_code(self.signals.number),
         )
+
+    def _rehearse(self) -> None:
+        """What would be refused of every checkpoint after its pictures are drawn is refused before the first, who may be hours away."""
+        self.spectator.doing("looking at the reference and the extractors")
+        words = ["evaluate", "--check", "--prompts", str(self.prompts), *_flags(self.config, "num_samples")]
+        ended = run_command([*words, *self._rules()], self.folder / "check.log", self.signals, lambda _value: None)
+        if ended.code:
+            raise _refusal(ended.words, ended.code)
 
     def _recall(self) -> None:
         """Failures of an earlier call are known, and tried again: whoever calls again may have mended the cause."""
@@ -189,11 +201,15 @@ class Watch:
         return [*words, *(["--raw"] if config.raw else []), "--progress", "json"]
 
     def _scoring(self, drawn: Path, scores: Path) -> list[str]:
-        config = self.config
         words = ["evaluate", "--generated", str(drawn), "--output", str(scores), "--progress", "none"]
         words += ["--cache_dir", str(self.folder / FEATURES)]
-        words += _flags(config, "reference", "num_reference", "resize")
-        words += _flags(config, *_given(config, "metrics", "extractor", "weights", "clip_model", "gpu_ids", "nproc"))
+        return [*words, *self._rules(), *_flags(self.config, *_given(self.config, "gpu_ids", "nproc"))]
+
+    def _rules(self) -> list[str]:
+        """What an evaluation compares, and how."""
+        config = self.config
+        words = _flags(config, "reference", "num_reference", "resize")
+        words += _flags(config, *_given(config, "metrics", "extractor", "weights", "clip_model"))
         return [*words, *(["--allow_few"] if config.allow_few else [])]
 
     def _sweep_features(self) -> None:
@@ -207,9 +223,7 @@ class Watch:
     def _fail(self, checkpoint: Checkpoint, error: Unscored) -> None:
         if error.doing == "scoring" and error.code == InputError.exit_code and not self.verdicts:
             # What is refused of the first one would be refused of all.
-            failure = HalationError(error.reason.removeprefix("halation: "))
-            failure.exit_code = InputError.exit_code
-            raise failure
+            raise _refusal(error.reason, error.code)
         tries = self.memory.tries[checkpoint.name] = self.memory.tries.get(checkpoint.name, 0) + 1
         again = "it is tried once more" if tries < MAX_TRIES else "it is left out"
         self.spectator.warn(f"step {checkpoint.step}: {error.doing} failed, {again}:\n{error.reason}")
@@ -294,6 +308,14 @@ class Watch:
         if lost:
             self.spectator.warn(f"without a score: {', '.join(lost)}; the reasons are in {self.folder / FAILED_FILE}")
         return 1 if lost else 0
+
+
+def _refusal(words: str, code: int) -> HalationError:
+    """What another command said, as our own error."""
+    failure = HalationError(words.removeprefix("halation: "))
+    if code == InputError.exit_code:
+        failure.exit_code = InputError.exit_code
+    return failure
 
 
 def _given(config: WatchConfig, *names: str) -> list[str]:
