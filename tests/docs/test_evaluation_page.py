@@ -78,7 +78,7 @@ def test_the_page_lists_exactly_the_fields_of_a_result(reports: list[dict[str, A
     for names, meaning in (row for row in rows("What comes out") if "`" in row[0]):
         told |= set(re.findall(r"`(\w+)`", names))
         if names == "`generated`, `reference`":
-            told |= {"kind", "path", "num"} | set(re.findall(r"(?:digest|their|were) `(\w+)`", meaning))
+            told |= {"kind", "path", "num"} | set(re.findall(r"(?:digest|their|were|its) `(\w+)`", meaning))
     there: set[str] = set()
     for report in reports:
         there |= report.keys() | report["generated"].keys() | (report["reference"] or {}).keys()

@@ -336,6 +336,13 @@ def refusals() -> list[Any]:
             "a lopsided covariance", "not symmetric", lambda _s, t: {"metrics": ("fd",), "reference": (lopsided(t),)}
         ),
         named("no picture high", "--height 0", lambda _s, _t: {"generated": "", "model_path": "testcard", "height": 0}),
+        named(
+            "a list that counts otherwise",
+            "cannot be matched",
+            lambda s, t: {"metrics": ("clip",), "prompts": uncounted(t)},
+        ),
+        named("one picture", "at least 2", lambda _s, _t: {"num_samples": 1}),
+        named("a link to nothing", "link to nothing", lambda _s, t: {"generated": str(dangling(t))}),
         named("few", "at least 1000", lambda _s, _t: {"allow_few": False}),
         named(
             "fid of few",
@@ -383,6 +390,19 @@ def lopsided(folder: Path) -> str:
 def other_prompts(folder: Path) -> str:
     (folder / "other.txt").write_text("one\ntwo\n")
     return str(folder / "other.txt")
+
+
+def uncounted(folder: Path) -> str:
+    """No ids: the first one is 000001, and the pictures begin with 000."""
+    (folder / "uncounted.txt").write_text("a cat\n" * (NUM + 1))
+    return str(folder / "uncounted.txt")
+
+
+def dangling(folder: Path) -> Path:
+    made(folder / "dangling")
+    Image.new("RGB", (32, 32)).save(folder / "dangling" / "0.png")
+    (folder / "dangling" / "1.png").symlink_to(folder / "nothing.png")
+    return folder / "dangling"
 
 
 def plain_prompts(folder: Path) -> str:

@@ -35,6 +35,11 @@ _ASKED: dict[str, Callable[[Mentioned], Sequence[int] | None]] = {
 }
 
 
+def says_something(captions: Sequence[str]) -> bool:
+    """Whether any of these captions is in the words of the street scenes."""
+    return any(asked_by(mentioned(caption)) is not None for caption in captions for asked_by in _ASKED.values())
+
+
 def agreement(outputs: Mapping[str, npt.NDArray[Any]], captions: Sequence[str]) -> Agreement:
     """The agreement of pictures with their captions; `outputs` are the logits of the streets extractor, a row a picture."""
     found = {attribute: _found(outputs, attribute, len(captions)) for attribute in _ASKED}

@@ -156,14 +156,14 @@ def few(metric: str, num_features: int, sides: Mapping[str, int | None], rules: 
     lacking = {side: num for side, num in sides.items() if num is not None and num < least}
     if not lacking:
         return ""
-    words = " and ".join(f"{num} {side} pictures" for side, num in lacking.items())
-    if min(lacking.values()) < 2 or not rules.allow_few:
+    words = " and ".join(f"{num} {side} picture{'s' if num != 1 else ''}" for side, num in lacking.items())
+    if rules.allow_few and min(lacking.values()) < 2:
+        raise InputError(f"{metric} of {words}", "at least 2 on each side", "draw or give more")
+    if not rules.allow_few:
         raise InputError(
             f"{metric} of {words}",
             f"at least {least} on each side: with fewer the number is mostly bias",
-            "draw or give more, or pass --allow_few to get a marked number"
-            if min(lacking.values()) >= 2
-            else "draw or give more",
+            "draw or give more, or pass --allow_few to get a marked number",
         )
     return f"few: {words}, {least} are wanted"
 

@@ -192,7 +192,7 @@ def files_below(folder: Path, what: str, *, captions: bool = True) -> Files:
         why = f"{folder} is a file" if folder.exists() else f"there is no folder {folder}"
         raise InputError(f"{what}: {why}", "a folder of PNG, JPEG or WebP pictures", f"check {what}")
     listed = sorted(_below(folder, what))
-    found = [name for name in listed if name.lower().endswith(SUFFIXES)]
+    found = [name for name in listed if name.lower().endswith(SUFFIXES) and not _is_a_grid(folder / name)]
     others = [name for name in listed if name.lower().endswith(OTHER_SUFFIXES)]
     if not found:
         raise InputError(
@@ -218,6 +218,13 @@ def files_below(folder: Path, what: str, *, captions: bool = True) -> Files:
     )
 
 
+def _is_a_grid(path: Path) -> bool:
+    """The overview that samples and watched checkpoints have beside their pictures."""
+    return path.name == "grid.png" and any(
+        (path.parent / name).is_file() for name in ("samples.json", "evaluation.json")
+    )
+
+
 def _below(folder: Path, what: str) -> Iterator[str]:
     """Files below a folder, linked folders too; one that cannot be read is no folder to leave out."""
 
@@ -237,7 +244,14 @@ def _below(folder: Path, what: str) -> Iterator[str]:
 
 
 def stamps_of(folder: Path, names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    found = [os.stat(folder / name) for name in names]
+    try:
+        found = [os.stat(folder / name) for name in names]
+    except FileNotFoundError as error:
+        raise InputError(
+            f"{error.filename} is a link to nothing, or was removed just now",
+            "pictures that are there",
+            "mend or remove the link",
+        ) from error
     return tuple((one.st_size, one.st_mtime_ns, one.st_ctime_ns, one.st_ino) for one in found)
 
 
@@ -255,6 +269,9 @@ def _captions(folder: Path, names: Sequence[str]) -> tuple[tuple[str, ...] | Non
                 texts[row.values["file_name"]] = caption
     except InputError as error:
         return None, error.found
+    absent = texts.keys() - set(names)
+    if absent:
+        log.warning("%s names %d pictures that are not there, such as %s", path, len(absent), min(absent))
     lacking = [name for name in names if name not in texts]
     if lacking:
         return None, f"{path} has no text for {len(lacking)} of {len(names)} pictures, such as {lacking[0]}"

@@ -72,6 +72,15 @@ def read_statistics(paths: Sequence[Path], extractor_facts: Mapping[str, Any]) -
     )
 
 
+def made_by(path: str) -> str:
+    """The extractor that made a file of statistics, as far as it says; other tools' are of Inception."""
+    if path.endswith(".safetensors") and Path(path).is_file():
+        name = _read(Path(path)).facts.get("extractor")
+        if name in ("dinov2", "clip", "streets"):  # the name of somebody's folder says nothing of where it is
+            return str(name)
+    return "inception"
+
+
 def write_statistics(path: Path, moments: Moments, features: Features | None, facts: Mapping[str, Any]) -> None:
     """Moments, features where they are kept, and how they came about."""
     arrays = {"mean": moments.mean, "scatter": moments.scatter, "num": np.array([moments.num], np.int64)}

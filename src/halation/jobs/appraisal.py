@@ -39,14 +39,12 @@ from halation.training.sample_files import Row
 from halation.training.sampling import Drawing, SampleSettings
 from halation.world import rng
 from halation.world.launch import computes_on
-from halation.world.ranks import Vigil, World, on_first
+from halation.world.ranks import Vigil, World, alive, on_first
 
 log = logging.getLogger(__name__)
 Report = dict[str, Any]
 Beat = Callable[[], None]
 SURVIVED = (HalationError, OSError, RuntimeError, ValueError, MemoryError)
-NUMBERS_TIMEOUT_S = 3600.0
-"""One number of many features may take minutes on a CPU, without a sign of life in between."""
 
 
 class Appraisal:
@@ -155,13 +153,13 @@ class Appraisal:
             return None
 
         def count(beat: Beat) -> Report:
-            report = self._report(step, reference, generated, began, beat)
+            report = alive(lambda: self._report(step, reference, generated, began), beat)
             runs.publish_json(self._report_path(step), report)
             for folder in self.folder.glob("step_*/"):
                 shutil.rmtree(folder, ignore_errors=True)
             return report
 
-        found: Report = on_first(self.world, f"{name}: numbers", count, max(NUMBERS_TIMEOUT_S, self.timeout_s))
+        found: Report = on_first(self.world, f"{name}: numbers", count, self.timeout_s)
         return found
 
     def _together(self, name: str, action: Callable[[Beat], None]) -> None:
@@ -263,9 +261,7 @@ class Appraisal:
 
     # -- numbers
 
-    def _report(
-        self, step: int, reference: Mapping[str, Desk], generated: Mapping[str, Desk], began: float, beat: Beat
-    ) -> Report:
+    def _report(self, step: int, reference: Mapping[str, Desk], generated: Mapping[str, Desk], began: float) -> Report:
         rules = measures.Rules(allow_few=True, device=str(self.world.device))
         real = {label: side_of(desk, None) for label, desk in reference.items()}
         drawn = {label: side_of(desk, None) for label, desk in generated.items()}
@@ -280,7 +276,6 @@ class Appraisal:
                 captions=self.settings.prompts,
             )
             found |= measures.measure(subject, rules)
-            beat()
         settings = {name: value for name, value in asdict(self.settings).items() if name != "prompts"}
         about = {"kind": "training", "path": str(self.run_folder), "step": step, "weights": "average"}
         return {
@@ -359,7 +354,7 @@ def _refuse_failed(rows: list[Row], num: int) -> None:
 
 
 def _loader(pixels: np.ndarray) -> Callable[[], tuple[np.ndarray, bytes]]:
-    return lambda: (pixels, hashlib.sha256(pixels.tobytes()).digest())
+    return lambda: (pixels, hashlib.sha256(np.ascontiguousarray(pixels).data).digest())
 
 
 def _without_paths(facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,6 +35,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "guidance_scale": (0, 1e9),
     "dist_timeout_s": (sys.float_info.min, 1e9),
 }
+ROUNDING = 1e-9
+"""What is nearer to 0 than that is shown as 0; the JSON has the number."""
 PICTURES_A_RANK = 128
 """Without a GPU, fewer pictures than that are not worth a further process."""
 
@@ -124,19 +126,32 @@ def rehearse(config: EvaluateConfig) -> int:
     """Open what an evaluation needs besides the pictures, without scoring anything."""
     from halation.evaluation.measures import NEEDS_REFERENCE, few
     from halation.evaluation.sources import files_below
-    from halation.jobs.cast import cast, embedding, facts_of, rules_of, saved_reference
+    from halation.jobs.cast import FLAGS, cast, embedding, facts_of, rules_of, saved_reference
     from halation.models.extractors import open_extractor
 
     config = replace(config, extractor=extractor_of(config))
     parts = cast(replace(config, metrics=config.metrics or ("fd", "kid")))
     refuse_mismatch(config.metrics, config.extractor)
     refuse_missing_reference(config, parts.with_reference)
-    facts = {}
+    facts, refused = {}, []
     for label, (name, weights) in parts.extractors.items():
-        extractor = open_extractor(name, device="cpu", dtype=config.dtype, resize=config.resize, weights=weights)
-        facts[label] = facts_of(extractor)
-        if label == parts.parts.get("clip"):
-            embedding(extractor, ("a prompt",), None)([0])  # the words are another part of the model
+        try:
+            extractor = open_extractor(
+                name, device="cpu", dtype=config.dtype, resize=config.resize, weights=weights, flag=FLAGS[label]
+            )
+            facts[label] = facts_of(extractor)
+            if label == parts.parts.get("clip"):
+                embedding(extractor, ("a prompt",), None)([0])  # the words are another part of the model
+        except InputError as error:
+            refused.append(error)
+    if len(refused) == 1:
+        raise refused[0]
+    if refused:
+        raise InputError(
+            "; ".join(error.found for error in refused),
+            "; ".join(error.expected for error in refused),
+            "; ".join(error.action for error in refused),
+        )
     num: int | None = config.num_reference
     statistics = saved_reference(config, parts, facts)
     if statistics is not None:
@@ -161,7 +176,14 @@ def to_come(config: EvaluateConfig) -> range:
 
 
 def extractor_of(config: EvaluateConfig) -> str:
-    return config.extractor or ("streets" if config.reference == ("streets",) else "inception")
+    """The one that was asked for, that made the reference's statistics, or the usual one."""
+    if config.extractor:
+        return config.extractor
+    if config.reference == ("streets",):
+        return "streets"
+    from halation.evaluation.statistics import made_by
+
+    return made_by(config.reference[0]) if config.reference else "inception"
 
 
 def refuse_missing_reference(config: EvaluateConfig, wanted_by: Sequence[str]) -> None:
@@ -186,7 +208,8 @@ def refuse_missing_reference(config: EvaluateConfig, wanted_by: Sequence[str]) -
 
 def resolved(config: EvaluateConfig, source: Source | Live) -> EvaluateConfig:
     """The config with the extractor and the metrics written out, and what does not go together refused."""
-    from halation.evaluation.measures import NEEDS_CAPTIONS, NEEDS_REFERENCE
+    from halation.evaluation.measures import NEEDS_CAPTIONS, NEEDS_REFERENCE, few
+    from halation.jobs.cast import rules_of
 
     extractor = extractor_of(config)
     config = replace(config, extractor=extractor)
@@ -204,6 +227,8 @@ def resolved(config: EvaluateConfig, source: Source | Live) -> EvaluateConfig:
             "the prompt of every picture",
             "give --prompts FILE, or the folder of a `halation generate`",
         )
+    for metric in metrics:  # before weights are looked for, or fetched
+        few(metric, 0, {"generated": len(source)}, rules_of(config, "cpu"))
     return replace(config, metrics=tuple(dict.fromkeys(metrics)))
 
 
@@ -220,9 +245,10 @@ def refuse_mismatch(metrics: Sequence[str], extractor: str, prefix: str = "") ->
 def default_metrics(extractor: str, source: Source | Live) -> tuple[str, ...]:
     if extractor == "inception":
         return ("fid", "kid")
-    if extractor != "streets":
-        return ("fd", "kid", "prdc")
-    return ("fd", "kid", "prdc", *(("agreement",) if source.captions is not None else ()))
+    from halation.evaluation.agreement import says_something
+
+    worded = extractor == "streets" and source.captions is not None and says_something(source.captions)
+    return ("fd", "kid", "prdc", *(("agreement",) if worded else ()))
 
 
 def opened(config: EvaluateConfig) -> Source | Live:
@@ -271,6 +297,7 @@ def run_rank(config: EvaluateConfig) -> dict[str, Any]:
 
     world = joined(config.gpu_ids, config.oversubscribe, config.dist_timeout_s, config.threads)
     logger = logging.getLogger("halation")
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # it recommends torchvision, which nothing here needs
     echo = Echo()
     with world.leaving_together(), contextlib.ExitStack() as stack:
         if world.first:
@@ -293,7 +320,8 @@ def show(config: EvaluateConfig, report: dict[str, Any]) -> None:
 
     reference = report["reference"]
     console = Console()
-    console.print(f"[bold]{report['generated']['num']} pictures[/bold] of {escape(report['generated']['path'])}")
+    num = report["generated"]["num"]
+    console.print(f"[bold]{num} picture{'s' if num != 1 else ''}[/bold] of {escape(report['generated']['path'])}")
     if reference:
         console.print(f"against {reference['num'] or 'an unknown number'} of {escape(reference['path'])}")
     if config.save_statistics is not None:
@@ -304,11 +332,17 @@ def show(config: EvaluateConfig, report: dict[str, Any]) -> None:
     for heading in ("metric", "value", "better", "features"):
         table.add_column(heading, justify="right" if heading == "value" else "left")
     for found in report["metrics"].values():
-        value = f"{found['value']:.4g}" + (f" ± {found['std']:.2g}" if found["std"] is not None else "")
+        shown = found["value"] if abs(found["value"]) > ROUNDING else 0.0
+        value = f"{shown:.4g}" + (f" ± {found['std']:.2g}" if found["std"] is not None else "")
         if "interval" in found:
             value += f" [{found['interval'][0]:.4g}, {found['interval'][1]:.4g}]"
-        how = f"{found['extractor']}, {found['resize']}, {found['precision']}"
+        resize = found["resize"] if found["resize"] in ("clean", "tf", "torch") else "its own"
+        how = f"{found['extractor']}, {resize}, {found['precision']}"
         table.add_row(found["name"] + (" *" if found["few"] else ""), escape(value), found["better"], escape(how))
     console.print(table)
-    for note in dict.fromkeys(found["note"] for found in report["metrics"].values() if found["few"]):
-        console.print(f"* {note}; not to be compared with numbers of more pictures")
+    notes: dict[str, list[str]] = {}
+    for metric, found in report["metrics"].items():
+        if found["few"]:
+            notes.setdefault(found["note"], []).append(metric)
+    for note, marked in notes.items():
+        console.print(f"* {', '.join(marked)}: {note}; not to be compared with numbers of more pictures")

@@ -131,12 +131,15 @@ class Live:
         coming: Iterator[Sheet],
         preparations: Mapping[str, Prepare],
         on_step: Callable[[], None],
+        stop: Callable[[], int],
     ) -> Iterator[tuple[Sheet, Prepared]]:
         """Prepared sheets of the extractor's size; the model draws in sheets of its own, as many as they need."""
         numbers = np.concatenate([np.full(len(self.sheets.rows(n)), n) for n in range(len(self.sheets))])
         drawn: dict[int, Frames | PaintError] = {}
         for sheet in coming:
             for number in sorted({int(numbers[position]) for position in sheet.indices}):
+                if stop():
+                    return
                 rows = self.sheets.rows(number)
                 first = int(np.searchsorted(numbers, number))
                 if first not in drawn and not any(first + place in drawn for place in range(len(rows))):
@@ -161,7 +164,7 @@ def _pixels(picture: Frames | PaintError) -> Callable[[], tuple[npt.NDArray[np.u
     def load() -> tuple[npt.NDArray[np.uint8], bytes]:
         if isinstance(picture, PaintError):
             raise BrokenPictureError(str(picture))
-        return picture[0], hashlib.sha256(picture[0].tobytes()).digest()
+        return picture[0], hashlib.sha256(np.ascontiguousarray(picture[0]).data).digest()
 
     return load
 

@@ -119,7 +119,7 @@ class Passes:
 
                 coming = extraction.sheets(desks, mine, config.batch_size)
                 broken = extraction.extract(
-                    self._prepared(source, coming, desks, vigil.beat) if mine else iter(()),
+                    self._prepared(source, coming, desks, vigil.beat, stop) if mine else iter(()),
                     desks,
                     batch_size=config.batch_size,
                     device=world.device,
@@ -140,12 +140,17 @@ class Passes:
         return first_size(source)
 
     def _prepared(
-        self, source: Source | Live, coming: Iterator[Sheet], desks: Mapping[str, Desk], beat: Callable[[], None]
+        self,
+        source: Source | Live,
+        coming: Iterator[Sheet],
+        desks: Mapping[str, Desk],
+        beat: Callable[[], None],
+        stop: Callable[[], int],
     ) -> Iterator[tuple[Sheet, Prepared]]:
         preparations = {label: desk.extractor.preparation for label, desk in desks.items()}
         if isinstance(source, Live):
             assert self._painter is not None
-            yield from source.draw(self._painter, self.micro_batch, coming, preparations, beat)
+            yield from source.draw(self._painter, self.micro_batch, coming, preparations, beat, stop)
             return
         with Preparations(Preparer(source=source, preparations=preparations), self._num_workers(len(source))) as ready:
             yield from ready.of(coming)

@@ -113,9 +113,12 @@ def with_prompts(files: Files, prompts: str, seed_start: int) -> Files:
     nothing = Defaults(
         seed_start=seed_start, height=1, width=1, num_frames=1, steps=1, guidance_scale=1.0, negative_prompt=""
     )
-    for request in requests(listed.rows(), nothing, listed.name):
+    rows = list(listed.rows())
+    # A list without ids counts from 000001: a folder that counts from 0 must not be taken for one that is one off.
+    numbers = any(row.image_id is not None for row in rows)
+    for request in requests(rows, nothing, listed.name):
         texts[request.name] = request.spec.prompt
-        for name in _names(request.spec.id):
+        for name in _names(request.spec.id) if numbers else {request.spec.id}:
             ids.setdefault(name, {})[request.name] = request.spec.prompt
     doubtful = _shifted(files.names, ids)
     captions, unmatched = [], []
@@ -164,7 +167,7 @@ def _caption(stem: str, texts: Mapping[str, str], ids: Mapping[str, Mapping[str,
     if stem in texts:
         return texts[stem]
     for name in (stem, _SEED.sub("", stem)):
-        for key in sorted(_names(name), key=len, reverse=True):
+        for key in sorted(_names(name), key=len, reverse=True):  # an id with leading zeros before the bare number
             found = set(ids.get(key, {}).values())
             if len(found) == 1:
                 return next(iter(found))

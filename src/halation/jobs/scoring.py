@@ -17,7 +17,7 @@ from halation.evaluation import measures
 from halation.evaluation.extraction import Desk
 from halation.evaluation.sources import Files, Scenes, Source, files_below
 from halation.evaluation.statistics import Statistics, write_statistics
-from halation.jobs.cast import cast, facts_of, rules_of, saved_reference, versions
+from halation.jobs.cast import FLAGS, cast, facts_of, rules_of, saved_reference, versions
 from halation.jobs.live import Live, open_live
 from halation.jobs.passes import Passes, first_size
 from halation.jobs.scored import open_generated, with_prompts
@@ -73,7 +73,9 @@ class Scoring:
 
     def _opened(self, label: str, name: str, weights: str) -> Extractor:
         config, device = self.config, str(self.world.device)
-        return open_extractor(name, device=device, dtype=config.dtype, resize=config.resize, weights=weights)
+        return open_extractor(
+            name, device=device, dtype=config.dtype, resize=config.resize, weights=weights, flag=FLAGS[label]
+        )
 
     def _statistics(self) -> Statistics | None:
         """Saved ones, read before anything long begins."""
@@ -139,7 +141,9 @@ class Scoring:
             raise InputError(
                 f"pictures of {width} x {height} pixels against street scenes",
                 f"square pictures from {SMALLEST} to {LARGEST} pixels, as street scenes are",
-                "give another --reference",
+                "give --height and --width, or another --reference"
+                if isinstance(self.generated, Live)
+                else f"give another --reference, or look at {self.generated.name(0)}",
             )
         return height
 

@@ -173,8 +173,9 @@ class Progress:
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[words]}"),
                 TimeElapsedColumn(),
-                TextColumn("left"),
+                TextColumn("·"),
                 TimeRemainingColumn(elapsed_when_finished=False),
+                TextColumn("left"),
                 console=Console(stderr=True),
                 expand=True,
             )
