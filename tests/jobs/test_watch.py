@@ -283,7 +283,7 @@ def test_killed_at_any_time_the_same_command_ends_with_the_same_numbers(trained:
     for run in (whole, killed):
         shutil.copytree(trained, run)
     assert watch(whole, "--once", *words).returncode == 0
-    for wait_s in (1.0, 3.0, 5.0, 7.0, 8.0, 10.0):
+    for wait_s in (1.0, 4.0, 7.0, 9.0, 11.0, 14.0):
         with commands.started(commands.halation(["watch", str(killed), *words]), tmp_path / "log") as command:
             time.sleep(wait_s)
             command.process.kill()
