@@ -118,7 +118,7 @@ QUICK = {
     "no prompts": ({"COCO_CAPTIONS": ""}, "there is no ./mscoco_data/prompts.csv"),
     "no real pictures": ({"REFERENCE": "nothing here", "PROMPTS_CSV": "given.txt"}, "no real pictures at nothing here"),
     "captions that are none": ({"COCO_CAPTIONS": "given.txt"}, "COCO's captions as JSON"),
-    "too few prompts": ({"REFERENCE": "streets", "ALLOW_FEW": "", "PROMPTS_CSV": "given.txt"}, "1 generated pictures"),
+    "too few prompts": ({"REFERENCE": "streets", "ALLOW_FEW": "", "PROMPTS_CSV": "given.txt"}, "1 generated picture"),
     "missing weights": ({"INCEPTION_WEIGHTS": "gone.pth", "PROMPTS_CSV": "given.txt"}, "gone.pth is not a file"),
 }
 SLOW = {
