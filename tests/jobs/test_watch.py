@@ -229,9 +229,7 @@ def test_a_damaged_checkpoint_is_tried_twice_and_named_and_the_next_one_is_score
     [
         (["--reference", "streets", *SMALL], "6 generated pictures and 32 reference pictures"),
         (["--reference", "streets", *SMALL, "--metrics", "fid", "--weights", "gone.pth", *INCEPTION], "gone.pth"),
-        pytest.param(
-            ["--reference", "streets", "--prompts", "one.txt"], "1 generated picture", marks=pytest.mark.slow
-        ),
+        pytest.param(["--reference", "streets", "--prompts", "one.txt"], "1 generated picture", marks=pytest.mark.slow),
         pytest.param(["--reference", "empty", "--prompts", "one.txt", *STREETS], "no pictures", marks=pytest.mark.slow),
     ],
 )
