@@ -19,6 +19,8 @@ from typing import Any
 import psutil
 
 HEAD, OTHER = "127.0.0.2", "127.0.0.3"  # Ray takes 127.0.0.1 for the machine's public address
+CLIENTS = " " not in sys.executable
+"""Whether clients from outside are served: Ray starts their server by a shell, without quotes around the path."""
 # A node that is lost is missed after a second and not, as in a real cluster, after fifteen.
 SYSTEM = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 300, "health_check_failure_threshold": 3}
 
@@ -106,7 +108,8 @@ def main() -> None:
         head_node_args={**common, "node_ip_address": HEAD, "ray_client_server_port": client, "_system_config": SYSTEM},
     )
     others = [cluster.add_node(**common, node_ip_address=OTHER)]
-    await_listener(client)
+    if CLIENTS:
+        await_listener(client)
     answer: dict[str, Any] = {"address": cluster.address, "client": client}
     stdout = os.fdopen(os.dup(1), "w")
     while True:
