@@ -1,4 +1,4 @@
-"""CLIP's embedding of texts: tokens padded to the model's length, and which texts are longer than that."""
+"""CLIP's embedding of texts, each the same whatever its neighbours are, and which texts are longer than the model reads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TextEmbedder:
         self._model = model
         self._tokenizer = _tokenizer(folder, num_known=int(model.config.text_config.vocab_size))
         self.max_tokens = int(model.config.text_config.max_position_embeddings)
-        """How long a text may be, its begin and end included; all are padded to this."""
+        """How long a text may be, its begin and end included; several at once are padded to this."""
         self._num_rows = 1 if model.device.type == "cpu" else _TEXTS_AT_ONCE
 
     def embed_texts(self, texts: Sequence[str]) -> Tensor:
@@ -46,8 +46,10 @@ class TextEmbedder:
     def _embedded(self, texts: Sequence[str]) -> Tensor:
         # Always the same number of rows: other shapes may take other kernels, and then a text would depend on its neighbours.
         padded = [*texts, *[""] * (self._num_rows - len(texts))]
+        # A text alone has none, so nothing is padded there: a third of the time.
+        padding = "max_length" if self._num_rows > 1 else False
         tokens = self._tokenizer(
-            padded, padding="max_length", truncation=True, max_length=self.max_tokens, return_tensors="pt"
+            padded, padding=padding, truncation=True, max_length=self.max_tokens, return_tensors="pt"
         ).to(self._model.device)
         with torch.inference_mode(), full_precision():
             output = self._model.get_text_features(
