@@ -108,6 +108,7 @@ def test_the_best_checkpoint_is_kept_by_links_and_survives_rotation(scored: dict
     shutil.rmtree(run / "checkpoints")
     again = watch(run, "--once", *FEW)
     assert again.returncode == 0, again.stderr
+    assert "checkpoints scored; the best by fd is" in again.stderr
     assert content(run / "watch/best_checkpoint") == before
 
 

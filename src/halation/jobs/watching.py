@@ -305,6 +305,14 @@ class Watch:
                 "step_* folders of a Halation run, or subfolders with a model_index.json and a number in their name",
                 "check the folder, --min_step and --every, or leave --once out to wait for checkpoints",
             )
+        if self.verdicts:
+            metric = verdicts.deciding(self.verdicts[-1], self.config.best_by)
+            best = verdicts.best_of([each for each in self.verdicts if metric in each.metrics], metric)
+            num = len(self.verdicts)
+            self.spectator.say(
+                f"{num} checkpoint{'s' if num != 1 else ''} scored; the best by {metric} is {best.checkpoint}: "
+                f"{self.folder / BEST_FOLDER}; all in {self.folder / 'metrics.png'}"
+            )
         if lost:
             self.spectator.warn(f"without a score: {', '.join(lost)}; the reasons are in {self.folder / FAILED_FILE}")
         return 1 if lost else 0
