@@ -490,6 +490,7 @@ def test_an_id_with_several_prompts_is_matched_by_its_seeds_or_not_at_all(
     assert right == score(**wanted | {"prompts": str(tmp_path / "other.csv")})["metrics"]["clip"]["value"]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.faults
 def test_one_rank_that_is_told_to_stop_stops_all_and_the_same_command_goes_on(scenes: Path, tmp_path: Path) -> None:

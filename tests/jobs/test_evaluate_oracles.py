@@ -136,6 +136,7 @@ def test_clean_fid(place: Path, ours: Callable[[str], dict[str, Any]]) -> None:
     assert ours("clean")["fid"]["value"] == pytest.approx(fid.fid_from_feats(*features), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_torchmetrics(place: Path, ours: Callable[[str], dict[str, Any]]) -> None:
     """torchmetrics' own Inception is torch-fidelity's; here it is given ours, and its moments and distances are compared."""
     from halation.data.resize import resized

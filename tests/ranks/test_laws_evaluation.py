@@ -152,7 +152,7 @@ def trained(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callab
     return folder
 
 
-@pytest.mark.parametrize("engine", ["auto", "fsdp"])
+@pytest.mark.parametrize("engine", ["fsdp", pytest.param("auto", marks=pytest.mark.slow)])
 def test_a_checkpoint_gives_the_numbers_of_its_training_on_one_two_and_three_ranks(
     ranks: RankPool, tmp_path: Path, trained: Callable[[str], Path], engine: str
 ) -> None:
