@@ -1,15 +1,8 @@
-"""What people do to score pictures: write a PNG folder, run clean-fid over it, then a CLIP script over the same files.
-
-clean-fid needs torchvision, which stands in a folder of its own where it was built for another torch than this one (tests/oracles.py):
-transformers must have looked for torchvision before it can be seen, or it would import it.
-"""
+"""What people do to score pictures: write a PNG folder, run clean-fid over it, then a CLIP script over the same files."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import shutil
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,47 +14,17 @@ import numpy as np
 import torch
 from PIL import Image
 
-from benchmarks import measure
+from benchmarks import measure, oracles
 from halation.png import Pixels
 
-PLACES = (Path(sys.prefix) / "oracles", Path(__file__).resolve().parents[1] / ".venv" / "oracles")
-"""Where `make test` puts it; the second is for an interpreter that is not this repository's own."""
 BATCH_SIZE, MOST_WORKERS = 32, 12
 """clean-fid's own defaults; it gets no more processes than there are cores, which would only slow it down."""
 CLIP_BATCH_SIZE = 8
-_declared: list[torch.library.Library] = []
 
 
 def found() -> Any | None:
     """clean-fid's `fid`, or None where it is not installed."""
-    from transformers.utils.import_utils import is_torchvision_available
-
-    is_torchvision_available()  # asked once and remembered
-    known = importlib.util.find_spec("cleanfid") is not None
-    place = next((folder for folder in PLACES if (folder / "cleanfid").is_dir()), None)
-    if not known and place is None:
-        return None
-    before = list(sys.path)
-    if not known:
-        sys.path.append(str(place))
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            _declare_operators()
-            return importlib.import_module("cleanfid.fid")
-    finally:
-        sys.path[:] = before
-
-
-def _declare_operators() -> None:
-    """torchvision built for another torch looks for two operators of its binaries, which do not load, when it is imported."""
-    try:
-        importlib.import_module("torchvision")
-    except RuntimeError:
-        library = torch.library.Library("torchvision", "DEF")
-        for name in ("nms", "qnms"):
-            library.define(name + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        _declared.append(library)
+    return oracles.imported("cleanfid.fid")
 
 
 def write_folder(pictures: Sequence[Pixels], folder: Path, *, num_threads: int) -> None:

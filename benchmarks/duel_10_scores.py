@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import clean_fid, inputs, measure, scored
+from benchmarks import clean_fid, inputs, measure, oracles, scored
 from benchmarks.stages import Turn, median_total, medians_by_stage
 from halation.evaluation import extraction, measures
 from halation.evaluation.extraction import Desk
@@ -347,7 +347,7 @@ def main(arguments: list[str] | None = None) -> measure.Report:
     setting = dataclasses.replace(setting, **{name: value for name, value in given.items() if value})
     fid = clean_fid.found()
     if fid is None:
-        measure.say(f"clean-fid is not installed, neither here nor in {clean_fid.PLACES[0]}: nothing to compare with")
+        measure.say(f"clean-fid is not installed in {oracles.PLACES[0]}: nothing to compare with")
         report = measure.Report(name="duel_10_scores", rows=(), facts=measure.machine())
     else:
         torch.set_num_threads(1)  # as a rank of `halation evaluate`; the networks are the same for both sides

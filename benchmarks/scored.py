@@ -58,10 +58,19 @@ def captions(num: int) -> list[str]:
 
 
 def inception_file(file: Path) -> Path:
-    """Random weights of FID's Inception that keep the signal's size from layer to layer."""
+    torch.save(inception_tensors(), file)
+    return file
+
+
+def inception_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
+    """Random weights of FID's Inception that keep the signal's size through all layers, with normalisation that is far from doing nothing."""
     from halation.models.inception import Inception
 
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
+
+    def uniform(like: torch.Tensor, low: float, high: float) -> torch.Tensor:
+        return torch.rand(like.shape, generator=generator) * (high - low) + low
+
     with torch.device("meta"):
         empty = Inception().state_dict()
     tensors = {}
@@ -70,11 +79,11 @@ def inception_file(file: Path) -> Path:
             tensors[name] = torch.tensor(0)
         elif tensor.ndim > 1:
             tensors[name] = torch.randn(tensor.shape, generator=generator) * (2 / tensor[0].numel()) ** 0.5
+        elif name.endswith(("bn.weight", "running_var")):
+            tensors[name] = uniform(tensor, 0.6, 1.4)
         else:
-            middle = 1.0 if name.endswith(("bn.weight", "running_var")) else 0.0
-            tensors[name] = middle + 0.6 * (torch.rand(tensor.shape, generator=generator) - 0.5)
-    torch.save(tensors, file)
-    return file
+            tensors[name] = uniform(tensor, -0.3, 0.3)
+    return tensors
 
 
 def clip_folder(folder: Path, shape: ClipShape) -> Path:

@@ -1,25 +1,12 @@
-"""The tools that evaluation is compared with: each is imported where it is installed, and its test skipped with a reason where it is not.
-
-They stand in a folder of their own: transformers and diffusers import any torchvision they can see, and this one, built for another
-torch, would take them down.
-"""
+"""The tools that evaluation is compared with; their tests are skipped only where nobody ran `make test`, which installs them."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import importlib
-import sys
-import warnings
-from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
-from transformers.utils.import_utils import is_torchvision_available
 
-FOLDER = Path(sys.prefix) / "oracles"
+from benchmarks import oracles
 
 
 def torch_fidelity(module: str = "") -> ModuleType:
@@ -44,32 +31,9 @@ def torchvision(module: str = "") -> ModuleType:
 
 
 def _oracle(package: str, module: str) -> ModuleType:
-    if not (FOLDER / package).is_dir():
-        pytest.skip(f"{package} is not in {FOLDER}, where `make test` installs tests/oracles.txt")
-    is_torchvision_available()  # asked once and remembered: transformers goes on without it
-    with _visible(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what an oracle says about itself while it is imported is no failure of ours
-        _declare_operators()
-        return importlib.import_module(f"{package}.{module}" if module else package)
-
-
-@contextlib.contextmanager
-def _visible() -> Iterator[None]:
-    sys.path.append(str(FOLDER))
-    try:
-        yield
-    finally:
-        sys.path.remove(str(FOLDER))
-
-
-@functools.cache
-def _declare_operators() -> torch.library.Library | None:
-    """torchvision built for another torch has no binaries that load, and looks for two of their operators when it is imported."""
-    try:
-        importlib.import_module("torchvision")
-    except RuntimeError:
-        library = torch.library.Library("torchvision", "DEF")
-        for name in ("nms", "qnms"):
-            library.define(name + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        return library
-    return None
+    found = oracles.imported(f"{package}.{module}" if module else package)
+    if found is None:  # a folder that lacks one of them is a failure: `make test` installs all or none
+        pytest.skip(
+            f"no oracles in {oracles.PLACES[0]}: `make test` installs tests/oracles.txt there, plain pytest does not"
+        )
+    return found

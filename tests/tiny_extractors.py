@@ -12,36 +12,18 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
-from halation.models.inception import Inception
+from benchmarks import scored
 from tiny_pipelines import awaken, clip_tokenizer
 
 
-def inception_tensors(seed: int = 0) -> dict[str, Tensor]:
-    """Random weights that keep the signal's size through all layers, with normalisation that is far from doing nothing."""
-    return dict(_inception_tensors(seed))
-
-
 @functools.cache
-def _inception_tensors(seed: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+def _inception(seed: int) -> dict[str, Tensor]:
+    return scored.inception_tensors(seed)
 
-    def uniform(like: Tensor, low: float, high: float) -> Tensor:
-        return torch.rand(like.shape, generator=generator) * (high - low) + low
 
-    with torch.device("meta"):
-        empty = Inception().state_dict()
-    tensors = {}
-    for name, tensor in empty.items():
-        if name.endswith("num_batches_tracked"):
-            tensors[name] = torch.tensor(0)
-        elif tensor.ndim > 1:
-            spread = (2 / tensor[0].numel()) ** 0.5
-            tensors[name] = torch.randn(tensor.shape, generator=generator) * spread
-        elif name.endswith(("bn.weight", "running_var")):
-            tensors[name] = uniform(tensor, 0.6, 1.4)
-        else:
-            tensors[name] = uniform(tensor, -0.3, 0.3)
-    return tensors
+def inception_tensors(seed: int = 0) -> dict[str, Tensor]:
+    """Random weights of FID's Inception."""
+    return dict(_inception(seed))
 
 
 def inception_pth(file: Path, seed: int = 0, *, zipped: bool = True) -> Path:

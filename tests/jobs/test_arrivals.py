@@ -170,7 +170,9 @@ def test_a_link_into_a_cache_is_followed(tmp_path: Path) -> None:
 def test_on_another_file_system_it_is_copied(tmp_path: Path) -> None:
     elsewhere = Path("/dev/shm")
     if not elsewhere.is_dir() or elsewhere.stat().st_dev == tmp_path.stat().st_dev:
-        pytest.skip("there is no second file system here")
+        pytest.skip(
+            "every folder here takes hard links: /dev/shm is missing, or lies on the file system of the temporary folder"
+        )
     folder = pipeline(tmp_path / "checkpoint-1")
     target = elsewhere / f"halation_{os.getpid()}"
     try:
