@@ -33,9 +33,9 @@ def test_the_small_size_runs_on_a_cpu_and_ends_with_a_ratio(name: str, tmp_path:
 def test_without_clean_fid_the_scores_duel_says_so_and_has_no_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from benchmarks import clean_fid, duel_10_scores
+    from benchmarks import duel_10_scores, oracles
 
     monkeypatch.delitem(sys.modules, "cleanfid", raising=False)
-    monkeypatch.setattr(clean_fid, "PLACES", (tmp_path,))
+    monkeypatch.setattr(oracles, "PLACES", (tmp_path / "nothing",))
     assert duel_10_scores.main(["--size", "small"]).rows == ()
     assert "clean-fid is not installed" in capsys.readouterr().out
