@@ -15,8 +15,9 @@ from halation.data.base import Pictures
 from halation.data.decode import decode
 from halation.data.images import ImageFolder
 from halation.data.sources import check_pictures, open_pictures
-from halation.data.streets import caption, mentioned, scene
+from halation.data.streets import caption, scene
 from halation.errors import InputError
+from halation.evaluation.agreement import says_something
 from halation.evaluation.measures import NEEDS_CAPTIONS
 from halation.evaluation.sources import Loaded, Scenes, Source, hashed
 
@@ -116,7 +117,7 @@ def _refuse(config: TrainConfig, folder: ImageFolder, prompts: list[str]) -> Non
             "pictures with captions, for metrics that compare with words",
             "ask for other metrics",
         )
-    if "agreement" in worded and not any(any(mentioned(prompt).values()) for prompt in prompts):
+    if "agreement" in worded and not says_something(prompts):
         raise InputError(
             f"--eval_metrics agreement, but no caption of {folder.name} names what the streets network looks for",
             "captions in the words of the embedded street scenes",

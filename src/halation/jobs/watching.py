@@ -253,8 +253,7 @@ class Watch:
         if not self.verdicts:
             return
         verdicts.write_metrics(self.folder, self.verdicts, str(self.config.run))
-        metric = verdicts.deciding(self.verdicts[-1], self.config.best_by)
-        best = verdicts.best_of([each for each in self.verdicts if metric in each.metrics], metric)
+        _, best = self._best()
         self._keep(best)
         self._compare()
         scored = {verdict.checkpoint for verdict in self.verdicts}
@@ -265,6 +264,11 @@ class Watch:
         if scored & self.failed.keys():
             self.failed = {name: facts for name, facts in self.failed.items() if name not in scored}
             runs.publish_json(self.folder / FAILED_FILE, self.failed)
+
+    def _best(self) -> tuple[str, verdicts.Verdict]:
+        """The metric that decides, and the best checkpoint by it."""
+        metric = verdicts.deciding(self.verdicts[-1], self.config.best_by)
+        return metric, verdicts.best_of([each for each in self.verdicts if metric in each.metrics], metric)
 
     def _compare(self) -> None:
         """Numbers stand on one line only where they were compared with the same pictures; a reference may change behind our back."""
@@ -306,8 +310,7 @@ class Watch:
                 "check the folder, --min_step and --every, or leave --once out to wait for checkpoints",
             )
         if self.verdicts:
-            metric = verdicts.deciding(self.verdicts[-1], self.config.best_by)
-            best = verdicts.best_of([each for each in self.verdicts if metric in each.metrics], metric)
+            metric, best = self._best()
             num = len(self.verdicts)
             self.spectator.say(
                 f"{num} checkpoint{'s' if num != 1 else ''} scored; the best by {metric} is {best.checkpoint}: "
