@@ -21,11 +21,24 @@ class TrainConfig:
     output_dir: Path = free(Path("runs/train"))
     """Folder of the run: config, metrics, checkpoints, samples, logs, export."""
     data: str = setting("streets")
-    """`streets` (embedded, drawn on the fly) or a folder: metadata.jsonl|csv with file_name and text, or one folder per class."""
-    image_size: tuple[int, ...] = setting((64, 64))
-    """Height and width of the pictures; one number means a square."""
+    """`streets` (embedded, drawn on the fly); a folder: metadata.jsonl|csv with file_name and text, or one folder per class; or a
+    CSV file of pictures and captions."""
+    max_pictures: int = setting(0)
+    """Train on the first pictures of the data only; 0 takes all."""
+    image_size: tuple[int, ...] = setting(())
+    """Height and width of the pictures; one number means a square. By default 64 64, or what the model of --model_path was made for."""
+    aspect_buckets: bool = setting(False)
+    """Keep each picture near its own proportions, at about the area of --image_size; a batch holds one shape. For --model_path."""
     model: str = setting("small")
     """tiny, small, base, large or xlarge; or the folder of an export or checkpoint to start from."""
+    model_path: str = setting("")
+    """Fine-tune the transformer of a diffusers pipeline (HunyuanDiT, PixArt, SD3, FLUX): its folder, or its name on the hub."""
+    lora_rank: int = setting(0)
+    """Rank of LoRA adapters that are trained instead of the transformer's own weights; 0 trains all weights. For --model_path."""
+    lora_alpha: float = setting(0.0)
+    """Scale of the adapters' sum is lora_alpha / lora_rank; 0 means lora_rank, a scale of 1."""
+    lora_targets: tuple[str, ...] = setting(())
+    """Names of the linear layers that get adapters; by default those of the family's attention."""
     patch_size: int = setting(0)
     """Pixels (or latents) on a side of a token; 0 picks 4 up to 64 pixels and 8 above, and 2 on latents."""
     num_register_tokens: int = setting(0)
@@ -54,22 +67,30 @@ class TrainConfig:
     """Decay of the average of the weights that samples are drawn from; it warms up with the number of updates."""
     caption_dropout: float = setting(0.1)
     """Share of pictures that are trained without their caption, which is what guidance needs."""
-    time_sampling: Literal["logit_normal", "uniform"] = setting("logit_normal")
-    """How training times are spread between picture (0) and noise (1)."""
-    time_shift: float = setting(1.0)
-    """Moves times towards noise (above 1), in training and in sampling; for large pictures."""
+    time_sampling: Literal["logit_normal", "uniform"] | None = setting(None)
+    """How training times are spread between picture (0) and noise (1); by default logit_normal, and what its family uses for --model_path."""
+    time_shift: float | None = setting(None)
+    """Moves times towards noise (above 1), in training and, for a DiT, in sampling; by default 1, or the shift of the model's scheduler."""
     seed: int = setting(0)
     """Decides the first weights, the order of the data and all training noise."""
     dtype: Literal["fp32", "bf16", "fp16"] = setting("fp32")
-    """Precision of the forward and backward pass; weights, optimizer and EMA stay in float32."""
+    """Precision of the forward and backward pass."""
+    weights_dtype: Literal["fp32", "bf16"] = setting("fp32")
+    """fp32 keeps master weights and optimizer in float32; bf16 keeps them in bfloat16: half the memory, but small updates are lost. The EMA is float32."""
     deterministic: bool = setting(False)
     """Only kernels whose results repeat bit for bit on a GPU (slower). On a CPU they always do."""
     nan_policy: Literal["stop", "skip"] = setting("stop")
     """What all ranks do when a loss or gradient is not finite on one of them."""
 
     # -- how it is spread
-    engine: Literal["auto", "single", "ddp", "fsdp"] = setting("auto")
-    """auto takes ddp for several ranks and single for one; fsdp (FSDP2) shards weights, gradients, optimizer and EMA."""
+    engine: Literal["auto", "single", "ddp", "fsdp", "deepspeed"] = setting("auto")
+    """auto takes ddp for several ranks and single for one; fsdp (FSDP2) and deepspeed (ZeRO) shard weights, gradients, optimizer and EMA."""
+    zero_stage: Literal[1, 2, 3] = setting(2)
+    """What deepspeed shards: 1 the optimizer, 2 gradients too, 3 weights and EMA too."""
+    deepspeed_config: str = setting("")
+    """DeepSpeed's own JSON config; what it says goes before --zero_stage, except what Halation's flags decide."""
+    offload_optimizer: bool = setting(False)
+    """Keep the optimizer's state in host memory (fsdp, where the weights go along, and deepspeed): slower, for models that do not fit."""
     nproc: int = free(0)
     """Ranks to start on this machine; 0 is one for each GPU, or one without a GPU. Under torchrun or srun those ranks are joined."""
     gpu_ids: tuple[int, ...] = free(())
@@ -127,9 +148,15 @@ class TrainConfig:
     same_seed: bool = free(False)
     """Draw every prompt from the same seed."""
     sampler: Literal["euler", "heun", "multistep"] = free("multistep")
-    """Solver of the samples; heun runs the model almost twice a step."""
-    guidance_scale: float = free(3.0)
-    """Classifier-free guidance; 1 switches it off and halves the work."""
+    """Solver of a DiT's samples; heun runs the model almost twice a step. A model of --model_path is drawn with its own scheduler."""
+    sample_all: bool = free(True)
+    """Draw all prompts at every checkpoint; --no_sample_all draws as many as there are ranks, the first ones."""
+    sample_names: Literal["index", "gpu"] = free("index")
+    """Names of the files: sample_00.png and sample_00.txt, or gpu_0_sample.png and gpu_0_prompt.txt; the number is the prompt's either way."""
+    sample_offload: bool = free(False)
+    """Park the optimizer's state in host memory while samples are drawn, for a model that only just trains."""
+    guidance_scale: float | None = free(None)
+    """Classifier-free guidance; 1 switches it off and halves the work. By default 3, or what the pipeline of --model_path uses."""
     sample_batch_size: int = free(1)
     """Pictures on a sheet, that is in one forward. It is part of the picture's bits, so it never follows from the number of GPUs."""
     sample_raw: bool = free(False)
