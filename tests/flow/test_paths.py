@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from halation.flow.paths import data_from_velocity, interpolate, shifted, times_from_uniform, velocity_target
+from halation.flow.paths import interpolate, shifted, times_from_uniform, velocity_target
 
 
 def test_the_path_starts_at_the_picture_ends_at_the_noise_and_moves_with_the_target_velocity() -> None:
@@ -13,7 +13,6 @@ def test_the_path_starts_at_the_picture_ends_at_the_noise_and_moves_with_the_tar
     t = torch.tensor([0.1, 0.5, 0.8], dtype=torch.float64)
     slope = (interpolate(x0, noise, t + 1e-4) - interpolate(x0, noise, t - 1e-4)) / 2e-4
     assert torch.allclose(slope, velocity_target(x0, noise))
-    assert torch.allclose(data_from_velocity(interpolate(x0, noise, t), velocity_target(x0, noise), t), x0)
 
 
 def test_logit_normal_times_have_the_quantiles_of_their_distribution() -> None:

@@ -17,7 +17,7 @@ Make = Callable[..., DiTDenoiser]
 
 def test_a_dit_fulfils_the_protocol(denoiser: DiTDenoiser) -> None:
     family: Denoiser = denoiser
-    assert family.num_channels == 3
+    assert family.config.channels == 3
     assert family.sample_shape(16, 16) == (3, 16, 16)
     assert family.to("cpu") is denoiser
 

@@ -23,7 +23,7 @@ XLARGE = {"height": 32, "width": 32, "channels": 4, "patch_size": 2, "conditioni
 
 def batch(denoiser: DiTDenoiser, num: int = 2) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(5)
-    shape = (denoiser.num_channels, denoiser.config.height, denoiser.config.width)
+    shape = (denoiser.config.channels, denoiser.config.height, denoiser.config.width)
     prompts = ["cat", "dog"] if denoiser.class_names else ["a red car", "an unknown thing"]
     x = torch.randn((num, *shape), generator=generator)
     return x, torch.linspace(0.2, 0.9, num), denoiser.encode_prompts((prompts * num)[:num])

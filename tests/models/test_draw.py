@@ -10,7 +10,7 @@ from torch import Tensor
 
 from halation.errors import InputError
 from halation.flow.samplers import SAMPLERS, num_forwards
-from halation.models.base import NotFiniteError
+from halation.models.base import NotFiniteError, Solver
 from halation.models.denoiser import DiTDenoiser
 from halation.models.draw import PictureError, decode, denoise, draw, filler, needs_pair, prepare
 from halation.specs import Sheet, Spec
@@ -57,9 +57,9 @@ def test_prompt_seed_steps_guidance_and_negative_prompt_each_change_the_picture(
 
 
 def test_samplers_draw_different_pictures_and_truncated_guidance_another_one(denoiser: DiTDenoiser) -> None:
-    pixels = [draw(denoiser, sheet(BASE), sampler=name).all() for name in SAMPLERS]
-    pixels.append(draw(denoiser, sheet(BASE), truncate_from=1).all())
-    pixels.append(draw(denoiser, sheet(BASE), shift=3.0).all())
+    pixels = [draw(denoiser, sheet(BASE), Solver(sampler=name)).all() for name in SAMPLERS]
+    pixels.append(draw(denoiser, sheet(BASE), Solver(truncate_from=1)).all())
+    pixels.append(draw(denoiser, sheet(BASE), Solver(shift=3.0)).all())
     assert len({picture.tobytes() for picture in pixels}) == len(pixels)
 
 
@@ -68,19 +68,19 @@ def test_a_picture_does_not_depend_on_its_neighbours_or_its_place_on_the_sheet(
     denoiser: DiTDenoiser, dtype: torch.dtype
 ) -> None:
     others = [changed(prompt="x" * 400, seed=9, guidance_scale=7.0), changed(prompt="", seed=5, guidance_scale=1.0)]
-    expected = draw(denoiser, sheet(BASE, BASE, BASE), dtype=dtype).all()[0]
+    expected = draw(denoiser, sheet(BASE, BASE, BASE), Solver(dtype=dtype)).all()[0]
     for place in range(3):
         specs = [*others[:place], BASE, *others[place:]]
-        assert np.array_equal(draw(denoiser, sheet(*specs), dtype=dtype).all()[place], expected)
+        assert np.array_equal(draw(denoiser, sheet(*specs), Solver(dtype=dtype)).all()[place], expected)
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
 @pytest.mark.parametrize("pair", [False, True])
 def test_fillers_make_exactly_the_forwards_of_a_real_sheet(denoiser: DiTDenoiser, name: str, pair: bool) -> None:
     real = prepare(denoiser, sheet(BASE, changed(guidance_scale=1.0)), "cpu")
-    company = filler(denoiser, num_specs=2, height=16, width=16, num_steps=3, device="cpu")
+    company = filler(denoiser, sheet(BASE, BASE), "cpu")
     runs = [
-        count_forwards(denoiser, lambda inputs=inputs: list(denoise(denoiser, inputs, sampler=name, pair=pair)))
+        count_forwards(denoiser, lambda inputs=inputs: list(denoise(denoiser, inputs, Solver(sampler=name, pair=pair))))
         for inputs in (real, company)
     ]
     assert runs[0] == runs[1] == [4 if pair else 2] * num_forwards(name, 3)
@@ -106,14 +106,14 @@ def test_the_pair_is_decided_by_the_plan_and_a_scale_of_one_is_the_conditional_p
     assert not needs_pair([plain, plain])
     assert needs_pair([plain, BASE])
     assert needs_pair([changed(guidance_scale=0.0)])
-    alone, paired = draw(denoiser, sheet(plain), pair=False).all(), draw(denoiser, sheet(plain), pair=True).all()
+    alone, paired = (draw(denoiser, sheet(plain), Solver(pair=pair)).all() for pair in (False, True))
     assert np.abs(alone.astype(int) - paired.astype(int)).max() <= 1
 
 
 def test_a_generator_of_steps_leaves_grad_mode_autocast_and_generators_alone(denoiser: DiTDenoiser) -> None:
     state = torch.get_rng_state()
     states: list[Tensor] = []
-    for x in denoise(denoiser, prepare(denoiser, sheet(BASE), "cpu"), pair=True, dtype=torch.bfloat16):
+    for x in denoise(denoiser, prepare(denoiser, sheet(BASE), "cpu"), Solver(dtype=torch.bfloat16)):
         assert torch.is_grad_enabled()
         assert not torch.is_autocast_enabled("cpu")
         assert x.dtype == torch.float32
@@ -136,7 +136,7 @@ def test_drawing_leaves_weights_gradients_and_modes_alone(make_denoiser: Make) -
 
 def test_on_step_counts_the_steps_and_pictures_are_uint8_rows(denoiser: DiTDenoiser) -> None:
     steps: list[int] = []
-    decoded = draw(denoiser, sheet(BASE, BASE), on_step=steps.append)
+    decoded = draw(denoiser, sheet(BASE, BASE), on_step=lambda: steps.append(len(steps)))
     assert steps == [0, 1, 2]
     assert decoded.pixels.shape == (2, 16, 16, 3)
     assert decoded.pixels.dtype == np.uint8

@@ -16,7 +16,6 @@ from halation.config.train import TrainConfig
 from halation.jobs import train as job
 from halation.jobs.session import Session
 from halation.training import heldout
-from halation.training.objectives import flow_matching
 from halation.world.testing import RankPool
 
 pytestmark = pytest.mark.ranks
@@ -31,7 +30,7 @@ def measure(world: Any, config: TrainConfig) -> dict[str, float]:
                 world,
                 session.denoiser,
                 session.source,
-                flow_matching,
+                session.objective,
                 num_pictures=config.heldout_pictures,
                 dtype=config.dtype,
                 beat=lambda: None,

@@ -22,6 +22,7 @@ from halation.jobs import appraisal
 from halation.jobs import train as job
 from halation.jobs.assembly import sample_settings
 from halation.jobs.comparison import comparison
+from halation.models.base import Habits
 from halation.png import read_png
 from halation.runs import Run
 from halation.training.cadence import Cadence
@@ -35,7 +36,7 @@ def config(folder: Path, **changes: Any) -> TrainConfig:
 
 
 def settings_of(folder: Path) -> SampleSettings:
-    samples = sample_settings(config(folder, same_seed=True), ("a street",))
+    samples = sample_settings(config(folder, same_seed=True), ("a street",), Habits())
     return evaluation_settings(samples, ("one", "two", "three"), num=7, steps=5, sheet_size=4)
 
 

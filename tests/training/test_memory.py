@@ -7,12 +7,12 @@ import torch
 
 from halation.models.denoiser import DiTDenoiser, new_dit
 from halation.training import batches, memory
-from halation.training.objectives import flow_matching
+from halation.training.objectives import denoising
 
 CPU = torch.device("cpu")
 
 
-def kept_bytes(denoiser: DiTDenoiser, rows: int, shape: tuple[int, ...]) -> int:
+def kept_bytes(denoiser: DiTDenoiser, rows: int, size: int) -> int:
     """Bytes of all storages that a forward keeps for its backward."""
     seen: dict[int, int] = {}
 
@@ -22,7 +22,7 @@ def kept_bytes(denoiser: DiTDenoiser, rows: int, shape: tuple[int, ...]) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        losses = flow_matching(denoiser.module, batches.idle(denoiser, rows, shape, CPU))
+        losses = denoising(denoiser)(denoiser.module, batches.idle(denoiser, rows, (size, size), CPU))
     assert losses.requires_grad
     return sum(seen.values())
 
@@ -32,8 +32,7 @@ def test_the_estimate_is_within_a_quarter_of_what_is_kept(size: int, patch: int,
     denoiser = new_dit(
         "tiny", height=size, width=size, captions=["a car at night"], patch_size=patch, num_register_tokens=registers
     ).initialise(0)
-    shape = denoiser.sample_shape(size, size)
-    each = (kept_bytes(denoiser, 4, shape) - kept_bytes(denoiser, 2, shape)) / 2
+    each = (kept_bytes(denoiser, 4, size) - kept_bytes(denoiser, 2, size)) / 2
     config = denoiser.config
     cost = memory.PictureCost(
         flops=denoiser.flops_per_picture(),

@@ -1,14 +1,15 @@
-"""The rectified-flow path from pictures (t = 0) to noise (t = 1), and how training picks a time on it."""
+"""Paths from pictures (t = 0) to noise (t = 1), straight or by a table, and how training picks a time on them."""
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 
 TimeKind = Literal["uniform", "logit_normal"]
 TIME_KINDS: tuple[str, ...] = get_args(TimeKind)
+PREDICTIONS = ("epsilon", "v_prediction", "sample")
 
 
 def _per_picture(t: Tensor, x: Tensor) -> Tensor:
@@ -24,11 +25,6 @@ def interpolate(x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
 def velocity_target(x0: Tensor, noise: Tensor) -> Tensor:
     """What the model learns: the constant velocity along the line, dx/dt = noise - x0."""
     return noise - x0
-
-
-def data_from_velocity(x: Tensor, velocity: Tensor, t: Tensor) -> Tensor:
-    """The clean picture a velocity at `t` (one per picture) points back to."""
-    return x - _per_picture(t, x) * velocity
 
 
 def shifted(t: Tensor, shift: float) -> Tensor:
@@ -50,3 +46,57 @@ def times_from_uniform(u: Tensor, kind: TimeKind = "uniform", shift: float = 1.0
     else:
         raise ValueError(f"times are one of {', '.join(TIME_KINDS)}, not {kind!r}")
     return shifted(t, shift)
+
+
+class Path(Protocol):
+    """How a family mixes noise in, and what it asks of its module; `t` is one number a picture, 0 is the picture and 1 is noise."""
+
+    def noised(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+        """The state at `t` that the module sees."""
+
+    def target(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+        """What the module should answer there."""
+
+
+class Straight:
+    """Rectified flow (Liu et al. 2022): a straight line, and its velocity."""
+
+    def noised(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+        return interpolate(x0, noise, t)
+
+    def target(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+        return velocity_target(x0, noise)
+
+
+class Discrete:
+    """DDPM (Ho et al. 2020): a table of signal shares, and the noise, the picture or the v of Salimans and Ho (2022) to be predicted."""
+
+    def __init__(self, alphas_cumprod: Tensor, prediction: str) -> None:
+        if prediction not in PREDICTIONS:
+            raise ValueError(f"a prediction is one of {', '.join(PREDICTIONS)}, not {prediction!r}")
+        self.prediction = prediction
+        self.num_timesteps = len(alphas_cumprod)
+        self._signal = alphas_cumprod.to(torch.float32).sqrt()
+        self._noise = (1 - alphas_cumprod.to(torch.float32)).sqrt()
+
+    def index(self, t: Tensor) -> Tensor:
+        """The timestep at `t`: uniform times are uniform timesteps."""
+        return (t.double() * self.num_timesteps).long().clamp_(0, self.num_timesteps - 1)
+
+    def noised(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+        signal, spread = self._shares(t, x0)
+        return signal * x0 + spread * noise
+
+    def target(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+        if self.prediction == "epsilon":
+            return noise
+        if self.prediction == "sample":
+            return x0
+        signal, spread = self._shares(t, x0)
+        return signal * noise - spread * x0
+
+    def _shares(self, t: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self._signal.device != x.device:  # once a device; the tables are small
+            self._signal, self._noise = self._signal.to(x.device), self._noise.to(x.device)
+        index = self.index(t)
+        return _per_picture(self._signal[index], x), _per_picture(self._noise[index], x)

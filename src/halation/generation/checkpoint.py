@@ -11,7 +11,7 @@ from halation.errors import InputError
 from halation.flow.samplers import SAMPLERS
 from halation.generation.painter import OnStep
 from halation.models import draw
-from halation.models.base import Denoiser
+from halation.models.base import Denoiser, Solver
 from halation.models.painting import Frames, PaintError, Painting
 from halation.specs import Sheet, Spec
 
@@ -73,16 +73,14 @@ class CheckpointModel:
 
     def draw(self, specs: Sequence[Spec], on_step: OnStep) -> Painting:
         sheet = Sheet(specs=tuple(specs), num_real=len(specs))
-        decoded = draw.draw(
-            self.denoiser,
-            sheet,
+        solver = Solver(
             sampler=self.sampler,
-            device=self.device,
+            pair=draw.needs_pair(specs),
             dtype=self.dtype,
             shift=self.time_shift,
             truncate_from=self.truncate_from,
-            on_step=lambda _step: on_step(),
         )
+        decoded = draw.draw(self.denoiser, sheet, solver, device=self.device, on_step=on_step)
 
         def collect() -> list[Frames | PaintError]:
             return [

@@ -23,6 +23,7 @@ from halation.data.streets import DRIVING_PROMPTS
 from halation.errors import HalationError, InputError, refused_by_system
 from halation.jobs.models import load_denoiser
 from halation.models.autoencoder import Space
+from halation.models.base import Habits
 from halation.models.denoiser import DiTDenoiser, new_dit
 from halation.models.dit import SIZES
 from halation.training.sampling import SampleSettings
@@ -218,7 +219,7 @@ def global_batch(world: World, config: TrainConfig, run: runs.Run) -> int:
     return int(on_first(world, "the global batch", recall, config.dist_timeout_s))
 
 
-def sample_settings(config: TrainConfig, prompts: tuple[str, ...]) -> SampleSettings:
+def sample_settings(config: TrainConfig, prompts: tuple[str, ...], habits: Habits) -> SampleSettings:
     height, width = config.image_size
     return SampleSettings(
         prompts=prompts,
@@ -228,10 +229,10 @@ def sample_settings(config: TrainConfig, prompts: tuple[str, ...]) -> SampleSett
         seed=config.sample_seed,
         same_seed=config.same_seed,
         sampler=config.sampler,
-        guidance_scale=config.guidance_scale,
+        guidance_scale=habits.guidance_scale if config.guidance_scale is None else config.guidance_scale,
         sheet_size=config.sample_batch_size,
         dtype=config.dtype,
-        time_shift=config.time_shift,
+        time_shift=config.time_shift or habits.time_shift,
         threads=config.threads,
         compile=config.compile,
         deterministic=config.deterministic,

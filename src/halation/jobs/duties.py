@@ -23,7 +23,7 @@ from halation.models.base import Denoiser
 from halation.png import read_png
 from halation.runs import publish_json
 from halation.training import heldout
-from halation.training.objectives import flow_matching
+from halation.training.objectives import denoising
 from halation.training.sample_files import Place, Row, is_drawn, publish_index
 from halation.training.sampling import Drawing, SampleSettings
 from halation.training.trackers import Tracker
@@ -107,7 +107,7 @@ class Duties:
                 self.world,
                 self.denoiser,
                 self.source,
-                flow_matching,
+                denoising(self.denoiser),
                 num_pictures=self.num_heldout,
                 dtype=self.config.dtype,
                 beat=vigil.beat,

@@ -11,8 +11,7 @@ import torch
 from halation import plan
 from halation.errors import InputError
 from halation.training import batches, heldout, memory
-from halation.training.loop import autocast
-from halation.training.objectives import flow_matching
+from halation.training.loop import Rows, autocast
 from halation.world.engines import local
 
 if TYPE_CHECKING:
@@ -25,9 +24,7 @@ def warm_up(session: Session) -> None:
     _refuse_hopeless(session, rows)
     try:
         with autocast(session.world.device, session.config.dtype):
-            losses = flow_matching(
-                session.engine.trained, batches.idle(session.denoiser, rows, session.shape, session.world.device)
-            )
+            losses = session.objective(session.engine.trained, _idle(session, rows))
         session.engine.settle(losses.float().sum())
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "allocate memory" not in str(error):
@@ -39,13 +36,18 @@ def warm_up(session: Session) -> None:
         ) from error
 
 
+def _idle(session: Session, rows: int) -> Rows:
+    height, width = session.config.image_size
+    return batches.idle(session.denoiser, rows, (height, width), session.world.device)
+
+
 def _refuse_hopeless(session: Session, rows: int) -> None:
-    config, module = session.config, session.denoiser.config
+    config, denoiser = session.config, session.denoiser
     cost = memory.PictureCost(
-        flops=session.denoiser.flops_per_picture(),
-        hidden=module.hidden,
-        depth=module.depth,
-        num_values=math.prod(session.shape),
+        flops=denoiser.flops_per_picture(),
+        hidden=denoiser.hidden,
+        depth=denoiser.depth,
+        num_values=math.prod(denoiser.sample_shape(*config.image_size)),
         dtype=config.dtype,
         checkpointing=config.activation_checkpointing,
     )
@@ -81,9 +83,7 @@ def probe(session: Session) -> None:
 def _refuse_forward(session: Session, num_rows: int, advice: str) -> None:
     try:
         with torch.no_grad(), autocast(session.world.device, session.config.dtype):
-            flow_matching(
-                session.denoiser.module, batches.idle(session.denoiser, num_rows, session.shape, session.world.device)
-            )
+            session.objective(session.denoiser.module, _idle(session, num_rows))
     except torch.OutOfMemoryError as error:
         raise InputError(
             f"no room on {session.world.device} for a forward of {num_rows} rows beside the training",

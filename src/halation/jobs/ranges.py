@@ -13,6 +13,8 @@ def check_ranges(config: Any, ranges: dict[str, tuple[float, float]]) -> None:
     """Refuse numbers that nothing below could work with; one that is not a number is in no range."""
     for name, (low, high) in ranges.items():
         value = getattr(config, name)
+        if value is None:
+            continue
         values = value if isinstance(value, tuple) else (value,)
         if not all(low <= each <= high for each in values):
             least = "above 0" if low == sys.float_info.min else f"from {low} on"

@@ -28,7 +28,7 @@ from halation.models.autoencoder import LatentSpace, PixelSpace, Space
 from halation.training import batches, state, trackers
 from halation.training.cadence import Cadence
 from halation.training.loop import Position, StepReport, StepSettings, train_steps
-from halation.training.objectives import flow_matching
+from halation.training.objectives import denoising
 from halation.training.speed import Window, matrix_rate, memory_gb
 from halation.world import rng
 from halation.world.checkpoint import Checkpoints, Found, Reader, newest_good
@@ -57,11 +57,12 @@ class Session:
         assembly.confirm_device(world, config, self.folder, self.space)
         self.source = assembly.open_source(world, config, self.folder, self.space)
         self.denoiser = assembly.new_denoiser(config, self.source, self.space).to(world.device)
-        self.shape = self.denoiser.sample_shape(*config.image_size)
+        self.denoiser.sample_shape(*config.image_size)
+        self.objective = denoising(self.denoiser)
         prompts = config.sample_prompts or assembly.default_prompts(self.source, config.data)
         if self.source.class_names:
             self.denoiser.encode_prompts(prompts)  # an unknown class is refused now, not at the first checkpoint
-        self.sample_settings = assembly.sample_settings(config, prompts)
+        self.sample_settings = assembly.sample_settings(config, prompts, self.denoiser.habits)
         self.appraisal = (
             appraisal.Appraisal(world, config, self.folder, self.source, self.sample_settings)
             if config.eval_every
@@ -70,7 +71,7 @@ class Session:
         module = self.denoiser.module
         module.train()
         if config.activation_checkpointing:
-            module.checkpointing = True  # type: ignore[assignment]
+            self.denoiser.keep_no_activations()
         if config.compile:
             for unit in self.denoiser.shard_units():
                 unit.compile(dynamic=False)
@@ -148,11 +149,10 @@ class Session:
         )
         prepare = batches.Preparer(
             self.denoiser,
-            self.shape,
             seed=config.seed,
             dropout=config.caption_dropout,
-            time_sampling=config.time_sampling,
-            time_shift=config.time_shift,
+            time_sampling=config.time_sampling or self.denoiser.habits.time_sampling,
+            time_shift=config.time_shift or self.denoiser.habits.time_shift,
             num_real=len(plan.share(self.global_batch, world.size, world.rank)),
             pin=world.device.type == "cuda",
         )
@@ -181,7 +181,7 @@ class Session:
             self.engine,
             self.optimizer,
             self.ema,
-            flow_matching,
+            self.objective,
             (batches.on_device(self.denoiser, batch, rows, world.device) for batch in loader),
             self._step_settings(),
             self.position,

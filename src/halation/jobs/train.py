@@ -61,7 +61,7 @@ def read_config(path: Path) -> TrainConfig:
 
 def resolved(config: TrainConfig) -> TrainConfig:
     """The config with its short forms written out, or an error for what can be refused without looking at the data."""
-    size = tuple(config.image_size)
+    size = tuple(config.image_size) or (64, 64)
     if len(size) == 1:
         size = size * 2
     if len(size) != 2 or min(size) < 1:
@@ -84,6 +84,10 @@ def resolved(config: TrainConfig) -> TrainConfig:
     if config.eval_every:
         config = with_evaluation(config)
     prompts = tuple(from_flags(config.sample_prompts, config.sample_prompts_file or None))
+    if not config.model_path:
+        config = dataclasses.replace(
+            config, time_sampling=config.time_sampling or "logit_normal", time_shift=config.time_shift or 1.0
+        )
     return dataclasses.replace(config, image_size=size, sample_prompts=prompts, sample_prompts_file="")
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from halation.errors import HalationError
+from halation.flow.paths import Path, TimeKind
+from halation.specs import Sheet
 
 Condition = dict[str, Tensor]
 """What a prompt or label becomes: tensors by name, each with one row a picture and a fixed length, so that a picture's condition
@@ -23,15 +26,75 @@ class NotFiniteError(HalationError):
         self.rows = rows
 
 
+@dataclass(frozen=True, kw_only=True)
+class Solver:
+    """How a sheet is drawn, besides what its specs say. Sampler and shift are of models that are drawn by our own samplers."""
+
+    sampler: str = "multistep"
+    pair: bool = True
+    """Whether the null branch runs too. It comes from the whole plan: a sheet whose own scales are all 1 then still makes the
+    forwards of the others."""
+    dtype: torch.dtype = torch.float32
+    shift: float = 1.0
+    truncate_from: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Habits:
+    """What a family does where nobody says otherwise."""
+
+    guidance_scale: float = 3.0
+    time_sampling: TimeKind = "logit_normal"
+    time_shift: float = 1.0
+
+
+class Inputs(Protocol):
+    """Everything that drawing one sheet needs, on the device; what is in it is the family's own affair."""
+
+    @property
+    def truncated(self) -> tuple[bool, ...]:
+        """Which prompts are longer than the model reads."""
+
+    @property
+    def num_rows(self) -> int:
+        """Pictures in it, fillers included."""
+
+    def halves(self) -> tuple[Inputs, Inputs]:
+        """The first and the second half of the rows."""
+
+
 class Denoiser(Protocol):
     """A model family: the module that is trained, and everything around it that turns prompts and pixels into tensors and back."""
 
     module: nn.Module
-    """Called as `module(x, t, condition)`; wrappers such as DDP go around it and are called the same way."""
+    """What is trained: its parameters that require a gradient. Engines wrap it; `forward` is told what to call."""
 
     @property
-    def num_channels(self) -> int:
-        """Channels of the space the module works in."""
+    def path(self) -> Path:
+        """How noise is mixed in, and what the module is asked for."""
+
+    @property
+    def habits(self) -> Habits:
+        """Guidance of samples and times of training where nothing was asked for."""
+
+    @property
+    def downsample(self) -> int:
+        """Pixels on a side of what the module sees as one place: 1, or the factor of an autoencoder."""
+
+    @property
+    def hidden(self) -> int:
+        """Width of the module, for an estimate of its activations."""
+
+    @property
+    def depth(self) -> int:
+        """Blocks of the module, for the same estimate."""
+
+    def forward(self, module: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
+        """What `module`, bare or wrapped by an engine, answers to states at times `t`: a tensor like the path's target."""
+
+    def placed(self, condition: Condition, originals: Tensor, height: int, width: int) -> Condition:
+        """The condition of training pictures of this size with what the family wants to know of their sizes; `originals` are
+        heights and widths of the files, one row a picture."""
 
     def encode_prompts(self, prompts: Sequence[str]) -> Condition:
         """The condition of each prompt, on the CPU."""
@@ -54,8 +117,17 @@ class Denoiser(Protocol):
     def to_pixels(self, x: Tensor) -> Tensor:
         """The way back, to uint8 NHWC; NotFiniteError where a picture is NaN."""
 
-    def predict(self, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
-        """The velocity at `x` and time `t` (one a picture, 1 is noise), in float32."""
+    def prepare(self, sheet: Sheet, device: torch.device | str) -> Any:
+        """`Inputs` of a sheet; everything that bad input can make fail happens here."""
+
+    def filler(self, sheet: Sheet, device: torch.device | str) -> Any:
+        """`Inputs` of that sheet's shapes that need no prompt, to keep the other ranks company."""
+
+    def sample(self, inputs: Any, solver: Solver, on_step: Callable[[], None]) -> Tensor:
+        """Draw: float32 tensors for `to_pixels`. `on_step` is called after every step. Nothing else runs the module here."""
+
+    def keep_no_activations(self) -> None:
+        """Compute activations inside shard units again in the backward pass instead of keeping them."""
 
     def shard_units(self) -> list[nn.Module]:
         """Modules to shard one by one, innermost first; nobody calls into their parts from outside."""
@@ -68,3 +140,10 @@ class Denoiser(Protocol):
 
     def to(self, device: torch.device | str) -> Denoiser:
         """Move the module and what surrounds it, in place."""
+
+
+class VelocityDenoiser(Denoiser, Protocol):
+    """A family that our own samplers draw from."""
+
+    def predict(self, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
+        """The velocity at `x` and time `t` (one a picture, 1 is noise), in float32."""

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from halation.errors import InputError
+from halation.flow.paths import Straight
+from halation.models import draw
 from halation.models.autoencoder import PixelSpace, Space
-from halation.models.base import Condition
+from halation.models.base import Condition, Habits, Solver
 from halation.models.dit import DiT, DiTConfig, sized
 from halation.models.text import WordTokenizer
+from halation.specs import Sheet
 
 
 class DiTDenoiser:
@@ -41,16 +44,17 @@ class DiTDenoiser:
         self.class_names = tuple(class_names)
         self._class_ids = {name: index for index, name in enumerate(self.class_names)}
         self._flops = module.flops()
+        self.path = Straight()
+        self.habits = Habits()
+        self.downsample = space.downsample
+        self.hidden = config.hidden
+        self.depth = config.depth
 
     def initialise(self, seed: int) -> DiTDenoiser:
         """Fresh weights on the CPU from a seed."""
         assert isinstance(self.module, DiT)
         self.module.initialise(seed)
         return self
-
-    @property
-    def num_channels(self) -> int:
-        return self.config.channels
 
     def encode_prompts(self, prompts: Sequence[str]) -> Condition:
         if self.tokenizer is not None:
@@ -102,9 +106,30 @@ class DiTDenoiser:
     def to_pixels(self, x: Tensor) -> Tensor:
         return self.space.decode(x)
 
-    def predict(self, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
-        velocity: Tensor = self.module(x, t, condition)
+    def forward(self, module: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
+        velocity: Tensor = module(x, t, condition)
         return velocity.to(torch.float32)
+
+    def predict(self, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
+        return self.forward(self.module, x, t, condition)
+
+    def placed(self, condition: Condition, originals: Tensor, height: int, width: int) -> Condition:
+        return condition
+
+    def prepare(self, sheet: Sheet, device: torch.device | str) -> draw.NoiseInputs:
+        return draw.prepare(self, sheet, device)
+
+    def filler(self, sheet: Sheet, device: torch.device | str) -> draw.NoiseInputs:
+        return draw.filler(self, sheet, device)
+
+    def sample(self, inputs: draw.NoiseInputs, solver: Solver, on_step: Callable[[], None]) -> Tensor:
+        x = inputs.noise
+        for x in draw.denoise(self, inputs, solver):  # noqa: B007 - the last state is the result
+            on_step()
+        return x
+
+    def keep_no_activations(self) -> None:
+        self.module.checkpointing = True  # type: ignore[assignment]
 
     def shard_units(self) -> list[nn.Module]:
         text = getattr(self.module, "text", None)

@@ -1,7 +1,8 @@
-"""Drawing one sheet, in phases that a caller can survive one by one: prepare, denoise, decode.
+"""Drawing one sheet, in phases that a caller can survive one by one: prepare, sample, decode.
 
-Only `denoise` runs the module, and how often depends on the sheet's steps and the sampler alone. A rank whose `prepare` failed, or
-that has no sheet, goes on with `filler` inputs and makes exactly the forwards the other ranks wait for.
+Only `sample` runs the module, and how often depends on the sheet's steps and the solver alone. A rank whose `prepare` failed, or
+that has no sheet, goes on with `filler` inputs and makes exactly the forwards the other ranks wait for. `prepare`, `filler` and
+`denoise` here are those of a velocity model with our own samplers; other families bring their own.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from halation.flow.guidance import guided
 from halation.flow.noise import spec_noise
 from halation.flow.samplers import SAMPLERS, schedule
 from halation.models.autoencoder import not_finite_rows
-from halation.models.base import Condition, Denoiser, NotFiniteError
+from halation.models.base import Condition, Denoiser, NotFiniteError, Solver, VelocityDenoiser
 from halation.specs import Sheet, Spec
 
 
@@ -28,7 +29,7 @@ class PictureError(HalationError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inputs:
+class NoiseInputs:
     """Everything `denoise` needs for one sheet, on the device."""
 
     noise: Tensor
@@ -37,6 +38,24 @@ class Inputs:
     scales: Tensor
     num_steps: int
     truncated: tuple[bool, ...]
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.noise)
+
+    def halves(self) -> tuple[NoiseInputs, NoiseInputs]:
+        middle = -(-self.num_rows // 2)
+        return self._rows(slice(None, middle)), self._rows(slice(middle, None))
+
+    def _rows(self, cut: slice) -> NoiseInputs:
+        return NoiseInputs(
+            noise=self.noise[cut],
+            condition={name: value[cut] for name, value in self.condition.items()},
+            null={name: value[cut] for name, value in self.null.items()},
+            scales=self.scales[cut],
+            num_steps=self.num_steps,
+            truncated=self.truncated[cut],
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +81,7 @@ def _on(condition: Condition, device: torch.device | str) -> Condition:
     return {name: tensor.to(device) for name, tensor in condition.items()}
 
 
-def prepare(denoiser: Denoiser, sheet: Sheet, device: torch.device | str) -> Inputs:
+def prepare(denoiser: VelocityDenoiser, sheet: Sheet, device: torch.device | str) -> NoiseInputs:
     """Prompts and noise of a sheet; everything that bad input can make fail happens here."""
     first = sheet.specs[0]
     if any(spec.shape != first.shape for spec in sheet.specs):
@@ -71,7 +90,7 @@ def prepare(denoiser: Denoiser, sheet: Sheet, device: torch.device | str) -> Inp
     prompts = [spec.prompt for spec in sheet.specs]
     noise = torch.stack([spec_noise(spec.seed, shape) for spec in sheet.specs])
     scales = torch.tensor([spec.guidance_scale for spec in sheet.specs], dtype=torch.float32)
-    return Inputs(
+    return NoiseInputs(
         noise=noise.to(device),
         condition=_on(denoiser.encode_prompts(prompts), device),
         null=_on(denoiser.encode_prompts([spec.negative_prompt for spec in sheet.specs]), device),
@@ -81,67 +100,37 @@ def prepare(denoiser: Denoiser, sheet: Sheet, device: torch.device | str) -> Inp
     )
 
 
-def filler(
-    denoiser: Denoiser, *, num_specs: int, height: int, width: int, num_steps: int, device: torch.device | str
-) -> Inputs:
+def filler(denoiser: VelocityDenoiser, sheet: Sheet, device: torch.device | str) -> NoiseInputs:
     """Inputs of a sheet's shapes that need no prompt, to keep the other ranks company."""
-    shape = denoiser.sample_shape(height, width)
+    first, num_specs = sheet.specs[0], len(sheet.specs)
+    shape = denoiser.sample_shape(first.height, first.width)
     null = _on(denoiser.null_condition(num_specs), device)
-    return Inputs(
+    return NoiseInputs(
         noise=torch.zeros((num_specs, *shape), device=device),
         condition=null,
         null=null,
         scales=torch.ones(num_specs, device=device),
-        num_steps=num_steps,
+        num_steps=first.steps,
         truncated=(False,) * num_specs,
     )
-
-
-def halves(inputs: Inputs) -> tuple[Inputs, Inputs]:
-    """The first and the second half of a sheet's rows."""
-    middle = -(-len(inputs.noise) // 2)
-
-    def rows(cut: slice) -> Inputs:
-        return Inputs(
-            noise=inputs.noise[cut],
-            condition={name: value[cut] for name, value in inputs.condition.items()},
-            null={name: value[cut] for name, value in inputs.null.items()},
-            scales=inputs.scales[cut],
-            num_steps=inputs.num_steps,
-            truncated=inputs.truncated[cut],
-        )
-
-    return rows(slice(None, middle)), rows(slice(middle, None))
 
 
 # The decorator, unlike a `with` in the body, leaves the caller's grad mode alone between two steps. Not inference_mode: the tensors
 # it makes cannot be used by FSDP afterwards.
 @torch.no_grad()
-def denoise(
-    denoiser: Denoiser,
-    inputs: Inputs,
-    *,
-    sampler: str = "multistep",
-    pair: bool,
-    dtype: torch.dtype = torch.float32,
-    shift: float = 1.0,
-    truncate_from: int | None = None,
-) -> Iterator[Tensor]:
-    """The states of a sheet after each step, in float32; the model itself runs in `dtype`.
-
-    `pair` says whether the null branch runs too. It comes from the whole plan (`needs_pair`): a sheet whose own scales are all 1
-    then still makes the forwards of the others.
-    """
+def denoise(denoiser: VelocityDenoiser, inputs: NoiseInputs, solver: Solver) -> Iterator[Tensor]:
+    """The states of a sheet after each step, in float32; the model itself runs in the solver's dtype."""
     device_type = inputs.noise.device.type
 
     def predict(x: Tensor, t: Tensor, condition: Condition) -> Tensor:
-        with torch.autocast(device_type, dtype=dtype, enabled=dtype != torch.float32):
+        with torch.autocast(device_type, dtype=solver.dtype, enabled=solver.dtype != torch.float32):
             return denoiser.predict(x, t, condition)
 
-    times = schedule(inputs.num_steps, shift)
-    scale = inputs.scales if pair else 1.0
+    times = schedule(inputs.num_steps, solver.shift)
+    scale = inputs.scales if solver.pair else 1.0
+    truncate_from = solver.truncate_from
     velocity = guided(predict, inputs.condition, inputs.null, scale, truncate_from=truncate_from, times=times)
-    yield from SAMPLERS[sampler](velocity, inputs.noise, times)
+    yield from SAMPLERS[solver.sampler](velocity, inputs.noise, times)
 
 
 @torch.no_grad()
@@ -172,24 +161,12 @@ def _failure(spec: Spec, reason: str) -> PictureError:
 def draw(
     denoiser: Denoiser,
     sheet: Sheet,
+    solver: Solver | None = None,
     *,
-    sampler: str = "multistep",
     device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    pair: bool | None = None,
-    shift: float = 1.0,
-    truncate_from: int | None = None,
-    on_step: Callable[[int], None] | None = None,
+    on_step: Callable[[], None] | None = None,
 ) -> Decoded:
-    """All phases in a row, for a caller that draws alone; `pair` defaults to what this sheet needs."""
-    inputs = prepare(denoiser, sheet, device)
-    pair = needs_pair(sheet.specs) if pair is None else pair
-    x = inputs.noise
-    states = denoise(
-        denoiser, inputs, sampler=sampler, pair=pair, dtype=dtype, shift=shift, truncate_from=truncate_from
-    )
-    for step, state in enumerate(states):
-        x = state
-        if on_step is not None:
-            on_step(step)
-    return decode(denoiser, x, sheet)
+    """All phases in a row, for a caller that draws alone; by default float32, with the null branch where this sheet needs it."""
+    solver = Solver(pair=needs_pair(sheet.specs)) if solver is None else solver
+    inputs = denoiser.prepare(sheet, device)
+    return decode(denoiser, denoiser.sample(inputs, solver, on_step or (lambda: None)), sheet)

@@ -34,7 +34,6 @@ class Preparer:
     def __init__(
         self,
         denoiser: Denoiser,
-        shape: tuple[int, ...],
         *,
         seed: int,
         dropout: float,
@@ -44,7 +43,6 @@ class Preparer:
         pin: bool,
     ) -> None:
         self.denoiser = denoiser
-        self.shape = shape
         self.seed = seed
         self.dropout = dropout
         self.time_sampling = time_sampling
@@ -53,10 +51,12 @@ class Preparer:
         self.pin = pin
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        draws = [training_draw(self.seed, int(position), self.shape) for position in batch["positions"]]
+        height, width, shape = self._sizes(batch["pixels"])
+        draws = [training_draw(self.seed, int(position), shape) for position in batch["positions"]]
         condition = self.denoiser.encode_captions(batch["captions"], batch["labels"].tolist())
         dropped = torch.tensor([d.u_drop < self.dropout for d in draws])
         condition = drop(condition, self.denoiser.null_condition(len(draws)), dropped)
+        condition = self.denoiser.placed(condition, torch.from_numpy(batch["originals"]), height, width)
         u_time = torch.tensor([d.u_time for d in draws], dtype=torch.float64)
         tensors = {
             "pixels": torch.from_numpy(batch["pixels"]),
@@ -68,6 +68,14 @@ class Preparer:
         if self.pin:
             tensors = {name: value.pin_memory() for name, value in tensors.items()}
         return {"step": batch["step"], "tensors": tensors}
+
+    def _sizes(self, pixels: np.ndarray) -> tuple[int, int, tuple[int, ...]]:
+        """Height and width of a batch's pictures, and the shape of the tensor behind one; latents have that shape already."""
+        if pixels.dtype == np.uint8:
+            height, width = pixels.shape[1:3]
+            return height, width, self.denoiser.sample_shape(height, width)
+        factor = self.denoiser.downsample
+        return pixels.shape[2] * factor, pixels.shape[3] * factor, pixels.shape[1:]
 
 
 def on_device(denoiser: Denoiser, batch: dict[str, Any], rows: int, device: torch.device) -> Sequence[Rows]:
@@ -96,10 +104,12 @@ def on_device(denoiser: Denoiser, batch: dict[str, Any], rows: int, device: torc
     return result
 
 
-def idle(denoiser: Denoiser, rows: int, shape: tuple[int, ...], device: torch.device) -> Rows:
-    """Rows of the right shapes that stand for nothing, for the pass before the first step."""
-    condition = {name: value.to(device) for name, value in denoiser.null_condition(rows).items()}
-    zeros = torch.zeros((rows, *shape), device=device)
+def idle(denoiser: Denoiser, rows: int, size: tuple[int, int], device: torch.device) -> Rows:
+    """Rows for pictures of this height and width that stand for nothing, for the pass before the first step."""
+    originals = torch.tensor([size] * rows, dtype=torch.int64)
+    null = denoiser.placed(denoiser.null_condition(rows), originals, *size)
+    condition = {name: value.to(device) for name, value in null.items()}
+    zeros = torch.zeros((rows, *denoiser.sample_shape(*size)), device=device)
     return Rows(
         x0=zeros,
         noise=zeros + 0.5,

@@ -60,6 +60,8 @@ def _rows(denoiser: Denoiser, source: Pictures, rows: np.ndarray, device: torch.
     condition = denoiser.encode_captions(
         [picture.caption for picture in pictures], [picture.label for picture in pictures]
     )
+    originals = torch.tensor([picture.original for picture in pictures], dtype=torch.int64)
+    condition = denoiser.placed(condition, originals, source.height, source.width)
     return Rows(
         x0=x0,
         noise=torch.from_numpy(noise).to(device),

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from halation.flow.paths import interpolate, velocity_target
-from halation.training.loop import Rows
+from halation.models.base import Denoiser
+from halation.training.loop import Objective, Rows
 
 
-def flow_matching(module: nn.Module, rows: Rows) -> Tensor:
-    """Rectified flow (Liu et al. 2022): squared error of the velocity on the straight line from picture to noise."""
-    x = interpolate(rows.x0, rows.noise, rows.t)
-    velocity = module(x, rows.t, rows.condition)
-    return (velocity.float() - velocity_target(rows.x0, rows.noise)).square().flatten(1).mean(1)
+def denoising(denoiser: Denoiser) -> Objective:
+    """Squared error of what the family's module is asked for (a velocity, the noise, v) on the family's path from picture to noise."""
+    path = denoiser.path
+
+    def losses(module: nn.Module, rows: Rows) -> Tensor:
+        x = path.noised(rows.x0, rows.noise, rows.t)
+        answer = denoiser.forward(module, x, rows.t, rows.condition)
+        return (answer.float() - path.target(rows.x0, rows.noise, rows.t)).square().flatten(1).mean(1)
+
+    return losses

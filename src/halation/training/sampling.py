@@ -21,7 +21,7 @@ from halation import plan
 from halation.errors import RankFailure
 from halation.faults import fault_point
 from halation.models import draw
-from halation.models.base import Denoiser
+from halation.models.base import Denoiser, Inputs, Solver
 from halation.specs import Sheet, Spec
 from halation.training.loop import AUTOCAST
 from halation.training.sample_files import Place, Row, Writer, is_drawn
@@ -155,7 +155,7 @@ class Drawing:
         if inputs is None and not self.sharded:
             return rows
         if inputs is None:
-            inputs = self.filler(shape)
+            inputs = self.denoiser.filler(shape, self.world.device)
         x = self._forward(rows, inputs, vigil)
         if sheet is None or x is None or rows[0]["state"] == "failed":
             return rows
@@ -172,9 +172,9 @@ class Drawing:
         vigil.beat()
         return rows
 
-    def _prepare(self, sheet: Sheet) -> draw.Inputs:
+    def _prepare(self, sheet: Sheet) -> Inputs:
         fault_point("sample.prepare")
-        inputs = draw.prepare(self.denoiser, sheet, self.world.device)
+        inputs: Inputs = self.denoiser.prepare(sheet, self.world.device)
         for spec, truncated in zip(sheet.real, inputs.truncated, strict=False):
             if truncated:
                 log.warning(
@@ -182,18 +182,7 @@ class Drawing:
                 )
         return inputs
 
-    def filler(self, shape: Sheet) -> draw.Inputs:
-        spec = shape.specs[0]
-        return draw.filler(
-            self.denoiser,
-            num_specs=len(shape.specs),
-            height=spec.height,
-            width=spec.width,
-            num_steps=spec.steps,
-            device=self.world.device,
-        )
-
-    def _forward(self, rows: list[Row], inputs: draw.Inputs, vigil: Vigil) -> torch.Tensor | None:
+    def _forward(self, rows: list[Row], inputs: Inputs, vigil: Vigil) -> torch.Tensor | None:
         if not self.sharded:
             drawn: torch.Tensor | None = self._phase(rows, lambda: self._fitting(rows, inputs, vigil))
             return drawn
@@ -209,42 +198,44 @@ class Drawing:
                 f"rank {self.world.rank} failed inside a sharded forward while sampling, which no rank can survive:\n{traceback.format_exc()}"
             ) from error
 
-    def _fitting(self, rows: list[Row], inputs: draw.Inputs, vigil: Vigil) -> torch.Tensor:
+    def _fitting(self, rows: list[Row], inputs: Inputs, vigil: Vigil) -> torch.Tensor:
         """The whole sheet at once or, where memory runs out, half of it after the other; such pictures are marked."""
         before = self.done
         try:
             return self._denoise(inputs, vigil)
         except torch.OutOfMemoryError:
-            if len(inputs.noise) == 1:
+            if inputs.num_rows == 1:
                 raise
         self.done = before
         if self.world.device.type == "cuda":
             torch.cuda.empty_cache()
         log.warning(
             "out of memory while sampling %d pictures at once on GPU %d: trying half",
-            len(inputs.noise),
+            inputs.num_rows,
             self.world.rank,
         )
-        pieces = [self._fitting(rows, half, vigil) for half in draw.halves(inputs)]
+        pieces = [self._fitting(rows, half, vigil) for half in inputs.halves()]
         for row in rows:
-            row["micro_batch"] = min(row.get("micro_batch", len(inputs.noise)), -(-len(inputs.noise) // 2))
+            row["micro_batch"] = min(row.get("micro_batch", inputs.num_rows), -(-inputs.num_rows // 2))
         return torch.cat(pieces)
 
-    def _denoise(self, inputs: draw.Inputs, vigil: Vigil) -> torch.Tensor:
-        x = inputs.noise
+    def _denoise(self, inputs: Inputs, vigil: Vigil) -> torch.Tensor:
         settings = self.settings
-        dtype = AUTOCAST[settings.dtype] or torch.float32
-        states = draw.denoise(
-            self.denoiser, inputs, sampler=settings.sampler, pair=self.pair, dtype=dtype, shift=settings.time_shift
+        solver = Solver(
+            sampler=settings.sampler,
+            pair=self.pair,
+            dtype=AUTOCAST[settings.dtype] or torch.float32,
+            shift=settings.time_shift,
         )
-        for state in states:
-            x = state
+
+        def on_step() -> None:
             fault_point("sample.forward")
             vigil.beat()
             self.done += 1
             if self.on_step is not None:
                 self.on_step(min(self.done, self.total), self.total)
-        return x
+
+        return self.denoiser.sample(inputs, solver, on_step)
 
     def _decode(self, x: torch.Tensor, sheet: Sheet) -> draw.Decoded:
         fault_point("sample.decode")
