@@ -24,6 +24,7 @@ NAMES = (
     "duel_08_resume",
     "duel_09_frechet",
     "duel_10_scores",
+    "duel_11_checkpoint",
     "overhead",
     "scaling",
 )

@@ -115,6 +115,11 @@ def finish(report: Report, output: Path | None) -> None:
     for row in report.rows:
         print(f"RATIO {report.name} | {row.case} | {row.ratio:.3f}x" + (f" | {row.note}" if row.note else ""))
     sys.stdout.flush()
+    write(report, output)
+
+
+def write(report: Report, output: Path | None) -> None:
+    """As JSON where asked; a long duel writes after each round, so that one which is cut short leaves its figures too."""
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(report.as_json(), indent=2) + "\n")

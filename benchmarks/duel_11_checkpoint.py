@@ -1,0 +1,411 @@
+"""Duel 11: what a checkpoint of 10.8 GB costs training: ours against torch.save and DCP's async_save by thread.
+
+A plain DiT-XL/2 trains beside all sides, so a save's price is measured twice: the seconds the call itself blocks, and the seconds
+lost until the bytes are written, that is the call and whatever the steps meanwhile take longer than steps in peace. Everything
+is on the same disk. Ours hashes and fsyncs what it writes; the peers do neither.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import statistics
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import inputs, measure
+from benchmarks.plain_dit import PlainTraining, Shape
+
+NEXT_STEPS = 5
+State = dict[str, dict[str, Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One size of the duel."""
+
+    shape: Shape
+    batch: int
+    rounds: int
+    peace: int
+    """Steps in peace before a save, that those after it are compared with."""
+    watched_s: float
+    """How long steps are watched while a save is being written; what is longer is waited for without them."""
+    tuned: bool
+
+
+FULL = Setting(
+    shape=Shape(depth=28, hidden=1152, heads=16, grid=32), batch=64, rounds=5, peace=12, watched_s=20.0, tuned=True
+)
+SMALL = Setting(
+    shape=Shape(depth=4, hidden=256, heads=4, grid=16), batch=4, rounds=3, peace=8, watched_s=2.0, tuned=False
+)
+
+
+class Side:
+    """A way to save; `save` returns when training may go on."""
+
+    def save(self, state: State) -> None:
+        raise NotImplementedError
+
+    def busy(self) -> bool:
+        return False
+
+    def before_update(self) -> None:
+        """Called before the weights change."""
+
+    def finish(self) -> None:
+        """Until everything is written; then there is room for the next."""
+
+
+class Ours(Side):
+    """`world.checkpoint` as a run of one rank uses it; only the newest stays on disk."""
+
+    def __init__(self, world: Any, folder: Path) -> None:
+        from halation.world.checkpoint import Checkpoints
+
+        self.checkpoints = Checkpoints(world, folder, keep_last=1, sharded=False)
+        self.folder, self.step = folder, 0
+
+    def save(self, state: State) -> None:
+        from halation.world.engines import piece
+
+        self.step += 1
+        parts = {part: {name: piece(tensor) for name, tensor in tensors.items()} for part, tensors in state.items()}
+        self.checkpoints.save(self.step, "latest", parts, {}, {})
+
+    def busy(self) -> bool:
+        pending = self.checkpoints.pending
+        return pending is not None and pending.is_alive()
+
+    def finish(self) -> None:
+        self.checkpoints.wait()
+        self.checkpoints.raise_error()
+
+
+class TorchSave(Side):
+    """One file, written before training goes on."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True)
+        self.file = folder / "state.pt"
+
+    def save(self, state: State) -> None:
+        torch.save(state, self.file)
+
+
+class Dcp(Side):
+    """`async_save` by thread: as it comes, or with a stager of pinned memory that is kept between saves.
+
+    `hidden` copies on a stream of its own while the next step computes, and the update of the weights waits for it.
+    """
+
+    def __init__(self, folder: Path, group: Any, *, pinned: bool = False, hidden: bool = False) -> None:
+        from torch.distributed.checkpoint import staging
+
+        self.folder, self.group, self.hidden = folder, group, hidden
+        self.stager: Any = None
+        if pinned or hidden:
+            self.stager = staging.DefaultStager(
+                staging.StagingOptions(
+                    use_pinned_memory=True,
+                    use_shared_memory=False,
+                    use_async_staging=hidden,
+                    use_non_blocking_copy=True,
+                )
+            )
+        self.written: Any = None
+        self.staged: Any = None
+
+    def save(self, state: State) -> None:
+        from torch.distributed.checkpoint import async_save
+
+        options: dict[str, Any] = {} if self.stager is None else {"async_stager": self.stager}
+        if self.hidden:
+            torch.cuda.current_stream().synchronize()  # its stream does not know what is still being computed
+        found: Any = async_save(state, checkpoint_id=self.folder, process_group=self.group, **options)
+        self.staged = getattr(found, "staging_completion", None)
+        self.written = getattr(found, "upload_completion", found)
+
+    def busy(self) -> bool:
+        return self.written is not None and not self.written.done()
+
+    def before_update(self) -> None:
+        if self.staged is not None:
+            self.staged.result()
+            self.staged = None
+
+    def finish(self) -> None:
+        if self.written is not None:
+            self.written.result()
+            self.written = None
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@dataclass(kw_only=True)
+class Cost:
+    """What one save cost, in seconds."""
+
+    blocked_s: float
+    peace_s: float
+    """The median step before it."""
+    next_s: list[float]
+    """The steps right after it."""
+    meanwhile_s: list[float]
+    """All steps until it was written, those included."""
+    written_s: float
+
+    @property
+    def lost_s(self) -> float:
+        return self.blocked_s + max(0.0, sum(self.meanwhile_s) - len(self.meanwhile_s) * self.peace_s)
+
+    @property
+    def slower(self) -> float:
+        """The median of the steps right after it, as a multiple of one in peace."""
+        return statistics.median(self.next_s) / self.peace_s
+
+    def as_json(self) -> dict[str, Any]:
+        rounded = {
+            "blocked_s": round(self.blocked_s, 5),
+            "lost_s": round(self.lost_s, 5),
+            "peace_s": round(self.peace_s, 5),
+            "written_s": round(self.written_s, 2),
+            "next_steps": [round(step / self.peace_s, 3) for step in self.next_s],
+            "longest_step_meanwhile": round(max(self.meanwhile_s) / self.peace_s, 3),
+        }
+        return rounded | {"steps_meanwhile": len(self.meanwhile_s)}
+
+
+class Training:
+    """The plain DiT, a step at a time: the loss is read after each, as a training that logs it does."""
+
+    def __init__(self, setting: Setting) -> None:
+        on_gpu = torch.cuda.is_available()
+        if not on_gpu:
+            torch.set_num_threads(1)
+        torch.set_float32_matmul_precision("high")
+        self.device = torch.device("cuda:0" if on_gpu else "cpu")
+        shape = setting.shape
+        latents = torch.randn(512, shape.channels, shape.grid, shape.grid, device=self.device)
+        self.training = PlainTraining(
+            shape, latents, setting.batch, tuned=setting.tuned, compiled=setting.tuned, bf16=setting.tuned
+        )
+        self.side: Side | None = None
+        self.training.optimizer.register_step_pre_hook(self._before_update)
+
+    def _before_update(self, *_: Any) -> None:
+        if self.side is not None:
+            self.side.before_update()
+
+    def step(self) -> float:
+        began = time.perf_counter()
+        float(self.training.step())
+        return time.perf_counter() - began
+
+    def state(self) -> State:
+        """As training keeps it: weights, their average, both moments; DiT-XL/2's are 10.8 GB."""
+        model = {name: p.detach() for name, p in self.training.model.named_parameters() if p.requires_grad}
+        average = dict(zip(model, self.training.average, strict=True))
+        moments = self.training.optimizer.state
+        optimizer = {
+            f"{name}.{moment}": moments[p][moment]
+            for name, p in self.training.model.named_parameters()
+            for moment in ("exp_avg", "exp_avg_sq")
+            if p.requires_grad
+        }
+        return {"model": model, "ema": average, "optimizer": optimizer}
+
+
+def turn(training: Training, side: Side, setting: Setting) -> Cost:
+    """Steps in peace, a save, and steps until it is written."""
+    peace = statistics.median([training.step() for _ in range(setting.peace)])
+    state = training.state()
+    training.side = side
+    measure.synchronise()
+    began = time.perf_counter()
+    side.save(state)
+    blocked = time.perf_counter() - began
+    steps: list[float] = []
+    while len(steps) < NEXT_STEPS or (side.busy() and time.perf_counter() - began < setting.watched_s):
+        steps.append(training.step())
+    side.finish()
+    training.side = None
+    return Cost(
+        blocked_s=blocked, peace_s=peace, next_s=steps[:NEXT_STEPS], meanwhile_s=steps,
+        written_s=time.perf_counter() - began,
+    )  # fmt: skip
+
+
+def copy_rate(device: torch.device) -> float:
+    """Bytes a second into host memory that is there already: pinned from a GPU, a plain copy on a CPU."""
+    size = 2**31 if device.type == "cuda" else 2**27
+    source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
+    target = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    return size / min(measure.seconds(lambda: target.copy_(source, non_blocking=True)) for _ in range(5))
+
+
+def equal(training: Training, ours: Ours, peer: TorchSave) -> str:
+    """Both files of one state, tensor by tensor."""
+    from halation.world.checkpoint import Reader, newest_good
+
+    state = training.state()
+    ours.save(state)
+    ours.finish()
+    peer.save(state)
+    found = newest_good(ours.folder)
+    assert found is not None
+    reader = Reader(found.folder)
+    theirs = torch.load(peer.file, map_location="cpu", mmap=True, weights_only=True)
+    differing = [
+        f"{part}/{name}"
+        for part, tensors in theirs.items()
+        for name, tensor in tensors.items()
+        if not torch.equal(reader.read(part, name), tensor)
+    ]
+    if differing:
+        return f"{len(differing)} tensors DIFFERENT, the first is {differing[0]}"
+    return f"{sum(map(len, theirs.values()))} tensors equal bit for bit"
+
+
+@dataclass(kw_only=True)
+class Duel:
+    """The sides that still stand, and what their saves cost."""
+
+    setting: Setting
+    training: Training
+    sides: dict[str, Side]
+    costs: dict[str, list[Cost]] = field(default_factory=dict)
+    first: dict[str, Cost] = field(default_factory=dict)
+
+    def play(self, deadline: float, on_round: Callable[[], None]) -> None:
+        """A save of each side that is not counted, then rounds; a side that fails is out, the others go on."""
+        for number in range(self.setting.rounds + 1):
+            for name in list(self.sides):
+                if number > 1 and time.monotonic() > deadline:
+                    measure.say(f"out of time after {number - 1} of {self.setting.rounds} rounds")
+                    return
+                self._turn(name, number)
+            if number:
+                on_round()
+
+    def _turn(self, name: str, number: int) -> None:
+        try:
+            cost = turn(self.training, self.sides[name], self.setting)
+        except Exception:  # noqa: BLE001 - whatever a peer dies of, the others are measured
+            measure.say(f"{name} failed and is out:\n{traceback.format_exc()}")
+            del self.sides[name]
+            self.training.side = None
+            return
+        which = f"round {number}" if number else "first save"
+        measure.say(f"{name}, {which}: {cost.as_json()}")
+        if number:
+            self.costs.setdefault(name, []).append(cost)
+        else:
+            self.first[name] = cost
+
+    def middle(self, name: str, value: Callable[[Cost], float]) -> float:
+        return statistics.median(value(cost) for cost in self.costs[name])
+
+
+def rows(duel: Duel, limit_s: float, check: str) -> tuple[measure.Row, ...]:
+    found = []
+    for name in duel.costs:
+        if name == "ours" or "ours" not in duel.costs:
+            continue
+        for case, value, limit in (
+            ("the call blocks", lambda cost: cost.blocked_s, limit_s),
+            ("lost until written", lambda cost: cost.lost_s, limit_s),
+            ("a step right after", lambda cost: cost.slower, 1.0),
+        ):
+            found.append(
+                measure.Row(
+                    case=f"{case} / {name}", ours=duel.middle("ours", value), peer=duel.middle(name, value),
+                    unit="of a step" if "step" in case else "s", limit=limit, check=check, equality="E0",
+                )
+            )  # fmt: skip
+    return tuple(found)
+
+
+def report(duel: Duel, num_bytes: int, rate: float, check: str) -> measure.Report:
+    facts = measure.machine() | {
+        "safetensors": _version("safetensors"),
+        "state_gb": round(num_bytes / 1e9, 2),
+        "pinned_copy_gb_per_s": round(rate / 1e9, 2),
+    }
+    if "ours" in duel.costs:
+        blocked = duel.middle("ours", lambda cost: cost.blocked_s)
+        facts |= {
+            "our_copy_gb_per_s": round(num_bytes / blocked / 1e9, 2),
+            "share_of_copy": round(num_bytes / rate / blocked, 3),
+            "our_longest_step_meanwhile": round(
+                duel.middle("ours", lambda cost: max(cost.meanwhile_s) / cost.peace_s), 3
+            ),
+            "our_steps_meanwhile": round(
+                duel.middle("ours", lambda cost: statistics.mean(cost.meanwhile_s) / cost.peace_s), 3
+            ),
+        }
+    facts |= {f"first save of {name}, s": round(cost.blocked_s, 3) for name, cost in duel.first.items()}
+    facts |= {f"{name} written, s": round(duel.middle(name, lambda cost: cost.written_s), 1) for name in duel.costs}
+    return measure.Report(name="duel_11_checkpoint", rows=rows(duel, num_bytes / rate, check), facts=facts)
+
+
+def _version(name: str) -> str:
+    import importlib.metadata
+
+    return importlib.metadata.version(name)
+
+
+def sides_of(training: Training, world: Any, work: Path) -> tuple[dict[str, Side], Ours, TorchSave]:
+    ours, peer = Ours(world, work / "ours"), TorchSave(work / "torch_save")
+    sides: dict[str, Side] = {
+        "ours": ours,
+        "torch.save": peer,
+        "DCP async": Dcp(work / "dcp", world.control),
+    }
+    if training.device.type == "cuda":
+        sides["DCP async, pinned"] = Dcp(work / "dcp_pinned", world.control, pinned=True)
+        sides["DCP async, copied behind the step"] = Dcp(work / "dcp_hidden", world.control, hidden=True)
+    return sides, ours, peer
+
+
+def main(arguments: list[str] | None = None) -> measure.Report:
+    from halation.world.ranks import join
+
+    parser = measure.parser(__doc__ or "")
+    parser.add_argument("--rounds", type=int, help="turns of each side (default: the duel's 5)")
+    parser.add_argument("--limit_s", type=float, default=480.0, help="begin no turn after so many seconds")
+    asked = parser.parse_args(arguments)
+    deadline = time.monotonic() + asked.limit_s
+    setting = FULL if asked.size == "full" and torch.cuda.is_available() else SMALL
+    if asked.size == "full" and setting is SMALL:
+        measure.say("no GPU here: the small size is run instead")
+    if asked.rounds:
+        setting = dataclasses.replace(setting, rounds=asked.rounds)
+    with inputs.workplace(asked.work) as work:
+        training = Training(setting)
+        world = join(training.device)
+        measure.say(f"first step {training.step():.1f} s, second {training.step():.3f} s")
+        num_bytes = sum(t.nbytes for tensors in training.state().values() for t in tensors.values())
+        rate = copy_rate(training.device)
+        measure.say(f"{num_bytes / 1e9:.2f} GB of state; a copy to host memory runs at {rate / 1e9:.1f} GB/s")
+        sides, ours, peer = sides_of(training, world, work)
+        duel = Duel(setting=setting, training=training, sides=sides)
+        duel.play(deadline, lambda: measure.write(report(duel, num_bytes, rate, "not compared"), asked.output))
+        check = equal(training, ours, peer)  # last, because the first save is the one that allocates, and is told apart
+        found = report(duel, num_bytes, rate, check)
+        world.close()
+    measure.finish(found, asked.output)
+    if "DIFFERENT" in check:
+        raise SystemExit(check)
+    return found
+
+
+if __name__ == "__main__":
+    main()
