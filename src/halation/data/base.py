@@ -23,6 +23,12 @@ class Picture:
     """Empty where the source has classes instead."""
     label: int = -1
     """The class, an index into the source's `class_names`; -1 where there are no classes."""
+    original: tuple[int, int] = (0, 0)
+    """Height and width before it was cropped and resized; those of the pixels unless told otherwise."""
+
+    def __post_init__(self) -> None:
+        if self.original == (0, 0):
+            object.__setattr__(self, "original", (int(self.pixels.shape[0]), int(self.pixels.shape[1])))
 
 
 class Pictures(Protocol):

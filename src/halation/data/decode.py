@@ -6,9 +6,10 @@ import io
 import struct
 import zlib
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 VERSION = 1
 """Counts changes of this file that change pixels; part of every fingerprint."""
@@ -16,6 +17,8 @@ FORMATS = ("PNG", "JPEG", "WEBP")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 NOT_A_PICTURE = "its content is not PNG, JPEG or WebP, whatever its name says, or it is cut off"
 MAX_PIXELS = 64 * 10**6
+_ON_ITS_SIDE = (5, 6, 7, 8)
+"""EXIF orientations that swap height and width."""
 # Pillow's plugins raise all of these, by format and by kind of damage.
 _DAMAGE = (
     OSError, SyntaxError, ValueError, TypeError, KeyError, IndexError, EOFError, MemoryError, struct.error, zlib.error,
@@ -26,28 +29,44 @@ class BrokenPictureError(Exception):
     """A file that gives no picture; the text says why."""
 
 
+class Decoded(NamedTuple):
+    """Pixels, and the height and width that the upright picture had."""
+
+    pixels: np.ndarray
+    original: tuple[int, int]
+
+
 def decode(path: Path, height: int, width: int) -> np.ndarray:
     """(height, width, 3) uint8: turned as its EXIF says, over white, the middle cut to the shape, resampled."""
+    return decode_sized(path, height, width).pixels
+
+
+def decode_sized(path: Path, height: int, width: int) -> Decoded:
+    """What `decode` gives, with the size it had before."""
     try:
         with _opened(path) as image:
+            across, down = image.size
             # JPEG can decode at 1/2, 1/4, 1/8 for a fraction of the time; twice the final size keeps the filter honest.
             image.draft(None, (2 * max(height, width),) * 2)
             upright = ImageOps.exif_transpose(image)
-            return np.asarray(_fit(_opaque(upright), height, width))
+            if image.getexif().get(ExifTags.Base.Orientation) in _ON_ITS_SIDE:
+                across, down = down, across
+            return Decoded(np.asarray(_fit(_opaque(upright), height, width)), (down, across))
     except BrokenPictureError:
         raise
     except _DAMAGE as error:
         raise BrokenPictureError(str(error) or type(error).__name__) from None
 
 
-def check(path: Path, height: int, width: int) -> None:
-    """Raise BrokenPictureError unless the file is whole; more than `decode`, which takes a PNG that lacks its end."""
-    decode(path, height, width)
+def check(path: Path, height: int, width: int) -> tuple[int, int]:
+    """Its upright height and width, or BrokenPictureError unless it is whole; `decode` takes a PNG that lacks its end."""
+    original = decode_sized(path, height, width).original
     try:
         with _opened(path) as image:
             image.verify()
     except _DAMAGE as error:
         raise BrokenPictureError(str(error) or type(error).__name__) from None
+    return original
 
 
 def whole(data: bytes) -> np.ndarray:

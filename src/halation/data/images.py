@@ -106,14 +106,14 @@ class ImageFolder:
             raise IndexError(f"{self.folder} has {len(entries)} such pictures; asked for {index}")
         entry = entries[index]
         try:
-            pixels = decode.decode(self.folder / entry.name, self.height, self.width)
+            pixels, original = decode.decode_sized(self.folder / entry.name, self.height, self.width)
         except decode.BrokenPictureError as error:
             raise InputError(
                 f"{self.folder / entry.name} cannot be read: {error}",
                 "a whole PNG, JPEG or WebP file, as when the folder was checked",
                 "replace or remove the file; the next start checks the folder again",
             ) from None
-        return Picture(pixels=pixels, caption=entry.caption, label=entry.label)
+        return Picture(pixels=pixels, caption=entry.caption, label=entry.label, original=original)
 
     def check(
         self,

@@ -1,7 +1,7 @@
 """A cache of pixels or latents in sharded safetensors: built by all ranks, resumable, fingerprinted, memory-mapped.
 
 A folder holds `cache.json` (what was asked for), and for each shard `train-00000.safetensors` with one tensor "x" and
-`train-00000.json` with captions, labels, size and SHA-256. The JSON is published last: a shard without it is not there.
+`train-00000.json` with captions, labels, original sizes, size and SHA-256. The JSON is published last: a shard without it is not there.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from halation.runs import publish, writer_of
 
 _log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 PARTS = ("train", "heldout")
 _DTYPES: dict[str, np.dtype[Any]] = {"U8": np.dtype(np.uint8), "F16": np.dtype(np.float16)}
 _NUM_CAPTIONS = 100_000
@@ -155,14 +155,20 @@ class CachedPictures:
         for row, (shard, local) in enumerate(zip(shards.tolist(), locals_.tolist(), strict=True)):
             rows[row] = flat[shard][local]
         captions = [where.captions[index] for index in wanted.tolist()]
-        return Stack(pixels, captions, where.labels[wanted])
+        return Stack(pixels, captions, where.labels[wanted], where.originals[wanted])
 
     def _picture(self, part: str, index: int, num: int) -> Picture:
         if not 0 <= index < num:
             raise IndexError(f"the {part} part holds {num} pictures; asked for {index}")
         where = self._parts[part]
         shard, local = divmod(index, self._shard_size)
-        return Picture(pixels=where.arrays[shard][local], caption=where.captions[index], label=int(where.labels[index]))
+        high, wide = where.originals[index].tolist()
+        return Picture(
+            pixels=where.arrays[shard][local],
+            caption=where.captions[index],
+            label=int(where.labels[index]),
+            original=(high, wide),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +192,8 @@ class _Part:
         self.flat = [array.reshape(len(array), -1) for array in self.arrays]
         self.captions: list[str] = [caption for _, commit in shards for caption in commit["captions"]]
         self.labels = np.array([label for _, commit in shards for label in commit["labels"]], np.int64)
+        sizes = [size for _, commit in shards for size in commit["originals"]]
+        self.originals = np.array(sizes, np.int64).reshape(-1, 2)
 
 
 def _describe(source: Pictures, fingerprint: dict[str, JSON], shard_size: int) -> dict[str, Any]:
@@ -263,7 +271,7 @@ def _commit(folder: Path, shard: _Shard, *, verify: bool) -> dict[str, Any] | No
         return None
     if not isinstance(commit, dict) or commit.get("digest") != _digest_of_notes(commit) or commit["num_bytes"] != size:
         return None
-    if len(commit["captions"]) != len(shard.indices) or len(commit["labels"]) != len(shard.indices):
+    if any(len(commit[key]) != len(shard.indices) for key in ("captions", "labels", "originals")):
         return None
     if verify:
         with path.open("rb") as file:
@@ -321,6 +329,7 @@ def _publish_shard(folder: Path, shard: _Shard, stack: Stack, samples: np.ndarra
         "sha256": hashlib.sha256(content).hexdigest(),
         "captions": stack.captions,
         "labels": stack.labels.tolist(),
+        "originals": stack.originals.tolist(),
     }
     commit["digest"] = _digest_of_notes(commit)
     publish(path, content, point="cache")

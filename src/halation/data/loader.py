@@ -20,7 +20,7 @@ Batch = dict[str, Any]
 
 
 class Batches:
-    """Iterates over {"step", "positions", "pixels", "captions", "labels"}, one dict for each (step, positions) given.
+    """Iterates over {"step", "positions", "pixels", "captions", "labels", "originals"}, a dict for each (step, positions) given.
 
     `num_threads` threads fetch up to `depth` batches ahead, in the order given. `positions` is read ahead of what is
     delivered, so a saved position is that of the last batch delivered, not of the iterator. With `num_workers` the
@@ -80,8 +80,8 @@ class Batches:
             self._ahead.append(self._threads.submit(self._make, step, np.asarray(positions, np.int64)))
 
     def _make(self, step: int, positions: np.ndarray) -> Batch:
-        pixels, captions, labels = self._fetcher.fetch(self._order.at(positions))
-        batch = {"step": step, "positions": positions, "pixels": pixels, "captions": captions, "labels": labels}
+        made = self._fetcher.fetch(self._order.at(positions))
+        batch = {"step": step, "positions": positions, **made._asdict()}
         return batch if self._transform is None else self._transform(batch)
 
     def close(self) -> None:

@@ -36,6 +36,8 @@ class Stack(NamedTuple):
     pixels: np.ndarray
     captions: list[str]
     labels: np.ndarray
+    originals: np.ndarray
+    """(n, 2) int64: heights and widths of the pictures as they were."""
 
 
 def stack(pictures: Sequence[Picture]) -> Stack:
@@ -44,20 +46,23 @@ def stack(pictures: Sequence[Picture]) -> Stack:
         np.stack([picture.pixels for picture in pictures]),
         [picture.caption for picture in pictures],
         np.array([picture.label for picture in pictures], np.int64),
+        np.array([picture.original for picture in pictures], np.int64).reshape(-1, 2),
     )
 
 
 def pictures(stacked: Stack) -> list[Picture]:
     """The single pictures again; their pixels are views."""
-    rows = zip(stacked.pixels, stacked.captions, stacked.labels.tolist(), strict=True)
-    return [Picture(pixels=pixels, caption=caption, label=label) for pixels, caption, label in rows]
+    originals = [(height, width) for height, width in stacked.originals.tolist()]
+    rows = zip(stacked.pixels, stacked.captions, stacked.labels.tolist(), originals, strict=True)
+    return [Picture(pixels=pixels, caption=text, label=label, original=size) for pixels, text, label, size in rows]
 
 
 def joined(stacks: Sequence[Stack]) -> Stack:
     """Several stacks as one, in order."""
     captions = [caption for one in stacks for caption in one.captions]
     labels = np.concatenate([one.labels for one in stacks])
-    return Stack(np.concatenate([one.pixels for one in stacks]), captions, labels)
+    originals = np.concatenate([one.originals for one in stacks])
+    return Stack(np.concatenate([one.pixels for one in stacks]), captions, labels, originals)
 
 
 def draw(source: Pictures, part: str, indices: Sequence[int]) -> Stack:
