@@ -295,8 +295,8 @@ def test_sizes_that_do_not_fit_the_patch_or_the_streets(tmp_path: Path, refused:
     here = ["train", *TINY, "--output_dir", tmp_path / "run", "--image_size"]
     assert "--image_size 32 32" in refused(*here, 30)
     assert "--image_size" in refused(*here, 32, 32, 32)
-    assert "from 32 to 128" in refused(*here, 24)
-    assert "from 32 to 128" in refused(*here, 64, 32)
+    assert "from 32 to 512" in refused(*here, 24)
+    assert "from 32 to 512" in refused(*here, 64, 32)
     assert "multiples of 8" in refused(*here, 68, "--patch_size", "0")
 
 

@@ -56,7 +56,7 @@ def test_streets_are_a_source_of_pictures() -> None:
     assert list(streets.captions()) == [caption(scene("train", index)) for index in range(10)]
 
 
-@pytest.mark.parametrize("size", [32, 33, 64, 127, 128])
+@pytest.mark.parametrize("size", [32, 33, 64, 127, 128, 256, 257, 512])
 def test_a_picture_has_the_size_asked_for_and_bytes_for_pixels(size: int) -> None:
     pixels = Streets(size, size).train(5).pixels
     assert pixels.shape == (size, size, 3)
@@ -64,11 +64,11 @@ def test_a_picture_has_the_size_asked_for_and_bytes_for_pixels(size: int) -> Non
     assert pixels.std() > 10
 
 
-@pytest.mark.parametrize(("height", "width"), [(31, 31), (129, 129), (64, 32), (32, 64), (0, 0), (-64, -64)])
-def test_a_size_that_is_not_a_square_from_32_to_128_is_refused(height: int, width: int) -> None:
+@pytest.mark.parametrize(("height", "width"), [(31, 31), (513, 513), (64, 32), (32, 64), (0, 0), (-64, -64)])
+def test_a_size_that_is_not_a_square_from_32_to_512_is_refused(height: int, width: int) -> None:
     with pytest.raises(InputError, match=f"streets at {height} x {width} pixels") as refusal:
         Streets(height, width)
-    assert "a square size from 32 to 128" in str(refusal.value)
+    assert "a square size from 32 to 512" in str(refusal.value)
     assert refusal.value.exit_code == 2
 
 

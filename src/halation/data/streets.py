@@ -28,7 +28,8 @@ __all__ = [
 VERSION = 1
 """Goes up with every change that changes a pixel or a caption."""
 
-SMALLEST, LARGEST = 32, 128
+SMALLEST, LARGEST = 32, 512
+NUM_TRAIN = 50_000
 _NUM_SAMPLE_CAPTIONS = 4_000
 
 
@@ -38,7 +39,7 @@ class Streets:
     name = "streets"
     class_names: tuple[str, ...] = ()
 
-    def __init__(self, height: int, width: int, num_train: int = 50_000, num_heldout: int = 2_000) -> None:
+    def __init__(self, height: int, width: int, num_train: int = NUM_TRAIN, num_heldout: int = 2_000) -> None:
         if height != width or not SMALLEST <= height <= LARGEST:
             raise InputError(
                 f"streets at {height} x {width} pixels",

@@ -19,6 +19,9 @@ Rgb = tuple[int, int, int]
 Paint = Rgb | tuple[int, int, int, int]
 
 OVERSAMPLING = 4
+OVERSAMPLING_LARGE = 2
+"""Above `LARGE` pixels: the steps of an edge are too small to see by then, and four times the pixels cost time."""
+LARGE = 256
 
 _SKY: dict[tuple[Time, Weather], tuple[Rgb, Rgb]] = {
     ("day", "dry"): ((62, 138, 226), (196, 228, 250)),
@@ -55,7 +58,7 @@ class Canvas:
         self.time = time
         self.weather = weather
         self.dark = time != "day"
-        self.side = size * OVERSAMPLING
+        self.side = size * (OVERSAMPLING if size <= LARGE else OVERSAMPLING_LARGE)
         self.image = _sky(time, weather, self.side).copy()
         self._ambient = _AMBIENT[time, weather]
         self._solid = ImageDraw.Draw(self.image)
