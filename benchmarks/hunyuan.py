@@ -26,6 +26,9 @@ class Shape:
     t5_layers: int
     vae_channels: tuple[int, ...]
     vae_layers: int
+    mlp_ratio: float = 4.0
+    sizes_and_style: bool = True
+    """Whether the transformer is told picture sizes and a style, as before version 1.2."""
 
 
 REAL = Shape(
@@ -58,6 +61,8 @@ def build(folder: Path, shape: Shape, dtype: torch.dtype, device: str) -> Path:
             cross_attention_dim=shape.text_width,
             cross_attention_dim_t5=shape.t5_width,
             pooled_projection_dim=shape.text_width,
+            mlp_ratio=shape.mlp_ratio,
+            use_style_cond_and_image_meta_size=shape.sizes_and_style,
         )
         encoders = _encoders(shape, len(tokenizer), len(tokenizer_2))
     _fill(transformer)
