@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from halation.data.base import Picture, Pictures
-from halation.data.order import Order
+from halation.data.order import BucketOrder, Order
 from halation.data.workers import Stack, Workers, draw, joined, pictures, stack
 
 Batch = dict[str, Any]
@@ -31,7 +31,7 @@ class Batches:
     def __init__(
         self,
         source: Pictures,
-        order: Order,
+        order: Order | BucketOrder,
         positions: Iterable[tuple[int, Sequence[int] | np.ndarray]],
         *,
         num_threads: int = 2,
