@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from halation.flow.ema import Ema
 from halation.training.loop import Position, Rows, StepReport, StepSettings, train_steps
-from halation.world.engines import adamw, spread
+from halation.world.engines import spread
 from halation.world.testing import RankPool, RanksFailed
 
 
@@ -47,8 +47,8 @@ def steps(world: Any, scales: list[float], dtype: str, policy: str, scale: float
     module = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.ones_(module.weight)
     engine = spread("auto", world, module, [])
-    optimizer = adamw(engine, 0.1, (0.9, 0.999), 0.0)
-    ema = Ema(dict(engine.named_parameters()), 0.9)
+    engine.prepare_optimizer(0.1, (0.9, 0.999), 0.0)
+    ema = Ema(engine.masters(), 0.9)
     position = Position(loss_scale=scale)
 
     def objective(module: torch.nn.Module, rows: Rows) -> torch.Tensor:
@@ -65,7 +65,6 @@ def steps(world: Any, scales: list[float], dtype: str, policy: str, scale: float
         train_steps(
             world,
             engine,
-            optimizer,
             ema,
             objective,
             batches,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from halation.errors import HalationError, InputError, RankFailure
-from halation.world.engines import adamw, fill_optimizer, optimizer_pieces, piece, spread
+from halation.world.engines import spread
 from halation.world.ranks import Vigil, World, check_ranks_agree, on_first
 
 WORDS: list[Any] = ["", "ä" * 1000, {"日本": [1, None, True]}, "🙂\u0000\n"]
@@ -98,29 +98,62 @@ def agree(world: World, broken: int | None) -> str:
     return "agreed"
 
 
-def pieces_come_back(world: World, engine_name: str) -> bool:
-    """Train two steps, take weights and optimizer apart, and put them into a fresh optimizer; shapes of one row included."""
+class Memory:
+    """The pieces of one rank in a checkpoint's place."""
+
+    def __init__(self, pieces: dict[str, dict[str, Any]]) -> None:
+        self.tensors = {part: {name: p.local.clone() for name, p in named.items()} for part, named in pieces.items()}
+
+    def has(self, part: str) -> bool:
+        return bool(self.tensors[part])
+
+    def read(self, part: str, name: str) -> torch.Tensor:
+        return self.tensors[part][name]
+
+    def piece(self, part: str, name: str, _like: Any) -> torch.Tensor:
+        return self.tensors[part][name]
+
+
+def trained_engine(world: World, engine_name: str, num_steps: int) -> Any:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(5, 3), nn.LayerNorm(3), nn.Linear(3, 1))
+    module[0].weight.requires_grad = False
     engine = spread(engine_name, world, module, [module[0]])
-    optimizer = adamw(engine, 0.1, (0.9, 0.99), 0.01)
-    for _ in range(2):
-        engine.trained(torch.ones(2, 5) * (world.rank + 1)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    rows = world.exchange({name: [p.start, *p.local.shape] for name, p in model_pieces(engine).items()})
+    engine.prepare_optimizer(0.1, (0.9, 0.99), 0.01)
+    for _ in range(num_steps):
+        engine.backward(engine.trained(torch.ones(2, 5) * (world.rank + 1)).sum())
+        engine.grad_norm(1.0)
+        engine.step()
+        engine.zero_grad()
+    return engine
+
+
+def pieces_come_back(world: World, engine_name: str) -> bool:
+    """Train two steps, take weights and optimizer apart, and put them into a fresh engine; shapes of one row included.
+
+    Between taking apart and comparing, the optimizer's state was in host memory once.
+    """
+    engine = trained_engine(world, engine_name, 2)
+    pieces = engine.pieces()
+    assert "0.weight" not in pieces["model"]
+    rows = world.exchange({name: [p.start, *p.local.shape] for name, p in pieces["model"].items()})
     for name, parameter in engine.named_parameters():
         if engine.sharded and sum(row[name][1] for row in rows) != parameter.shape[0]:
             return False
-    saved = {name: p.local.clone() for name, p in optimizer_pieces(engine, optimizer).items()}
-    fresh = adamw(engine, 0.1, (0.9, 0.99), 0.01)
-    fill_optimizer(engine, fresh, lambda name, _start, _rows: saved[name].clone())
-    found = optimizer_pieces(engine, fresh)
-    return sorted(found) == sorted(saved) and all(torch.equal(found[name].local, saved[name]) for name in saved)
+    memory = Memory(pieces)
+    with engine.parked():
+        pass
+    fresh = trained_engine(world, engine_name, 0)
+    fresh.fill(memory)
+    return all(equal(Memory(one.pieces()), memory) for one in (engine, fresh))
 
 
-def model_pieces(engine: Any) -> dict[str, Any]:
-    return {name: piece(parameter.detach()) for name, parameter in engine.named_parameters()}
+def equal(one: Memory, other: Memory) -> bool:
+    return all(
+        one.tensors[part].keys() == other.tensors[part].keys()
+        and all(torch.equal(one.tensors[part][name], values) for name, values in other.tensors[part].items())
+        for part in other.tensors
+    )
 
 
 def single_engine(world: World) -> str:

@@ -163,11 +163,22 @@ class Duties:
     @contextlib.contextmanager
     def _averaged(self) -> Iterator[None]:
         """The averages in the model's place; whatever happens inside, shards are where the EMA expects them when it goes back."""
-        with self.ema.swapped():
-            try:
-                yield
-            finally:
-                self.engine.at_rest()
+        self.ema.swap()
+        try:
+            self.engine.weights_changed()
+            yield
+        except BaseException as error:
+            self._swap_back()
+            # Telling the module may take all ranks; after an error that is not everybody's, they would be waited for in vain.
+            if isinstance(error, HalationError) and not isinstance(error, RankFailure | Interrupted):
+                self.engine.weights_changed()
+            raise
+        self._swap_back()
+        self.engine.weights_changed()
+
+    def _swap_back(self) -> None:
+        self.engine.at_rest()
+        self.ema.swap()
 
     def _tell(self, report: Report) -> None:
         """The report's numbers to metrics.jsonl and the trackers, unless a kill came between the report and the rest of this."""

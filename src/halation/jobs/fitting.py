@@ -12,7 +12,6 @@ from halation import plan
 from halation.errors import InputError
 from halation.training import batches, heldout, memory
 from halation.training.loop import Rows, autocast
-from halation.world.engines import local
 
 if TYPE_CHECKING:
     from halation.jobs.session import Session
@@ -64,8 +63,7 @@ def probe(session: Session) -> None:
     What the optimizer will hold from its first step on is set aside meanwhile.
     """
     config, device = session.config, session.world.device
-    parameters = [local(p.detach()) for _, p in session.engine.named_parameters()]
-    taken = [] if session.optimizer.state else [torch.empty_like(p) for p in parameters for _ in range(2)]
+    taken = session.engine.reserve()
     rows = 2 * config.sample_batch_size if config.sample and session.sample_settings.prompts else 0
     checks = [(rows, f"try --sample_batch_size {max(1, config.sample_batch_size // 2)}, or --no_sample")]
     if min(config.heldout_pictures, session.source.num_heldout):

@@ -32,7 +32,7 @@ from halation.training.objectives import denoising
 from halation.training.speed import Window, matrix_rate, memory_gb
 from halation.world import rng
 from halation.world.checkpoint import Checkpoints, Found, Reader, newest_good
-from halation.world.engines import adamw, spread
+from halation.world.engines import EngineSettings, spread
 from halation.world.ranks import Vigil, World, check_ranks_agree, on_first
 from halation.world.signals import StopSignals, exit_code
 
@@ -75,14 +75,14 @@ class Session:
         if config.compile:
             for unit in self.denoiser.shard_units():
                 unit.compile(dynamic=False)
-        self.engine = spread(config.engine, world, module, self.denoiser.shard_units())
-        self.optimizer = adamw(self.engine, config.lr, config.betas, config.weight_decay)
-        self.ema = Ema(dict(self.engine.named_parameters()), config.ema_decay)
+        self.global_batch = assembly.global_batch(world, config, self.folder)
+        self.engine = spread(config.engine, world, module, self.denoiser.shard_units(), self._engine_settings())
+        self.engine.prepare_optimizer(config.lr, config.betas, config.weight_decay)
+        self.ema = Ema(self.engine.masters(), config.ema_decay)
         self.position = Position(loss_scale=2.0**16 if config.dtype == "fp16" else 1.0)
         self.checkpoints = Checkpoints(
-            world, self.folder.checkpoints, keep_last=config.keep_last, sharded=self.engine.sharded
+            world, self.folder.checkpoints, keep_last=config.keep_last, sharded=self.engine.saves_pieces
         )
-        self.global_batch = assembly.global_batch(world, config, self.folder)
         self.cadence = Cadence(
             n_steps=config.n_steps,
             ckpt_every=config.ckpt_every,
@@ -179,7 +179,6 @@ class Session:
         steps = train_steps(
             world,
             self.engine,
-            self.optimizer,
             self.ema,
             self.objective,
             (batches.on_device(self.denoiser, batch, rows, world.device) for batch in loader),
@@ -206,6 +205,18 @@ class Session:
                 window.reset()
             if self._evaluate(report.step, saved=bool(due)):
                 window.reset()
+
+    def _engine_settings(self) -> EngineSettings:
+        config = self.config
+        return EngineSettings(
+            offload_optimizer=config.offload_optimizer,
+            zero_stage=config.zero_stage,
+            deepspeed_config=config.deepspeed_config,
+            global_batch=self.global_batch,
+            batch_size=config.batch_size,
+            grad_clip=config.grad_clip,
+            dtype=config.dtype,
+        )
 
     def _step_settings(self) -> StepSettings:
         config = self.config
@@ -274,7 +285,7 @@ class Session:
         check_ranks_agree(self.world, self.engine.parameters_agree(), f"at step {self.position.step}")
         whole = state.state(self.position, self.ema, self.denoiser.describe(), dataclasses.asdict(self.sample_settings))
         mine = {"rng": rng.capture(self.world.device)}
-        self.checkpoints.save(self.position.step, kind, state.parts(self.engine, self.ema, self.optimizer), whole, mine)
+        self.checkpoints.save(self.position.step, kind, state.parts(self.engine, self.ema), whole, mine)
         log.info("checkpoint %d (%s): training waited %.3f s", self.position.step, kind, self.checkpoints.blocked_s)
 
     def _resume(self) -> bool:
@@ -301,7 +312,7 @@ class Session:
                 f"--n_steps {step} or more",
             )
         reader = Reader(Path(place))
-        self.position = state.restore(reader, self.engine, self.ema, self.optimizer)
+        self.position = state.restore(reader, self.engine, self.ema)
         mine = reader.rank_state(self.world.rank)
         if mine:
             rng.restore(mine["rng"], self.world.device)

@@ -91,7 +91,6 @@ def autocast(device: torch.device, dtype: str) -> contextlib.AbstractContextMana
 def train_steps(
     world: World,
     engine: Engine,
-    optimizer: torch.optim.Optimizer,
     ema: Ema,
     objective: Objective,
     batches: Iterable[Sequence[Rows]],
@@ -107,23 +106,22 @@ def train_steps(
     for rows in batches:
         began = time.perf_counter()
         lr = settings.lr_at(position.step)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
+        engine.set_lr(lr)
         local_loss = _gradients(world, engine, objective, rows, settings, position.loss_scale)
         # Launched before the loss is read, so that a GPU does not stand still between the two.
-        device_norm = _unscaled_norm(engine, settings.grad_clip, position.loss_scale)
+        device_norm = engine.grad_norm(settings.grad_clip, position.loss_scale)
         loss, stopping, failed, not_finite = words.share(local_loss, stop(), save_failed())
         norm = float(device_norm)
         finite = math.isfinite(loss) and math.isfinite(norm)
         if finite:
-            optimizer.step()
+            engine.step()
             ema.update()
             skipped_in_a_row = 0
         else:
             skipped_in_a_row += 1
             position.skipped += 1
             _judge(settings, position, loss, norm, not_finite, skipped_in_a_row)
-        optimizer.zero_grad(set_to_none=True)
+        engine.zero_grad()
         _adapt_scale(settings, position, finite)
         position.step += 1
         position.pictures += settings.global_batch
@@ -151,16 +149,10 @@ def _gradients(
             with autocast(world.device, settings.dtype):
                 losses = objective(engine.trained, micro)
             share = (losses.float() * micro.weight).sum() / settings.global_batch
-            # DDP and FSDP divide by the number of ranks, but a share is already part of the whole mean.
-            (share * (world.size * scale)).backward()
+            # Engines divide by the number of ranks, but a share is already part of the whole mean.
+            engine.backward(share * (world.size * scale))
         total = total + share.detach()
     return total
-
-
-def _unscaled_norm(engine: Engine, max_norm: float, scale: float) -> Tensor:
-    if scale != 1.0:  # a power of two, so dividing is exact
-        torch._foreach_div_([p.grad for p in engine.module.parameters() if p.grad is not None], scale)
-    return engine.grad_norm(max_norm)
 
 
 def _judge(

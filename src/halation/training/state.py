@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,14 @@ from halation.models.autoencoder import LatentSpace, Space
 from halation.runs import publish_json, sync_folder
 from halation.training.loop import Position
 from halation.world.checkpoint import Reader
-from halation.world.engines import Engine, Piece, fill_optimizer, local, optimizer_pieces, piece
+from halation.world.engines import Engine, Piece
 
 
-def parts(engine: Engine, ema: Ema, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Piece]]:
+def parts(engine: Engine, ema: Ema) -> dict[str, dict[str, Piece]]:
     """This rank's pieces of model, EMA and optimizer."""
-    model = {name: piece(parameter.detach()) for name, parameter in engine.named_parameters()}
-    averages = ema.tensors()
-    average = {name: Piece(local=averages[name], start=p.start, shape=p.shape) for name, p in model.items()}
-    return {"model": model, "ema": average, "optimizer": optimizer_pieces(engine, optimizer)}
+    pieces, averages = engine.pieces(), ema.tensors()
+    average = {name: replace(piece, local=averages[name]) for name, piece in pieces["model"].items()}
+    return {"model": pieces["model"], "ema": average, "optimizer": pieces["optimizer"]}
 
 
 def state(position: Position, ema: Ema, denoiser: Mapping[str, Any], sampling: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,18 +37,11 @@ def state(position: Position, ema: Ema, denoiser: Mapping[str, Any], sampling: M
     }
 
 
-def restore(reader: Reader, engine: Engine, ema: Ema, optimizer: torch.optim.Optimizer) -> Position:
+def restore(reader: Reader, engine: Engine, ema: Ema) -> Position:
     """Fill everything from a checkpoint, whatever number of ranks wrote it."""
-    averages = {}
-    with torch.no_grad():
-        for name, parameter in engine.named_parameters():
-            mine = piece(parameter.detach())
-            rows = mine.local.shape[0] if mine.local.ndim else None
-            local(parameter.detach()).copy_(reader.read("model", name, mine.start, rows))
-            averages[name] = reader.read("ema", name, mine.start, rows)
-        ema.load_tensors(averages, reader.state["ema_updates"])
-        if reader.has("optimizer"):  # none before the first step that counted
-            fill_optimizer(engine, optimizer, lambda name, start, rows: reader.read("optimizer", name, start, rows))
+    engine.fill(reader)
+    averages = {name: reader.piece("ema", name, piece) for name, piece in engine.pieces()["model"].items()}
+    ema.load_tensors(averages, reader.state["ema_updates"])
     return Position(**reader.state["position"])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeGuard, cast
+from typing import TYPE_CHECKING, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
@@ -19,14 +19,33 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
+    from halation.world.checkpoint import Reader
+
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """This rank's rows of a tensor: `start` is the first of them in the whole, whose shape is `shape`."""
+    """This rank's rows of a tensor: `start` is the first of them in the whole, whose shape is `shape`.
+
+    A flat piece is a range of the whole's elements in one row: `local` has one dimension and `start` counts elements.
+    """
 
     local: Tensor
     start: int
     shape: tuple[int, ...]
+    flat: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """What an engine has to know of a training besides its module."""
+
+    offload_optimizer: bool = False
+    zero_stage: int = 2
+    deepspeed_config: str = ""
+    global_batch: int = 1
+    batch_size: int = 1
+    grad_clip: float = 0.0
+    dtype: str = "fp32"
 
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
@@ -49,10 +68,17 @@ def piece(tensor: Tensor) -> Piece:
 
 
 class Engine:
-    """A module that trains on one rank; the base of those that train on several."""
+    """A module that trains on one rank; the base of those that train on several.
+
+    Only parameters that require a gradient are trained, averaged, compared and saved.
+    """
 
     name = "single"
     sharded = False
+    """Every forward is a collective: one rank that runs fewer of them leaves the others hanging."""
+    saves_pieces = False
+    """Every rank has something of its own to save; otherwise rank 0 has everything."""
+    optimizer: torch.optim.Optimizer
 
     def __init__(self, world: World, module: nn.Module) -> None:
         self.world = world
@@ -60,7 +86,13 @@ class Engine:
         self.trained: nn.Module = module
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return self.module.named_parameters()
+        return ((name, parameter) for name, parameter in self.module.named_parameters() if parameter.requires_grad)
+
+    def prepare_optimizer(self, lr: float, betas: tuple[float, float], weight_decay: float) -> None:
+        """Called once, before the first pass; the optimizer is the engine's own from then on."""
+        self.optimizer = adamw([parameter for _, parameter in self.named_parameters()], lr, betas, weight_decay)
+
+    # -- a step
 
     def settle(self, loss: Tensor) -> None:
         """Run one backward pass whose gradients are thrown away, before the first step.
@@ -68,30 +100,100 @@ class Engine:
         DDP orders its buckets anew after its first backward, which changes the order of additions on three ranks and more.
         This lets a fresh run and a resumed one both take their first step with the final buckets.
         """
-        loss.backward()
-        self.module.zero_grad(set_to_none=True)
+        self.backward(loss)
+        self.zero_grad()
 
     @contextlib.contextmanager
     def accumulating(self, last: bool) -> Iterator[None]:
         """Around a micro-batch's forward and backward: gradients meet only after the last one."""
         yield
 
-    def grad_norm(self, max_norm: float) -> Tensor:
-        """Norm of the whole gradient, which is clipped to `max_norm` where that is positive."""
-        parameters = [p for p in self.module.parameters() if p.grad is not None]
-        total = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        if is_sharded(total):
-            total = total.full_tensor()
+    def backward(self, loss: Tensor) -> None:
+        """Gradients become the mean over ranks."""
+        loss.backward()
+
+    def grad_norm(self, max_norm: float, scale: float = 1.0) -> Tensor:
+        """Norm of the whole gradient, which is divided by the loss scale first, and clipped to `max_norm` where that is positive."""
+        gradients = [parameter.grad for _, parameter in self.named_parameters() if parameter.grad is not None]
+        if scale != 1.0:  # a power of two, so dividing is exact
+            torch._foreach_div_(gradients, scale)
+        total = self._total_norm(gradients)
         if max_norm > 0:
+            parameters = [parameter for _, parameter in self.named_parameters() if parameter.grad is not None]
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
         return total
+
+    def _total_norm(self, gradients: list[Tensor]) -> Tensor:
+        return torch.nn.utils.get_total_norm(gradients)
+
+    def set_lr(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+    def step(self) -> None:
+        """Move the weights by the gradient that `grad_norm` has looked at."""
+        self.optimizer.step()
+
+    def zero_grad(self) -> None:
+        """Forget the gradient, stepped with or not."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    # -- weights
+
+    def masters(self) -> dict[str, Tensor]:
+        """What steps change, by name: the tensors an average is kept of, and the ones it changes places with."""
+        return dict(self.named_parameters())
+
+    def weights_changed(self) -> None:
+        """Called after something other than a step wrote to `masters`: what the module computes with follows them."""
 
     def at_rest(self) -> None:
         """Bring parameters back to where the optimizer and the EMA expect them after forwards without backward."""
 
     def parameters_agree(self) -> Iterator[tuple[str, Tensor]]:
         """Tensors that must hold the same bits on every rank."""
-        return ((name, parameter.detach()) for name, parameter in self.module.named_parameters())
+        return ((name, parameter.detach()) for name, parameter in self.named_parameters())
+
+    # -- state
+
+    def pieces(self) -> dict[str, dict[str, Piece]]:
+        """This rank's part of everything that is saved: `model`, laid out like `masters`, and `optimizer`, as KEY/NAME."""
+        model = {name: piece(parameter.detach()) for name, parameter in self.named_parameters()}
+        optimizer = {
+            f"{key}/{name}": piece(value)
+            for name, parameter in self.named_parameters()
+            for key, value in self.optimizer.state.get(parameter, {}).items()
+        }
+        return {"model": model, "optimizer": optimizer}
+
+    @torch.no_grad()
+    def fill(self, reader: Reader) -> None:
+        """Take weights and optimizer from a checkpoint, whatever number of ranks wrote it."""
+        has_optimizer = reader.has("optimizer")  # none before the first step that counted
+        for name, parameter in self.named_parameters():
+            mine = piece(parameter.detach())
+            mine.local.copy_(reader.piece("model", name, mine))
+            if not has_optimizer:
+                continue
+            place = mine.local.device
+            state: dict[str, Tensor] = {"step": reader.read("optimizer", f"step/{name}").to(place)}
+            for key in ("exp_avg", "exp_avg_sq"):
+                # Into memory of their own: what comes from a file may be a view of it.
+                moments = torch.empty_like(mine.local).copy_(reader.piece("optimizer", f"{key}/{name}", mine))
+                state[key] = _like(parameter, moments)
+            self.optimizer.state[parameter] = state
+
+    def reserve(self) -> list[Tensor]:
+        """Memory the optimizer will take at its first step, taken now, for as long as the caller holds it."""
+        if self.optimizer.state:
+            return []
+        return [torch.empty_like(local(p.detach())) for _, p in self.named_parameters() for _ in range(2)]
+
+    @contextlib.contextmanager
+    def parked(self) -> Iterator[None]:
+        """The optimizer's state waits in host memory meanwhile; every bit comes back, into the same tensors."""
+        with host_memory([local(v) for state in self.optimizer.state.values() for v in state.values()]):
+            yield
 
 
 class Ddp(Engine):
@@ -120,21 +222,34 @@ class Fsdp(Engine):
 
     name = "fsdp"
     sharded = True
+    saves_pieces = True
 
-    def __init__(self, world: World, module: nn.Module, units: Sequence[nn.Module]) -> None:
+    def __init__(self, world: World, module: nn.Module, units: Sequence[nn.Module], offload: bool = False) -> None:
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
         super().__init__(world, module)
         mesh = init_device_mesh(world.device.type, (world.size,))
+        # Shards that live in host memory come to the device for their unit alone. Where the device is the CPU they are there.
+        policy = CPUOffloadPolicy() if offload and world.device.type == "cuda" else OffloadPolicy()
         for unit in units:
-            fully_shard(unit, mesh=mesh)
-        fully_shard(module, mesh=mesh)
+            fully_shard(unit, mesh=mesh, offload_policy=policy)
+        fully_shard(module, mesh=mesh, offload_policy=policy)
 
     @contextlib.contextmanager
     def accumulating(self, last: bool) -> Iterator[None]:
         cast("FSDPModule", self.module).set_requires_gradient_sync(last)
         yield
+
+    def _total_norm(self, gradients: list[Tensor]) -> Tensor:
+        total = super()._total_norm(gradients)
+        if not is_sharded(total):
+            return total
+        mine = total.to_local()
+        if mine.device == self.world.device:
+            return total.full_tensor()
+        # The group of the GPUs cannot add up what lies in host memory.
+        return self.world.sum(mine.to(self.world.device) ** 2).sqrt().to(mine.device)
 
     def at_rest(self) -> None:
         """After a forward without backward the root stays whole: the EMA would meet whole tensors instead of shards."""
@@ -146,7 +261,13 @@ class Fsdp(Engine):
         return iter(())
 
 
-def spread(name: str, world: World, module: nn.Module, units: Sequence[nn.Module]) -> Engine:
+def spread(
+    name: str,
+    world: World,
+    module: nn.Module,
+    units: Sequence[nn.Module],
+    settings: EngineSettings = EngineSettings(),  # noqa: B008 - frozen
+) -> Engine:
     """The engine of this name over this module; `auto` is ddp for several ranks and single for one."""
     if name == "auto":
         name = "ddp" if world.size > 1 else "single"
@@ -156,46 +277,51 @@ def spread(name: str, world: World, module: nn.Module, units: Sequence[nn.Module
             "one rank",
             "use --engine ddp or fsdp, or --nproc 1 (ranks would never meet)",
         )
+    if settings.offload_optimizer and name in ("single", "ddp"):
+        raise InputError(
+            f"--offload_optimizer with --engine {name}",
+            "an engine that can keep the optimizer in host memory",
+            "use --engine fsdp or deepspeed, or leave the flag away",
+        )
+    if settings.deepspeed_config and name != "deepspeed":
+        raise InputError(
+            f"--deepspeed_config with --engine {name}", "--engine deepspeed", "add it, or leave the file away"
+        )
     if name == "single":
         return Engine(world, module)
     if name == "ddp":
         return Ddp(world, module) if dist.is_initialized() else Engine(world, module)
-    return Fsdp(world, module, units)
+    if name == "fsdp":
+        return Fsdp(world, module, units, settings.offload_optimizer)
+    from halation.world.deepspeed_engine import DeepSpeed
+
+    return DeepSpeed(world, module, settings)
 
 
-def adamw(engine: Engine, lr: float, betas: tuple[float, float], weight_decay: float) -> torch.optim.AdamW:
+def adamw(
+    parameters: Sequence[nn.Parameter], lr: float, betas: tuple[float, float], weight_decay: float
+) -> torch.optim.AdamW:
     """Fused AdamW; vectors (biases, norms, embeddings of one row) are not decayed."""
-    matrices = [p for p in engine.module.parameters() if p.ndim > 1]
-    vectors = [p for p in engine.module.parameters() if p.ndim <= 1]
+    matrices = [p for p in parameters if p.ndim > 1]
+    vectors = [p for p in parameters if p.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, fused=True)
 
 
-def optimizer_pieces(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Piece]:
-    """The optimizer's state by parameter name: `exp_avg/NAME`, `exp_avg_sq/NAME`, `step/NAME`."""
-    pieces = {}
-    for name, parameter in engine.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            pieces[f"{key}/{name}"] = piece(value)
-    return pieces
-
-
-def fill_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, read: Any) -> None:
-    """Put state back: `read(name, start, rows)` gives the rows of a tensor, or all of it where rows is None."""
-    for name, parameter in engine.named_parameters():
-        mine = piece(parameter.detach())
-        state: dict[str, Tensor] = {
-            "step": read(f"step/{name}", 0, None).to(parameter.device if _fused_on_gpu(parameter) else "cpu")
-        }
-        for key in ("exp_avg", "exp_avg_sq"):
-            rows = mine.local.shape[0] if mine.local.ndim else None
-            values = read(f"{key}/{name}", mine.start, rows).to(device=mine.local.device, dtype=mine.local.dtype)
-            state[key] = _like(parameter, values)
-        optimizer.state[parameter] = state
-
-
-def _fused_on_gpu(parameter: Tensor) -> bool:
-    return local(parameter.detach()).is_cuda
+@contextlib.contextmanager
+def host_memory(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """These tensors' contents wait in host memory while their own storage is given back; nobody may use them meanwhile."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
+    kept = []
+    for storage in storages.values():
+        kept.append((storage, torch.UntypedStorage(storage.size()).copy_(storage)))
+        storage.resize_(0)
+    try:
+        yield
+    finally:
+        for storage, copy in kept:
+            storage.resize_(copy.size())
+            storage.copy_(copy)
 
 
 def _like(parameter: Tensor, values: Tensor) -> Tensor:
