@@ -1,0 +1,1 @@
+"""HunyuanDiT on driving scenes: the parts of this recipe."""

@@ -1,0 +1,104 @@
+"""The quick sampling test: four ranks train for two steps, draw at the checkpoint, and what they drew is checked and told line by line."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from halation.data.streets import DRIVING_PROMPTS
+from halation.errors import InputError
+from halation.png import read_png
+from halation.world import launch
+
+FOLDER = Path("results/test_sampling")
+NUM_RANKS = 4
+NUM_STEPS = 2
+SIZE = 256
+TRAINING = Path(__file__).with_name("training.py")
+Check = tuple[bool, str]
+
+
+def ranks() -> tuple[int, list[str]]:
+    """How many ranks, and the flags for them. The tiny model lets ranks share a GPU; a real one gets as many ranks as there are GPUs."""
+    gpus = launch.num_gpus()
+    num = min(NUM_RANKS, gpus) if gpus and os.environ.get("MODEL_PATH") else NUM_RANKS
+    return num, ["--nproc", str(num), *(["--oversubscribe"] if 0 < gpus < num else [])]
+
+
+def train(run: Path, flags: Sequence[str], more: Sequence[str]) -> int:
+    words = ["--n_steps", NUM_STEPS, "--batch_size", 1, "--image_size", SIZE, SIZE, "--max_pictures", 8]
+    words += ["--heldout_pictures", 0, "--report_to", "none", "--progress", "none", "--output_dir", run]
+    return subprocess.run([sys.executable, str(TRAINING), *map(str, words), *flags, *more]).returncode
+
+
+def draw_alone(run: Path, folder: Path, prompts: Sequence[str]) -> int:
+    words = ["sample", "--checkpoint", run, "--output_dir", folder, "--nproc", 1, "--progress", "none"]
+    return subprocess.run([sys.executable, "-m", "halation.cli", *map(str, words), "--prompts", *prompts]).returncode
+
+
+def checks(run: Path, alone: Path, num: int) -> Iterator[Check]:
+    """One after the other, so that what can be said is said before what is missing ends it."""
+    samples = run / "samples" / f"step_{NUM_STEPS:07d}"
+    prompts = DRIVING_PROMPTS[:num]
+    rows = json.loads((samples / "samples.json").read_text(encoding="utf-8"))["samples"]
+    failed = [f"GPU {row['rank']}: {row['reason']}" for row in rows if row["state"] != "done"]
+    yield not failed, f"no rank failed to draw{': ' if failed else ''}{'; '.join(failed)}"
+    drew = {row["rank"]: row["index"] for row in rows}
+    yield drew == {k: k for k in range(num)}, f"every rank drew its own prompt (rank: prompt) {drew}"
+    wanted = {f"gpu_{k}_{what}" for k in range(num) for what in ("sample.png", "prompt.txt")}
+    found = {path.name for path in samples.glob("gpu_*")}
+    yield found == wanted, f"{len(wanted)} files, gpu_0_sample.png to gpu_{num - 1}_prompt.txt, in {samples}"
+    texts = [(samples / f"gpu_{k}_prompt.txt").read_text(encoding="utf-8") for k in range(num)]
+    yield texts == list(prompts), f"gpu_k_prompt.txt holds driving prompt k for k = 0 to {num - 1}"
+    pictures = [read_png(samples / f"gpu_{k}_sample.png")[0] for k in range(num)]
+    shapes = {picture.shape for picture in pictures}
+    yield shapes == {(SIZE, SIZE, 3)}, f"pictures are {SIZE} x {SIZE}: {sorted(shapes)}"
+    distinct = len({picture.tobytes() for picture in pictures})
+    yield distinct == num, f"{distinct} different pictures of {num}, none of one colour"
+    yield all(np.ptp(picture) > 0 for picture in pictures), "no picture is one colour"
+    log = (run / "logs" / "train.log").read_text(encoding="utf-8")
+    yield "Generating samples" in log, f'"Generating samples" stands in {run / "logs" / "train.log"}'
+    again = [read_png(path)[0] for path in sorted(alone.glob("*.png")) if path.name != "grid.png"]
+    same = len(again) == num and all(np.array_equal(*pair) for pair in zip(pictures, again, strict=True))
+    yield same, f"one rank alone draws the same {num} pictures from the checkpoint, pixel for pixel"
+
+
+def report(found: Iterator[Check]) -> bool:
+    good = True
+    try:
+        for passed, sentence in found:
+            print(f"{'ok  ' if passed else 'FAIL'} {sentence}", flush=True)
+            good &= passed
+    except (OSError, KeyError, ValueError, InputError) as error:
+        print(f"FAIL {type(error).__name__}: {error}", flush=True)
+        good = False
+    return good
+
+
+def main(more: Sequence[str]) -> int:
+    num, flags = ranks()
+    print(f"{num} ranks train for {NUM_STEPS} steps and draw a picture each", flush=True)
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    run, alone = FOLDER / f"ranks_{num}", FOLDER / "alone"
+    code = train(run, flags, more)
+    if code:
+        print(f"FAIL the training ended with exit code {code}")
+        return code
+    code = draw_alone(run, alone, DRIVING_PROMPTS[:num])
+    if code:
+        print(f"FAIL drawing with one rank ended with exit code {code}")
+        return code
+    good = report(checks(run, alone, num))
+    print(f"{'all is well' if good else 'something is wrong'}; the pictures are in {FOLDER}")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,231 @@
+"""Samples of one training step from all ranks, for a training loop of one's own: HunyuanDiT's modules in, pictures and prompts out.
+
+A thin call of Halation's drawing. `halation train` and the scripts of this recipe need none of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from diffusers import HunyuanDiTPipeline
+from torch import Tensor, nn
+
+from halation.data.streets import DRIVING_PROMPTS
+from halation.errors import InputError
+from halation.models.base import OWN
+from halation.models.family_hunyuan import HunyuanFamily
+from halation.models.finetuning import PipelineDenoiser
+from halation.models.pipeline_files import PipelineFiles
+from halation.training.sample_files import Place, Row, publish_index
+from halation.training.sampling import Drawing, SampleSettings
+from halation.world import ranks
+from halation.world.ranks import World
+
+TIMEOUT_S = 600.0
+_calls = itertools.count()
+
+
+@torch.no_grad()
+def sample_images_multi_gpu(
+    model: nn.Module,
+    diffusion: Any,
+    vae: Any,
+    text_encoder: nn.Module,
+    tokenizer: Any,
+    text_encoder_t5: nn.Module,
+    tokenizer_t5: Any,
+    rank: int,
+    world_size: int,
+    args: Any,
+    logger: logging.Logger,
+    train_steps: int,
+) -> list[Row]:
+    """Draw the samples of a step, each rank its prompts, and return what became of each picture, the same list on every rank.
+
+    Every rank calls it with its own modules: the transformer, bare or wrapped, its scheduler as `diffusion`, and the rest of the
+    pipeline. `args` is a namespace; what it lacks has a default. A picture that fails costs that picture alone.
+    """
+    with _world(rank, world_size, _device(model)) as world, _evaluating(text_encoder, text_encoder_t5):
+        pipe = _Pipe(
+            vae=vae,
+            text_encoder=text_encoder,
+            tokenizer=tokenizer,
+            transformer=_bare(model),
+            scheduler=type(diffusion).from_config(diffusion.config),
+            safety_checker=None,
+            feature_extractor=None,
+            requires_safety_checker=False,
+            text_encoder_2=text_encoder_t5,
+            tokenizer_2=tokenizer_t5,
+        )
+        denoiser = _denoiser(pipe, args)
+        settings = _settings(args, denoiser, world_size)
+        place = Place(folder=_folder(args) / "samples" / f"step_{train_steps:07d}", names="gpu")
+        logger.info(
+            "Generating samples of step %d: prompts %d, ranks %d", train_steps, len(settings.prompts), world_size
+        )
+        rows = _draw(world, denoiser, settings, place, train_steps)
+        for row in rows:
+            if row["state"] == "failed":
+                logger.error("Error during sampling on GPU %d: %s", row["rank"], row["reason"])
+    return rows
+
+
+def _draw(world: World, denoiser: PipelineDenoiser, settings: SampleSettings, place: Place, step: int) -> list[Row]:
+    if world.first:
+        # Pictures of the same step from other weights would pass for these.
+        shutil.rmtree(place.folder, ignore_errors=True)
+    sharded = _is_sharded(denoiser.module)
+    drawing = Drawing(world, denoiser, settings, sharded=sharded, timeout_s=TIMEOUT_S, stop=lambda: 0)
+    rows = drawing.run(place, f"step {step} #{next(_calls)}")
+    for module in denoiser.module.modules():
+        reshard: Any = getattr(module, "reshard", None)
+        if reshard is not None:
+            reshard()
+    if world.first:
+        publish_index(place, rows, {"step": step})
+    return rows
+
+
+class _Pipe(HunyuanDiTPipeline):
+    """The pipeline on the transformer's device, wherever its text encoders lie."""
+
+    drawing_on = torch.device("cpu")
+
+    @property
+    def _execution_device(self) -> torch.device:
+        return self.drawing_on
+
+
+@dataclass(frozen=True, kw_only=True)
+class _GivenEncoders:
+    """Texts read by the text encoders that were handed in, when they are asked for."""
+
+    pipe: Any
+    family: HunyuanFamily
+
+    def __contains__(self, text: str) -> bool:
+        return True
+
+    def read(self, texts: Sequence[str]) -> Mapping[str, Tensor]:
+        device = _device(self.pipe.text_encoder)
+        rows = [self.family.encode(self.pipe, text, device) for text in texts]
+        return {name: torch.cat([row[name] for row in rows]).cpu() for name in rows[0]}
+
+
+def _denoiser(pipe: Any, args: Any) -> PipelineDenoiser:
+    components: dict[str, Any] = {name: value for name, value in pipe.config.items() if isinstance(value, tuple | list)}
+    family: Any = HunyuanFamily(pipe)
+    denoiser = PipelineDenoiser(
+        files=PipelineFiles(path=Path(), class_name="HunyuanDiTPipeline", components=components, variant=None),
+        pipe=pipe,
+        family=family,
+        size=_size(args),
+        dtype="fp32",
+        weights_dtype="fp32",
+        lora=None,
+    )
+    denoiser.use_texts(_GivenEncoders(pipe=pipe, family=family))
+    return denoiser
+
+
+def _settings(args: Any, denoiser: PipelineDenoiser, world_size: int) -> SampleSettings:
+    prompts = tuple(_asked(args, "sample_prompts", None) or DRIVING_PROMPTS)
+    height, width = _size(args)
+    return SampleSettings(
+        prompts=prompts if _asked(args, "sample_all", False) else prompts[:world_size],
+        height=height,
+        width=width,
+        steps=_asked(args, "sample_steps", 10),
+        seed=_asked(args, "sample_seed", 42),
+        same_seed=False,
+        sampler=OWN,
+        guidance_scale=_asked(args, "guidance_scale", denoiser.default_guidance),
+        sheet_size=1,
+        dtype=_asked(args, "dtype", "fp32"),
+    )
+
+
+def _asked(args: Any, name: str, otherwise: Any) -> Any:
+    value = getattr(args, name, None)
+    return otherwise if value is None else value
+
+
+def _folder(args: Any) -> Path:
+    return Path(_asked(args, "results_dir", "results/waymo_base"))
+
+
+def _size(args: Any) -> tuple[int, int]:
+    size = _asked(args, "image_size", (256, 256))
+    height, width = (size, size) if isinstance(size, int) else (*size, *size)[:2]
+    return height, width
+
+
+def _bare(model: nn.Module) -> nn.Module:
+    """Without DDP's or DeepSpeed's wrapper; hooks that gather shards are on the modules inside."""
+    inner = getattr(model, "module", None)
+    return inner if isinstance(inner, nn.Module) else model
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    """FSDP2's parameters are DTensors, those of ZeRO-3 carry an id: then every forward is a collective."""
+    return any(hasattr(parameter, "ds_id") or hasattr(parameter, "placements") for parameter in module.parameters())
+
+
+@contextmanager
+def _evaluating(*modules: nn.Module) -> Iterator[None]:
+    modes = [(part, part.training) for module in modules for part in module.modules()]
+    for module in modules:
+        module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
+@contextmanager
+def _world(rank: int, size: int, device: torch.device) -> Iterator[World]:
+    """The caller's own ranks, with a group of ours for words; or a world of one that goes away again."""
+    if not dist.is_initialized():
+        if size != 1:
+            raise InputError(
+                f"world_size {size}, but torch.distributed is not initialised",
+                "ranks that know each other",
+                "call torch.distributed.init_process_group first, or pass world_size=1",
+            )
+        alone = dist.HashStore()
+        world = ranks.create(rank=0, size=1, local_rank=0, device=device, store=alone, timeout_s=TIMEOUT_S)
+        try:
+            yield world
+        finally:
+            world.close()
+        return
+    if (rank, size) != (dist.get_rank(), dist.get_world_size()):
+        raise InputError(
+            f"rank {rank} of {size}",
+            f"what torch.distributed says: {dist.get_rank()} of {dist.get_world_size()}",
+            "pass dist.get_rank() and dist.get_world_size()",
+        )
+    control = dist.new_group(backend="gloo")
+    store = dist.PrefixStore(f"halation_samples/{next(_calls)}", dist.distributed_c10d._get_default_store())
+    local = device.index or 0
+    try:
+        yield World(
+            rank=rank, size=size, local_rank=local, device=device, store=store, control=control, timeout_s=TIMEOUT_S
+        )
+    finally:
+        dist.destroy_process_group(control)

@@ -1,0 +1,92 @@
+"""`halation train` with the defaults of this recipe: HunyuanDiT, street scenes, eight driving prompts, a picture from every GPU."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from halation import cli
+from halation.config.train import TrainConfig
+from halation.data.streets import DRIVING_PROMPTS
+from halation.errors import HalationError, InputError
+from halation.world import launch
+
+TINY = "tiny_hunyuandit"
+NUM_CPU_RANKS = 2
+MAX_STREETS = 512
+"""Street scenes to train on, unless told otherwise: drawn and encoded in seconds on two cores."""
+
+DEFAULTS: dict[str, Any] = {
+    "output_dir": Path("results/waymo_base"),
+    "image_size": (256, 256),
+    "n_steps": 1_000,
+    "batch_size": 4,
+    "heldout_pictures": 16,
+    "sample_names": "gpu",
+    "sample_all": False,
+    "sample_steps": 10,
+}
+
+
+def main(words: Sequence[str], *, prog: str, engine: str = "auto") -> int:
+    """Train, and return the exit code; what the flags leave open follows from the machine, the environment and the other flags."""
+    defaults = DEFAULTS | by_environment() | {"engine": engine}
+    try:
+        # Read twice: what one flag says decides the default of another.
+        asked: TrainConfig = cli.parse("train", words, defaults=defaults, prog=prog)
+        defaults |= by_flags(asked)
+        if not asked.model_path:
+            defaults["model_path"] = str(tiny(asked.output_dir.absolute().parent / TINY))
+    except HalationError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return error.exit_code
+    if defaults["nproc"]:
+        print(f"{prog}: no GPU is visible, so {asked.nproc} ranks train on the CPU", file=sys.stderr)
+    return cli.run("train", words, defaults=defaults, prog=prog)
+
+
+def by_environment() -> dict[str, Any]:
+    """MODEL_PATH and DATA, and what a machine with GPUs does differently."""
+    gpus = launch.num_gpus()
+    return {
+        "model_path": os.environ.get("MODEL_PATH", ""),
+        "data": os.environ.get("DATA") or "streets",
+        "dtype": "bf16" if gpus else "fp32",
+        "nproc": 0 if gpus or launch.launched() else NUM_CPU_RANKS,
+    }
+
+
+def by_flags(asked: TrainConfig) -> dict[str, Any]:
+    """Defaults that hang on other settings. Ten kept checkpoints a run; a model that knows nothing yet learns in larger steps."""
+    return {
+        "lr": TrainConfig.lr if asked.model_path else 1e-3,
+        "max_pictures": MAX_STREETS if asked.data == "streets" else 0,
+        "ckpt_every": max(10, asked.n_steps // 10),
+        "ckpt_latest_every": max(100, asked.n_steps // 50),
+        "sample_prompts": () if asked.sample_prompts_file else DRIVING_PROMPTS,
+    }
+
+
+def tiny(folder: Path) -> Path:
+    """The tiny HunyuanDiT, made where it is missing."""
+    if not (folder / "model_index.json").is_file():
+        print(f"MODEL_PATH names no model: making a tiny HunyuanDiT in {folder}", file=sys.stderr)
+    from hydit import tiny_hunyuan
+
+    try:
+        tiny_hunyuan.ensure(folder)
+    except OSError as error:
+        raise InputError(
+            f"cannot write to directory {folder.parent}: {error.strerror or error}",
+            "a folder with 15 MB of room that may be written",
+            "free space, check its rights (chmod 755), or choose another --output_dir",
+        ) from error
+    return folder
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    sys.exit(main(sys.argv[1:], prog="train_waymo_base.sh"))
