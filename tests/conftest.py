@@ -27,7 +27,9 @@ for number in (signal.SIGINT, signal.SIGHUP):
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """Three ranks that live as long as the session; see RankPool.run."""
-    with RankPool(3, preload=("rank_jobs", "halation.jobs.session", "halation.jobs.sample")) as pool:
+    with RankPool(
+        3, preload=("rank_jobs", "halation.jobs.session", "halation.jobs.sample", "halation.models.finetuning")
+    ) as pool:
         yield pool
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from halation.errors import InputError
 from halation.models.autoencoder import PixelSpace
 from halation.models.denoiser import DiTDenoiser
-from halation.models.load import build, load_export, load_weights
+from halation.models.load import build_dit, load_export, load_weights
 
 Make = Callable[..., DiTDenoiser]
 
@@ -54,7 +54,7 @@ def test_raw_weights_can_be_asked_for_by_name(make_denoiser: Make, tmp_path: Pat
 
 def test_a_loaded_space_is_used_instead_of_the_described_one(denoiser: DiTDenoiser) -> None:
     space = PixelSpace(0.5)
-    assert build(denoiser.describe(), space=space).space is space
+    assert build_dit(denoiser.describe(), space=space).space is space
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_a_description_that_makes_no_sense_is_refused(
     denoiser: DiTDenoiser, change: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InputError, match=message):
-        build({**denoiser.describe(), **change})
+        build_dit({**denoiser.describe(), **change})
 
 
 def test_folders_that_are_no_export_are_refused_with_a_reason(denoiser: DiTDenoiser, tmp_path: Path) -> None:

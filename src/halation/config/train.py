@@ -31,7 +31,7 @@ class TrainConfig:
     """Keep each picture near its own proportions, at about the area of --image_size; a batch holds one shape. For --model_path."""
     model: str = setting("small")
     """tiny, small, base, large or xlarge; or the folder of an export or checkpoint to start from."""
-    model_path: str = setting("")
+    model_path: str = free("")
     """Fine-tune the transformer of a diffusers pipeline (HunyuanDiT, PixArt, SD3, FLUX): its folder, or its name on the hub."""
     lora_rank: int = setting(0)
     """Rank of LoRA adapters that are trained instead of the transformer's own weights; 0 trains all weights. For --model_path."""
@@ -76,7 +76,8 @@ class TrainConfig:
     dtype: Literal["fp32", "bf16", "fp16"] = setting("fp32")
     """Precision of the forward and backward pass."""
     weights_dtype: Literal["fp32", "bf16"] = setting("fp32")
-    """fp32 keeps master weights and optimizer in float32; bf16 keeps them in bfloat16: half the memory, but small updates are lost. The EMA is float32."""
+    """fp32 keeps master weights and optimizer in float32; bf16 keeps them in bfloat16: half the memory, but small updates are lost.
+    The EMA is float32 either way."""
     deterministic: bool = setting(False)
     """Only kernels whose results repeat bit for bit on a GPU (slower). On a CPU they always do."""
     nan_policy: Literal["stop", "skip"] = setting("stop")

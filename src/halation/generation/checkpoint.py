@@ -11,7 +11,7 @@ from halation.errors import InputError
 from halation.flow.samplers import SAMPLERS
 from halation.generation.painter import OnStep
 from halation.models import draw
-from halation.models.base import Denoiser, Solver
+from halation.models.base import OWN, Denoiser, Solver
 from halation.models.painting import Frames, PaintError, Painting
 from halation.specs import Sheet, Spec
 
@@ -31,9 +31,16 @@ class CheckpointModel:
         time_shift: float,
         truncate_from: int | None,
         compile: bool,
-        changed_sampler: bool,
+        own_sampler: str,
     ) -> None:
-        if sampler not in SAMPLERS:
+        own = own_sampler == OWN
+        if own and (sampler != OWN or truncate_from is not None):
+            raise InputError(
+                f"--{'scheduler' if sampler != OWN else 'cfg_truncation_step'} with a checkpoint of a fine-tuned pipeline",
+                "its own scheduler and guidance",
+                "draw from the run's export/ folder, which is a whole pipeline and takes every option",
+            )
+        if not own and sampler not in SAMPLERS:
             raise InputError(
                 f"--scheduler {sampler}",
                 f"one of {', '.join(SAMPLERS)} for a Halation checkpoint",
@@ -49,10 +56,10 @@ class CheckpointModel:
         if compile:
             for unit in denoiser.shard_units():
                 unit.compile(dynamic=False)
-        options = {"compile": "E1" if compile else "", "scheduler": "E2" if changed_sampler else ""}
+        options = {"compile": "E1" if compile else "", "scheduler": "E2" if sampler != own_sampler else ""}
         options["cfg_truncation_step"] = "E2" if truncate_from is not None else ""
         self.facts: dict[str, Any] = {
-            "pipeline": "Halation DiT",
+            "pipeline": denoiser.name,
             "scheduler": sampler,
             "dtype": dtype,
             "options": {name: kind for name, kind in options.items() if kind},

@@ -18,12 +18,13 @@ from halation import runs
 from halation.config.train import TrainConfig
 from halation.data import latents
 from halation.data.base import Pictures
+from halation.data.order import BucketOrder, Order
 from halation.data.sources import check_pictures, open_pictures
-from halation.data.streets import DRIVING_PROMPTS
+from halation.data.streets import DRIVING_PROMPTS, Streets
 from halation.errors import HalationError, InputError, refused_by_system
 from halation.jobs.models import load_denoiser
 from halation.models.autoencoder import Space
-from halation.models.base import Habits
+from halation.models.base import OWN, Habits
 from halation.models.denoiser import DiTDenoiser, new_dit
 from halation.models.dit import SIZES
 from halation.training.sampling import SampleSettings
@@ -66,26 +67,41 @@ def confirm_device(world: World, config: TrainConfig, run: runs.Run, space: Spac
     on_first(world, "recording the device", record, config.dist_timeout_s)
 
 
-def open_source(world: World, config: TrainConfig, run: runs.Run, space: Space) -> Pictures:
-    """The pictures, looked at once by rank 0 for all, and cached where asked."""
+def open_source(world: World, config: TrainConfig, run: runs.Run, space: Space, bucket_multiple: int = 0) -> Pictures:
+    """The pictures, looked at once by rank 0 for all, and cached where asked; in buckets where their sides have a multiple."""
     height, width = config.image_size
+    encodes = bool(config.vae or config.model_path)
     cache = Path(config.cache_dir) if config.cache_dir else run.folder / "cache"
-    kind = config.cache if config.cache != "auto" else ("latents" if config.vae else "memory")
-    if kind == "latents" and not config.vae:
+    kind = config.cache if config.cache != "auto" else ("latents" if encodes else "memory")
+    if kind == "latents" and not encodes:
         raise InputError(
             "--cache latents without --vae",
             "an autoencoder that makes latents",
             "give --vae FOLDER or use --cache pixels",
         )
 
+    def opened() -> Pictures:
+        source = open_pictures(
+            config.data,
+            height,
+            width,
+            config.heldout_pictures,
+            max_pictures=config.max_pictures,
+            bucket_multiple=bucket_multiple,
+        )
+        if isinstance(source, Streets) and encodes:  # scenes cost nothing until they are encoded
+            num_heldout = min(source.num_heldout, config.heldout_pictures)
+            return Streets(height, width, num_train=source.num_train, num_heldout=num_heldout)
+        return source
+
     def look(beat: Callable[[], None]) -> None:
-        source = open_pictures(config.data, height, width, config.heldout_pictures)
-        with _bar(world, config, "reading", beat) as tell:
+        source = opened()
+        with bar(world, config, "reading", beat) as tell:
             check_pictures(source, cache, tell)
         runs.confirm(run, {"data fingerprint": source.fingerprint}, config.accept_changes)
 
     on_first(world, "reading the data", look, config.dist_timeout_s)
-    source = open_pictures(config.data, height, width, config.heldout_pictures)
+    source = opened()
     check_pictures(source, cache, quiet=True)  # remembered by now, and told
     return _cached(world, config, source, space, kind, cache) if kind in ("pixels", "latents") else source
 
@@ -98,17 +114,23 @@ def _cached(world: World, config: TrainConfig, source: Pictures, space: Space, k
         "space": space.fingerprint() if kind == "latents" else "pixels",
     }
 
+    # Exact latents where training is exact; where it computes in half precision they would only take room.
+    exact = bool(config.model_path) and config.dtype == "fp32"
+    dtype = torch.float32 if exact else torch.float16
+    if exact:
+        fingerprint["dtype"] = "float32"
+
     def encode(pixels: list[np.ndarray]) -> np.ndarray:
         with torch.no_grad():
             batch = torch.from_numpy(np.stack(pixels)).to(world.device)
-            encoded: np.ndarray = space.encode(batch).half().cpu().numpy()
+            encoded: np.ndarray = space.encode(batch).to(dtype).cpu().numpy()
             return encoded
 
     if kind == "latents":
         space.to(world.device)
     with (
         Vigil(world, "caching the data", config.dist_timeout_s) as vigil,
-        _bar(world, config, "caching", vigil.beat) as tell,
+        bar(world, config, "caching", vigil.beat) as tell,
     ):
         error = ""
         try:
@@ -118,6 +140,7 @@ def _cached(world: World, config: TrainConfig, source: Pictures, space: Space, k
                 encode if kind == "latents" else None,
                 fingerprint=fingerprint,
                 part=(world.rank, world.size),
+                encode_size=_encode_size(source),
                 num_workers=config.num_workers,
                 on_progress=tell,
             )
@@ -131,9 +154,14 @@ def _cached(world: World, config: TrainConfig, source: Pictures, space: Space, k
     return latents.open(folder / kind, fingerprint, verify=world.local_rank == 0)
 
 
+def _encode_size(source: Pictures) -> int:
+    """Pictures in one call of the autoencoder: by their size alone, so that a latent depends on nothing else."""
+    return max(1, min(latents.CHUNK, latents.CHUNK * 256**2 // (source.height * source.width)))
+
+
 @contextlib.contextmanager
-def _bar(
-    world: World, config: TrainConfig, title: str, beat: Callable[[], None]
+def bar(
+    world: World, config: TrainConfig, title: str, beat: Callable[[], None], what: str = "pictures"
 ) -> Iterator[Callable[[int, int], None]]:
     """Progress of rank 0's share, shown only where it takes long enough to wonder."""
     began = time.monotonic()
@@ -144,8 +172,8 @@ def _bar(
             beat()
             if not bars and world.first and time.monotonic() - began > PATIENCE_S:
                 bars.append(stack.enter_context(Progress(config.progress, total, done, title)))
-            for bar in bars:
-                bar.update(done, "pictures" if world.size == 1 else f"pictures on each of {world.size} ranks", {})
+            for shown in bars:
+                shown.update(done, what if world.size == 1 else f"{what} on each of {world.size} ranks", {})
 
         yield tell
 
@@ -159,9 +187,16 @@ def new_denoiser(config: TrainConfig, source: Pictures, space: Space) -> DiTDeno
                 f"one of {', '.join(SIZES)}, or the folder of an export or checkpoint",
                 "check the name or path",
             )
-        return _refuse_misfit(load_denoiser(Path(config.model), raw=False), config, source, space)
+        denoiser = load_denoiser(Path(config.model), raw=False)
+        if not isinstance(denoiser, DiTDenoiser):
+            raise InputError(
+                f"--model {config.model} is a run that fine-tuned a pipeline",
+                "a DiT of Halation",
+                "train on from its export: --model_path RUN/export",
+            )
+        return _refuse_misfit(denoiser, config, source, space)
     height, width = config.image_size
-    denoiser = new_dit(
+    fresh = new_dit(
         config.model,
         height=height,
         width=width,
@@ -171,7 +206,7 @@ def new_denoiser(config: TrainConfig, source: Pictures, space: Space) -> DiTDeno
         patch_size=config.patch_size or None,
         num_register_tokens=config.num_register_tokens,
     )
-    return denoiser.initialise(config.seed)
+    return fresh.initialise(config.seed)
 
 
 def _refuse_misfit(denoiser: DiTDenoiser, config: TrainConfig, source: Pictures, space: Space) -> DiTDenoiser:
@@ -195,6 +230,12 @@ def _refuse_misfit(denoiser: DiTDenoiser, config: TrainConfig, source: Pictures,
             "give the same --vae, or none for a model of pixels",
         )
     return denoiser
+
+
+def order(seed: int, source: Pictures, global_batch: int) -> Order | BucketOrder:
+    """The order of the data: by whole global batches of one shape where pictures lie in buckets."""
+    buckets = getattr(source, "bucket_of", None)
+    return Order(seed, source.num_train) if buckets is None else BucketOrder(seed, buckets, global_batch)
 
 
 def default_prompts(source: Pictures, data: str) -> tuple[str, ...]:
@@ -228,7 +269,7 @@ def sample_settings(config: TrainConfig, prompts: tuple[str, ...], habits: Habit
         steps=config.sample_steps,
         seed=config.sample_seed,
         same_seed=config.same_seed,
-        sampler=config.sampler,
+        sampler=OWN if config.model_path else config.sampler,
         guidance_scale=habits.guidance_scale if config.guidance_scale is None else config.guidance_scale,
         sheet_size=config.sample_batch_size,
         dtype=config.dtype,

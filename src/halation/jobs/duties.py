@@ -61,14 +61,15 @@ class Duties:
         if "samples" in wanted and self.world.first:
             self._claim(step)
         drawn: list[tuple[Place, list[Row]]] = []
-        with self._averaged():
-            if "heldout" in wanted:
-                self._heldout(step)
-            if "samples" in wanted:
-                drawn.append(self._draw(step, ""))
-        if "raw" in wanted:
-            drawn.append(self._draw(step, "_raw"))
-            self.engine.at_rest()
+        with self._room():
+            with self._averaged():
+                if "heldout" in wanted:
+                    self._heldout(step)
+                if "samples" in wanted:
+                    drawn.append(self._draw(step, ""))
+            if "raw" in wanted:
+                drawn.append(self._draw(step, "_raw"))
+                self.engine.at_rest()
         if drawn and self.world.first:
             self._publish(step, loss, drawn)
 
@@ -84,11 +85,14 @@ class Duties:
         if _recorded(folder) not in (None, self._settings_json()):
             shutil.rmtree(folder, ignore_errors=True)  # drawn another way before this start; the names would hide it
         suffixes = ["", "_raw"] if self.config.sample_raw else [""]
-        places = [Place(folder=folder, suffix=suffix) for suffix in suffixes]
+        places = [self._place(step, suffix) for suffix in suffixes]
         done = (folder / "grid.png").exists() and all(
             is_drawn(place, spec) for place in places for spec in self.settings.specs()
         )
         return wanted if done else [*wanted, "samples", *(["raw"] if self.config.sample_raw else [])]
+
+    def _place(self, step: int, suffix: str) -> Place:
+        return Place(folder=self.run.samples_at(step), suffix=suffix, names=self.config.sample_names)
 
     def _claim(self, step: int) -> None:
         """Say how the pictures of this folder are drawn before the first is there: a kill may leave some of them behind."""
@@ -123,7 +127,7 @@ class Duties:
 
     def _draw(self, step: int, suffix: str) -> tuple[Place, list[Row]]:
         began = time.perf_counter()
-        place = Place(folder=self.run.samples_at(step), suffix=suffix)
+        place = self._place(step, suffix)
         rows = self._drawing(self.settings).run(place, f"step {step}{suffix} #{next(self.drawings)}")
         failed = sum(row["state"] == "failed" for row in rows)
         seconds = time.perf_counter() - began
@@ -153,12 +157,17 @@ class Duties:
 
     def _appraise(self, appraisal: Appraisal, step: int) -> Report | None:
         try:
-            return appraisal.run(step, self._drawing(appraisal.settings), self._averaged, self.stop)
+            with self._room():
+                return appraisal.run(step, self._drawing(appraisal.settings), self._averaged, self.stop)
         except (RankFailure, Interrupted):
             raise
         except HalationError as error:
             log.error("the evaluation of step %d failed; training goes on: %s", step, error)
             return None
+
+    def _room(self) -> contextlib.AbstractContextManager[None]:
+        """Memory for drawing where it is scarce."""
+        return self.engine.parked() if self.config.sample_offload else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _averaged(self) -> Iterator[None]:

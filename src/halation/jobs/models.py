@@ -10,7 +10,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from halation.errors import InputError
-from halation.models.denoiser import DiTDenoiser
+from halation.models.base import Denoiser
 from halation.models.load import build, load_export, load_weights
 from halation.world.checkpoint import COMMIT, Reader, damage, digest, newest_good
 
@@ -31,6 +31,12 @@ def find(folder: Path) -> Path:
                 f"checkpoint {folder} is damaged: {problem}", "the bytes it was saved with", "use an older checkpoint"
             )
         return folder
+    elif (folder / "model_index.json").exists():
+        raise InputError(
+            f"{folder} is a diffusers pipeline",
+            "a run, a checkpoint or an export of a DiT",
+            f"draw from it with `halation generate --model_path {folder}`",
+        )
     elif (folder / "config.json").exists() and any(folder.glob("*.safetensors")):
         return folder
     raise InputError(
@@ -40,7 +46,7 @@ def find(folder: Path) -> Path:
     )
 
 
-def load_denoiser(folder: Path, *, raw: bool, checked: bool = False) -> DiTDenoiser:
+def load_denoiser(folder: Path, *, raw: bool, checked: bool = False) -> Denoiser:
     """The model, on the CPU: its averaged weights, or the raw ones. `checked` says that `find` gave this folder already."""
     folder = folder if checked else find(folder)
     if not (folder / COMMIT).exists():

@@ -75,5 +75,5 @@ def _open_checkpoint(order: Mapping[str, Any]) -> Model:
         time_shift=model["time_shift"],
         truncate_from=order["cfg_truncation_step"],
         compile=order["compile"],
-        changed_sampler=order["scheduler"] not in ("", model["sampler"]),
+        own_sampler=model["sampler"],
     )

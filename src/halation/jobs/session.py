@@ -18,17 +18,19 @@ import torch
 from halation import plan, runs
 from halation.config.fields import as_json
 from halation.config.train import TrainConfig
+from halation.data.base import Pictures
 from halation.data.loader import Batches
-from halation.data.order import Order
 from halation.errors import HalationError, InputError, Interrupted, RankFailure
 from halation.flow.ema import Ema
-from halation.jobs import appraisal, assembly, fitting, logs
+from halation.jobs import appraisal, assembly, exporting, finetuning, fitting, logs
 from halation.jobs.duties import Duties
 from halation.models.autoencoder import LatentSpace, PixelSpace, Space
+from halation.models.base import Denoiser
 from halation.training import batches, state, trackers
 from halation.training.cadence import Cadence
 from halation.training.loop import Position, StepReport, StepSettings, train_steps
 from halation.training.objectives import denoising
+from halation.training.sampling import SampleSettings
 from halation.training.speed import Window, matrix_rate, memory_gb
 from halation.world import rng
 from halation.world.checkpoint import Checkpoints, Found, Reader, newest_good
@@ -53,21 +55,18 @@ class Session:
         rng.begin(config.seed, world.rank)
         if config.deterministic:
             torch.use_deterministic_algorithms(True)
-        self.space: Space = LatentSpace.load(config.vae) if config.vae else PixelSpace()
-        assembly.confirm_device(world, config, self.folder, self.space)
-        self.source = assembly.open_source(world, config, self.folder, self.space)
-        self.denoiser = assembly.new_denoiser(config, self.source, self.space).to(world.device)
-        self.denoiser.sample_shape(*config.image_size)
+        self.denoiser, self.source, self.sample_settings = self._open()
         self.objective = denoising(self.denoiser)
-        prompts = config.sample_prompts or assembly.default_prompts(self.source, config.data)
-        if self.source.class_names:
-            self.denoiser.encode_prompts(prompts)  # an unknown class is refused now, not at the first checkpoint
-        self.sample_settings = assembly.sample_settings(config, prompts, self.denoiser.habits)
         self.appraisal = (
             appraisal.Appraisal(world, config, self.folder, self.source, self.sample_settings)
             if config.eval_every
             else None
         )
+        if config.model_path:
+            evaluated = self.appraisal.settings.prompts if self.appraisal else ()
+            prompts = (*self.sample_settings.prompts, *evaluated)
+            finetuning.cache_texts(world, config, self.folder, self.denoiser, self.source, prompts)
+        self.denoiser.to(world.device)
         module = self.denoiser.module
         module.train()
         if config.activation_checkpointing:
@@ -94,6 +93,26 @@ class Session:
         self.metrics = runs.Metrics(self.folder.metrics)
         self.trackers: list[trackers.Tracker] = []
         self.last_loss = 0.0
+
+    def _open(self) -> tuple[Denoiser, Pictures, SampleSettings]:
+        """Model and data, which need to know of each other, and the prompts that follow from them."""
+        world, config = self.world, self.config
+        denoiser: Denoiser
+        if config.model_path:
+            denoiser = opened = finetuning.open_denoiser(config)
+            assembly.confirm_device(world, config, self.folder, opened.space)
+            multiple = finetuning.bucket_multiple(config, opened)
+            source = assembly.open_source(world, config, self.folder, opened.space, multiple)
+        else:
+            space: Space = LatentSpace.load(config.vae) if config.vae else PixelSpace()
+            assembly.confirm_device(world, config, self.folder, space)
+            source = assembly.open_source(world, config, self.folder, space)
+            denoiser = assembly.new_denoiser(config, source, space)
+        denoiser.sample_shape(*config.image_size)
+        prompts = config.sample_prompts or assembly.default_prompts(source, config.data)
+        if source.class_names and not config.model_path:
+            denoiser.encode_prompts(prompts)  # an unknown class is refused now, not at the first checkpoint
+        return denoiser, source, assembly.sample_settings(config, prompts, denoiser.habits)
 
     def __enter__(self) -> Session:
         return self
@@ -168,7 +187,7 @@ class Session:
         memory_bytes = 0 if config.cache in ("none", "pixels", "latents") else MEMORY_CACHE_BYTES
         loader = Batches(
             self.source,
-            Order(config.seed, self.source.num_train),
+            assembly.order(config.seed, self.source, self.global_batch),
             coming,
             num_threads=2 if world.device.type == "cuda" else 1,
             num_workers=config.num_workers,
@@ -208,12 +227,14 @@ class Session:
 
     def _engine_settings(self) -> EngineSettings:
         config = self.config
+        number, rows = plan.micro_batches(self.global_batch, self.world.size, config.batch_size)
         return EngineSettings(
             offload_optimizer=config.offload_optimizer,
             zero_stage=config.zero_stage,
             deepspeed_config=config.deepspeed_config,
             global_batch=self.global_batch,
-            batch_size=config.batch_size,
+            num_micro_batches=number,
+            rows=rows,
             grad_clip=config.grad_clip,
             dtype=config.dtype,
         )
@@ -237,7 +258,7 @@ class Session:
         ranks = (
             f"{self.world.size} rank{'s' if self.world.size > 1 else ''} ({self.engine.name}, {self.world.device.type})"
         )
-        settings = self.sample_settings
+        settings = self._drawn()
         if (
             self.world.device.type == "cuda"
             and settings.sheet_size == 1
@@ -249,7 +270,7 @@ class Session:
         how = "training" if fresh else f"going on from step {self.position.step}:"
         log.warning(
             "%s %s on %s: %.1f M parameters, %d pictures, global batch %d, %s",
-            how, self.config.model, self.source.name, num / 1e6, self.source.num_train, self.global_batch, ranks,
+            how, Path(self.config.model_path).name or self.config.model, self.source.name, num / 1e6, self.source.num_train, self.global_batch, ranks,
         )  # fmt: skip
 
     def _log(self, report: StepReport, window: Window) -> None:
@@ -351,13 +372,19 @@ class Session:
             denoiser=self.denoiser,
             engine=self.engine,
             ema=self.ema,
-            settings=self.sample_settings,
+            settings=self._drawn(),
             metrics=self.metrics,
             trackers=self.trackers,
             stop=lambda: self.signals.number,
             say=self.progress.say,
             appraisal=self.appraisal,
         )
+
+    def _drawn(self) -> SampleSettings:
+        """What is drawn at a checkpoint: every prompt, or the first ones, one a rank."""
+        settings = self.sample_settings
+        num = len(settings.prompts) if self.config.sample_all else self.world.size
+        return dataclasses.replace(settings, prompts=settings.prompts[:num])
 
     def _after_save(self, step: int) -> None:
         self.duties.do(step, self.last_loss)
@@ -386,7 +413,7 @@ class Session:
         self._await_save()
 
         def write(_beat: Any) -> None:
-            state.export(Reader(self.newest()), self.folder.export, self.space)
+            exporting.export(Reader(self.newest()), self.folder.export, self.denoiser)
 
         on_first(self.world, "exporting", write, self.config.dist_timeout_s)
 

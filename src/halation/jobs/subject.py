@@ -79,6 +79,20 @@ def _neither(folder: Path, why: str) -> InputError:
     )
 
 
+def pipeline_folder(model_path: str) -> Path:
+    """The folder of a diffusers pipeline by its path or its name on the hub."""
+    folder = Path(model_path).expanduser()
+    if not folder.is_dir():
+        folder = _downloaded(model_path)
+    if not (folder / "model_index.json").is_file():
+        raise InputError(
+            f"{folder} is no diffusers pipeline: it has no model_index.json",
+            "a folder as save_pretrained() of a pipeline writes it",
+            "check --model_path; a DiT of Halation is trained on with --model FOLDER",
+        )
+    return folder
+
+
 def _downloaded(name: str) -> Path:
     """A pipeline by its name on the hub: from the cache where it is there, else downloaded once."""
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name) or Path(name).parent.is_dir():

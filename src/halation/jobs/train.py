@@ -18,6 +18,8 @@ from halation.config.evaluate import Metric
 from halation.config.fields import as_json, fixed
 from halation.config.train import TrainConfig
 from halation.errors import InputError
+from halation.generation.identity import fingerprint
+from halation.jobs import finetuning
 from halation.jobs.ranges import check_ranges
 from halation.prompts import from_flags
 from halation.runs import Run
@@ -61,6 +63,7 @@ def read_config(path: Path) -> TrainConfig:
 
 def resolved(config: TrainConfig) -> TrainConfig:
     """The config with its short forms written out, or an error for what can be refused without looking at the data."""
+    config = finetuning.resolved(config)
     size = tuple(config.image_size) or (64, 64)
     if len(size) == 1:
         size = size * 2
@@ -131,6 +134,9 @@ def begin(config: TrainConfig, place: str) -> bool:
     facts = {
         f"{name} version": version(name) for name in ("torch", "numpy", "diffusers" if config.vae else "safetensors")
     }
+    if config.model_path:
+        facts["diffusers version"] = version("diffusers")
+        facts["model of --model_path"] = fingerprint(Path(config.model_path))
     return runs.begin(
         Run(config.output_dir),
         "train",

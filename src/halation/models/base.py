@@ -18,6 +18,10 @@ Condition = dict[str, Tensor]
 does not depend on its neighbours'. Text has `tokens` (int64) and `mask` (bool, true where there is a token); classes `label`."""
 
 
+OWN = "own"
+"""Instead of the name of a sampler: the pipeline's own scheduler."""
+
+
 class NotFiniteError(HalationError):
     """A picture came out as NaN or infinity; `rows` says which pictures of the batch."""
 
@@ -31,6 +35,7 @@ class Solver:
     """How a sheet is drawn, besides what its specs say. Sampler and shift are of models that are drawn by our own samplers."""
 
     sampler: str = "multistep"
+    """One of ours, or OWN."""
     pair: bool = True
     """Whether the null branch runs too. It comes from the whole plan: a sheet whose own scales are all 1 then still makes the
     forwards of the others."""
@@ -66,6 +71,8 @@ class Inputs(Protocol):
 class Denoiser(Protocol):
     """A model family: the module that is trained, and everything around it that turns prompts and pixels into tensors and back."""
 
+    name: str
+    """The family in a word or two, for people."""
     module: nn.Module
     """What is trained: its parameters that require a gradient. Engines wrap it; `forward` is told what to call."""
 

@@ -22,6 +22,8 @@ from halation.specs import Sheet
 class DiTDenoiser:
     """A DiT with what it needs to read prompts and to make pixels."""
 
+    name = "Halation DiT"
+
     def __init__(
         self,
         *,

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -20,8 +21,19 @@ from halation.models.dit import DiT, DiTConfig
 from halation.models.text import WordTokenizer
 
 
-def build(description: Mapping[str, Any], *, folder: Path | None = None, space: Space | None = None) -> DiTDenoiser:
-    """The denoiser a description names, with memory for its weights and nothing in it yet.
+def build(description: Mapping[str, Any]) -> Denoiser:
+    """The denoiser a description names: a DiT with nothing in it yet, or the pipeline that was fine-tuned, as it was before."""
+    if description.get("family") == "pipeline":
+        from halation.models.finetuning import (
+            PipelineDenoiser,
+        )  # diffusers takes seconds to import, and a DiT does without
+
+        return PipelineDenoiser.described(description)
+    return build_dit(description)
+
+
+def build_dit(description: Mapping[str, Any], *, folder: Path | None = None, space: Space | None = None) -> DiTDenoiser:
+    """The DiT a description names, with memory for its weights and nothing in it yet.
 
     `folder` is where a relative autoencoder path starts; a `space` that is already loaded is used instead of the described one.
     """
@@ -61,8 +73,9 @@ def _config(values: Mapping[str, Any]) -> DiTConfig:
 
 
 def load_weights(denoiser: Denoiser, tensors: Mapping[str, Tensor], *, source: str) -> None:
-    """Put tensors into the module; names and shapes must match exactly."""
-    expected = {name: tuple(tensor.shape) for name, tensor in denoiser.module.state_dict().items()}
+    """Put tensors into the trained parameters of the module; names and shapes must match exactly."""
+    trained = {name: parameter for name, parameter in denoiser.module.named_parameters() if parameter.requires_grad}
+    expected = {name: tuple(parameter.shape) for name, parameter in trained.items()}
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     different = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
     if different:
@@ -72,7 +85,9 @@ def load_weights(denoiser: Denoiser, tensors: Mapping[str, Tensor], *, source: s
             f"{name}: {expected.get(name, 'no such tensor')}",
             "use the config.json that was written with these weights",
         )
-    denoiser.module.load_state_dict(dict(tensors))
+    with torch.no_grad():
+        for name, parameter in trained.items():
+            parameter.copy_(tensors[name])
 
 
 def load_export(folder: str | Path, weights: str = "model.safetensors") -> DiTDenoiser:
@@ -90,7 +105,7 @@ def load_export(folder: str | Path, weights: str = "model.safetensors") -> DiTDe
         raise InputError(
             f"{file} cannot be read: {error}", "a whole safetensors file", "copy or export it again"
         ) from error
-    denoiser = build(description, folder=path)
+    denoiser = build_dit(description, folder=path)
     load_weights(denoiser, tensors, source=str(file))
     return denoiser
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -33,12 +33,14 @@ class Place:
 
     folder: Path
     suffix: str = ""
+    names: Literal["index", "gpu"] = "index"
 
     def picture(self, spec: Spec) -> Path:
-        return self.folder / f"{spec.id}{self.suffix}.png"
+        name = spec.id if self.names == "index" else f"gpu_{spec.index}_sample"
+        return self.folder / f"{name}{self.suffix}.png"
 
     def prompt(self, spec: Spec) -> Path:
-        return self.folder / f"{spec.id}.txt"
+        return self.folder / (f"{spec.id}.txt" if self.names == "index" else f"gpu_{spec.index}_prompt.txt")
 
 
 class Writer:

@@ -1,0 +1,29 @@
+"""What a training leaves for others: a DiT as Halation reads it, or a whole pipeline as diffusers does; always from a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from halation.models.base import Denoiser
+from halation.models.denoiser import DiTDenoiser
+from halation.runs import publish_json
+from halation.training import state
+from halation.world.checkpoint import Reader
+
+SAMPLING_FILE = "halation.json"
+
+
+def export(reader: Reader, folder: Path, denoiser: Denoiser) -> None:
+    """The export of a checkpoint of this denoiser."""
+    if isinstance(denoiser, DiTDenoiser):
+        state.export(reader, folder, denoiser.space)
+        return
+    from halation.models.finetuning import (
+        PipelineDenoiser,
+    )  # diffusers takes seconds to import, and a DiT does without it
+    from halation.models.pipeline_export import export_pipeline
+
+    assert isinstance(denoiser, PipelineDenoiser)
+    export_pipeline(denoiser, folder, averaged=dict(reader.whole("ema")), raw=dict(reader.whole("model")))
+    facts = {"step": reader.state["position"]["step"], "sampling": reader.state["sampling"]}
+    publish_json(folder / SAMPLING_FILE, facts)

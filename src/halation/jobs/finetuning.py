@@ -1,0 +1,148 @@
+"""What fine-tuning a pipeline needs besides what every training does: its folder, its size, its texts encoded once on all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from halation.config.train import TrainConfig
+from halation.errors import HalationError, InputError, refused_by_system
+
+if TYPE_CHECKING:
+    from halation.data.base import Pictures
+    from halation.models.base import Denoiser
+    from halation.models.finetuning import PipelineDenoiser
+    from halation.runs import Run
+    from halation.world.ranks import World
+
+log = logging.getLogger(__name__)
+
+SMALL_SIDE, SMALL_STEP, LARGE_STEP = 512, 32, 64
+NOT_FOR_PIPELINES = {
+    "model": "the pipeline brings its own transformer",
+    "vae": "the pipeline brings its own autoencoder",
+    "patch_size": "the pipeline's transformer has its own",
+    "num_register_tokens": "the pipeline's transformer has none",
+}
+ONLY_FOR_PIPELINES = ("lora_rank", "lora_alpha", "lora_targets", "aspect_buckets", "weights_dtype")
+
+
+def resolved(config: TrainConfig) -> TrainConfig:
+    """The folder of the pipeline and the size of its pictures written out; flags that do not go together are refused."""
+    from halation.jobs.subject import pipeline_folder
+
+    usual = TrainConfig()
+    if not config.model_path:
+        wrong = next((name for name in ONLY_FOR_PIPELINES if getattr(config, name) != getattr(usual, name)), None)
+        if wrong:
+            raise InputError(
+                f"--{wrong} without --model_path", "a diffusers pipeline to fine-tune", "give --model_path"
+            )
+        return config
+    for name, why in NOT_FOR_PIPELINES.items():
+        if getattr(config, name) != getattr(usual, name):
+            raise InputError(f"--{name} with --model_path", f"one of the two: {why}", f"leave --{name} out")
+    if (config.lora_alpha or config.lora_targets) and not config.lora_rank:
+        raise InputError(
+            "--lora_alpha or --lora_targets without --lora_rank", "the rank of the adapters", "give --lora_rank 16"
+        )
+    folder = pipeline_folder(config.model_path)
+    size = config.image_size or native_size(folder)
+    return dataclasses.replace(config, model_path=str(folder.resolve()), image_size=size)
+
+
+def native_size(folder: Path) -> tuple[int, int]:
+    """The size a pipeline's pictures have by default, from its configs alone."""
+    try:
+        sample = json.loads((folder / "transformer" / "config.json").read_bytes()).get("sample_size")
+        blocks = json.loads((folder / "vae" / "config.json").read_bytes())["block_out_channels"]
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(
+            f"{folder} does not say what size it draws ({type(error).__name__}: {error})",
+            "a pipeline with transformer/config.json and vae/config.json",
+            "give --image_size, or check --model_path",
+        ) from error
+    side = int(sample or 128) * 2 ** (len(blocks) - 1)
+    return side, side
+
+
+def open_denoiser(config: TrainConfig) -> PipelineDenoiser:
+    """The pipeline as a denoiser, on the CPU and without its text encoders."""
+    from halation.models.finetuning import PipelineDenoiser
+    from halation.models.lora import Lora
+
+    height, width = config.image_size
+    lora = None
+    if config.lora_rank:
+        lora = Lora(rank=config.lora_rank, alpha=config.lora_alpha, targets=config.lora_targets)
+    return PipelineDenoiser.open(
+        Path(config.model_path),
+        dtype=config.dtype,
+        weights_dtype=config.weights_dtype,
+        lora=lora,
+        height=height,
+        width=width,
+        seed=config.seed,
+    )
+
+
+def bucket_multiple(config: TrainConfig, denoiser: PipelineDenoiser) -> int:
+    """What the sides of buckets divide by: coarse enough that buckets are few, and what the model needs."""
+    if not config.aspect_buckets:
+        return 0
+    step = LARGE_STEP if min(config.image_size) >= SMALL_SIDE else SMALL_STEP
+    needed = denoiser.size_multiple
+    return -(-step // needed) * needed
+
+
+def cache_texts(
+    world: World, config: TrainConfig, run: Run, denoiser: Denoiser, source: Pictures, prompts: Sequence[str]
+) -> None:
+    """Encode captions and prompts once, all ranks together; the text encoders are gone from the device afterwards."""
+    from halation.data import texts as cache
+    from halation.models.finetuning import PipelineDenoiser
+    from halation.world.ranks import on_first
+
+    assert isinstance(denoiser, PipelineDenoiser)
+    folder = Path(config.cache_dir) if config.cache_dir else run.folder / "cache"
+    texts = list(dict.fromkeys(["", *source.every_caption(), *prompts]))
+    made_by = denoiser.text_fingerprint()
+    place = folder / f"texts_{hashlib.sha256(made_by.encode()).hexdigest()[:12]}"
+
+    def look(_beat: Callable[[], None]) -> int:
+        return cache.missing(texts, place, made_by)
+
+    num_missing = on_first(world, "looking for text embeddings", look, config.dist_timeout_s)
+    if num_missing:
+        log.info("encoding %d texts once, into %s", num_missing, place)
+        _encode(world, config, denoiser, texts, place, made_by)
+    denoiser.use_texts(cache.open(place, made_by, verify=world.local_rank == 0))
+
+
+def _encode(
+    world: World, config: TrainConfig, denoiser: PipelineDenoiser, texts: Sequence[str], place: Path, made_by: str
+) -> None:
+    from halation.data import texts as cache
+    from halation.jobs.assembly import bar
+    from halation.world.ranks import Vigil
+
+    with Vigil(world, "encoding texts", config.dist_timeout_s) as vigil, contextlib.ExitStack() as stack:
+        error = ""
+        try:
+            tell = stack.enter_context(bar(world, config, "encoding texts", vigil.beat, "texts"))
+            encode = stack.enter_context(denoiser.encoders(world.device))
+            part = (world.rank, world.size)
+            cache.build(texts, place, encode, fingerprint=made_by, part=part, on_progress=tell)
+        except (HalationError, OSError) as problem:
+            error = refused_by_system(problem) or str(problem)
+        words = [word for word in vigil.finish(error) if word]
+    if words:
+        failure = HalationError(words[0])
+        failure.exit_code = InputError.exit_code
+        raise failure

@@ -1,0 +1,165 @@
+"""The laws of training hold for fine-tuned pipelines too, on every engine: the same loop, sampling and checkpoint, another family."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rank_jobs
+import run_folders
+import tiny_pipelines
+from halation.config.sample import SampleConfig
+from halation.config.train import TrainConfig
+from halation.world.testing import RankPool
+
+pytestmark = pytest.mark.ranks
+
+NUM_STEPS = 2
+PATIENCE = {"timeout_s": 200.0, "world_timeout_s": 100.0}
+SLOW = pytest.mark.slow
+HUNYUAN = [
+    pytest.param("hunyuan", "ddp", 3, marks=SLOW),
+    ("hunyuan", "fsdp", 2),
+    pytest.param("hunyuan", "fsdp", 3, marks=SLOW),
+    pytest.param("hunyuan", "zero1", 2, marks=SLOW),
+    pytest.param("hunyuan", "zero2", 3, marks=SLOW),
+    ("hunyuan", "zero3", 3),
+]
+PAIRS = [
+    *HUNYUAN,
+    pytest.param("pixart", "fsdp", 3, marks=SLOW),
+    pytest.param("pixart_sigma", "ddp", 2, marks=SLOW),
+    pytest.param("sd3", "ddp", 3, marks=SLOW),
+    pytest.param("sd3", "zero2", 2, marks=SLOW),
+    pytest.param("flux", "fsdp", 2, marks=SLOW),
+    pytest.param("flux", "zero3", 3, marks=SLOW),
+]
+
+
+def tuned(folder: Path, family: str, engine: str, **changes: Any) -> TrainConfig:
+    """A fine-tuning of seconds; `zero2` is deepspeed's stage 2. Steps are large enough that weights show in the pictures."""
+    settings: dict[str, Any] = {
+        "model": TrainConfig.model,
+        "patch_size": 0,
+        "model_path": str(tiny_pipelines.built(family)),
+        "max_pictures": 6,
+        "n_steps": NUM_STEPS,
+        "lr": 2e-3,
+        "ema_decay": 0.5,
+        "ckpt_every": 1,
+        "dist_timeout_s": 100.0,
+        "engine": "deepspeed" if engine.startswith("zero") else engine,
+    }
+    if engine.startswith("zero"):
+        settings["zero_stage"] = int(engine[-1])
+    return rank_jobs.small_config(folder, **settings | changes)
+
+
+def rank_states(folder: Path, size: int) -> list[Any]:
+    place = folder / f"checkpoints/step_{NUM_STEPS:07d}"
+    return [json.loads((place / f"rank_state_{rank}.json").read_text()) for rank in range(size)]
+
+
+@pytest.mark.parametrize(("family", "engine", "size"), PAIRS)
+def test_fine_tuning_that_samples_at_every_step_has_the_bits_of_one_that_never_samples(
+    ranks: RankPool, tmp_path: Path, family: str, engine: str, size: int
+) -> None:
+    drawing = tuned(tmp_path / "drawing", family, engine, sample_raw=True, sample_offload=True)
+    ranks.run(size, rank_jobs.train, drawing, **PATIENCE)
+    never = tuned(tmp_path / "never", family, engine, sample=False, ckpt_every=0, heldout_pictures=0)
+    ranks.run(size, rank_jobs.train, never, **PATIENCE)
+    assert len(list((tmp_path / "drawing/samples").glob("step_*/sample_*.png"))) == NUM_STEPS * 2 * 2
+    assert not (tmp_path / "never/samples").exists()
+    assert run_folders.saved(tmp_path / "drawing", NUM_STEPS) == run_folders.saved(tmp_path / "never", NUM_STEPS)
+    assert run_folders.losses(tmp_path / "drawing") == run_folders.losses(tmp_path / "never")
+    assert rank_states(tmp_path / "drawing", size) == rank_states(tmp_path / "never", size)
+
+
+@pytest.mark.parametrize(
+    ("family", "engine", "size"),
+    [*HUNYUAN, pytest.param("sd3", "fsdp", 2, marks=SLOW), pytest.param("flux", "ddp", 3, marks=SLOW)],
+)
+def test_a_stopped_fine_tuning_ends_in_the_bits_of_one_that_never_stopped(
+    ranks: RankPool, tmp_path: Path, family: str, engine: str, size: int
+) -> None:
+    changes = {"ckpt_every": 0, "n_steps": 3, "sample_prompts": ("a street",)}
+    ranks.run(size, rank_jobs.train, tuned(tmp_path / "whole", family, engine, **changes), **PATIENCE)
+    stopped = tuned(tmp_path / "stopped", family, engine, **changes)
+    assert ranks.run(size, rank_jobs.train_until, stopped, 1, size - 1, **PATIENCE) == [128 + signal.SIGTERM] * size
+    ranks.run(size, rank_jobs.train, stopped, **PATIENCE)
+    assert run_folders.saved(tmp_path / "stopped", 3) == run_folders.saved(tmp_path / "whole", 3)
+    assert run_folders.losses(tmp_path / "stopped") == run_folders.losses(tmp_path / "whole")
+    pictures = [run_folders.pictures(tmp_path / name / "samples/step_0000003") for name in ("stopped", "whole")]
+    assert pictures[0] == pictures[1]
+
+
+@pytest.mark.parametrize(
+    ("family", "engine"),
+    [
+        ("hunyuan", "zero3"),
+        *(pytest.param(family, "fsdp", marks=SLOW) for family in ("hunyuan", "pixart", "sd3", "flux")),
+    ],
+)
+def test_a_checkpoint_of_a_pipeline_gives_the_published_pictures_on_one_two_and_three_ranks(
+    ranks: RankPool, tmp_path: Path, family: str, engine: str
+) -> None:
+    changes = {"sample_prompts": rank_jobs.PROMPTS, "sample_batch_size": 2, "ckpt_every": 0, "n_steps": 1}
+    ranks.run(2, rank_jobs.train, tuned(tmp_path / "run", family, engine, **changes), **PATIENCE)
+    published = run_folders.pictures(tmp_path / "run/samples/step_0000001")
+    assert len(published) == 5 + 5 + 1, "pictures, prompts and the grid"
+    assert len({data for name, data in published.items() if name.endswith(".png")}) == 6, "prompts and seeds differ"
+    for size in (1, 3):
+        rendezvous = tmp_path / f"rendezvous_{size}"
+        rendezvous.mkdir()
+        output = tmp_path / f"by_hand_{size}"
+        config = SampleConfig(checkpoint=tmp_path / "run", output_dir=output, progress="none", dist_timeout_s=60.0)
+        ranks.run(size, rank_jobs.run_job, "sample", config, rendezvous, **PATIENCE)
+        assert run_folders.pictures(output) == published
+
+
+@pytest.mark.parametrize("engine", ["zero3", pytest.param("fsdp", marks=SLOW), pytest.param("ddp", marks=SLOW)])
+def test_no_one_and_five_prompts_on_three_ranks_are_each_drawn_once(
+    ranks: RankPool, tmp_path: Path, engine: str
+) -> None:
+    for num in (0, 1, 5):
+        config = tuned(
+            tmp_path / str(num), "hunyuan", engine, n_steps=1, sample_prompts=rank_jobs.PROMPTS[:num], sample=num > 0
+        )
+        ranks.run(3, rank_jobs.train, config, **PATIENCE)
+        if num:
+            rows = run_folders.samples(tmp_path / str(num), 1)
+            assert [row["state"] for row in rows] == ["done"] * num
+
+
+@SLOW
+@pytest.mark.parametrize("family", ["hunyuan", "pixart", "sd3", "flux"])
+def test_engines_agree_after_some_steps(ranks: RankPool, tmp_path: Path, family: str) -> None:
+    weights = {}
+    for engine in ("ddp", "fsdp", "zero1", "zero2", "zero3"):
+        config = tuned(tmp_path / engine, family, engine, n_steps=4, lr=1e-4, ckpt_every=0, sample=False)
+        ranks.run(2, rank_jobs.train, config, **PATIENCE)
+        weights[engine] = (run_folders.losses(tmp_path / engine), run_folders.heldout(tmp_path / engine))
+    losses, heldout = weights["ddp"]
+    for engine, (others, theirs) in weights.items():
+        assert others == pytest.approx(losses, rel=1e-5), engine
+        assert theirs == pytest.approx(heldout, rel=1e-5), engine
+
+
+@pytest.mark.parametrize("engine", ["fsdp", pytest.param("ddp", marks=SLOW), pytest.param("zero2", marks=SLOW)])
+def test_adapters_alone_are_trained_saved_and_resumed(ranks: RankPool, tmp_path: Path, engine: str) -> None:
+    changes = {"lora_rank": 2, "n_steps": 3, "ckpt_every": 0, "lr": 1e-2}
+    ranks.run(2, rank_jobs.train, tuned(tmp_path / "whole", "hunyuan", engine, **changes), **PATIENCE)
+    stopped = tuned(tmp_path / "stopped", "hunyuan", engine, **changes)
+    ranks.run(2, rank_jobs.train_until, stopped, 2, 0, **PATIENCE)
+    ranks.run(2, rank_jobs.train, stopped, **PATIENCE)
+    assert run_folders.saved(tmp_path / "stopped", 3) == run_folders.saved(tmp_path / "whole", 3)
+    names = run_folders.tensors(tmp_path / "whole", 3, "model")
+    assert names
+    assert all("lora" in name for name in names)
+    assert any(np.abs(values).max() > 0 for name, values in names.items() if "lora_B" in name)
+    assert (tmp_path / "whole/export/pytorch_lora_weights.safetensors").exists()
