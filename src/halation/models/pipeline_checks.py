@@ -166,7 +166,7 @@ class Checks:
     # One spec
 
     def spec_fits(self, spec: Spec) -> None:
-        self._size_fits(spec)
+        self.size_fits(spec.height, spec.width)
         self._frames_fit(spec)
         self._steps_fit(spec)
         self._guidance_fits(spec)
@@ -183,19 +183,19 @@ class Checks:
         packing = 2 if self.family.name == "FLUX" else 1
         return math.lcm(int(factor) * int(patch or 1) * packing, self.family.size_multiple)
 
-    def _size_fits(self, spec: Spec) -> None:
+    def size_fits(self, height: int, width: int) -> None:
         multiple = self.size_multiple
-        if spec.height < 1 or spec.width < 1 or spec.height % multiple or spec.width % multiple:
+        if height < 1 or width < 1 or height % multiple or width % multiple:
             raise InputError(
-                f"a size of {spec.height} x {spec.width} with {type(self.pipe).__name__}",
+                f"a size of {height} x {width} with {type(self.pipe).__name__}",
                 f"height and width that are multiples of {multiple}",
-                f"the nearest size is {_nearest(spec.height, multiple)} x {_nearest(spec.width, multiple)}",
+                f"the nearest size is {_nearest(height, multiple)} x {_nearest(width, multiple)}",
             )
         denoiser = self._denoiser
         largest = denoiser.config.get("pos_embed_max_size") if denoiser is not None else None
-        if largest and max(spec.height, spec.width) > largest * multiple:
+        if largest and max(height, width) > largest * multiple:
             raise InputError(
-                f"a size of {spec.height} x {spec.width} with {type(self.pipe).__name__}",
+                f"a size of {height} x {width} with {type(self.pipe).__name__}",
                 f"at most {largest * multiple} on a side: the model has no positions beyond",
                 "ask for a smaller size",
             )

@@ -30,6 +30,8 @@ class PipelineFiles:
     class_name: str
     components: Mapping[str, tuple[str, str]]
     variant: str | None
+    empty: tuple[str, ...] = ()
+    """Components that it names and leaves out on purpose, such as one of several text encoders."""
 
 
 def inspect_folder(path: Path, pipeline_modules: frozenset[str]) -> PipelineFiles:
@@ -43,11 +45,13 @@ def inspect_folder(path: Path, pipeline_modules: frozenset[str]) -> PipelineFile
             "use a model that needs no remote code; Halation never runs code from a model folder",
         )
     components: dict[str, tuple[str, str]] = {}
+    empty: list[str] = []
     for name, value in index.items():
         if name.startswith("_") or not isinstance(value, list):
             continue
         library, component = _component(path, name, value)
         if library is None or component is None:
+            empty.append(name)
             continue
         _refuse_foreign_code(path, name, library, component, pipeline_modules)
         components[name] = (library, component)
@@ -64,7 +68,11 @@ def inspect_folder(path: Path, pipeline_modules: frozenset[str]) -> PipelineFile
             "save the pipeline again with save_pretrained",
         )
     return PipelineFiles(
-        path=path, class_name=class_name, components=components, variant=next(iter(variants)) if variants else None
+        path=path,
+        class_name=class_name,
+        components=components,
+        variant=next(iter(variants)) if variants else None,
+        empty=tuple(empty),
     )
 
 

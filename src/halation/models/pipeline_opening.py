@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -109,8 +109,18 @@ def _listening() -> Iterator[_Reports]:
 
 def load(files: PipelineFiles, options: Options) -> Any:
     """The pipeline, its weights memory-mapped where they need no cast, or read straight onto the GPU."""
+    on_gpu = torch.device(options.device).type == "cuda" and options.offload == "none"
+    placing = {"device_map": "cuda"} if on_gpu else {}
+    with torch.cuda.device(options.device) if on_gpu else nullcontext():
+        return load_parts(files, dtype=DTYPES[options.dtype], **placing)
+
+
+def load_parts(files: PipelineFiles, *, dtype: Any, absent: Iterable[str] = (), **placing: Any) -> Any:
+    """The pipeline without the components named in `absent`; `dtype` may be a mapping by component."""
+    # diffusers wants to be told once more that a text encoder is missing on purpose.
+    without = [*absent, *(name for name in files.empty if name.startswith(("text_encoder", "tokenizer")))]
     with _listening() as reports:
-        pipe = _read(files, options)
+        pipe = _read(files, dtype=dtype, **dict.fromkeys(without), **placing)
     # A text encoder's pooler is made up in several published models, and no pipeline looks at it.
     made_up = [name for name in reports.made_up if "pooler" not in name]
     if made_up:
@@ -127,20 +137,16 @@ def load(files: PipelineFiles, options: Options) -> Any:
     return pipe
 
 
-def _read(files: PipelineFiles, options: Options) -> Any:
-    on_gpu = torch.device(options.device).type == "cuda" and options.offload == "none"
-    placing = {"device_map": "cuda"} if on_gpu else {}
+def _read(files: PipelineFiles, **settings: Any) -> Any:
     try:
-        with torch.cuda.device(options.device) if on_gpu else nullcontext():
-            return diffusers.DiffusionPipeline.from_pretrained(
-                str(files.path),
-                dtype=DTYPES[options.dtype],
-                use_safetensors=True,
-                local_files_only=True,
-                trust_remote_code=False,
-                variant=files.variant,
-                **placing,
-            )
+        return diffusers.DiffusionPipeline.from_pretrained(
+            str(files.path),
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            variant=files.variant,
+            **settings,
+        )
     except torch.OutOfMemoryError:
         raise
     except _LOADING_ERRORS as error:

@@ -7,7 +7,7 @@ picture for all prompts, and nothing would say so.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,15 +136,24 @@ class _Reader:
         return len(_token_ids(self.tokenizer, self.instruction + text)) - own > self.room
 
 
+def _encoder_names(family: Family) -> list[str]:
+    return [name.replace("tokenizer", "text_encoder") for name in family.reads_tokens]
+
+
 class TextLimit:
     """Says, once, that a prompt is longer than every text encoder of the pipeline reads."""
 
-    def __init__(self, pipe: Any, family: Family, arguments: Mapping[str, Any]) -> None:
+    def __init__(
+        self, pipe: Any, family: Family, arguments: Mapping[str, Any], encoders: Collection[str] | None = None
+    ) -> None:
+        """`encoders` names the text encoders that read, where the pipeline itself does not hold them."""
         self._clean = getattr(pipe, "_text_preprocessing", None)
         self._readers: list[_Reader] = []
+        if encoders is None:
+            encoders = [name for name in _encoder_names(family) if getattr(pipe, name, None) is not None]
         for name, limit in family.reads_tokens.items():
             tokenizer = getattr(pipe, name, None)
-            if tokenizer is None or getattr(pipe, name.replace("tokenizer", "text_encoder"), None) is None:
+            if tokenizer is None or name.replace("tokenizer", "text_encoder") not in encoders:
                 continue
             if isinstance(limit, str):
                 limit = int(tokenizer.model_max_length if limit == "model_max_length" else arguments[limit])
@@ -152,11 +161,15 @@ class TextLimit:
             own = 2 if instruction else tokenizer.num_special_tokens_to_add()  # Sana takes two off, whatever it adds
             self._readers.append(_Reader(tokenizer=tokenizer, limit=limit, room=limit - own, instruction=instruction))
 
+    def cuts(self, prompt: str) -> bool:
+        """Whether no text encoder sees this prompt's end."""
+        text = prompt if self._clean is None else self._clean(prompt, clean_caption=False)[0]
+        return bool(self._readers) and all(reader.cuts(text) for reader in self._readers)
+
     def mention(self, specs: Sequence[Spec]) -> None:
         """Warn about the first of these prompts whose end no text encoder sees, and be silent from then on."""
-        for spec in specs if self._readers else ():
-            text = spec.prompt if self._clean is None else self._clean(spec.prompt, clean_caption=False)[0]
-            if all(reader.cuts(text) for reader in self._readers):
+        for spec in specs:
+            if self.cuts(spec.prompt):
                 log.warning(
                     "the prompt of picture %s is longer than the model reads (%d tokens): its end has no effect; "
                     "others like it are not named",

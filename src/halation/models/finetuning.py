@@ -1,0 +1,420 @@
+"""A diffusers pipeline whose transformer is trained, behind the Denoiser protocol; its text encoders are in memory only while they read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from halation.errors import InputError
+from halation.flow import paths
+from halation.models.autoencoder import LatentSpace
+from halation.models.base import Condition, Habits, Solver
+from halation.models.lora import Lora, adapt
+from halation.models.pipeline_arguments import call_parameters
+from halation.models.pipeline_checks import DTYPES, Checks, Options
+from halation.models.pipeline_family import family_of
+from halation.models.pipeline_files import PipelineFiles, inspect_folder
+from halation.models.pipeline_opening import load_parts, pipeline_class, pipeline_modules
+from halation.models.pipeline_recompute import recompute
+from halation.models.pipeline_texts import Encode, PipelineTexts, TextStore, fingerprint_of, others
+from halation.models.pipeline_tokenizers import check_tokenizers
+from halation.models.trained_families import TrainedFamily, trained_family
+from halation.specs import Sheet
+
+_OPTIONS = Options(
+    dtype="fp32",
+    device="cpu",
+    scheduler="",
+    offload="none",
+    compile=False,
+    arguments={},
+    cfg_truncation_step=None,
+    half_frame=False,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineInputs:
+    """Everything the pipeline's call needs for one sheet, on the device."""
+
+    condition: Condition
+    null: Condition
+    seeds: tuple[int, ...]
+    guidance_scale: float
+    num_steps: int
+    height: int
+    width: int
+    device: torch.device
+    truncated: tuple[bool, ...]
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.seeds)
+
+    def halves(self) -> tuple[PipelineInputs, PipelineInputs]:
+        middle = -(-self.num_rows // 2)
+        return self._rows(slice(None, middle)), self._rows(slice(middle, None))
+
+    def _rows(self, cut: slice) -> PipelineInputs:
+        return replace(
+            self,
+            condition={name: value[cut] for name, value in self.condition.items()},
+            null={name: value[cut] for name, value in self.null.items()},
+            seeds=self.seeds[cut],
+            truncated=self.truncated[cut],
+        )
+
+
+class _InPipeline:
+    """The transformer as its pipeline sees it while a sheet is drawn: called in the solver's dtype, with inputs in float32.
+
+    Only the transformer runs under autocast; the scheduler's own arithmetic keeps the precision of the latents.
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+        self._module = module
+        self._narrow = dtype
+        self._device = device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32 if self._narrow != torch.float32 else _weights_dtype(self._module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(self._device.type, dtype=self._narrow, enabled=self._narrow != torch.float32):
+            return self._module(*args, **kwargs)
+
+
+def _weights_dtype(module: nn.Module) -> torch.dtype:
+    return next(parameter.dtype for parameter in module.parameters() if parameter.is_floating_point())
+
+
+class PipelineDenoiser:
+    """A pipeline folder as something to train: transformer, autoencoder, tokenizers and scheduler."""
+
+    def __init__(
+        self,
+        *,
+        files: PipelineFiles,
+        pipe: Any,
+        family: TrainedFamily,
+        size: tuple[int, int],
+        dtype: str,
+        weights_dtype: str,
+        lora: Lora | None,
+    ) -> None:
+        self.files = files
+        self.family = family
+        self.lora = lora
+        self.size = size
+        self.name = family_of(files.class_name).name
+        self.module: nn.Module = pipe.transformer
+        self.config = pipe.transformer.config
+        self.space = LatentSpace(pipe.vae, path=str((files.path / "vae").resolve()))
+        self._dtypes = {"dtype": dtype, "weights_dtype": weights_dtype}
+        self._pipe = pipe
+        self._checks = Checks(pipe=pipe, family=family_of(files.class_name), options=_OPTIONS)
+        self._texts = PipelineTexts(files=files, pipe=pipe, family=family, dtype=dtype)
+        self._device = torch.device("cpu")
+        self._fingerprint = ""
+        self._flops = 0
+
+    @classmethod
+    def open(
+        cls,
+        path: Path,
+        *,
+        dtype: str,
+        weights_dtype: str,
+        lora: Lora | None,
+        height: int,
+        width: int,
+        seed: int = 0,
+    ) -> PipelineDenoiser:
+        """Check a folder and open what training needs of it, on the CPU; pictures will be `height` x `width` by default.
+
+        The weights that are trained are in `weights_dtype`. Under adapters nothing of the base is trained, and it lies in `dtype`.
+        """
+        files = inspect_folder(Path(path), pipeline_modules())
+        kind = pipeline_class(files)
+        family_kind = trained_family(files.class_name, files.path)
+        wanted = DTYPES[dtype if lora is not None else weights_dtype]
+        pipe = load_parts(
+            files,
+            dtype={"transformer": wanted, "default": torch.float32},
+            absent=others(files, ("transformer", "vae")),
+        )
+        check_tokenizers(files.path, pipe, family_of(files.class_name))
+        pipe.__class__ = type(kind.__name__, (_OnOneDevice, kind), {})
+        family = family_kind(pipe)
+        if lora is not None:
+            adapt(pipe.transformer, lora, family.lora_targets, seed)
+        denoiser = cls(
+            files=files,
+            pipe=pipe,
+            family=family,
+            size=(height, width),
+            dtype=dtype,
+            weights_dtype=weights_dtype,
+            lora=lora,
+        )
+        denoiser._checks.options_fit()
+        denoiser.sample_shape(height, width)
+        return denoiser
+
+    @classmethod
+    def described(cls, description: Mapping[str, Any]) -> PipelineDenoiser:
+        """The denoiser that `describe` describes, with the weights of its base folder."""
+        try:
+            if description["version"] != 1:
+                raise ValueError(f"version {description['version']!r}")
+            lora = description["lora"]
+            denoiser = cls.open(
+                Path(description["path"]),
+                dtype=description["dtype"],
+                weights_dtype=description["weights_dtype"],
+                lora=None if lora is None else Lora.from_json(lora),
+                height=int(description["height"]),
+                width=int(description["width"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputError(
+                f"a pipeline's description that does not hold together: {type(error).__name__}: {error}",
+                "what describe() of a denoiser wrote",
+                "take the config.json of the run, written by this release of Halation",
+            ) from error
+        if denoiser.fingerprint() != description.get("fingerprint"):
+            raise InputError(
+                f"the pipeline in {denoiser.files.path} is not the one this run was trained from",
+                f"fingerprint {description.get('fingerprint')}",
+                "put the original folder back, or start a new run",
+            )
+        return denoiser
+
+    # What it is
+
+    @property
+    def path(self) -> paths.Path:
+        return self.family.path
+
+    @property
+    def habits(self) -> Habits:
+        return Habits(
+            guidance_scale=self.default_guidance,
+            time_sampling=self.family.time_sampling,
+            time_shift=self.family.time_shift,
+        )
+
+    @property
+    def default_guidance(self) -> float:
+        return float(call_parameters(type(self._pipe))["guidance_scale"].default)
+
+    @property
+    def default_size(self) -> tuple[int, int]:
+        """What the pipeline draws where no size is asked for."""
+        side = getattr(self._pipe, "default_sample_size", None) or self.config.sample_size
+        return (side * self.downsample, side * self.downsample)
+
+    @property
+    def size_multiple(self) -> int:
+        """What height and width must divide by."""
+        return self._checks.size_multiple
+
+    @property
+    def downsample(self) -> int:
+        return self.space.downsample
+
+    @property
+    def num_channels(self) -> int:
+        return self.space.channels
+
+    @property
+    def hidden(self) -> int:
+        return int(self.config.num_attention_heads * self.config.attention_head_dim)
+
+    @property
+    def depth(self) -> int:
+        return len(self.shard_units())
+
+    def shard_units(self) -> list[nn.Module]:
+        return self.family.units(self.module)
+
+    def keep_no_activations(self) -> None:
+        for unit in self.shard_units():
+            recompute(unit)
+
+    def fingerprint(self) -> str:
+        """A hash over the files of all components of the folder."""
+        if not self._fingerprint:
+            self._fingerprint = fingerprint_of(self.files, tuple(self.files.components))
+        return self._fingerprint
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "family": "pipeline",
+            "version": 1,
+            "class": self.files.class_name,
+            "path": str(self.files.path.resolve()),
+            "fingerprint": self.fingerprint(),
+            "lora": None if self.lora is None else self.lora.as_json(),
+            "height": self.size[0],
+            "width": self.size[1],
+            **self._dtypes,
+        }
+
+    def flops_per_picture(self) -> int:
+        if not self._flops:
+            with torch.device("meta"):
+                twin = type(self._pipe.transformer).from_config(self.config)
+                x = torch.zeros(1, *self.sample_shape(*self.size))
+                condition = {name: value.to("meta") for name, value in self.family.blank().items()}
+                t = torch.zeros(1)
+            with FlopCounterMode(display=False) as counter, torch.no_grad():
+                self.family.answer(twin, x, t, condition)
+            self._flops = int(counter.get_total_flops())
+        return self._flops
+
+    def to(self, device: torch.device | str) -> PipelineDenoiser:
+        self.module.to(device)
+        self.space.to(device)
+        self._device = torch.device(device)
+        return self
+
+    # Pictures and texts
+
+    def sample_shape(self, height: int, width: int) -> tuple[int, int, int]:
+        self._checks.size_fits(height, width)
+        return (self.space.channels, height // self.downsample, width // self.downsample)
+
+    def to_model(self, pixels: Tensor) -> Tensor:
+        return self.space.encode(pixels)
+
+    def to_pixels(self, x: Tensor) -> Tensor:
+        return self.space.decode(x)
+
+    def encoders(self, device: torch.device | str) -> AbstractContextManager[Encode]:
+        """The text encoders on a device: texts to rows on the CPU. They are gone when it ends."""
+        return self._texts.encoders(device)
+
+    def text_fingerprint(self) -> str:
+        """Equal where the same texts become the same embeddings."""
+        return self._texts.fingerprint()
+
+    def use_texts(self, store: TextStore) -> None:
+        """Read embeddings from here; a text that is not in it is encoded when it is asked for."""
+        self._texts.store = store
+
+    def encode_prompts(self, prompts: Sequence[str]) -> Condition:
+        return self._texts.rows(prompts, self._device)
+
+    def encode_captions(self, captions: Sequence[str], labels: Sequence[int]) -> Condition:
+        return self._texts.rows(captions, self._device)
+
+    def null_condition(self, num: int) -> Condition:
+        return {name: row.repeat(num, *(1,) * (row.ndim - 1)) for name, row in self.encode_prompts([""]).items()}
+
+    def truncated(self, prompts: Sequence[str]) -> list[bool]:
+        return [self._texts.cuts(prompt) for prompt in prompts]
+
+    def placed(self, condition: Condition, originals: Tensor, height: int, width: int) -> Condition:
+        return self.family.placed(condition, originals, height, width)
+
+    def forward(self, module: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
+        narrow = torch.is_autocast_enabled(x.device.type)
+        dtype = torch.float32 if narrow else _weights_dtype(self.module)
+        return self.family.answer(module, x.to(dtype), t, _cast(condition, dtype))
+
+    # Drawing
+
+    def prepare(self, sheet: Sheet, device: torch.device | str) -> PipelineInputs:
+        """Everything the pipeline would refuse is refused here."""
+        prompts = [spec.prompt for spec in sheet.specs]
+        first = sheet.specs[0]
+        if any(spec.shape != first.shape or spec.guidance_scale != first.guidance_scale for spec in sheet.specs):
+            raise ValueError("the specs of one sheet have one shape and one guidance scale")
+        for spec in sheet.specs:
+            self._checks.spec_fits(spec)
+        null = self.encode_prompts([spec.negative_prompt for spec in sheet.specs])
+        return self._inputs(sheet, device, self.encode_prompts(prompts), null, tuple(self.truncated(prompts)))
+
+    def filler(self, sheet: Sheet, device: torch.device | str) -> PipelineInputs:
+        num = len(sheet.specs)
+        blank = {name: row.repeat(num, *(1,) * (row.ndim - 1)) for name, row in self.family.blank().items()}
+        return self._inputs(sheet, device, blank, blank, (False,) * num)
+
+    def _inputs(
+        self,
+        sheet: Sheet,
+        device: torch.device | str,
+        condition: Condition,
+        null: Condition,
+        truncated: tuple[bool, ...],
+    ) -> PipelineInputs:
+        first = sheet.specs[0]
+        return PipelineInputs(
+            condition={name: value.to(device) for name, value in condition.items()},
+            null={name: value.to(device) for name, value in null.items()},
+            seeds=tuple(spec.seed for spec in sheet.specs),
+            guidance_scale=first.guidance_scale,
+            num_steps=first.steps,
+            height=first.height,
+            width=first.width,
+            device=torch.device(device),
+            truncated=truncated,
+        )
+
+    @torch.no_grad()
+    def sample(self, inputs: PipelineInputs, solver: Solver, on_step: Callable[[], None]) -> Tensor:
+        """By the pipeline's own call: the latents that `pipe(prompt=..., generator=...)` would decode."""
+        pipe, channels = self._pipe, self.sample_shape(inputs.height, inputs.width)
+        seen = _InPipeline(self.module, solver.dtype, inputs.device)
+        pipe.transformer, pipe.drawing_on = seen, inputs.device
+        try:
+            output = pipe(
+                generator=[torch.Generator("cpu").manual_seed(seed) for seed in inputs.seeds],
+                num_inference_steps=inputs.num_steps,
+                guidance_scale=inputs.guidance_scale,
+                height=inputs.height,
+                width=inputs.width,
+                output_type="latent",
+                **self.family.keywords(_cast(inputs.condition, seen.dtype), _cast(inputs.null, seen.dtype)),
+                **_after_each_step(type(pipe), on_step),
+            )[0]
+        finally:
+            pipe.transformer = self.module
+        return self.family.unpacked(output, *channels[1:]).to(torch.float32)
+
+
+class _OnOneDevice:
+    """A pipeline that is told its device: that of its weights is another one where an engine keeps them in host memory."""
+
+    drawing_on = torch.device("cpu")
+
+    @property
+    def _execution_device(self) -> torch.device:
+        return self.drawing_on
+
+
+def _after_each_step(kind: type[Any], on_step: Callable[[], None]) -> dict[str, Any]:
+    if "callback_on_step_end" not in call_parameters(kind):
+        return {"callback": lambda _step, _time, _latents: on_step()}
+
+    def beat(_pipe: Any, _step: int, _time: Any, values: dict[str, Any]) -> dict[str, Any]:
+        on_step()
+        return values
+
+    return {"callback_on_step_end": beat}
+
+
+def _cast(condition: Condition, dtype: torch.dtype) -> Condition:
+    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in condition.items()}

@@ -1,0 +1,126 @@
+"""LoRA adapters (Hu et al. 2021) on the linear layers of a transformer, by peft: where they go, their first numbers, their merging."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halation.errors import InputError
+
+_ADAPTER = "default"  # peft's name for an adapter that was given none
+_DOWN, _UP = f".lora_A.{_ADAPTER}.weight", f".lora_B.{_ADAPTER}.weight"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    """Adapters to train instead of a transformer's own weights: weight + alpha / rank * up @ down."""
+
+    rank: int
+    alpha: float = 0.0
+    """0 means the rank, a scale of 1."""
+    targets: tuple[str, ...] = ()
+    """Endings of layer names; none means the family's attention."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise InputError(
+                f"--lora_rank {self.rank}", "at least 1", "give a rank such as 16, or 0 to train all weights"
+            )
+        if not self.alpha >= 0:
+            raise InputError(f"--lora_alpha {self.alpha}", "a positive number", "give the rank, or twice the rank")
+
+    @property
+    def scale(self) -> float:
+        return (self.alpha or self.rank) / self.rank
+
+    def as_json(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "targets": list(self.targets)}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Lora:
+        return cls(**{**value, "targets": tuple(value.get("targets", ()))})
+
+
+def adapt(module: nn.Module, lora: Lora, default_targets: Sequence[str], seed: int) -> None:
+    """Put adapters into `module`, in place: float32, and the only parameters that ask for a gradient.
+
+    The seed decides the first `down` matrices; `up` begins at zero, so that training begins at the base model.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    names = _layers(module, lora.targets or tuple(default_targets))
+    settings: dict[str, Any] = {"r": lora.rank, "lora_alpha": lora.rank * lora.scale, "target_modules": names}
+    config = LoraConfig(**settings, bias="none")
+    with torch.random.fork_rng(devices=[]):  # peft draws first numbers, which are replaced below
+        inject_adapter_in_model(config, module, adapter_name=_ADAPTER)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in module.named_parameters():
+        is_adapter = is_adapter_name(name)
+        parameter.requires_grad_(is_adapter)
+        if not is_adapter:
+            continue
+        parameter.data = parameter.data.float()
+        if name.endswith(_DOWN):
+            bound = 1 / math.sqrt(parameter.shape[1])
+            parameter.data.uniform_(-bound, bound, generator=generator)
+        else:
+            parameter.data.zero_()
+
+
+def _layers(module: nn.Module, targets: Sequence[str]) -> list[str]:
+    linear = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
+    chosen: list[str] = []
+    for target in targets:
+        found = [name for name in linear if name == target or name.endswith(f".{target}")]
+        if not found:
+            endings = sorted({ending for name in linear for ending in _endings(name)})
+            near = difflib.get_close_matches(target, endings, n=6, cutoff=0.0)
+            raise InputError(
+                f"--lora_targets {target}: {type(module).__name__} has no linear layer of that name",
+                f"endings of layer names, such as {', '.join(near)}",
+                "choose among those, or leave --lora_targets out for the layers of attention",
+            )
+        chosen += [name for name in found if name not in chosen]
+    return chosen
+
+
+def _endings(name: str) -> list[str]:
+    """The last parts of a name that say something: a layer in a list is known by the list."""
+    parts = name.split(".")
+    cut = 1 if not parts[-1].isdigit() else 2
+    return [".".join(parts[-cut:]), ".".join(parts[-cut - 1 :])]
+
+
+def is_adapter_name(name: str) -> bool:
+    return name.endswith((_DOWN, _UP))
+
+
+def base_name(name: str) -> str:
+    """What a parameter of an adapted transformer is called in the transformer's own files."""
+    return name.replace(".base_layer.", ".")
+
+
+def merged(name: str, weight: Tensor, adapters: Mapping[str, Tensor], scale: float) -> Tensor:
+    """The weight of a transformer's file with its adapter added, in the weight's own dtype; as it is where it has none."""
+    layer = name.removesuffix(".weight")
+    down = adapters.get(f"{layer}{_DOWN}")
+    up = adapters.get(f"{layer}{_UP}")
+    if layer == name or down is None or up is None:
+        return weight
+    total = weight.to(torch.float32) + (up.to(torch.float32) @ down.to(torch.float32)) * scale
+    return total.to(weight.dtype)
+
+
+def published(adapters: Mapping[str, Tensor], lora: Lora) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Names as `pipe.load_lora_weights` reads them, and the adapters' settings under the same prefix."""
+    tensors = {f"transformer.{name.replace(f'.{_ADAPTER}.', '.')}": tensor for name, tensor in adapters.items()}
+    layers = sorted({name.removesuffix(_DOWN) for name in adapters if name.endswith(_DOWN)})
+    settings = {"r": lora.rank, "lora_alpha": lora.rank * lora.scale, "target_modules": layers, "bias": "none"}
+    return tensors, {f"transformer.{name}": value for name, value in settings.items()}
