@@ -70,3 +70,6 @@ class Pictures(Protocol):
 
     def captions(self) -> Iterable[str]:
         """A bounded sample of the train part's captions, to build a tokenizer from."""
+
+    def every_caption(self) -> Iterable[str]:
+        """The captions of all pictures of both parts, repeated ones too."""

@@ -58,6 +58,17 @@ def decode_sized(path: Path, height: int, width: int) -> Decoded:
         raise BrokenPictureError(str(error) or type(error).__name__) from None
 
 
+def upright_size(path: Path) -> tuple[int, int]:
+    """Height and width as its EXIF turns it, mostly from the file's first bytes alone."""
+    try:
+        with _opened(path) as image:
+            across, down = image.size
+            on_its_side = image.getexif().get(ExifTags.Base.Orientation) in _ON_ITS_SIDE
+            return (across, down) if on_its_side else (down, across)
+    except _DAMAGE as error:
+        raise BrokenPictureError(str(error) or type(error).__name__) from None
+
+
 def check(path: Path, height: int, width: int) -> tuple[int, int]:
     """Its upright height and width, or BrokenPictureError unless it is whole; `decode` takes a PNG that lacks its end."""
     original = decode_sized(path, height, width).original

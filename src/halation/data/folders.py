@@ -1,4 +1,4 @@
-"""What a folder of pictures says it holds: file names with captions or classes, by its metadata file or its subfolders."""
+"""What a folder or a table says of its pictures: file names with captions or classes, by columns or by subfolders."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from halation.data.decode import SUFFIXES
 from halation.errors import InputError
 from halation.tables import Row, csv_header, csv_rows, decode, json_rows, refuse
 
 METADATA = ("metadata.jsonl", "metadata.csv")
+FILE_COLUMNS = ("file_name", "filename", "file", "image", "image_path", "path")
+TEXT_COLUMNS = ("text", "caption", "prompt", "description")
+"""What the two columns of a table of pictures may be called; the first goes before the others."""
 HELDOUT_SPLITS = ("validation", "valid", "val", "test")
 _ACTION = (
     "put a metadata.jsonl or metadata.csv with the columns file_name and text beside the pictures, "
@@ -57,6 +61,49 @@ def read_folder(folder: Path) -> Listing:
     other = next((folder / name for name in HELDOUT_SPLITS if (folder / name).is_dir()), None) if splits else None
     heldout = None if other is None else _heldout(folder, other, names)
     return Listing(train=train, heldout=heldout, class_names=names)
+
+
+class _Columns(NamedTuple):
+    """What the two columns are called."""
+
+    file: str
+    text: str
+
+
+_USUAL = _Columns("file_name", "text")
+
+
+def is_table(path: Path) -> bool:
+    """Whether this names a CSV file of pictures, and not a folder of them."""
+    return path.suffix.lower() == ".csv" and not path.is_dir()
+
+
+def read_table(table: Path) -> Listing:
+    """List the pictures of a CSV file with a column of paths, from its own folder on, and one of captions."""
+    try:
+        text = decode(str(table), table.read_bytes())
+    except FileNotFoundError:
+        raise InputError(f"no such file: {table}", "a CSV file of pictures and captions", "check the path") from None
+    header = csv_header(str(table), text)
+    columns = _Columns(_column(table, "files", FILE_COLUMNS, header), _column(table, "captions", TEXT_COLUMNS, header))
+    train = _entries(table.parent, table, csv_rows(str(table), text), columns)
+    return Listing(train=train, heldout=None, class_names=())
+
+
+def _column(table: Path, what: str, names: Sequence[str], header: Sequence[str]) -> str:
+    if names[0] in header:
+        return names[0]
+    plain = {name.replace("_", "") for name in names}
+    found = [column for column in header if re.sub(r"[\s_-]", "", column.lower()) in plain]
+    if len(found) == 1:
+        return found[0]
+    listed = ", ".join(map(repr, header)) or "none"
+    problem = (
+        f"{' and '.join(map(repr, found))} could each be the column of {what}" if found else f"no column of {what}"
+    )
+    other_separator = len(header) == 1 and re.search(r"[;\t|]", header[0])
+    action = "put commas between the columns" if other_separator else f"rename the right one to {names[0]!r}"
+    raise refuse(str(table), 1, 1, f"{problem} among {listed}", f"one column named {' or '.join(names)}", action)
 
 
 def _has_split(folder: Path) -> bool:
@@ -131,28 +178,34 @@ def _described(folder: Path, top: Path) -> tuple[Entry, ...]:
     is_csv = metadata.suffix == ".csv"
     if is_csv:
         _check_columns(metadata, 1, csv_header(str(metadata), text))
+    rows = csv_rows(str(metadata), text) if is_csv else json_rows(str(metadata), text)
+    return _entries(folder, metadata, rows, _USUAL)
+
+
+def _entries(folder: Path, table: Path, rows: Iterable[Row], columns: _Columns) -> tuple[Entry, ...]:
     entries, missing = [], []
-    for row in csv_rows(str(metadata), text) if is_csv else json_rows(str(metadata), text):
-        path = top / _file_name(metadata, row)
+    tops = tuple(f"{top}/" for top in (table.parent.absolute(), table.parent.resolve()))
+    for row in rows:
+        path = table.parent / _file_name(table, row, columns, tops)
         try:
             num_bytes = path.stat().st_size
         except OSError:
             missing.append(row)
             continue
         name = path.relative_to(folder).as_posix()
-        entries.append(Entry(name=name, num_bytes=num_bytes, caption=_text(metadata, row)))
-    _refuse_missing(metadata, missing)
+        entries.append(Entry(name=name, num_bytes=num_bytes, caption=_text(table, row, columns)))
+    _refuse_missing(table, missing, columns)
     if not entries:
-        raise InputError(f"{metadata} lists no pictures", "one line for each picture", _ACTION)
+        raise InputError(f"{table} lists no pictures", "one line for each picture", _ACTION)
     return tuple(entries)
 
 
-def _refuse_missing(metadata: Path, missing: Sequence[Row]) -> None:
+def _refuse_missing(table: Path, missing: Sequence[Row], columns: _Columns) -> None:
     if missing:
-        names = ", ".join(f"{row.values['file_name']} (line {row.line})" for row in missing[:10])
+        names = ", ".join(f"{row.values[columns.file]} (line {row.line})" for row in missing[:10])
         raise InputError(
-            f"{metadata} names {len(missing)} files that are not there: {names}",
-            "every file_name to be a file in that folder",
+            f"{table} names {len(missing)} files that are not there: {names}",
+            f"every {columns.file} to be a file in that folder",
             "add the files, or remove their lines",
         )
 
@@ -182,20 +235,25 @@ def _alike(wanted: str, alike: Sequence[str], columns: Sequence[str]) -> str | N
     return next((column for rule in rules for column in columns if rule(column)), None)
 
 
-def _file_name(metadata: Path, row: Row) -> str:
-    _check_columns(metadata, row.line, row.values)
-    name = row.values["file_name"]
+def _file_name(table: Path, row: Row, columns: _Columns, tops: Sequence[str]) -> str:
+    """Below the table's folder; a whole path that leads into it (begins with one of `tops`) is taken from there on."""
+    if columns == _USUAL:
+        _check_columns(table, row.line, row.values)
+    name = row.values[columns.file]
     if not isinstance(name, str) or not name.strip():
-        raise refuse(str(metadata), row.line, 1, f"file_name is {name!r}", "the name of a file", "correct the line")
-    parts = name.replace("\\", "/").split("/")
-    if "" in parts[:1] or ".." in parts or "\0" in name or re.match(r"[A-Za-z]:[\\/]", name):
-        found = f"file_name {name!r} leaves the folder"
-        raise refuse(str(metadata), row.line, 1, found, "a file in the folder or below it", "correct the line")
-    return name
+        found = f"{columns.file} is {name!r}"
+        raise refuse(str(table), row.line, 1, found, "the name of a file", "correct the line")
+    below = next((name.removeprefix(top) for top in tops if name.startswith(top)), name)
+    parts = below.replace("\\", "/").split("/")
+    if "" in parts[:1] or ".." in parts or "\0" in below or re.match(r"[A-Za-z]:[\\/]", below):
+        found = f"{columns.file} {name!r} leaves the folder"
+        action = f"move {table.name} into a folder above all its pictures, or put a link to their folder beside it"
+        raise refuse(str(table), row.line, 1, found, "a file in the folder or below it", action)
+    return below
 
 
-def _text(metadata: Path, row: Row) -> str:
-    text = row.values["text"]
+def _text(table: Path, row: Row, columns: _Columns) -> str:
+    text = row.values[columns.text]
     if not isinstance(text, str):
-        raise refuse(str(metadata), row.line, 1, f"text is {text!r}", "a caption", "correct the line")
+        raise refuse(str(table), row.line, 1, f"{columns.text} is {text!r}", "a caption", "correct the line")
     return text

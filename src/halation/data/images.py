@@ -1,4 +1,4 @@
-"""A folder of somebody's pictures as a source: listed, checked once, cropped and resized when asked for."""
+"""A folder or table of somebody's pictures as a source: listed, checked once, cropped and resized when asked for."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from halation.data import decode
 from halation.data.base import JSON, Picture
-from halation.data.folders import Entry, read_folder
+from halation.data.buckets import Buckets, Shape, nearest
+from halation.data.folders import Entry, is_table, read_folder, read_table
 from halation.errors import InputError
 
 _log = logging.getLogger(__name__)
@@ -35,25 +38,56 @@ class CheckReport:
     """True where an earlier check of the same files was found, and nothing was decoded."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Seen:
+    """What a look at every picture has found."""
+
+    broken: dict[str, str]
+    sizes: list[Shape]
+    """By name in order; (0, 0) of a broken one."""
+
+
 class ImageFolder:
-    """The pictures of a folder at one size.
+    """The pictures of a folder, or of a CSV file, at one size; where there are `buckets`, the train part in the nearest of them.
 
     Held out is what a `validation/` or `test/` beside `train/` holds, else the pictures whose name hashes into the lowest 5 %, at
     most `heldout_pictures` of them, none below 20 pictures. So more pictures never make a held-out one of one that
-    was trained on, and move none at all while there are fewer held-out ones than allowed.
+    was trained on, and move none at all while there are fewer held-out ones than allowed. `max_pictures` keeps the first ones
+    of the train part, by name.
     """
 
-    def __init__(self, folder: str | Path, height: int, width: int, *, heldout_pictures: int = 64) -> None:
-        self.folder = Path(folder)
+    def __init__(
+        self,
+        folder: str | Path,
+        height: int,
+        width: int,
+        *,
+        heldout_pictures: int = 64,
+        max_pictures: int = 0,
+        buckets: Sequence[Shape] = (),
+    ) -> None:
+        path = Path(folder)
+        self.folder = path.parent if is_table(path) else path
         self.name = str(folder)
         self.height = height
         self.width = width
-        listing = read_folder(self.folder)
+        self._asked_shapes = tuple(buckets)
+        self._sizes: dict[str, Shape] = {}
+        self._sorted: Buckets | None = None
+        listing = read_table(path) if is_table(path) else read_folder(path)
         self.class_names = listing.class_names
         if listing.heldout is not None:
             self._train, self._heldout = sorted(listing.train), sorted(listing.heldout)
         else:
             self._train, self._heldout = hold_out(sorted(listing.train), heldout_pictures)
+        if max_pictures:
+            self._keep_first(max_pictures)
+
+    def _keep_first(self, num: int) -> None:
+        self._train = self._train[:num]
+        num_absent = len(self.class_names) - len({entry.label for entry in self._train})
+        if self.class_names and num_absent:
+            _log.warning("the first %d pictures of %s are of %d classes fewer", num, self.name, num_absent)
 
     @property
     def num_train(self) -> int:
@@ -68,7 +102,7 @@ class ImageFolder:
     @property
     def fingerprint(self) -> dict[str, JSON]:
         """What decides pixels and captions; no times and no absolute paths, so a copy of the folder has the same."""
-        return {
+        facts: dict[str, JSON] = {
             "kind": "images",
             "train": _digest(self._train),
             "heldout": _digest(self._heldout),
@@ -79,18 +113,52 @@ class ImageFolder:
             "crop": "centre",
             "decoder": decode.VERSION,
         }
+        if self._asked_shapes:
+            facts["buckets"] = [list(shape) for shape in self._asked_shapes]
+        return facts
+
+    @property
+    def bucket_of(self) -> np.ndarray | None:
+        """The bucket of each train picture, an index into `shapes`; None without buckets."""
+        return self._buckets().of if self._asked_shapes else None
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """Those of the buckets that have pictures."""
+        return self._buckets().shapes if self._asked_shapes else ()
+
+    def _buckets(self) -> Buckets:
+        if self._sorted is None:
+            sizes = [self._sizes.get(entry.name) or self._size(entry) for entry in self._train]
+            used, of = np.unique(nearest(np.array(sizes), self._asked_shapes), return_inverse=True)
+            self._sorted = Buckets(of.astype(np.int64), tuple(self._asked_shapes[bucket] for bucket in used))
+        return self._sorted
+
+    def _size(self, entry: Entry) -> Shape:
+        try:
+            return decode.upright_size(self.folder / entry.name)
+        except decode.BrokenPictureError as error:
+            raise self._unreadable(entry, error) from None
 
     def train(self, index: int) -> Picture:
         """Picture `index` of the train part."""
-        return self._picture(self._train, index)
+        shape = (self.height, self.width)
+        if self._asked_shapes and 0 <= index < self.num_train:
+            of, shapes = self._buckets()
+            shape = shapes[of[index]]
+        return self._picture(self._train, index, shape)
 
     def heldout(self, index: int) -> Picture:
         """Picture `index` of the held-out part."""
-        return self._picture(self._heldout, index)
+        return self._picture(self._heldout, index, (self.height, self.width))
 
     def captions(self) -> Iterable[str]:
         """Captions of the train part, at most a hundred thousand."""
         return [entry.caption for entry in self._train[:_NUM_CAPTIONS]]
+
+    def every_caption(self) -> Iterable[str]:
+        """The captions of all pictures of both parts."""
+        return (entry.caption for entry in (*self._train, *self._heldout))
 
     def file_name(self, index: int) -> str:
         """The file of train picture `index`, below the folder."""
@@ -101,19 +169,22 @@ class ImageFolder:
         entry = self._train[index]
         return self.class_names[entry.label] if self.class_names else entry.caption
 
-    def _picture(self, entries: Sequence[Entry], index: int) -> Picture:
+    def _picture(self, entries: Sequence[Entry], index: int, shape: Shape) -> Picture:
         if not 0 <= index < len(entries):
             raise IndexError(f"{self.folder} has {len(entries)} such pictures; asked for {index}")
         entry = entries[index]
         try:
-            pixels, original = decode.decode_sized(self.folder / entry.name, self.height, self.width)
+            pixels, original = decode.decode_sized(self.folder / entry.name, *shape)
         except decode.BrokenPictureError as error:
-            raise InputError(
-                f"{self.folder / entry.name} cannot be read: {error}",
-                "a whole PNG, JPEG or WebP file, as when the folder was checked",
-                "replace or remove the file; the next start checks the folder again",
-            ) from None
+            raise self._unreadable(entry, error) from None
         return Picture(pixels=pixels, caption=entry.caption, label=entry.label, original=original)
+
+    def _unreadable(self, entry: Entry, error: decode.BrokenPictureError) -> InputError:
+        return InputError(
+            f"{self.folder / entry.name} cannot be read: {error}",
+            "a whole PNG, JPEG or WebP file, as when the folder was checked",
+            "replace or remove the file; the next start checks the folder again",
+        )
 
     def check(
         self,
@@ -130,35 +201,38 @@ class ImageFolder:
         """
         names = sorted({entry.name for entry in (*self._train, *self._heldout)})
         index = None if memory is None else Path(memory) / f"checked-{self._state(names)}.json"
-        broken = None if index is None else _remembered(index)
-        remembered = broken is not None
-        if broken is None:
-            broken = self._broken(names, num_threads or min(8, os.cpu_count() or 1), on_progress)
+        with_sizes = bool(self._asked_shapes)
+        seen = None if index is None else _remembered(index, len(names), with_sizes)
+        remembered = seen is not None
+        if seen is None:
+            seen = self._seen(names, num_threads or min(8, os.cpu_count() or 1), on_progress)
             if index is not None:
-                _remember(index, broken)
+                _remember(index, seen, with_sizes)
+        broken = seen.broken
         self._judge(broken, len(names), quiet)
+        self._sizes = dict(zip(names, seen.sizes, strict=True)) if with_sizes else {}
+        self._sorted = None
         self._train = [entry for entry in self._train if entry.name not in broken]
         self._heldout = [entry for entry in self._heldout if entry.name not in broken]
         return CheckReport(num_checked=len(names), broken=broken, remembered=remembered)
 
-    def _broken(
-        self, names: Sequence[str], num_threads: int, on_progress: Callable[[int, int], None] | None
-    ) -> dict[str, str]:
-        broken = {}
+    def _seen(self, names: Sequence[str], num_threads: int, on_progress: Callable[[int, int], None] | None) -> _Seen:
+        seen = _Seen(broken={}, sizes=[])
         with ThreadPoolExecutor(num_threads) as threads:
-            for done, (name, reason) in enumerate(zip(names, threads.map(self._fault, names), strict=True), start=1):
-                if reason is not None:
-                    broken[name] = reason
+            for done, (name, found) in enumerate(zip(names, threads.map(self._look, names), strict=True), start=1):
+                seen.sizes.append((0, 0) if isinstance(found, str) else found)
+                if isinstance(found, str):
+                    seen.broken[name] = found
                 if on_progress is not None:
                     on_progress(done, len(names))
-        return broken
+        return seen
 
-    def _fault(self, name: str) -> str | None:
+    def _look(self, name: str) -> Shape | str:
+        """Its size, or what is wrong with it."""
         try:
-            decode.check(self.folder / name, self.height, self.width)
+            return decode.check(self.folder / name, self.height, self.width)
         except decode.BrokenPictureError as error:
             return str(error)
-        return None
 
     def _judge(self, broken: dict[str, str], num: int, quiet: bool) -> None:
         named = "".join(f"\n    {name}: {reason}" for name, reason in list(broken.items())[:10])
@@ -204,19 +278,22 @@ def _digest(entries: Sequence[Entry]) -> str:
     return digest.hexdigest()
 
 
-def _remembered(index: Path) -> dict[str, str] | None:
+def _remembered(index: Path, num: int, with_sizes: bool) -> _Seen | None:
     try:
-        broken = json.loads(index.read_bytes())["broken"]
+        note = json.loads(index.read_bytes())
+        sizes: list[Shape] = [(int(high), int(wide)) for high, wide in note["sizes"]] if with_sizes else []
+        seen = _Seen(broken=note["broken"], sizes=sizes)
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return broken if isinstance(broken, dict) else None
+    return seen if isinstance(seen.broken, dict) and len(sizes) == (num if with_sizes else 0) else None
 
 
-def _remember(index: Path, broken: dict[str, str]) -> None:
+def _remember(index: Path, seen: _Seen, with_sizes: bool) -> None:
+    note = {"broken": seen.broken} | ({"sizes": seen.sizes} if with_sizes else {})
     try:
         index.parent.mkdir(parents=True, exist_ok=True)
         temporary = index.with_name(f".{index.name}.{os.getpid()}.tmp")
-        temporary.write_text(json.dumps({"broken": broken}))
+        temporary.write_text(json.dumps(note))
         temporary.replace(index)
     except OSError as error:  # a memory that cannot be kept costs time at the next start, nothing else
         _log.warning("the check of the pictures is not remembered: %s: %s", index, error)

@@ -1,16 +1,14 @@
 """A cache of pixels or latents in sharded safetensors: built by all ranks, resumable, fingerprinted, memory-mapped.
 
 A folder holds `cache.json` (what was asked for), and for each shard `train-00000.safetensors` with one tensor "x" and
-`train-00000.json` with captions, labels, original sizes, size and SHA-256. The JSON is published last: a shard without it is not there.
+`train-00000.json` with captions, labels, original sizes, size and SHA-256. A shard holds samples of one shape: where the
+source has buckets, the pictures of one of them, and its note says which.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import logging
 import os
-import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,19 +20,20 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save
 
+from halation.data import shards
 from halation.data.base import JSON, Picture, Pictures
+from halation.data.buckets import buckets_of
 from halation.data.workers import Stack, Workers, draw, joined
-from halation.errors import InputError
-from halation.runs import publish, writer_of
-
-_log = logging.getLogger(__name__)
 
 FORMAT = 2
 PARTS = ("train", "heldout")
-_DTYPES: dict[str, np.dtype[Any]] = {"U8": np.dtype(np.uint8), "F16": np.dtype(np.float16)}
-_NUM_CAPTIONS = 100_000
-_CHUNK = 32
+CHUNK = 32
 """Pictures a process makes at a time, and the size of every batch `encode` sees unless told otherwise."""
+_MANIFEST = "cache.json"
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "U8": np.dtype(np.uint8), "F16": np.dtype(np.float16), "F32": np.dtype(np.float32),
+}  # fmt: skip
+_NUM_CAPTIONS = 100_000
 
 Encode = Callable[[list[np.ndarray]], np.ndarray]
 
@@ -47,36 +46,36 @@ def build(
     fingerprint: dict[str, JSON],
     part: tuple[int, int] = (0, 1),
     shard_size: int = 1024,
-    encode_size: int = _CHUNK,
+    encode_size: int = CHUNK,
     num_workers: int = 0,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> None:
     """Write the shards of rank `part[0]` of `part[1]` that are not there yet; the caller waits for the other ranks.
 
-    Without `encode` pixels are kept (uint8, NHWC). `encode` always gets exactly `encode_size` pictures, a shard's last
-    batch filled up by repetition, so that a latent does not depend on the number of ranks. `num_workers` processes make
-    the pictures; 0 makes them here. `on_progress(done, total)` counts this rank's pictures.
+    Without `encode` pixels are kept (uint8, NHWC). `encode` always gets exactly `encode_size` pictures of one shape, a shard's
+    last batch filled up by repetition, so that a latent does not depend on the number of ranks; it gives float16 or float32.
+    `num_workers` processes make the pictures; 0 makes them here. `on_progress(done, total)` counts this rank's pictures.
     """
     folder = Path(folder)
     rank, world_size = part
     asked = _describe(source, fingerprint, shard_size)
-    _claim(folder, asked)
+    shards.claim(folder / _MANIFEST, asked)
     mine = [shard for shard in _shards(asked) if shard.number % world_size == rank]
-    total = sum(len(shard.indices) for shard in mine)
+    total = sum(shard.num for shard in mine)
     missing = [shard for shard in mine if _commit(folder, shard, verify=True) is None]
-    done = total - sum(len(shard.indices) for shard in missing)
+    done = total - sum(shard.num for shard in missing)
     if on_progress is not None:
         on_progress(done, total)
     workers = Workers(partial(draw, source), num_workers) if num_workers and missing else None
     try:
-        for shard, stack in _made(source, workers, missing):
+        for shard, indices, stack in _made(source, workers, missing):
 
             def tell(num: int, before: int = done) -> None:
                 if on_progress is not None:
                     on_progress(before + num, total)
 
-            _publish_shard(folder, shard, stack, _encoded(stack.pixels, encode, encode_size, tell))
-            done += len(shard.indices)
+            _publish(folder, shard, indices, stack, _encoded(stack.pixels, encode, encode_size, tell))
+            done += shard.num
             if on_progress is not None:
                 on_progress(done, total)
     finally:
@@ -90,26 +89,21 @@ def open(folder: str | Path, fingerprint: dict[str, JSON], *, verify: bool = Tru
     `verify` reads everything once to compare the SHA-256s (one rank of a machine is enough); sizes are compared always.
     """
     folder = Path(folder)
-    asked = _read_manifest(folder)
-    _refuse_stale(folder, asked["fingerprint"], fingerprint)
-    shards = list(_shards(asked))
+    asked = shards.read_manifest(folder / _MANIFEST, FORMAT)
+    shards.refuse_stale(folder, asked["fingerprint"], fingerprint)
+    wanted = list(_shards(asked))
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-        commits = list(threads.map(lambda shard: _commit(folder, shard, verify=verify), shards))
-    bad = [shard.name for shard, commit in zip(shards, commits, strict=True) if commit is None]
-    if bad:
-        raise InputError(
-            f"{len(bad)} of {len(shards)} shards of the cache {folder} are missing or damaged: {', '.join(bad[:10])}",
-            "every shard with the size and SHA-256 written beside it",
-            "build the cache again with the same settings; only these shards are made",
-        )
-    whole = [(shard, commit) for shard, commit in zip(shards, commits, strict=True) if commit is not None]
+        commits = list(threads.map(lambda shard: _commit(folder, shard, verify=verify), wanted))
+    bad = [shard.name for shard, commit in zip(wanted, commits, strict=True) if commit is None]
+    shards.refuse_damaged(folder, bad, len(wanted))
+    whole = [(shard, commit) for shard, commit in zip(wanted, commits, strict=True) if commit is not None]
     return CachedPictures(folder, asked, whole)
 
 
 class CachedPictures:
     """A cache as a source: pictures whose pixels (or latents) are views of the mapped files."""
 
-    def __init__(self, folder: Path, asked: dict[str, Any], shards: Sequence[tuple[_Shard, dict[str, Any]]]) -> None:
+    def __init__(self, folder: Path, asked: dict[str, Any], held: Sequence[tuple[_Shard, dict[str, Any]]]) -> None:
         self.name = str(asked["name"])
         self.folder = folder
         self.fingerprint: dict[str, JSON] = asked["fingerprint"]
@@ -118,16 +112,21 @@ class CachedPictures:
         self.height = int(asked["height"])
         self.width = int(asked["width"])
         self.class_names: tuple[str, ...] = tuple(asked["class_names"])
-        self._shard_size = int(asked["shard_size"])
-        self._parts = {name: _Part([pair for pair in shards if pair[0].part == name], folder) for name in PARTS}
-        samples = [part for part in self._parts.values() if part.arrays]
-        self.sample_shape: tuple[int, ...] = samples[0].arrays[0].shape[1:] if samples else (self.height, self.width, 3)
-        self.dtype: np.dtype[Any] = samples[0].arrays[0].dtype if samples else np.dtype(np.uint8)
+        self._parts = {name: _Part([pair for pair in held if pair[0].part == name], folder) for name in PARTS}
+        arrays = [array for part in self._parts.values() for array in part.arrays]
+        self.dtype: np.dtype[Any] = arrays[0].dtype if arrays else np.dtype(np.uint8)
+        buckets = asked.get("buckets")
+        self.shapes: tuple[tuple[int, int], ...] = (
+            tuple((high, wide) for high, wide in buckets["shapes"]) if buckets else ()
+        )
+        """Heights and widths in pixels of the buckets of the train part; empty where there are none."""
+        self.bucket_of: np.ndarray | None = self._parts["train"].buckets if buckets else None
+        """The bucket of each train picture; None where there are none."""
 
     @property
     def holds_latents(self) -> bool:
-        """True where an encoder made the samples: float16, channels first."""
-        return self.dtype == np.float16
+        """True where an encoder made the samples: floats, channels first."""
+        return self.dtype != np.uint8
 
     def train(self, index: int) -> Picture:
         """Picture `index` of the train part; its pixels are a read-only view of the file."""
@@ -141,19 +140,27 @@ class CachedPictures:
         """The first captions of the train part, at most a hundred thousand."""
         return self._parts["train"].captions[:_NUM_CAPTIONS]
 
+    def every_caption(self) -> Iterable[str]:
+        """The captions of both parts."""
+        return [caption for part in self._parts.values() for caption in part.captions]
+
     def read(self, indices: Sequence[int] | np.ndarray, part: str = "train") -> Stack:
-        """Many samples at once, copied into one new array: the fast way for a batch."""
+        """Many samples of one shape at once, copied into one new array: the fast way for a batch."""
         where = self._parts[part]
         wanted = np.asarray(indices, np.int64)
         num = len(where.captions)
         if len(wanted) and (wanted.min() < 0 or wanted.max() >= num):
             raise IndexError(f"the {part} part holds {num} pictures; asked for {wanted.min()} to {wanted.max()}")
-        pixels = np.empty((len(wanted), *self.sample_shape), self.dtype)
-        rows = pixels.reshape(len(wanted), -1) if len(wanted) else pixels
+        buckets = where.buckets[wanted]
+        if len(wanted) and (buckets != buckets[0]).any():
+            raise ValueError(f"pictures of {len(np.unique(buckets))} buckets were asked for at once")
+        files, rows = where.files[wanted].tolist(), where.rows[wanted].tolist()
+        shape = where.arrays[files[0] if files else 0].shape[1:] if where.arrays else (self.height, self.width, 3)
+        pixels = np.empty((len(wanted), *shape), self.dtype)
+        targets = pixels.reshape(len(wanted), -1) if len(wanted) else pixels
         flat = where.flat
-        shards, locals_ = np.divmod(wanted, self._shard_size)
-        for row, (shard, local) in enumerate(zip(shards.tolist(), locals_.tolist(), strict=True)):
-            rows[row] = flat[shard][local]
+        for target, (file, row) in enumerate(zip(files, rows, strict=True)):
+            targets[target] = flat[file][row]
         captions = [where.captions[index] for index in wanted.tolist()]
         return Stack(pixels, captions, where.labels[wanted], where.originals[wanted])
 
@@ -161,10 +168,9 @@ class CachedPictures:
         if not 0 <= index < num:
             raise IndexError(f"the {part} part holds {num} pictures; asked for {index}")
         where = self._parts[part]
-        shard, local = divmod(index, self._shard_size)
         high, wide = where.originals[index].tolist()
         return Picture(
-            pixels=where.arrays[shard][local],
+            pixels=where.arrays[where.files[index]][where.rows[index]],
             caption=where.captions[index],
             label=int(where.labels[index]),
             original=(high, wide),
@@ -177,7 +183,11 @@ class _Shard:
     number: int
     """Counted over both parts: the rank that writes it is number % world_size."""
     within: int
-    indices: range
+    bucket: int
+    start: int
+    """How many pictures of its part, or of its bucket, lie in shards before it."""
+    num: int
+    bucketed: bool
 
     @property
     def name(self) -> str:
@@ -185,21 +195,32 @@ class _Shard:
 
 
 class _Part:
-    """The mapped arrays of one part, and their captions and labels in memory."""
+    """The mapped arrays of one part, and by picture their place in them, captions, labels and original sizes in memory."""
 
-    def __init__(self, shards: Sequence[tuple[_Shard, dict[str, Any]]], folder: Path) -> None:
-        self.arrays = [_map(folder / shard.name) for shard, _ in shards]
+    def __init__(self, held: Sequence[tuple[_Shard, dict[str, Any]]], folder: Path) -> None:
+        self.arrays = [_map(folder / shard.name) for shard, _ in held]
         self.flat = [array.reshape(len(array), -1) for array in self.arrays]
-        self.captions: list[str] = [caption for _, commit in shards for caption in commit["captions"]]
-        self.labels = np.array([label for _, commit in shards for label in commit["labels"]], np.int64)
-        sizes = [size for _, commit in shards for size in commit["originals"]]
-        self.originals = np.array(sizes, np.int64).reshape(-1, 2)
+        lengths = [shard.num for shard, _ in held]
+        self.files = np.repeat(np.arange(len(held)), lengths)
+        self.rows = np.concatenate([np.empty(0, np.int64), *(np.arange(num) for num in lengths)])
+        self.buckets = np.repeat(np.array([shard.bucket for shard, _ in held], np.int64), lengths)
+        self.captions: list[str] = [caption for _, commit in held for caption in commit["captions"]]
+        self.labels = np.array([label for _, commit in held for label in commit["labels"]], np.int64)
+        self.originals = np.array([size for _, commit in held for size in commit["originals"]], np.int64).reshape(-1, 2)
+        if any(shard.bucketed for shard, _ in held):
+            self._sort(np.argsort([index for _, commit in held for index in commit["indices"]]))
+
+    def _sort(self, places: np.ndarray) -> None:
+        """From the order of the shards, which is by bucket, to that of the pictures."""
+        self.files, self.rows, self.buckets = self.files[places], self.rows[places], self.buckets[places]
+        self.labels, self.originals = self.labels[places], self.originals[places]
+        self.captions = [self.captions[place] for place in places.tolist()]
 
 
 def _describe(source: Pictures, fingerprint: dict[str, JSON], shard_size: int) -> dict[str, Any]:
     if shard_size < 1:
         raise ValueError(f"a shard holds at least one picture, not {shard_size}")
-    return {
+    asked: dict[str, Any] = {
         "format": FORMAT,
         "name": source.name,
         "fingerprint": fingerprint,
@@ -210,100 +231,71 @@ def _describe(source: Pictures, fingerprint: dict[str, JSON], shard_size: int) -
         "class_names": list(source.class_names),
         "shard_size": shard_size,
     }
+    buckets = buckets_of(source)
+    if buckets is not None:
+        asked["buckets"] = {
+            "shapes": [list(shape) for shape in buckets.shapes],
+            "counts": np.bincount(buckets.of).tolist(),
+            "sha256": hashlib.sha256(np.asarray(buckets.of, "<i8").tobytes()).hexdigest(),
+        }
+    return asked
 
 
 def _shards(asked: dict[str, Any]) -> Iterator[_Shard]:
     number = 0
     size = int(asked["shard_size"])
     for part in PARTS:
-        num = int(asked[f"num_{part}"])
-        for within, start in enumerate(range(0, num, size)):
-            yield _Shard(part=part, number=number, within=within, indices=range(start, min(start + size, num)))
+        bucketed = part == "train" and "buckets" in asked
+        counts: list[int] = asked["buckets"]["counts"] if bucketed else [int(asked[f"num_{part}"])]
+        cuts = [
+            (bucket, start, min(size, num - start))
+            for bucket, num in enumerate(counts)
+            for start in range(0, num, size)
+        ]
+        for within, (bucket, start, num) in enumerate(cuts):
+            yield _Shard(
+                part=part, number=number, within=within, bucket=bucket, start=start, num=num, bucketed=bucketed
+            )
             number += 1
-
-
-def _claim(folder: Path, asked: dict[str, Any]) -> None:
-    """Make the folder ours, or refuse it: every rank does this and writes the same bytes."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if (folder / "cache.json").exists():
-        there = _read_manifest(folder)
-        _refuse_stale(folder, there["fingerprint"], asked["fingerprint"])
-        same = json.loads(json.dumps(asked))
-        _refuse_stale(folder, {**there, "name": None}, {**same, "name": None})
-    else:
-        publish(folder / "cache.json", json.dumps(asked, indent=1, sort_keys=True).encode())
-    _remove_leftovers(folder)
-
-
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    path = folder / "cache.json"
-    again = "delete the folder and build it again"
-    try:
-        asked = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise InputError(f"no cache in {folder}", "a folder with a cache.json", "build the cache first") from None
-    except ValueError as error:
-        raise InputError(f"{path} is damaged: {error}", "JSON", again) from None
-    if not isinstance(asked, dict) or asked.get("format") != FORMAT:
-        raise InputError(f"{path} is of another format", f"format {FORMAT}", again)
-    return asked
-
-
-def _refuse_stale(folder: Path, there: dict[str, Any], wanted: dict[str, Any]) -> None:
-    wanted = json.loads(json.dumps(wanted))
-    keys = [key for key in sorted(there.keys() | wanted.keys()) if there.get(key) != wanted.get(key)]
-    if keys:
-        lines = [f"\n    {key}: {there.get(key)!r} in the cache, {wanted.get(key)!r} wanted" for key in keys]
-        raise InputError(
-            f"the cache {folder} was made for something else:{''.join(lines)}",
-            "a cache made with exactly these settings",
-            "delete the folder or name another one, and the cache is built again",
-        )
 
 
 def _commit(folder: Path, shard: _Shard, *, verify: bool) -> dict[str, Any] | None:
     """What is written beside a shard, or None where shard or note are missing, cut or changed."""
-    path = folder / shard.name
-    try:
-        commit = json.loads(path.with_suffix(".json").read_bytes())
-        size = path.stat().st_size
-    except (FileNotFoundError, ValueError):
+    commit = shards.committed(folder / shard.name, verify=verify)
+    if commit is None or any(len(commit[key]) != shard.num for key in ("captions", "labels", "originals")):
         return None
-    if not isinstance(commit, dict) or commit.get("digest") != _digest_of_notes(commit) or commit["num_bytes"] != size:
-        return None
-    if any(len(commit[key]) != len(shard.indices) for key in ("captions", "labels", "originals")):
-        return None
-    if verify:
-        with path.open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != commit["sha256"]:
-                return None
     return commit
 
 
-def _digest_of_notes(commit: dict[str, Any]) -> str:
-    """A damaged caption must be found like a damaged pixel."""
-    body = {key: value for key, value in commit.items() if key != "digest"}
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+Made = tuple[_Shard, list[int], Stack]
 
 
-def _made(source: Pictures, workers: Workers | None, shards: Sequence[_Shard]) -> Iterator[tuple[_Shard, Stack]]:
+def _made(source: Pictures, workers: Workers | None, wanted: Sequence[_Shard]) -> Iterator[Made]:
     """Shard after shard with its pictures; processes work one shard ahead of the one that is encoded and written."""
-    if workers is None:
-        for shard in shards:
-            yield shard, draw(source, shard.part, shard.indices)
-        return
-    ahead: deque[tuple[_Shard, list[Future[Stack]]]] = deque()
-    for shard in shards:
-        cuts = [shard.indices[at : at + _CHUNK] for at in range(0, len(shard.indices), _CHUNK)]
-        ahead.append((shard, [workers.ask(shard.part, cut) for cut in cuts]))
+    ahead: deque[tuple[_Shard, list[int], list[Future[Stack]]]] = deque()
+    for shard in wanted:
+        indices = _indices(source, shard)
+        if workers is None:
+            yield shard, indices, draw(source, shard.part, indices)
+            continue
+        cuts = [indices[at : at + CHUNK] for at in range(0, len(indices), CHUNK)]
+        ahead.append((shard, indices, [workers.ask(shard.part, cut) for cut in cuts]))
         if len(ahead) > 1:
             yield _collected(*ahead.popleft())
     while ahead:
         yield _collected(*ahead.popleft())
 
 
-def _collected(shard: _Shard, pieces: list[Future[Stack]]) -> tuple[_Shard, Stack]:
-    return shard, joined([piece.result() for piece in pieces])
+def _indices(source: Pictures, shard: _Shard) -> list[int]:
+    stop = shard.start + shard.num
+    buckets = buckets_of(source) if shard.bucketed else None
+    if buckets is None:
+        return list(range(shard.start, stop))
+    return np.flatnonzero(buckets.of == shard.bucket)[shard.start : stop].tolist()
+
+
+def _collected(shard: _Shard, indices: list[int], pieces: list[Future[Stack]]) -> Made:
+    return shard, indices, joined([piece.result() for piece in pieces])
 
 
 def _encoded(pixels: np.ndarray, encode: Encode | None, size: int, tell: Callable[[int], None]) -> np.ndarray:
@@ -314,39 +306,28 @@ def _encoded(pixels: np.ndarray, encode: Encode | None, size: int, tell: Callabl
         batch = list(pixels[start : start + size])
         num_real = len(batch)
         latents = np.asarray(encode(batch + batch[-1:] * (size - num_real)))
-        if latents.shape[0] != size or latents.dtype != np.float16:
-            raise ValueError(f"encode gave {latents.dtype} {latents.shape}; expected float16 ({size}, C, h, w)")
+        if latents.shape[0] != size or latents.dtype not in (np.float16, np.float32):
+            raise ValueError(
+                f"encode gave {latents.dtype} {latents.shape}; expected float16 or float32 ({size}, C, h, w)"
+            )
         batches.append(latents[:num_real])
         tell(start + num_real)
     return np.concatenate(batches)
 
 
-def _publish_shard(folder: Path, shard: _Shard, stack: Stack, samples: np.ndarray) -> None:
-    content = save({"x": np.ascontiguousarray(samples)})
-    path = folder / shard.name
-    commit: dict[str, Any] = {
-        "num_bytes": len(content),
-        "sha256": hashlib.sha256(content).hexdigest(),
+def _publish(folder: Path, shard: _Shard, indices: list[int], stack: Stack, samples: np.ndarray) -> None:
+    notes: dict[str, Any] = {
         "captions": stack.captions,
         "labels": stack.labels.tolist(),
         "originals": stack.originals.tolist(),
     }
-    commit["digest"] = _digest_of_notes(commit)
-    publish(path, content, point="cache")
-    publish(path.with_suffix(".json"), json.dumps(commit, sort_keys=True).encode(), point="cache")
-
-
-def _remove_leftovers(folder: Path) -> None:
-    """Temporary files of killed processes of this machine; those of living ones and of other machines are theirs."""
-    for path in folder.glob(f".*.{socket.gethostname()}-*.tmp"):
-        owner = writer_of(path)
-        if owner != os.getpid() and not Path(f"/proc/{owner}").exists():
-            path.unlink(missing_ok=True)
+    if shard.bucketed:
+        notes["indices"] = indices
+    shards.publish_shard(folder / shard.name, save({"x": np.ascontiguousarray(samples)}), notes)
 
 
 def _map(path: Path) -> np.ndarray:
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        entry = json.loads(file.read(length))["x"]
-    mapped = np.memmap(path, _DTYPES[entry["dtype"]], mode="r", offset=8 + length, shape=tuple(entry["shape"]))
+    entries, start = shards.header(path)
+    entry = entries["x"]
+    mapped = np.memmap(path, _DTYPES[entry["dtype"]], mode="r", offset=start, shape=tuple(entry["shape"]))
     return np.asarray(mapped).view(np.ndarray)

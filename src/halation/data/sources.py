@@ -1,4 +1,4 @@
-"""From the words a person gives to a source of pictures, cached where asked."""
+"""From the words a person gives to a source of pictures."""
 
 from __future__ import annotations
 
@@ -7,17 +7,36 @@ from collections.abc import Callable
 from pathlib import Path
 
 from halation.data.base import Pictures
+from halation.data.buckets import bucket_shapes
 from halation.data.images import ImageFolder
-from halation.data.streets import Streets
+from halation.data.streets import NUM_HELDOUT, NUM_TRAIN, Streets
+from halation.errors import InputError
 
 log = logging.getLogger(__name__)
 
 
-def open_pictures(data: str, height: int, width: int, heldout_pictures: int) -> Pictures:
-    """`streets`, or a folder of pictures."""
+def open_pictures(
+    data: str, height: int, width: int, heldout_pictures: int, *, max_pictures: int = 0, bucket_multiple: int = 0
+) -> Pictures:
+    """`streets`, a folder of pictures or a CSV file; the first `max_pictures` of the train part where that is not 0.
+
+    `bucket_multiple` sorts a folder's train pictures into shapes whose sides are multiples of it, and 0 does not. Streets are
+    square, so they need no buckets; few of them come with few held-out ones, or those would be most of a cache.
+    """
+    if max_pictures < 0:
+        raise InputError(f"--max_pictures {max_pictures}", "a number of pictures, or 0 for all", "give another number")
     if data == "streets":
-        return Streets(height, width)
-    return ImageFolder(Path(data), height, width, heldout_pictures=heldout_pictures)
+        if not max_pictures:
+            return Streets(height, width)
+        return Streets(height, width, min(max_pictures, NUM_TRAIN), min(heldout_pictures, NUM_HELDOUT))
+    return ImageFolder(
+        Path(data),
+        height,
+        width,
+        heldout_pictures=heldout_pictures,
+        max_pictures=max_pictures,
+        buckets=bucket_shapes(height, width, bucket_multiple) if bucket_multiple else (),
+    )
 
 
 def check_pictures(

@@ -29,7 +29,7 @@ VERSION = 1
 """Goes up with every change that changes a pixel or a caption."""
 
 SMALLEST, LARGEST = 32, 512
-NUM_TRAIN = 50_000
+NUM_TRAIN, NUM_HELDOUT = 50_000, 2_000
 _NUM_SAMPLE_CAPTIONS = 4_000
 
 
@@ -39,7 +39,7 @@ class Streets:
     name = "streets"
     class_names: tuple[str, ...] = ()
 
-    def __init__(self, height: int, width: int, num_train: int = NUM_TRAIN, num_heldout: int = 2_000) -> None:
+    def __init__(self, height: int, width: int, num_train: int = NUM_TRAIN, num_heldout: int = NUM_HELDOUT) -> None:
         if height != width or not SMALLEST <= height <= LARGEST:
             raise InputError(
                 f"streets at {height} x {width} pixels",
@@ -76,6 +76,10 @@ class Streets:
 
     def captions(self) -> Iterable[str]:
         return (caption(scene("train", index)) for index in range(min(self.num_train, _NUM_SAMPLE_CAPTIONS)))
+
+    def every_caption(self) -> Iterable[str]:
+        sizes: tuple[tuple[Part, int], ...] = (("train", self.num_train), ("heldout", self.num_heldout))
+        return (caption(scene(part, index)) for part, num in sizes for index in range(num))
 
     def _picture(self, part: Part, index: int, num: int) -> Picture:
         if not 0 <= index < num:
