@@ -26,6 +26,7 @@ NAMES = (
     "duel_10_scores",
     "duel_11_checkpoint",
     "overhead",
+    "sampling_scaling",
     "scaling",
 )
 

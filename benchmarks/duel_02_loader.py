@@ -49,6 +49,10 @@ class Numbers:
     def captions(self) -> Iterable[str]:
         return ()
 
+    every_caption = captions
+
+    every_caption = captions
+
 
 def latent(index: int) -> np.ndarray:
     words = np.random.Philox(key=np.array([SEED, index], np.uint64)).random_raw(int(np.prod(SHAPE)) // 4)

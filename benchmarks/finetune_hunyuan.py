@@ -168,7 +168,7 @@ def run_variant(variant: Variant, size: Size, model: Path, work: Path, limit_s: 
         place = shipped.environment({"TMPDIR": str(work)})
         process = subprocess.Popen([sys.executable, "-m", "halation.cli", *words], stdout=file, stderr=file, env=place)
     try:
-        problem = _watched(process, variant, run, began, limit_s)
+        problem, starts_s = _watched(process, variant, run, began, limit_s)
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGKILL)
@@ -180,7 +180,7 @@ def run_variant(variant: Variant, size: Size, model: Path, work: Path, limit_s: 
         "flags": list(variant.flags),
         "problem": problem,
     }
-    found |= {"total_s": round(took, 1)} | _figures(variant, run, flops)
+    found |= {"total_s": round(took, 1), "starts_s": round(starts_s, 1)} | _figures(variant, run, flops)
     if problem:
         measure.say(f"{variant.name}: {problem}\n{_tail(log)}")
     shutil.rmtree(run, ignore_errors=True)  # 24 GB a checkpoint: there is no room for two runs
@@ -188,20 +188,22 @@ def run_variant(variant: Variant, size: Size, model: Path, work: Path, limit_s: 
     return found
 
 
-def _watched(process: subprocess.Popen[bytes], variant: Variant, run: Path, began: float, limit_s: float) -> str:
-    """Until it ended, or was seen long enough; what was wrong, or nothing."""
-    told = began
+def _watched(
+    process: subprocess.Popen[bytes], variant: Variant, run: Path, began: float, limit_s: float
+) -> tuple[str, float]:
+    """Until it ended, or was seen long enough; what was wrong, or nothing, and after how many seconds its first step was done."""
+    told, starts_s = began, 0.0
     while True:
         code = process.poll()
         lines = shipped.training_lines(run)
-        step = lines[-1]["step"] if lines else 0
+        step, now = lines[-1]["step"] if lines else 0, time.monotonic()
+        starts_s = starts_s or (now - began if lines else 0.0)
         if not variant.whole and step >= variant.num_steps:
-            return ""
+            return "", starts_s
         if code is not None:
-            return f"ended with {code} at step {step}" if code or not lines else ""
-        now = time.monotonic()
+            return (f"ended with {code} at step {step}" if code or not lines else ""), starts_s
         if now - began > limit_s:
-            return f"not done within {limit_s:.0f} s, at step {step}"
+            return f"not done within {limit_s:.0f} s, at step {step}", starts_s
         if now - told > TELL_S:
             told = now
             measure.say(f"{variant.name}: step {step} after {now - began:.0f} s")
@@ -229,12 +231,11 @@ def _figures(variant: Variant, run: Path, flops: float) -> dict[str, Any]:
     tflops = variant.passes * flops * variant.batch / middle
     after = [seconds for step, seconds in steps.items() if any(step - date in (2, 3, 4) for date in dates)]
     return found | {
-        "first_step_s": lines[0]["time_s"],
         "step_s": round(middle, 4),
         "step_s_spread": measure.spread(steady),
         "pictures_per_s": round(variant.batch / middle, 2),
-        "tflops": round(tflops / 1e12, 2),
-        "peak_tflops": round(peak / 1e12, 2),
+        "tflops": float(f"{tflops / 1e12:.4g}"),
+        "peak_tflops": float(f"{peak / 1e12:.4g}"),
         "share_of_peak": round(tflops / peak, 4),
         "mfu_of_the_command": lines[-1].get("mfu"),
         "memory_gb": max(line["memory_gb"] for line in lines),
@@ -292,7 +293,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
                 str(found.get("memory_gb", "-")),
                 ", ".join(f"{seconds:.2f}" for _, seconds in found.get("saves", [])) or "-",
                 ", ".join(f"{drawn['seconds']:.1f}" for drawn in found.get("samples", [])) or "-",
-                str(found.get("first_step_s", "-")),
+                str(found.get("starts_s", "-")),
                 found["problem"].strip().rpartition("\n")[2][:100],
             )
         )
