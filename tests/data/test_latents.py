@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 from halation.data import latents
 from halation.data.base import JSON, Picture
 from halation.data.loader import Batches
-from halation.data.order import Order
+from halation.data.order import BucketOrder, Order
 from halation.errors import InputError
 
 FINGERPRINT: dict[str, JSON] = {"source": "drawn", "encoder": "thirds", "size": [8, 8]}
@@ -34,13 +34,15 @@ class Drawn:
 
     def train(self, index: int) -> Picture:
         pixels = np.random.Generator(np.random.Philox(key=index)).integers(0, 256, (8, 8, 3), np.uint8)
-        return Picture(pixels=pixels, caption=f"scene {index} \U0001f697 거리", label=index % 2)
+        return Picture(pixels=pixels, caption=f"scene {index} \U0001f697 거리", label=index % 2, original=(index, 30))
 
     def heldout(self, index: int) -> Picture:
         return self.train(1000 + index)
 
     def captions(self) -> Iterable[str]:
         return []
+
+    every_caption = captions
 
 
 class Encoder:
@@ -68,8 +70,10 @@ def test_a_cache_of_pixels_holds_the_pictures(tmp_path: Path) -> None:
         for index in range(num):
             kept, drawn = getattr(cache, part)(index), getattr(Drawn(), part)(index)
             assert kept.pixels.tobytes() == drawn.pixels.tobytes()
-            assert (kept.caption, kept.label) == (drawn.caption, drawn.label)
+            assert (kept.caption, kept.label, kept.original) == (drawn.caption, drawn.label, drawn.original)
     assert list(cache.captions()) == [Drawn().train(index).caption for index in range(53)]
+    assert list(cache.every_caption())[53:] == [Drawn().heldout(index).caption for index in range(7)]
+    assert cache.bucket_of is None
 
 
 def test_pixels_are_views_of_the_file_and_cannot_be_written(tmp_path: Path) -> None:
@@ -118,6 +122,7 @@ def test_reading_many_equals_reading_each(tmp_path: Path) -> None:
     for row, index in enumerate(wanted):
         assert stack.pixels[row].tobytes() == cache.train(index).pixels.tobytes()
         assert (stack.captions[row], stack.labels[row]) == (cache.train(index).caption, cache.train(index).label)
+    assert stack.originals.tolist() == [[index, 30] for index in wanted]
     assert cache.read([6], part="heldout").captions == [cache.heldout(6).caption]
     assert cache.read([]).pixels.shape == (0, 3, 2, 2)
     for outside in (-1, 53):
@@ -158,9 +163,14 @@ def test_a_folder_without_a_cache_is_refused(tmp_path: Path) -> None:
     (tmp_path / "cache.json").write_text('{"format"')
     with pytest.raises(InputError, match="is damaged"):
         latents.open(tmp_path, FINGERPRINT)
-    (tmp_path / "cache.json").write_text('{"format": 99}')
-    with pytest.raises(InputError, match="another format"):
-        latents.open(tmp_path, FINGERPRINT)
+    (tmp_path / "cache.json").write_text('{"format": 1}')  # that of releases before there were original sizes
+    for call in (
+        lambda: latents.open(tmp_path, FINGERPRINT),
+        lambda: latents.build(Drawn(), tmp_path, fingerprint=FINGERPRINT),
+    ):
+        with pytest.raises(InputError, match="another format") as caught:
+            call()
+        assert "delete the folder" in caught.value.action
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut", "empty", "bit", "note missing", "caption changed", "note cut"])
@@ -223,8 +233,18 @@ def test_a_build_that_dies_at_any_point_is_finished_by_the_same_call(tmp_path: P
     assert files(folder) == files(tmp_path / "whole")
 
 
+def test_latents_may_be_exact(tmp_path: Path) -> None:
+    def encode(batch: list[np.ndarray]) -> np.ndarray:
+        return (np.stack(batch).transpose(0, 3, 1, 2) / 3).astype(np.float32)
+
+    latents.build(Drawn(), tmp_path, encode, fingerprint=FINGERPRINT)
+    cache = latents.open(tmp_path, FINGERPRINT)
+    assert cache.holds_latents
+    assert np.array_equal(cache.read([7]).pixels, encode([Drawn().train(7).pixels]))
+
+
 def test_an_encoder_that_gives_something_else_is_our_mistake(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="expected float16"):
+    with pytest.raises(ValueError, match="expected float16 or float32"):
         latents.build(Drawn(), tmp_path, lambda batch: np.zeros((len(batch), 4, 2, 2)), fingerprint=FINGERPRINT)
 
 
@@ -233,3 +253,84 @@ def test_what_the_cache_says_about_itself_is_plain_json(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "cache.json").read_text())["fingerprint"] == FINGERPRINT
     note = json.loads((tmp_path / "heldout-00000.json").read_text())
     assert note["captions"][0] == Drawn().heldout(0).caption
+
+
+# -- buckets
+
+
+class Sorted(Drawn):
+    """The train part in three shapes, the held-out part in a fourth."""
+
+    shapes = ((4, 16), (8, 8), (16, 4))
+    bucket_of = np.random.Generator(np.random.Philox(key=7)).integers(0, 3, 53)
+
+    def train(self, index: int) -> Picture:
+        if index >= 1000:
+            return super().train(index)
+        height, width = self.shapes[self.bucket_of[index]]
+        pixels = np.random.Generator(np.random.Philox(key=index)).integers(0, 256, (height, width, 3), np.uint8)
+        return Picture(pixels=pixels, caption=f"scene {index}", label=index % 2, original=(10 * height, 10 * width))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_cache_of_buckets_holds_the_pictures_in_shards_of_one_shape(
+    tmp_path: Path, world_size: int, num_workers: int
+) -> None:
+    for rank in range(world_size):
+        latents.build(
+            Sorted(),
+            tmp_path,
+            fingerprint=FINGERPRINT,
+            part=(rank, world_size),
+            shard_size=6,
+            num_workers=num_workers if rank == 0 else 0,
+        )
+    shapes = [load_file(path)["x"].shape for path in sorted(tmp_path.glob("train-*.safetensors"))]
+    assert {shape[1:3] for shape in shapes} == set(Sorted.shapes)
+    cache = latents.open(tmp_path, FINGERPRINT)
+    assert cache.shapes == Sorted.shapes
+    assert cache.bucket_of is not None
+    assert cache.bucket_of.tolist() == Sorted.bucket_of.tolist()
+    for index in range(53):
+        kept, drawn = cache.train(index), Sorted().train(index)
+        assert np.array_equal(kept.pixels, drawn.pixels)
+        assert (kept.caption, kept.label, kept.original) == (drawn.caption, drawn.label, drawn.original)
+    assert cache.heldout(3).pixels.shape == (8, 8, 3)
+    assert list(cache.captions()) == [f"scene {index}" for index in range(53)]
+
+
+def test_batches_of_different_shapes_come_from_the_source_and_from_its_cache(tmp_path: Path) -> None:
+    latents.build(Sorted(), tmp_path, fingerprint=FINGERPRINT, shard_size=6)
+    order = BucketOrder(3, Sorted.bucket_of, 8)
+    # Two ranks' shares of each batch of eight, one after the other.
+    steps = [(step, range(step * 4, step * 4 + 4)) for step in range(24)]
+    with Batches(latents.open(tmp_path, FINGERPRINT), order, steps) as batches:
+        cached = list(batches)
+    with Batches(Sorted(), order, steps, memory_bytes=2000) as batches:
+        drawn = list(batches)
+    for one, other in zip(cached, drawn, strict=True):
+        assert np.array_equal(one["pixels"], other["pixels"])
+        assert one["captions"] == other["captions"]
+        assert one["originals"].tolist() == other["originals"].tolist()
+        assert one["originals"].tolist() == [[10 * side for side in one["pixels"].shape[1:3]]] * 4
+    assert {batch["pixels"].shape[1:3] for batch in cached} == set(Sorted.shapes)
+    for first, second in zip(cached[::2], cached[1::2], strict=True):
+        assert first["pixels"].shape == second["pixels"].shape
+
+
+def test_pictures_of_two_buckets_at_once_are_our_mistake(tmp_path: Path) -> None:
+    latents.build(Sorted(), tmp_path, fingerprint=FINGERPRINT)
+    cache = latents.open(tmp_path, FINGERPRINT)
+    with pytest.raises(ValueError, match="of 3 buckets"):
+        cache.read(range(53))
+
+
+def test_pictures_that_were_sorted_in_another_way_make_a_cache_stale(tmp_path: Path) -> None:
+    latents.build(Sorted(), tmp_path, fingerprint=FINGERPRINT)
+    other = Sorted()
+    other.bucket_of = Sorted.bucket_of[::-1].copy()
+    with pytest.raises(InputError, match=r"made for something else:\n    buckets: "):
+        latents.build(other, tmp_path, fingerprint=FINGERPRINT)
+    with pytest.raises(InputError, match=r"made for something else:\n    buckets: "):
+        latents.build(Drawn(), tmp_path, fingerprint=FINGERPRINT)

@@ -46,13 +46,17 @@ class Counted:
             raise OSError(f"picture {index} is gone")
         time.sleep(self.pause_s)
         self.num_made += 1
-        return Picture(pixels=np.full((4, 4, 3), index, np.uint8), caption=f"number {index}", label=index % 5)
+        return Picture(
+            pixels=np.full((4, 4, 3), index, np.uint8), caption=f"number {index}", label=index % 5, original=(index, 9)
+        )
 
     def heldout(self, index: int) -> Picture:
         return self.train(index)
 
     def captions(self) -> Iterable[str]:
         return []
+
+    every_caption = captions
 
 
 def positions(num_steps: int, batch_size: int = 5) -> Iterator[tuple[int, range]]:
@@ -78,6 +82,8 @@ def test_batches_come_in_order_with_what_their_positions_name(num_threads: int, 
         assert batch["pixels"][:, 0, 0, 0].tolist() == indices
         assert batch["captions"] == [f"number {index}" for index in indices]
         assert batch["labels"].tolist() == [index % 5 for index in indices]
+        assert batch["originals"].tolist() == [[index, 9] for index in indices]
+        assert batch["originals"].dtype == np.int64
         assert batch["positions"].dtype == batch["labels"].dtype == np.int64
 
 
@@ -90,6 +96,7 @@ def test_processes_give_the_same_batches_as_threads() -> None:
     for one, other in zip(plain, spawned, strict=True):
         assert one["pixels"].tobytes() == other["pixels"].tobytes()
         assert (one["captions"], one["labels"].tolist()) == (other["captions"], other["labels"].tolist())
+        assert one["originals"].tolist() == other["originals"].tolist()
 
 
 def test_an_error_in_the_background_reaches_the_one_who_iterates_and_ends_the_threads() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -32,7 +33,7 @@ def buckets_of(source: Pictures) -> Buckets | None:
 def bucket_shapes(height: int, width: int, multiple: int) -> tuple[Shape, ...]:
     """Shapes of at most the area height x width whose sides are multiples, from 1:2 to 2:1, none inside another; tall ones first."""
     area = height * width
-    sides = range(multiple, area // multiple + 1, multiple)
+    sides = range(multiple, math.isqrt(int(LARGEST_RATIO * area)) + 1, multiple)
     found = {shape for side in sides for shape in _longest(side, area, multiple)}
     found = {(high, wide) for high, wide in found if max(high, wide) <= LARGEST_RATIO * min(high, wide)}
     if height % multiple == 0 and width % multiple == 0:
