@@ -51,8 +51,6 @@ class Numbers:
 
     every_caption = captions
 
-    every_caption = captions
-
 
 def latent(index: int) -> np.ndarray:
     words = np.random.Philox(key=np.array([SEED, index], np.uint64)).random_raw(int(np.prod(SHAPE)) // 4)
