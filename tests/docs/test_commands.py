@@ -27,15 +27,24 @@ def blocks(page: Path) -> list[tuple[str, int]]:
 
 
 RUN = [page for page in PAGES if blocks(page)]
+SLOW = {"finetuning.md"}
+"""Pages whose commands open pipelines, which takes seconds each."""
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("page", RUN, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.slow] if page.name in SLOW else [], id=str(page.relative_to(ROOT)))
+        for page in RUN
+    ],
+)
 def test_the_commands_of_a_page_work(page: Path, tmp_path: Path) -> None:
     environment = dict(os.environ) | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
+        "CLONE": str(ROOT),
         "HALATION_CACHE": str(tmp_path / "cache"),
     }
     for script, code in blocks(page):
@@ -62,6 +71,7 @@ def test_every_mark_has_its_block() -> None:
         "cluster.md",
         "watch.md",
         "evaluation.md",
+        "finetuning.md",
     }
 
 
@@ -100,7 +110,7 @@ def test_flags_that_pages_name_exist() -> None:
         "config", "help", "checkpoint", "prompts", "prompts_file",
         "nproc_per_node", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "master_port", "master_addr", "nnodes", "node_rank", "standalone",
         "nodes", "ntasks_per_node", "gres", "cpus_per_task", "gpus_per_task", "time", "signal", "requeue", "open_mode", "job_name",
-        "kill_on_bad_exit", "head", "port", "address", "only", "bf16",
+        "kill_on_bad_exit", "head", "port", "address", "only", "bf16", "logdir",
     }  # fmt: skip
     for page in PAGES:
         if page.name == "log.md":

@@ -43,6 +43,7 @@ def write(folder: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         transformers.utils.logging.disable_progress_bar()
+        transformers.utils.logging.set_verbosity_error()
         pipeline().save_pretrained(folder, safe_serialization=True)
 
 

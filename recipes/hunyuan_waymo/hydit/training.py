@@ -44,7 +44,7 @@ def main(words: Sequence[str], *, prog: str, engine: str = "auto") -> int:
         print(f"{prog}: {error}", file=sys.stderr)
         return error.exit_code
     if defaults["nproc"]:
-        print(f"{prog}: no GPU is visible, so {asked.nproc} ranks train on the CPU", file=sys.stderr)
+        print(f"{prog}: no GPU is visible; ranks on the CPU: {asked.nproc}", file=sys.stderr)
     return cli.run("train", words, defaults=defaults, prog=prog)
 
 
