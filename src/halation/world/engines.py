@@ -43,7 +43,8 @@ class EngineSettings:
     zero_stage: int = 2
     deepspeed_config: str = ""
     global_batch: int = 1
-    batch_size: int = 1
+    num_micro_batches: int = 1
+    rows: int = 1
     grad_clip: float = 0.0
     dtype: str = "fp32"
 

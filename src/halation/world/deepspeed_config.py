@@ -1,0 +1,164 @@
+"""DeepSpeed's JSON config: the user's file together with what the flags decide; where both speak, they must say the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from halation.errors import InputError
+
+AUTO = "auto"
+Config = dict[str, Any]
+
+
+def read(path: str) -> Config:
+    """The user's file, or nothing."""
+    if not path:
+        return {}
+    try:
+        config = json.loads(Path(path).read_bytes())
+    except OSError as error:
+        raise InputError(
+            f"--deepspeed_config {path}: {error.strerror or error}",
+            "DeepSpeed's JSON config",
+            "give the path of the file",
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(
+            f"--deepspeed_config {path} is not JSON ({error})", "DeepSpeed's JSON config", "mend it"
+        ) from error
+    if not isinstance(config, dict):
+        raise InputError(f"--deepspeed_config {path} is a {type(config).__name__}", "a JSON object", "mend it")
+    return config
+
+
+def stage(config: Mapping[str, Any], asked: int) -> int:
+    """The file's ZeRO stage before the flag's."""
+    found = _section(config, "zero_optimization").get("stage", AUTO)
+    if found == AUTO:
+        return asked
+    if found not in (1, 2, 3) or isinstance(found, bool):
+        raise InputError(
+            f"zero_optimization.stage {found!r} in --deepspeed_config",
+            "1, 2 or 3",
+            "use --engine ddp where nothing is sharded",
+        )
+    return int(found)
+
+
+def merged(
+    config: Mapping[str, Any],
+    *,
+    zero_stage: int,
+    offload: bool,
+    num_micro_batches: int,
+    rows: int,
+    global_batch: int,
+    grad_clip: float,
+    dtype: str,
+    bf16_weights: bool,
+    pin: bool,
+) -> Config:
+    """What DeepSpeed is given: keys that are the flags' business are checked and replaced, all others pass as they are."""
+    _agree(config, "train_batch_size", global_batch, "the product of --batch_size, --accumulate and ranks")
+    _agree(config, "train_micro_batch_size_per_gpu", rows, "--batch_size")
+    _agree(config, "gradient_accumulation_steps", num_micro_batches, "--accumulate")
+    _agree(config, "gradient_clipping", grad_clip, "--grad_clip")
+    _refuse_precision(config, dtype)
+    if "scheduler" in config:
+        raise InputError(
+            "a scheduler in --deepspeed_config",
+            "the learning rate by flags",
+            "use --warmup_steps and --decay_steps, and take the section out",
+        )
+    ours = {"train_batch_size", "optimizer", "gradient_clipping", "fp16", "amp", "torch_autocast"}
+    given = {key: value for key, value in config.items() if key not in ours}
+    zero = {key: value for key, value in _section(config, "zero_optimization").items() if value != AUTO}
+    if offload:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": pin} | _section(zero, "offload_optimizer")
+    _refuse_offload(zero)
+    bf16 = {key: value for key, value in _section(config, "bf16").items() if value != AUTO}
+    return given | {
+        "train_micro_batch_size_per_gpu": rows,
+        "gradient_accumulation_steps": num_micro_batches,
+        "gradient_clipping": grad_clip,
+        # Its own linear layer would be put into torch for the whole process, whoever calls it.
+        "zero_optimization": {"memory_efficient_linear": False} | zero | {"stage": zero_stage},
+        "bf16": bf16 | {"enabled": bool(bf16.get("enabled", False)) or bf16_weights},
+        # A torch optimizer steps where its state lies; DeepSpeed's own would have to be compiled first.
+        "zero_force_ds_cpu_optimizer": False,
+    }
+
+
+def check_optimizer(config: Mapping[str, Any], *, lr: float, betas: tuple[float, float], weight_decay: float) -> None:
+    """An optimizer in the file may only repeat what the flags say."""
+    section = _section(config, "optimizer")
+    if not section:
+        return
+    if str(section.get("type", AUTO)).lower() not in (AUTO, "adam", "adamw"):
+        raise InputError(
+            f"optimizer {section['type']} in --deepspeed_config", "AdamW", "take the section out of the file"
+        )
+    params = _section(section, "params")
+    for key, flag, value in (
+        ("lr", "--lr", lr),
+        ("weight_decay", "--weight_decay", weight_decay),
+        ("eps", "eps", 1e-8),
+    ):
+        _agree(params, key, value, flag)
+    _agree(
+        {"betas": list(params.get("betas", AUTO))} if params.get("betas", AUTO) != AUTO else {},
+        "betas",
+        list(betas),
+        "--betas",
+    )
+
+
+def offloads(config: Mapping[str, Any]) -> bool:
+    device = _section(_section(config, "zero_optimization"), "offload_optimizer").get("device", "none")
+    return bool(device not in ("none", None))
+
+
+def _section(config: Mapping[str, Any], name: str) -> Config:
+    found = config.get(name) or {}
+    if not isinstance(found, Mapping):
+        raise InputError(f"{name} in --deepspeed_config is {found!r}", "a JSON object", "mend the file")
+    return dict(found)
+
+
+def _agree(config: Mapping[str, Any], key: str, value: Any, flag: str) -> None:
+    found = config.get(key, AUTO)
+    if found not in (AUTO, value):
+        raise InputError(
+            f"{key} {found} in --deepspeed_config, but {flag} makes it {value}",
+            "one value",
+            f'write "auto" or {value} in the file, or change {flag}',
+        )
+
+
+def _refuse_precision(config: Mapping[str, Any], dtype: str) -> None:
+    for name in ("fp16", "amp", "torch_autocast"):
+        if _section(config, name).get("enabled", False) is True:
+            raise InputError(
+                f"{name} in --deepspeed_config",
+                "the precision by flags",
+                "use --dtype, or bf16 in the file, and take the section out",
+            )
+    if _section(config, "bf16").get("enabled", False) is True and dtype != "bf16":
+        raise InputError(
+            f"bf16 in --deepspeed_config, but --dtype {dtype}", "one precision", "use --dtype bf16, or take bf16 out"
+        )
+
+
+def _refuse_offload(zero: Mapping[str, Any]) -> None:
+    for name in ("offload_optimizer", "offload_param"):
+        section = _section(zero, name)
+        device = section.get("device", "none")
+        if device == "nvme" or section.get("ratio", 1.0) != 1.0:
+            raise InputError(
+                f"{name} to {device} with ratio {section.get('ratio', 1.0)} in --deepspeed_config",
+                'all of it on the device or on "cpu"',
+                "state that lies elsewhere cannot be saved: change the section",
+            )
