@@ -85,7 +85,7 @@ def test_a_text_is_encoded_once_in_batches_of_one_size(tmp_path: Path) -> None:
     assert encode.num_texts == len(CAPTIONS)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     world_size=st.integers(1, 4),
     first=st.integers(0, 40),

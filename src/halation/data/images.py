@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,8 @@ _HELDOUT_SHARE = 0.05
 _MIN_TO_HOLD_OUT = 20
 _MAX_BROKEN_SHARE = 0.01
 _NUM_CAPTIONS = 100_000
+_ENTRY = attrgetter("name", "num_bytes", "caption", "label")
+"""Entries compare alike without it, in three times the time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +80,9 @@ class ImageFolder:
         listing = read_table(path) if is_table(path) else read_folder(path)
         self.class_names = listing.class_names
         if listing.heldout is not None:
-            self._train, self._heldout = sorted(listing.train), sorted(listing.heldout)
+            self._train, self._heldout = sorted(listing.train, key=_ENTRY), sorted(listing.heldout, key=_ENTRY)
         else:
-            self._train, self._heldout = hold_out(sorted(listing.train), heldout_pictures)
+            self._train, self._heldout = hold_out(sorted(listing.train, key=_ENTRY), heldout_pictures)
         if max_pictures:
             self._keep_first(max_pictures)
 
