@@ -222,7 +222,10 @@ def test_a_sample_is_what_the_pipeline_draws_from_the_same_prompt_and_seed(famil
     assert denoiser.to_pixels(ours).shape == (1, HEIGHT, WIDTH, 3)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    ["hunyuan", "pixart", "flux", *(pytest.param(name, marks=pytest.mark.slow) for name in ("pixart_sigma", "sd3"))],
+)
 def test_prompt_seed_steps_and_guidance_each_change_a_sample_and_neighbours_do_not(family: str) -> None:
     denoiser = opened(family)
     long = "three cats in a very long painting of a street " * 4

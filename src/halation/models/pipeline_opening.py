@@ -119,7 +119,8 @@ def load_parts(files: PipelineFiles, *, dtype: Any, absent: Iterable[str] = (), 
     """The pipeline without the components named in `absent`; `dtype` may be a mapping by component."""
     # diffusers wants to be told once more that a text encoder is missing on purpose.
     without = [*absent, *(name for name in files.empty if name.startswith(("text_encoder", "tokenizer")))]
-    with _listening() as reports:
+    # Some models draw first numbers that the files' own replace; nobody's random numbers may depend on that.
+    with _listening() as reports, torch.random.fork_rng(devices=[]):
         pipe = _read(files, dtype=dtype, **dict.fromkeys(without), **placing)
     # A text encoder's pooler is made up in several published models, and no pipeline looks at it.
     made_up = [name for name in reports.made_up if "pooler" not in name]
