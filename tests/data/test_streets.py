@@ -263,3 +263,12 @@ def test_attributes_that_no_scene_of_the_place_has_are_refused() -> None:
         replace(rural, car_colours=("red",) * 5)
     with pytest.raises(ValueError, match="always wet"):
         replace(rainy, weather="dry")
+
+
+@pytest.mark.parametrize("size", [256, 512])
+def test_a_large_picture_shows_the_same_scene(size: int) -> None:
+    for index in range(8):
+        large, small = Streets(size, size).heldout(index), Streets(64, 64).heldout(index)
+        shrunk = large.pixels.reshape(64, size // 64, 64, size // 64, 3).mean((1, 3))
+        assert np.abs(shrunk - small.pixels).mean() < 4
+        assert large.caption == small.caption
