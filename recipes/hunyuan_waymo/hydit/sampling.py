@@ -5,9 +5,10 @@ A thin call of Halation's drawing. `halation train` and the scripts of this reci
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
 import logging
 import shutil
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,7 +32,6 @@ from halation.world import ranks
 from halation.world.ranks import World
 
 TIMEOUT_S = 600.0
-_calls = itertools.count()
 
 
 @torch.no_grad()
@@ -86,7 +86,7 @@ def _draw(world: World, denoiser: PipelineDenoiser, settings: SampleSettings, pl
         shutil.rmtree(place.folder, ignore_errors=True)
     sharded = _is_sharded(denoiser.module)
     drawing = Drawing(world, denoiser, settings, sharded=sharded, timeout_s=TIMEOUT_S, stop=lambda: 0)
-    rows = drawing.run(place, f"step {step} #{next(_calls)}")
+    rows = drawing.run(place, f"step {step}")
     for module in denoiser.module.modules():
         reshard: Any = getattr(module, "reshard", None)
         if reshard is not None:
@@ -221,11 +221,14 @@ def _world(rank: int, size: int, device: torch.device) -> Iterator[World]:
             "pass dist.get_rank() and dist.get_world_size()",
         )
     control = dist.new_group(backend="gloo")
-    store = dist.PrefixStore(f"halation_samples/{next(_calls)}", dist.distributed_c10d._get_default_store())
+    store = dist.distributed_c10d._get_default_store()
     local = device.index or 0
+    world = World(
+        rank=rank, size=size, local_rank=local, device=device, store=store, control=control, timeout_s=TIMEOUT_S
+    )
+    # Words of an earlier call must not pass for words of this one, and ranks need not have called equally often.
+    corner = world.from_first(uuid.uuid4().hex)
     try:
-        yield World(
-            rank=rank, size=size, local_rank=local, device=device, store=store, control=control, timeout_s=TIMEOUT_S
-        )
+        yield dataclasses.replace(world, store=dist.PrefixStore(f"halation_samples/{corner}", store))
     finally:
         dist.destroy_process_group(control)
