@@ -130,6 +130,7 @@ def test_a_base_in_one_variant_is_exported_under_plain_names(tmp_path: Path) -> 
     assert "LICENSE.md" in names
 
 
+@pytest.mark.slow
 def test_weights_over_the_limit_lie_in_shards_that_diffusers_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,7 +62,7 @@ class HunyuanFamily:
         """Sizes of the file and of the picture, and where the picture's corner lies in the file at the picture's scale."""
         if not self._sized:
             return condition
-        size = torch.tensor([height, width], dtype=torch.float64)
+        size = torch.tensor([height, width], dtype=torch.float64, device=originals.device)
         scale = (size / originals).amax(dim=1, keepdim=True)
         corner = ((originals * scale - size) / 2).round()
         sizes = torch.cat([originals.double(), size.expand(len(originals), 2), corner], dim=1)

@@ -95,6 +95,13 @@ class _InPipeline:
             return self._module(*args, **kwargs)
 
 
+def _own_memory(module: nn.Module) -> None:
+    """Weights that are read are a window on their file, which somebody may replace while they are trained. They also begin where
+    the file's header ends, and products of single rows round by where memory begins: sharded weights would give other bits."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        tensor.data = tensor.data.clone()
+
+
 def _weights_dtype(module: nn.Module) -> torch.dtype:
     return next(parameter.dtype for parameter in module.parameters() if parameter.is_floating_point())
 
@@ -155,6 +162,7 @@ class PipelineDenoiser:
             absent=others(files, ("transformer", "vae")),
         )
         check_tokenizers(files.path, pipe, family_of(files.class_name))
+        _own_memory(pipe.transformer)
         pipe.__class__ = type(kind.__name__, (_OnOneDevice, kind), {})
         family = family_kind(pipe)
         if lora is not None:

@@ -1,0 +1,28 @@
+"""Families under engines: sharded is whole bit for bit, compiled blocks are close."""
+
+from __future__ import annotations
+
+import family_rank_jobs as jobs
+import pytest
+
+import tiny_pipelines
+from halation.world.testing import RankPool
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+
+@pytest.mark.parametrize(("family", "size"), [("hunyuan", 2), ("hunyuan", 3), ("pixart", 2), ("sd3", 2), ("flux", 3)])
+def test_a_sharded_family_answers_and_draws_with_the_bits_of_the_whole(family: str, size: int, ranks: RankPool) -> None:
+    folder = tiny_pipelines.built(family)
+    assert ranks.run(size, jobs.sharded_equals_whole, folder, "fp32", 0) == [[True, True, True]] * size
+
+
+@pytest.mark.parametrize("family", ["hunyuan", "flux"])
+def test_float32_adapters_on_a_bfloat16_base_are_sharded_together(family: str, ranks: RankPool) -> None:
+    folder = tiny_pipelines.built(family)
+    assert ranks.run(2, jobs.sharded_equals_whole, folder, "bf16", 2) == [[True, True, True]] * 2
+
+
+def test_compiled_and_recomputed_blocks_under_ddp_differ_by_rounding_alone(ranks: RankPool) -> None:
+    for difference in ranks.run(2, jobs.compiled_close_to_eager, tiny_pipelines.built("hunyuan"), timeout_s=280.0):
+        assert difference < 1e-4
