@@ -6,6 +6,7 @@ import math
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,24 @@ from safetensors import safe_open
 from halation.world.checkpoint import Reader
 from halation.world.testing import RankPool
 
-pytest.importorskip("deepspeed", reason="the extra `deepspeed` is not installed")
-pytestmark = pytest.mark.ranks
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(find_spec("deepspeed") is None, reason="the extra `deepspeed` is not installed"),
+]
 
 STAGES = [pytest.param(stage, id=f"zero{stage}") for stage in (1, 2, 3)]
 PAIRS = [pytest.param(stage, size, id=f"zero{stage}-{size}") for stage, size in ((1, 3), (2, 2), (3, 3))]
+OFFLOADS = [
+    pytest.param(1, False, marks=pytest.mark.slow),
+    (2, False),
+    (3, False),
+    pytest.param(1, True, marks=pytest.mark.slow),
+    pytest.param(2, True, marks=pytest.mark.slow),
+    (3, True),
+]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_every_stage_trains_like_ddp_within_rounding_and_ranks_agree(ranks: RankPool, size: int) -> None:
     expected, norms, raw, average = ranks.run(size, jobs.losses, "ddp", {})[0]
     for stage in (1, 2, 3):
@@ -62,8 +73,7 @@ def test_a_training_that_was_saved_and_loaded_is_the_one_that_never_stopped(
     assert all(ranks.run(size, jobs.resume_is_exact, tmp_path, {"stage": stage, "num_micro": 2}))
 
 
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "offload"), OFFLOADS)
 def test_another_number_of_ranks_goes_on_with_the_same_weights(
     ranks: RankPool, tmp_path: Path, stage: int, offload: bool
 ) -> None:
@@ -101,8 +111,7 @@ def _num_elements(path: Path) -> int:
         return sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
 
 
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "offload"), OFFLOADS)
 def test_a_gradient_that_is_not_finite_on_one_rank_leaves_no_trace_on_any(
     ranks: RankPool, stage: int, offload: bool
 ) -> None:
@@ -120,7 +129,7 @@ def test_a_loss_scale_is_taken_out_of_the_gradient_again(ranks: RankPool) -> Non
         assert scaled[1] == pytest.approx(plain[1], abs=1e-5)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_bf16_of_the_file_keeps_float32_masters_whose_averages_change_places_exactly(
     ranks: RankPool, tmp_path: Path, stage: int
 ) -> None:

@@ -137,6 +137,7 @@ def begin(config: TrainConfig, place: str) -> bool:
     if config.model_path:
         facts["diffusers version"] = version("diffusers")
         facts["model of --model_path"] = fingerprint(Path(config.model_path))
+    _refuse_other_engine(config, Run(config.output_dir))
     return runs.begin(
         Run(config.output_dir),
         "train",
@@ -144,6 +145,27 @@ def begin(config: TrainConfig, place: str) -> bool:
         fixed(config) | facts | {"device": place.split(":")[0]},
         config.accept_changes,
     )
+
+
+def _refuse_other_engine(config: TrainConfig, run: Run) -> None:
+    """An optimizer's state belongs to the engine that laid it out; weights can go anywhere."""
+    if not (run.config.exists() and run.has_saved()):
+        return
+    recorded = runs.read_record(run)["fixed"]
+    known, asked = (_kind(values.get("engine"), values.get("zero_stage")) for values in (recorded, vars(config)))
+    if recorded.get("engine") and known != asked:
+        flag = "model_path" if config.model_path else "model"
+        raise InputError(
+            f"--engine {asked}, but {run.folder} was trained with --engine {known}",
+            "the engine that its optimizer state belongs to",
+            f"go on with --engine {known}, or begin a new run with its weights: --output_dir NEW --{flag} {run.export}",
+        )
+
+
+def _kind(engine: Any, zero_stage: Any) -> str:
+    if engine == "deepspeed":
+        return f"deepspeed --zero_stage {zero_stage}"
+    return "fsdp" if engine == "fsdp" else "ddp"
 
 
 def run_rank(config: TrainConfig, held: bool = False) -> None:

@@ -81,7 +81,7 @@ class DeepSpeed(Engine):
         )
         self.offloads = deepspeed_config.offloads(config)
         self.optimizer = adamw(parameters, lr, betas, weight_decay)
-        with _quiet():
+        with _quiet(), _as_local_rank(self.world):
             self.deepspeed, *_ = self.library.initialize(
                 model=self.module, optimizer=self.optimizer, config=config, dist_init_required=False
             )
@@ -266,7 +266,6 @@ def _load(world: World) -> Any:
             "pip install 'halation[deepspeed]', or use --engine fsdp",
         )
     os.environ.setdefault("DS_ACCELERATOR", world.device.type)
-    os.environ.setdefault("LOCAL_RANK", str(world.local_rank))
     with _quiet():
         library = importlib.import_module("deepspeed")
     # DeepSpeed calls collectives by names that newer versions of torch are about to drop.
@@ -289,6 +288,19 @@ def _forget_earlier(library: Any) -> None:
     zero = importlib.import_module("deepspeed.runtime.zero.parameter_offload")
     zero.DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
     zero.Init.param_id = 0
+
+
+@contextlib.contextmanager
+def _as_local_rank(world: World) -> Iterator[None]:
+    """DeepSpeed takes the GPU that this variable counts, which is another one where ranks share GPUs or leave some out."""
+    known = os.environ.get("LOCAL_RANK")
+    os.environ["LOCAL_RANK"] = str(world.local_rank if world.device.index is None else world.device.index)
+    try:
+        yield
+    finally:
+        os.environ.pop("LOCAL_RANK")
+        if known is not None:
+            os.environ["LOCAL_RANK"] = known
 
 
 @contextlib.contextmanager

@@ -315,6 +315,8 @@ def host_memory(tensors: Sequence[Tensor]) -> Iterator[None]:
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
     kept = []
     for storage in storages.values():
+        if not storage.resizable():  # somebody else looks at this memory too
+            continue
         kept.append((storage, torch.UntypedStorage(storage.size()).copy_(storage)))
         storage.resize_(0)
     try:

@@ -1,0 +1,194 @@
+"""The laws of training, sampling and resuming on ZeRO 1, 2 and 3: the same sessions as on any engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rank_jobs
+import run_folders
+from halation.config.sample import SampleConfig
+from halation.config.train import TrainConfig
+from halation.errors import HalationError
+from halation.jobs import train as job
+from halation.jobs.session import Session
+from halation.training import state
+from halation.training.sample_files import Place, publish_index
+from halation.training.sampling import Drawing
+from halation.world import rng
+from halation.world.checkpoint import Reader
+from halation.world.testing import RankPool, RanksFailed
+
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(find_spec("deepspeed") is None, reason="the extra `deepspeed` is not installed"),
+]
+
+NUM_STEPS = 3
+SLOW = pytest.mark.slow
+WORLDS = [
+    pytest.param(1, 2, marks=SLOW),
+    pytest.param(1, 3, marks=SLOW),
+    pytest.param(2, 2, marks=SLOW),
+    pytest.param(2, 3, marks=SLOW),
+    (3, 2),
+    pytest.param(3, 3, marks=SLOW),
+]
+
+
+def config(folder: Path, stage: int, **changes: Any) -> TrainConfig:
+    """Steps large enough that weights show in the pictures."""
+    settings = {"engine": "deepspeed", "zero_stage": stage, "n_steps": NUM_STEPS, "lr": 1e-2, "ema_decay": 0.5}
+    return rank_jobs.small_config(folder, **settings | changes)
+
+
+class Suspicious(Session):
+    """Looks at everything that sampling could disturb, before and after."""
+
+    num_looks = 0
+
+    def _after_save(self, step: int) -> None:
+        before = self._visible()
+        super()._after_save(step)
+        assert self._visible() == before
+        self.num_looks += 1
+
+    def _visible(self) -> dict[str, Any]:
+        pieces = state.parts(self.engine, self.ema)
+        return {
+            "random": rng.capture(self.world.device),
+            "modes": [module.training for module in self.denoiser.module.modules()],
+            "bits": {
+                f"{part}/{name}": p.local.numpy().tobytes()
+                for part, named in pieces.items()
+                for name, p in named.items()
+            },
+        }
+
+
+def train_suspiciously(world: Any, config: TrainConfig) -> int:
+    with job._hold(config, world, alone=False), Suspicious(world, config) as session:
+        session.run()
+        return session.num_looks
+
+
+@pytest.mark.parametrize(("stage", "size"), WORLDS)
+def test_training_that_samples_at_every_step_has_the_bits_of_training_that_never_samples(
+    ranks: RankPool, tmp_path: Path, stage: int, size: int
+) -> None:
+    drawing = config(tmp_path / "drawing", stage, ckpt_every=1, sample_raw=True, sample_offload=True)
+    assert ranks.run(size, train_suspiciously, drawing) == [NUM_STEPS] * size
+    ranks.run(size, rank_jobs.train, config(tmp_path / "never", stage, sample=False, heldout_pictures=0))
+    assert len(list((tmp_path / "drawing/samples").glob("step_*/sample_*.png"))) == NUM_STEPS * 2 * 2
+    assert run_folders.saved(tmp_path / "drawing", NUM_STEPS) == run_folders.saved(tmp_path / "never", NUM_STEPS)
+    assert run_folders.losses(tmp_path / "drawing") == run_folders.losses(tmp_path / "never")
+
+
+@pytest.mark.parametrize(
+    ("stage", "size"), [(2, 3), *(pytest.param(stage, size, marks=SLOW) for stage in (1, 3) for size in (2, 3))]
+)
+def test_a_run_stopped_and_started_again_ends_in_the_bits_of_one_that_never_stopped(
+    ranks: RankPool, tmp_path: Path, stage: int, size: int
+) -> None:
+    ranks.run(size, rank_jobs.train, config(tmp_path / "whole", stage))
+    cut = config(tmp_path / "cut", stage)
+    assert ranks.run(size, rank_jobs.train_until, cut, 2, size - 1) == [128 + signal.SIGTERM] * size
+    ranks.run(size, rank_jobs.train, cut)
+    assert run_folders.saved(tmp_path / "cut", NUM_STEPS) == run_folders.saved(tmp_path / "whole", NUM_STEPS)
+    place = f"samples/step_{NUM_STEPS:07d}"
+    assert run_folders.pictures(tmp_path / "cut" / place) == run_folders.pictures(tmp_path / "whole" / place)
+
+
+@SLOW
+@pytest.mark.parametrize(("stage", "size"), [(1, 3), (2, 2), (3, 3)])
+def test_training_agrees_with_ddp_and_the_export_has_every_weight(
+    ranks: RankPool, tmp_path: Path, stage: int, size: int
+) -> None:
+    changes = {"sample": False, "heldout_pictures": 0, "lr": 1e-3}
+    ranks.run(size, rank_jobs.train, config(tmp_path / "zero", stage, **changes))
+    ranks.run(size, rank_jobs.train, config(tmp_path / "ddp", stage, engine="ddp", **changes))
+    assert run_folders.losses(tmp_path / "zero") == pytest.approx(run_folders.losses(tmp_path / "ddp"), rel=1e-5)
+    for part in ("model", "ema"):
+        mine, theirs = (
+            dict(Reader(tmp_path / name / f"checkpoints/step_{NUM_STEPS:07d}").whole(part)) for name in ("zero", "ddp")
+        )
+        assert mine.keys() == theirs.keys()
+        difference = np.concatenate([(mine[name] - theirs[name]).numpy().ravel() for name in mine])
+        assert np.abs(difference).mean() < 1e-5
+    exported = (tmp_path / "zero/export/model.safetensors").stat().st_size
+    assert exported == (tmp_path / "ddp/export/model.safetensors").stat().st_size
+
+
+def draw(world: Any, config: TrainConfig, numbers: list[int], output: Path) -> list[list[str]]:
+    """Pictures of the newest checkpoint for so many prompts, with the averages where the weights were."""
+    with job._hold(config, world, alone=False), Session(world, config) as session:
+        assert session._resume()
+        session.ema.swap()
+        session.engine.weights_changed()
+        states = []
+        for num in numbers:
+            settings = dataclasses.replace(session.sample_settings, prompts=rank_jobs.PROMPTS[:num])
+            sharded = session.engine.sharded
+            drawing = Drawing(world, session.denoiser, settings, sharded=sharded, timeout_s=30.0, stop=lambda: 0)
+            rows = drawing.run(Place(folder=output / str(num)), f"{num} prompts")
+            if world.first:
+                publish_index(Place(folder=output / str(num)), rows, {})
+            states.append([row["state"] for row in rows])
+    return states
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=SLOW), pytest.param(2, marks=SLOW), 3])
+def test_none_one_and_five_prompts_on_three_ranks_hang_nobody_and_are_the_pictures_of_one(
+    ranks: RankPool, tmp_path: Path, stage: int
+) -> None:
+    trained = config(tmp_path / "run", stage, sample_prompts=rank_jobs.PROMPTS)
+    ranks.run(2, rank_jobs.train, trained)
+    published = run_folders.pictures(tmp_path / f"run/samples/step_{NUM_STEPS:07d}")
+    states = ranks.run(3, draw, trained, [0, 1, 5], tmp_path / "drawn")
+    assert states == [[[], ["done"], ["done"] * 5]] * 3
+    drawn = run_folders.pictures(tmp_path / "drawn/5")
+    pictures = {name: data for name, data in published.items() if name.startswith("sample_")}
+    assert len(pictures) == 10
+    assert {name: drawn[name] for name in pictures} == pictures
+    one = run_folders.pictures(tmp_path / "drawn/1")
+    assert one["sample_00.png"] == pictures["sample_00.png"]
+    (tmp_path / "rendezvous").mkdir()
+    alone = SampleConfig(
+        checkpoint=tmp_path / "run", output_dir=tmp_path / "alone", progress="none", dist_timeout_s=30.0
+    )
+    ranks.run(1, rank_jobs.run_job, "sample", alone, tmp_path / "rendezvous")
+    assert {name: run_folders.pictures(tmp_path / "alone")[name] for name in pictures} == pictures
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=SLOW), 3])
+def test_a_rank_killed_while_it_saves_leaves_the_last_good_checkpoint_to_go_on_from(
+    ranks: RankPool, tmp_path: Path, stage: int
+) -> None:
+    ranks.run(2, rank_jobs.train, config(tmp_path / "whole", stage, ckpt_every=1))
+    cut = config(tmp_path / "cut", stage, ckpt_every=1)
+    with pytest.raises(RanksFailed):
+        ranks.run(2, rank_jobs.train, cut, environment={"HALATION_FAULT": "checkpoint.part:5:kill"})
+    good = sorted(path.name for path in (tmp_path / "cut/checkpoints").glob("step_*"))
+    assert good == ["step_0000001"]
+    ranks.run(2, rank_jobs.train, cut)
+    assert run_folders.saved(tmp_path / "cut", NUM_STEPS) == run_folders.saved(tmp_path / "whole", NUM_STEPS)
+
+
+def test_another_engine_is_refused_with_the_way_through_the_exported_weights(ranks: RankPool, tmp_path: Path) -> None:
+    settings = {"sample": False, "heldout_pictures": 0, "n_steps": 1}
+    ranks.run(1, rank_jobs.train, config(tmp_path, 2, **settings))
+    for changes in ({"engine": "fsdp"}, {"zero_stage": 3}, {"engine": "ddp", "accept_changes": True}):
+        with pytest.raises(HalationError) as caught:
+            job.begin(config(tmp_path, 2, **settings | {"n_steps": 2} | changes), "cpu")
+        assert "was trained with --engine deepspeed --zero_stage 2" in str(caught.value)
+        assert f"--output_dir NEW --model {tmp_path / 'export'}" in str(caught.value)
+    # The way it names.
+    ranks.run(2, rank_jobs.train, config(tmp_path / "new", 3, model=str(tmp_path / "export"), **settings))
+    assert sorted(run_folders.losses(tmp_path / "new")) == [1]
