@@ -12,6 +12,7 @@ from halation.flow.samplers import SAMPLERS
 from halation.generation.painter import OnStep
 from halation.models import draw
 from halation.models.base import OWN, Denoiser, Solver
+from halation.models.compiling import compile_units
 from halation.models.painting import Frames, PaintError, Painting
 from halation.specs import Sheet, Spec
 
@@ -54,8 +55,7 @@ class CheckpointModel:
         self.truncate_from = truncate_from
         denoiser.module.eval()
         if compile:
-            for unit in denoiser.shard_units():
-                unit.compile(dynamic=False)
+            compile_units(denoiser.shard_units())
         options = {"compile": "E1" if compile else "", "scheduler": "E2" if sampler != own_sampler else ""}
         options["cfg_truncation_step"] = "E2" if truncate_from is not None else ""
         self.facts: dict[str, Any] = {

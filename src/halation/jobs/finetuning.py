@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+MOST_LOOKED_AT = 20_000
 SMALL_SIDE, SMALL_STEP, LARGE_STEP = 512, 32, 64
 NOT_FOR_PIPELINES = {
     "model": "the pipeline brings its own transformer",
@@ -74,6 +75,9 @@ def native_size(folder: Path) -> tuple[int, int]:
 
 def open_denoiser(config: TrainConfig) -> PipelineDenoiser:
     """The pipeline as a denoiser, on the CPU and without its text encoders."""
+    from halation.models.library_messages import silence
+
+    silence()  # before the families are imported, which is when some of it is said
     from halation.models.finetuning import PipelineDenoiser
     from halation.models.lora import Lora
 
@@ -121,6 +125,9 @@ def cache_texts(
     num_missing = on_first(world, "looking for text embeddings", look, config.dist_timeout_s)
     if num_missing:
         log.info("encoding %d texts once, into %s", num_missing, place)
+        num_cut = sum(denoiser.truncated(texts[:MOST_LOOKED_AT])) if world.first else 0
+        if num_cut:
+            log.warning("%d of %d texts are longer than the model reads; their ends have no effect", num_cut, len(texts))
         _encode(world, config, denoiser, texts, place, made_by)
     denoiser.use_texts(cache.open(place, made_by, verify=world.local_rank == 0))
 

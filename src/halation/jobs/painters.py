@@ -46,6 +46,9 @@ def open_model(order: Mapping[str, Any]) -> Model:
 
 
 def _open_pipeline(order: Mapping[str, Any]) -> Model:
+    from halation.models.library_messages import silence
+
+    silence()
     from halation.models.pipelines import open_pipeline
 
     return open_pipeline(

@@ -153,6 +153,7 @@ def _draw(world: World, config: SampleConfig, folder: Path) -> None:
     import torch
 
     from halation.jobs.models import load_denoiser, sampling_of
+    from halation.models.compiling import compile_units
     from halation.training.sample_files import Place, publish_index
     from halation.training.sampling import Drawing, SampleSettings
     from halation.training.trackers import Progress
@@ -166,8 +167,7 @@ def _draw(world: World, config: SampleConfig, folder: Path) -> None:
     denoiser = load_denoiser(config.checkpoint, raw=config.raw, checked=True).to(world.device)
     denoiser.encode_prompts(settings.prompts)
     if settings.compile:
-        for unit in denoiser.shard_units():
-            unit.compile(dynamic=False)
+        compile_units(denoiser.shard_units())
     place = Place(folder=folder, suffix="_raw" if config.raw else "")
     kind = config.progress if world.first else "none"
     with StopSignals() as signals, Progress(kind, 1, 0, "drawing") as progress:

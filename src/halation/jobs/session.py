@@ -26,6 +26,7 @@ from halation.jobs import appraisal, assembly, exporting, finetuning, fitting, l
 from halation.jobs.duties import Duties
 from halation.models.autoencoder import LatentSpace, PixelSpace, Space
 from halation.models.base import Denoiser
+from halation.models.compiling import compile_units
 from halation.training import batches, state, trackers
 from halation.training.cadence import Cadence
 from halation.training.loop import Position, StepReport, StepSettings, train_steps
@@ -72,8 +73,7 @@ class Session:
         if config.activation_checkpointing:
             self.denoiser.keep_no_activations()
         if config.compile:
-            for unit in self.denoiser.shard_units():
-                unit.compile(dynamic=False)
+            compile_units(self.denoiser.shard_units())
         self.global_batch = assembly.global_batch(world, config, self.folder)
         self.engine = spread(config.engine, world, module, self.denoiser.shard_units(), self._engine_settings())
         self.engine.prepare_optimizer(config.lr, config.betas, config.weight_decay)

@@ -15,15 +15,13 @@ from safetensors import SafetensorError
 from torch import nn
 
 from halation.errors import InputError
+from halation.models.compiling import compile_units
 from halation.models.pipeline_checks import DTYPES, Options, refuse_other_inputs
 from halation.models.pipeline_files import PipelineFiles
 from halation.models.pipeline_tokenizers import need_vocabulary
 from halation.models.steering import DENOISERS
 
 logger = logging.getLogger(__name__)
-_MAX_SHAPES = (
-    64  # each size, batch and guidance pattern of a run is compiled once; the default of 8 falls back to eager silently
-)
 _LOADING_ERRORS = (
     ValueError,
     LookupError,
@@ -187,12 +185,10 @@ def _staying(pipe: Any) -> dict[str, nn.Module]:
 
 def apply_compile(pipe: Any) -> None:
     """Compile the block that repeats, never the whole model: seconds instead of minutes, and one graph for all layers."""
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_SHAPES)
     for name in DENOISERS:
         module = getattr(pipe, name, None)
         if isinstance(module, nn.Module):
-            for block in repeated_blocks(module):
-                block.compile(dynamic=False)
+            compile_units(repeated_blocks(module))
 
 
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:

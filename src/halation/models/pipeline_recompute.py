@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -29,4 +30,10 @@ def recompute(block: nn.Module) -> None:
     kind = type(block)
     if not issubclass(kind, _Recomputed):
         dropout = any(isinstance(layer, nn.Dropout) and layer.p > 0 for layer in block.modules())
-        block.__class__ = type(kind.__name__, (_Recomputed, kind), {"has_dropout": dropout})
+        block.__class__ = _recomputed(kind, dropout)
+
+
+@functools.cache
+def _recomputed(kind: type[nn.Module], has_dropout: bool) -> type[nn.Module]:
+    """One class for all blocks of a kind: with a class for each, a compiler would compile each by itself, and give up."""
+    return type(kind.__name__, (_Recomputed, kind), {"has_dropout": has_dropout})
