@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -30,10 +29,11 @@ def recompute(block: nn.Module) -> None:
     kind = type(block)
     if not issubclass(kind, _Recomputed):
         dropout = any(isinstance(layer, nn.Dropout) and layer.p > 0 for layer in block.modules())
-        block.__class__ = _recomputed(kind, dropout)
+        # One class for all blocks of a kind: with a class for each, a compiler would compile each by itself, and give up.
+        key = (kind, dropout)
+        if key not in _KINDS:
+            _KINDS[key] = type(kind.__name__, (_Recomputed, kind), {"has_dropout": dropout})
+        block.__class__ = _KINDS[key]
 
 
-@functools.cache
-def _recomputed(kind: type[nn.Module], has_dropout: bool) -> type[nn.Module]:
-    """One class for all blocks of a kind: with a class for each, a compiler would compile each by itself, and give up."""
-    return type(kind.__name__, (_Recomputed, kind), {"has_dropout": has_dropout})
+_KINDS: dict[tuple[type[nn.Module], bool], type[nn.Module]] = {}
