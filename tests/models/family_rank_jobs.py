@@ -80,3 +80,28 @@ def compiled_close_to_eager(world: Any, folder: Path) -> float:
     answer.square().mean().backward()
     assert all(weight.grad is not None for weight in denoiser.module.parameters())
     return float((answer.detach() - eager).abs().max())
+
+
+def partitioned_equals_whole(world: Any, folder: Path, rank_of_lora: int) -> list[bool]:
+    """Whether forwards and samples under ZeRO-3 have the bits of the whole model, and a step changes them."""
+    from halation.world.engines import EngineSettings, spread
+
+    warnings.simplefilter("ignore")
+    lora = Lora(rank=rank_of_lora) if rank_of_lora else None
+    denoiser = PipelineDenoiser.open(folder, dtype="fp32", weights_dtype="fp32", lora=lora, height=32, width=32)
+    x, t, condition = _rows(denoiser, world.rank)
+    inputs = denoiser.prepare(_sheet(world.rank), "cpu")
+    whole = denoiser.forward(denoiser.module, x, t, condition).detach()
+    drawn = denoiser.sample(inputs, Solver(), lambda: None)
+    denoiser.keep_no_activations()
+    engine = spread("deepspeed", world, denoiser.module, denoiser.shard_units(), EngineSettings(zero_stage=3))
+    engine.prepare_optimizer(1e-3, (0.9, 0.99), 0.0)
+    before = denoiser.sample(inputs, Solver(), lambda: None)
+    answer = denoiser.forward(engine.module, x, t, condition)
+    engine.backward(answer.square().mean())
+    engine.grad_norm(1.0)
+    engine.step()
+    engine.at_rest()
+    after = denoiser.sample(inputs, Solver(), lambda: None)
+    engine.at_rest()
+    return [torch.equal(before, drawn), torch.equal(answer, whole), not torch.equal(after, drawn)]

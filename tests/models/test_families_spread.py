@@ -26,3 +26,14 @@ def test_float32_adapters_on_a_bfloat16_base_are_sharded_together(family: str, r
 def test_compiled_and_recomputed_blocks_under_ddp_differ_by_rounding_alone(ranks: RankPool) -> None:
     for difference in ranks.run(2, jobs.compiled_close_to_eager, tiny_pipelines.built("hunyuan"), timeout_s=280.0):
         assert difference < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("family", "lora_rank"), [("hunyuan", 0), ("hunyuan", 2), ("pixart", 0), ("sd3", 2), ("flux", 0)]
+)
+def test_a_family_partitioned_by_zero_answers_and_draws_with_the_bits_of_the_whole(
+    family: str, lora_rank: int, ranks: RankPool
+) -> None:
+    pytest.importorskip("deepspeed")
+    folder = tiny_pipelines.built(family)
+    assert ranks.run(2, jobs.partitioned_equals_whole, folder, lora_rank) == [[True, True, True]] * 2
