@@ -253,7 +253,8 @@ def copy_rate(device: torch.device) -> float:
 
 def equal(training: Training, ours: Ours, peer: TorchSave) -> str:
     """Both files of one state, tensor by tensor."""
-    from halation.world.checkpoint import Reader, newest_good
+    from halation.world.checkpoint import newest_good
+    from halation.world.reading import Reader
 
     state = training.state()
     ours.save(state)

@@ -22,7 +22,7 @@ from halation.training import state
 from halation.training.sample_files import Place, publish_index
 from halation.training.sampling import Drawing
 from halation.world import rng
-from halation.world.checkpoint import Reader
+from halation.world.reading import Reader
 from halation.world.testing import RankPool, RanksFailed
 
 pytestmark = [

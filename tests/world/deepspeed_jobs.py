@@ -14,9 +14,10 @@ from halation.errors import InputError
 from halation.flow.ema import Ema
 from halation.training import state
 from halation.training.loop import Position, Rows, StepSettings, autocast, train_steps
-from halation.world.checkpoint import Checkpoints, Reader
+from halation.world.checkpoint import Checkpoints
 from halation.world.engines import EngineSettings, spread
 from halation.world.ranks import World
+from halation.world.reading import Reader
 
 
 def small_module() -> nn.Module:

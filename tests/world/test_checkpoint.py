@@ -19,8 +19,9 @@ import torch
 
 from faults import checker
 from halation.jobs.session import set_aside
-from halation.world.checkpoint import Found, Reader, committed, damage, newest_good
+from halation.world.checkpoint import Found, committed, damage, newest_good
 from halation.world.ranks import World
+from halation.world.reading import Reader
 from halation.world.testing import RankPool, RanksFailed
 
 SAVES = [(1, "latest"), (2, "kept"), (3, "latest"), (4, "kept")]

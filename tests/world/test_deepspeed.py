@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from halation.world.checkpoint import Reader
+from halation.world.reading import Reader
 from halation.world.testing import RankPool
 
 pytestmark = [

@@ -8,7 +8,7 @@ from halation.models.base import Denoiser
 from halation.models.denoiser import DiTDenoiser
 from halation.runs import publish_json
 from halation.training import state
-from halation.world.checkpoint import Reader
+from halation.world.reading import Reader
 
 SAMPLING_FILE = "halation.json"
 

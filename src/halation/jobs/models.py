@@ -12,7 +12,8 @@ from safetensors import SafetensorError
 from halation.errors import InputError
 from halation.models.base import Denoiser
 from halation.models.load import build, load_export, load_weights
-from halation.world.checkpoint import COMMIT, Reader, damage, digest, newest_good
+from halation.world.checkpoint import COMMIT, damage, digest, newest_good
+from halation.world.reading import Reader
 
 
 def find(folder: Path) -> Path:

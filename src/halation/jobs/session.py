@@ -34,9 +34,10 @@ from halation.training.objectives import denoising
 from halation.training.sampling import SampleSettings
 from halation.training.speed import Window, matrix_rate, memory_gb
 from halation.world import rng
-from halation.world.checkpoint import Checkpoints, Found, Reader, newest_good
+from halation.world.checkpoint import Checkpoints, Found, newest_good
 from halation.world.engines import EngineSettings, spread
 from halation.world.ranks import Vigil, World, check_ranks_agree, on_first
+from halation.world.reading import Reader
 from halation.world.signals import StopSignals, exit_code
 
 log = logging.getLogger(__name__)

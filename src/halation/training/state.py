@@ -16,8 +16,8 @@ from halation.flow.ema import Ema
 from halation.models.autoencoder import LatentSpace, Space
 from halation.runs import publish_json, sync_folder
 from halation.training.loop import Position
-from halation.world.checkpoint import Reader
 from halation.world.engines import Engine, Piece
+from halation.world.reading import Reader
 
 
 def parts(engine: Engine, ema: Ema) -> dict[str, dict[str, Piece]]:

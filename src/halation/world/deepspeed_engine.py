@@ -26,7 +26,7 @@ from halation.world.engines import Engine, EngineSettings, Piece, adamw
 from halation.world.ranks import World
 
 if TYPE_CHECKING:
-    from halation.world.checkpoint import Reader
+    from halation.world.reading import Reader
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
-    from halation.world.checkpoint import Reader
+    from halation.world.reading import Reader
 
 
 @dataclass(frozen=True, kw_only=True)
