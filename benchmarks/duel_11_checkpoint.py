@@ -8,8 +8,8 @@ is on the same disk. Ours hashes and fsyncs what it writes; the peers do neither
 from __future__ import annotations
 
 import dataclasses
-import shutil
 import statistics
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks import inputs, measure
+from benchmarks.checkpoint_sides import Dcp, Ours, Side, State, TorchSave
 from benchmarks.plain_dit import PlainTraining, Shape
 
 NEXT_STEPS = 5
-State = dict[str, dict[str, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,106 +46,6 @@ FULL = Setting(
 SMALL = Setting(
     shape=Shape(depth=4, hidden=256, heads=4, grid=16), batch=4, rounds=3, peace=8, watched_s=2.0, tuned=False
 )
-
-
-class Side:
-    """A way to save; `save` returns when training may go on."""
-
-    def save(self, state: State) -> None:
-        raise NotImplementedError
-
-    def busy(self) -> bool:
-        return False
-
-    def before_update(self) -> None:
-        """Called before the weights change."""
-
-    def finish(self) -> None:
-        """Until everything is written; then there is room for the next."""
-
-
-class Ours(Side):
-    """`world.checkpoint` as a run of one rank uses it; only the newest stays on disk."""
-
-    def __init__(self, world: Any, folder: Path) -> None:
-        from halation.world.checkpoint import Checkpoints
-
-        self.checkpoints = Checkpoints(world, folder, keep_last=1, sharded=False)
-        self.folder, self.step = folder, 0
-
-    def save(self, state: State) -> None:
-        from halation.world.engines import piece
-
-        self.step += 1
-        parts = {part: {name: piece(tensor) for name, tensor in tensors.items()} for part, tensors in state.items()}
-        self.checkpoints.save(self.step, "latest", parts, {}, {})
-
-    def busy(self) -> bool:
-        pending = self.checkpoints.pending
-        return pending is not None and pending.is_alive()
-
-    def finish(self) -> None:
-        self.checkpoints.wait()
-        self.checkpoints.raise_error()
-
-
-class TorchSave(Side):
-    """One file, written before training goes on."""
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True)
-        self.file = folder / "state.pt"
-
-    def save(self, state: State) -> None:
-        torch.save(state, self.file)
-
-
-class Dcp(Side):
-    """`async_save` by thread: as it comes, or with a stager of pinned memory that is kept between saves.
-
-    `hidden` copies on a stream of its own while the next step computes, and the update of the weights waits for it.
-    """
-
-    def __init__(self, folder: Path, group: Any, *, pinned: bool = False, hidden: bool = False) -> None:
-        from torch.distributed.checkpoint import staging
-
-        self.folder, self.group, self.hidden = folder, group, hidden
-        self.stager: Any = None
-        if pinned or hidden:
-            self.stager = staging.DefaultStager(
-                staging.StagingOptions(
-                    use_pinned_memory=True,
-                    use_shared_memory=False,
-                    use_async_staging=hidden,
-                    use_non_blocking_copy=True,
-                )
-            )
-        self.written: Any = None
-        self.staged: Any = None
-
-    def save(self, state: State) -> None:
-        from torch.distributed.checkpoint import async_save
-
-        options: dict[str, Any] = {} if self.stager is None else {"async_stager": self.stager}
-        if self.hidden:
-            torch.cuda.current_stream().synchronize()  # its stream does not know what is still being computed
-        found: Any = async_save(state, checkpoint_id=self.folder, process_group=self.group, **options)
-        self.staged = getattr(found, "staging_completion", None)
-        self.written = getattr(found, "upload_completion", found)
-
-    def busy(self) -> bool:
-        return self.written is not None and not self.written.done()
-
-    def before_update(self) -> None:
-        if self.staged is not None:
-            self.staged.result()
-            self.staged = None
-
-    def finish(self) -> None:
-        if self.written is not None:
-            self.written.result()
-            self.written = None
-        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 @dataclass(kw_only=True)
@@ -249,6 +148,37 @@ def copy_rate(device: torch.device) -> float:
     source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
     target = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     return size / min(measure.seconds(lambda: target.copy_(source, non_blocking=True)) for _ in range(5))
+
+
+def allocation(training: Training, peace_s: float) -> dict[str, Any]:
+    """Why a first save is slow, and what would help: pinning memory tensor by tensor, in pieces of 1 GiB, and those beside training."""
+    shapes = [tensor.numel() for tensor in training.state()["model"].values()]
+    pieces = [2**28] * -(-sum(shapes) // 2**28)
+    found: dict[str, Any] = {}
+
+    def pinned(sizes: list[int]) -> float:
+        before = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
+        began = time.perf_counter()
+        held = [torch.empty(size, pin_memory=True) for size in sizes]
+        took = time.perf_counter() - began
+        taken = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) - before
+        found["pinned bytes asked for, and taken"] = (4 * sum(sizes), taken)
+        del held
+        getattr(torch._C, "_host_emptyCache", lambda: None)()
+        return took
+
+    for name, sizes in (("tensors", shapes), ("pieces of 1 GiB", pieces)):
+        took = pinned(sizes)
+        found |= {f"pinning {name}, GB/s": round(4 * sum(sizes) / took / 1e9, 2)}
+        measure.say(f"pinning {name}: {took:.2f} s, {found}")
+    thread = threading.Thread(target=pinned, args=(pieces,))
+    thread.start()
+    steps = [training.step()]
+    while thread.is_alive():
+        steps.append(training.step())
+    thread.join()
+    middle, longest = statistics.median(steps) / peace_s, max(steps) / peace_s
+    return found | {"steps while a thread pins": f"{len(steps)}: median {middle:.2f}, longest {longest:.2f}"}
 
 
 def equal(training: Training, ours: Ours, peer: TorchSave) -> str:
@@ -371,8 +301,12 @@ def sides_of(training: Training, world: Any, work: Path) -> tuple[dict[str, Side
         "DCP async": Dcp(work / "dcp", world.control),
     }
     if training.device.type == "cuda":
-        sides["DCP async, pinned"] = Dcp(work / "dcp_pinned", world.control, pinned=True)
-        sides["DCP async, copied behind the step"] = Dcp(work / "dcp_hidden", world.control, hidden=True)
+        more = {"DCP async, pinned": {"pinned": True}, "DCP async, copied behind the step": {"hidden": True}}
+        for name, options in more.items():
+            try:
+                sides[name] = Dcp(work / f"dcp_{next(iter(options))}", world.control, **options)
+            except Exception:  # noqa: BLE001 - another torch may not have it
+                measure.say(f"{name} is out:\n{traceback.format_exc()}")
     return sides, ours, peer
 
 
@@ -397,10 +331,23 @@ def main(arguments: list[str] | None = None) -> measure.Report:
         rate = copy_rate(training.device)
         measure.say(f"{num_bytes / 1e9:.2f} GB of state; a copy to host memory runs at {rate / 1e9:.1f} GB/s")
         sides, ours, peer = sides_of(training, world, work)
+        pinning = {}
+        if training.device.type == "cuda":
+            peace = statistics.median([training.step() for _ in range(setting.peace)])
+            try:
+                pinning = allocation(training, peace)
+                measure.say(f"{pinning}")
+            except Exception:  # noqa: BLE001 - a figure beside the duel must not cost the duel
+                measure.say(f"pinning could not be measured:\n{traceback.format_exc()}")
         duel = Duel(setting=setting, training=training, sides=sides)
         duel.play(deadline, lambda: measure.write(report(duel, num_bytes, rate, "not compared"), asked.output))
-        check = equal(training, ours, peer)  # last, because the first save is the one that allocates, and is told apart
+        try:  # last, because the first save is the one that allocates, and is told apart
+            check = equal(training, ours, peer)
+        except Exception:  # noqa: BLE001 - the figures stand without it
+            check = "not compared"
+            measure.say(traceback.format_exc())
         found = report(duel, num_bytes, rate, check)
+        found.facts.update(pinning)
         world.close()
     measure.finish(found, asked.output)
     if "DIFFERENT" in check:

@@ -72,6 +72,8 @@ class Variant:
     whole: bool = False
     passes: int = 3
     """Forwards' worth of useful operations a step: LoRA needs no gradients of the weights it does not train."""
+    plain: bool = False
+    """`benchmarks.plain_hunyuan` instead of the command: what a script of one's own reaches."""
 
     @property
     def num_steps(self) -> int:
@@ -93,6 +95,8 @@ FULL = (
     Variant(name="b16_lora", batch=16, flags=(COMPILE, "--lora_rank", "16"), whole=True, passes=2),
     Variant(name="b16_offload", batch=16, flags=(COMPILE, "--sample_offload"), whole=True),
     Variant(name="b8", batch=8, flags=(COMPILE,)),
+    Variant(name="plain_b16", batch=16, flags=(COMPILE,), plain=True),
+    Variant(name="plain_b32_recompute", batch=32, flags=(COMPILE, KEEP_NOTHING), plain=True),
 )
 SMALL = (
     Variant(name="b2", batch=2, whole=True),
@@ -101,6 +105,7 @@ SMALL = (
     Variant(name="b2_bf16_weights", batch=2, flags=("--weights_dtype", "bf16")),
     Variant(name="b2_lora", batch=2, flags=("--lora_rank", "4"), whole=True, passes=2),
     Variant(name="b2_offload", batch=2, flags=("--sample_offload",), whole=True),
+    Variant(name="plain_b2", batch=2, flags=(KEEP_NOTHING,), plain=True),
 )
 
 
@@ -148,8 +153,13 @@ def forward_flops(model: Path, size: Size) -> float:
 def words_of(variant: Variant, size: Size, model: Path, work: Path, run: Path) -> list[str]:
     dates = ["--ckpt_every", str(variant.num_steps // 2)] if variant.whole else ["--ckpt_every", "0", "--no_sample"]
     steps = variant.num_steps if variant.whole else 100_000
+    if variant.plain:
+        return [
+            "benchmarks.plain_hunyuan", "--model", str(model), "--output_dir", str(run), "--pixels", str(size.pixels), "--dtype", size.dtype,
+            "--batch_size", str(variant.batch), "--n_steps", str(steps), *variant.flags,
+        ]  # fmt: skip
     return [
-        "train", "--output_dir", str(run), "--model_path", str(model), "--data", "streets", "--max_pictures", str(size.num_pictures),
+        "halation.cli", "train", "--output_dir", str(run), "--model_path", str(model), "--data", "streets", "--max_pictures", str(size.num_pictures),
         "--image_size", str(size.pixels), str(size.pixels), "--dtype", size.dtype, "--batch_size", str(variant.batch),
         "--n_steps", str(steps), *dates, "--keep_last", "1", "--log_every", "1", "--heldout_pictures", "0", "--report_to", "none",
         "--progress", "plain", "--cache_dir", str(work / "cache"), "--num_workers", str(size.num_workers), "--nproc", "1",
@@ -162,11 +172,14 @@ def run_variant(variant: Variant, size: Size, model: Path, work: Path, limit_s: 
     run, log = work / f"run_{variant.name}", work / f"{variant.name}.log"
     shutil.rmtree(run, ignore_errors=True)
     words = words_of(variant, size, model, work, run)
-    measure.say(f"{variant.name}: halation {' '.join(words)}")
+    measure.say(f"{variant.name}: python -m {' '.join(words)}")
     began = time.monotonic()
     with log.open("wb") as file:
         place = shipped.environment({"TMPDIR": str(work)})
-        process = subprocess.Popen([sys.executable, "-m", "halation.cli", *words], stdout=file, stderr=file, env=place)
+        command = [sys.executable, "-m", *words]
+        process = subprocess.Popen(
+            command, stdout=file, stderr=file, env=place, cwd=Path(__file__).resolve().parents[1]
+        )
     try:
         problem, starts_s = _watched(process, variant, run, began, limit_s)
     finally:
