@@ -20,23 +20,44 @@ from halation.world.ranks import World
 from halation.world.reading import Reader
 
 
-def small_module() -> nn.Module:
+class Adapted(nn.Module):
+    """A layer that stays as it is, in bfloat16, with a trained one in float32 added to it."""
+
+    def __init__(self, num_in: int, num_out: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(num_in, num_out, dtype=torch.bfloat16).requires_grad_(False)
+        self.down, self.up = nn.Linear(num_in, 2, bias=False), nn.Linear(2, num_out, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        base: torch.Tensor = self.base(x.to(torch.bfloat16))
+        return base.to(x.dtype) + self.up(self.down(x))
+
+
+def small_module(kind: str = "plain") -> nn.Module:
     """Odd sizes, so that no parameter divides evenly among ranks; a vector of one element; one that is not trained."""
     torch.manual_seed(0)
+    if kind == "adapters":
+        return nn.Sequential(Adapted(5, 7), nn.GELU(), nn.Identity(), Adapted(7, 1))
     module = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.GELU(), nn.Linear(7, 3), nn.Linear(3, 1))
     module[4].weight.requires_grad = False
-    return module
+    return module.to(torch.bfloat16) if kind == "bf16" else module
 
 
 class Trainee:
     """A small training with a fixed series of batches, a step at a time; it is its own Denoiser, objective and loader."""
 
     def __init__(
-        self, world: World, engine: str = "deepspeed", stage: int = 2, num_micro: int = 1, **settings: Any
+        self,
+        world: World,
+        engine: str = "deepspeed",
+        stage: int = 2,
+        num_micro: int = 1,
+        kind: str = "plain",
+        **settings: Any,
     ) -> None:
         self.world = world
         self.num_micro = num_micro
-        self.whole = small_module()
+        self.whole = small_module(kind)
         known = {"zero_stage": stage, "global_batch": 6 * num_micro, "num_micro_batches": num_micro, "grad_clip": 0.5}
         units = [self.whole[0], self.whole[3]]
         self.engine = spread(engine, world, self.whole, units, EngineSettings(**known | settings))
@@ -44,7 +65,9 @@ class Trainee:
         self.ema = Ema(self.engine.masters(), 0.9)
         self.position = Position()
         self.dtype = settings.get("dtype", "fp32")
-        self.engine.settle(self.objective(self.engine.trained, self.rows(0)[0]).sum())
+        with autocast(world.device, self.dtype):
+            losses = self.objective(self.engine.trained, self.rows(0)[0])
+        self.engine.settle(losses.float().sum())
 
     def objective(self, module: nn.Module, rows: Rows) -> torch.Tensor:
         output: torch.Tensor = module(rows.x0)
