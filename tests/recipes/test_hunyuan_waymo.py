@@ -207,6 +207,7 @@ def test_a_given_model_is_trained_and_draws_the_first_prompts_under_their_names(
 
 @pytest.mark.slow
 @pytest.mark.ranks
+@pytest.mark.timeout(600)
 def test_from_nothing_two_ranks_train_on_the_cpu_and_more_steps_on_one_rank_go_on(tmp_path: Path) -> None:
     code, _, said = started([*BASE, "20", "--max_pictures", "16"], tmp_path)
     assert code == 0, said
@@ -312,6 +313,7 @@ def test_the_quick_test_is_content_with_good_samples_and_fails_on_each_that_is_n
 
 @pytest.mark.slow
 @pytest.mark.ranks
+@pytest.mark.timeout(600)
 def test_the_quick_test_runs_four_ranks_and_tells_what_it_checked(tmp_path: Path) -> None:
     code, said, errors = started(["bash", RECIPE / "scripts" / "test_sampling.sh"], tmp_path)
     assert code == 0, said + errors
