@@ -152,6 +152,7 @@ def test_none_one_and_five_prompts_on_three_ranks_hang_nobody_and_are_the_pictur
     published = run_folders.pictures(tmp_path / f"run/samples/step_{NUM_STEPS:07d}")
     states = ranks.run(3, draw, trained, [0, 1, 5], tmp_path / "drawn")
     assert states == [[[], ["done"], ["done"] * 5]] * 3
+    assert ": 3.2 M parameters" in run_folders.log_of(tmp_path / "run", 0)
     drawn = run_folders.pictures(tmp_path / "drawn/5")
     pictures = {name: data for name, data in published.items() if name.startswith("sample_")}
     assert len(pictures) == 10

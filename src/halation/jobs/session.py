@@ -255,7 +255,7 @@ class Session:
     def _announce(self, fresh: bool) -> None:
         if not self.world.first:
             return
-        num = sum(parameter.numel() for parameter in self.denoiser.module.parameters())
+        num = self.engine.num_parameters
         ranks = (
             f"{self.world.size} rank{'s' if self.world.size > 1 else ''} ({self.engine.name}, {self.world.device.type})"
         )

@@ -85,6 +85,7 @@ class Engine:
         self.world = world
         self.module = module
         self.trained: nn.Module = module
+        self.num_parameters = sum(parameter.numel() for parameter in module.parameters())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, parameter) for name, parameter in self.module.named_parameters() if parameter.requires_grad)
