@@ -93,11 +93,11 @@ def comparison(config: TrainConfig, source: Pictures, run: runs.Run) -> Comparis
 
 
 def _pixels_of(config: TrainConfig, source: Pictures, run: runs.Run) -> ImageFolder:
-    """The pictures themselves, also where the run trains on what a cache made of them."""
-    if isinstance(source, ImageFolder):
+    """The pictures themselves at one size, also where the run trains on what a cache made of them, or in buckets."""
+    if isinstance(source, ImageFolder) and not config.aspect_buckets:
         return source
     height, width = config.image_size
-    folder = open_pictures(config.data, height, width, config.heldout_pictures)
+    folder = open_pictures(config.data, height, width, config.heldout_pictures, max_pictures=config.max_pictures)
     check_pictures(folder, Path(config.cache_dir) if config.cache_dir else run.folder / "cache", quiet=True)
     assert isinstance(folder, ImageFolder)
     return folder

@@ -9,6 +9,7 @@ import math
 import os
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -83,6 +84,7 @@ class Session:
         self.checkpoints = Checkpoints(
             world, self.folder.checkpoints, keep_last=config.keep_last, sharded=self.engine.saves_pieces
         )
+        self.checkpoints.reserve(self._saved_bytes())
         self.cadence = Cadence(
             n_steps=config.n_steps,
             ckpt_every=config.ckpt_every,
@@ -114,6 +116,15 @@ class Session:
         if source.class_names and not config.model_path:
             denoiser.encode_prompts(prompts)  # an unknown class is refused now, not at the first checkpoint
         return denoiser, source, assembly.sample_settings(config, prompts, denoiser.habits)
+
+    def _saved_bytes(self) -> Iterator[int]:
+        """Bytes of the tensors of a save, in its order: weights, averages, and two moments of each weight."""
+        weights = [
+            (piece.local.numel(), piece.local.element_size()) for piece in self.engine.pieces()["model"].values()
+        ]
+        yield from (num * size for num, size in weights)
+        yield from (num * 4 for num, _ in weights)
+        yield from (num * size for num, size in weights for _ in range(2))
 
     def __enter__(self) -> Session:
         return self
@@ -286,7 +297,9 @@ class Session:
         self.progress.update(report.step, f"mean loss {self.last_loss:.4f}  {rate:.0f} pictures/s", numbers)
         if report.step % self.config.log_every and report.step not in (1, self.config.n_steps):
             return
-        flops = 3 * self.denoiser.flops_per_picture() * rate / self.world.size
+        # Forward and two products backward; the frozen weights under adapters need only one.
+        passes = 2 if self.config.lora_rank else 3
+        flops = passes * self.denoiser.flops_per_picture() * rate / self.world.size
         values = {
             "loss": report.loss,
             "lr": report.lr,
@@ -308,7 +321,10 @@ class Session:
         whole = state.state(self.position, self.ema, self.denoiser.describe(), dataclasses.asdict(self.sample_settings))
         mine = {"rng": rng.capture(self.world.device)}
         self.checkpoints.save(self.position.step, kind, state.parts(self.engine, self.ema), whole, mine)
-        log.info("checkpoint %d (%s): training waited %.3f s", self.position.step, kind, self.checkpoints.blocked_s)
+        waited, before = self.checkpoints.blocked_s, self.checkpoints.queued_s
+        log.info("checkpoint %d (%s): training waited %.3f s", self.position.step, kind, waited + before)
+        if before > 1.0:
+            log.info("of these %.1f s for the checkpoint before to be written; they are close together", before)
 
     def _resume(self) -> bool:
         """Fill everything from the newest good checkpoint; whether there was one."""

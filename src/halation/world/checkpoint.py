@@ -15,7 +15,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,13 +23,13 @@ from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
 
 from halation.errors import HalationError
 from halation.faults import fault_point
 from halation.runs import publish, publish_json, sync_folder
+from halation.world import tensor_files
 from halation.world.engines import Piece
+from halation.world.host_copies import HostCopies
 from halation.world.ranks import World
 
 log = logging.getLogger(__name__)
@@ -63,21 +63,6 @@ def twice(action: Callable[[], Result]) -> Result:
         return action()
 
 
-class HostCopies:
-    """Host memory that is kept between saves, so that a step waits for a copy and not for allocation."""
-
-    def __init__(self) -> None:
-        self.buffers: dict[str, Tensor] = {}
-
-    def copy(self, name: str, source: Tensor) -> Tensor:
-        buffer = self.buffers.get(name)
-        if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
-            buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
-            self.buffers[name] = buffer
-        buffer.copy_(source, non_blocking=True)
-        return buffer
-
-
 @dataclass(frozen=True, kw_only=True)
 class Found:
     """A committed checkpoint."""
@@ -99,6 +84,7 @@ class Checkpoints:
         self.pending: threading.Thread | None = None
         self.error: str | None = None
         self.blocked_s = 0.0
+        self.queued_s = 0.0
         self._latest_end = math.inf
         folder.mkdir(parents=True, exist_ok=True)
         # One word for all saves of this start, so that leftovers of a killed one cannot be taken for ours.
@@ -109,9 +95,16 @@ class Checkpoints:
             for leftover in folder.glob("*.removing"):
                 shutil.rmtree(leftover, ignore_errors=True)
 
+    def reserve(self, sizes: Iterable[int]) -> None:
+        """Take the memory that saves of tensors of so many bytes will need while there is something else to do."""
+        if self.world.device.type == "cuda" and (self.sharded or self.world.first):
+            self.copies.reserve(sizes)
+
     def save(self, step: int, kind: str, parts: Parts, state: Mapping[str, Any], rank_state: Mapping[str, Any]) -> None:
         """Copy now, write later. A save that is still being written is waited for first: two never race for the disk."""
+        began = time.perf_counter()
         self.wait()
+        self.queued_s = time.perf_counter() - began
         began = time.perf_counter()
         fault_point("checkpoint.copy")
         copied: dict[str, dict[str, Piece]] = {}
@@ -178,15 +171,11 @@ class Checkpoints:
             path = place / f"{part}{suffix}.safetensors"
             fault_point("checkpoint.part")
             layout = {name: {"start": p.start, "shape": p.shape, "flat": p.flat} for name, p in pieces.items()}
-            save_file(
-                {name: p.local.contiguous() for name, p in pieces.items()},
-                path,
-                metadata={"halation": json.dumps(layout)},
-            )
+            tensors = {name: p.local for name, p in pieces.items()}
+            files[path.name] = tensor_files.write(path, tensors, {"halation": json.dumps(layout)})
             fault_point("checkpoint.fsync")
             with open(path, "rb+") as file:
                 os.fsync(file.fileno())
-            files[path.name] = digest(path)
         written = {f"rank_state_{self.world.rank}.json": rank_state}
         if self.world.first:
             written["state.json"] = state

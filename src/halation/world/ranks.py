@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 POLL_S = 0.05
+FIRST_POLL_S = 0.002
 BEAT_S = 0.5
 
 
@@ -346,6 +347,7 @@ class Vigil:
         self.leave(word)
         words: dict[int, Any] = {self.world.rank: word}
         seen: dict[int, tuple[Any, float]] = {rank: ("", time.monotonic()) for rank in range(self.world.size)}
+        pause_s = FIRST_POLL_S
         while len(words) < self.world.size:
             self.beat()
             for rank in [rank for rank in range(self.world.size) if rank not in words]:
@@ -357,7 +359,10 @@ class Vigil:
                     seen[rank] = (state.get("count"), time.monotonic())
                 elif time.monotonic() - seen[rank][1] > self.timeout_s:
                     raise RankFailure(self._sentence(rank, state))
-            time.sleep(POLL_S)
+            time.sleep(pause_s)
+            pause_s = min(
+                2 * pause_s, POLL_S
+            )  # ranks that are nearly done wait briefly, those that are not do not crowd the store
         return [words[rank] for rank in range(self.world.size)]
 
     def fail(self, reason: str) -> None:

@@ -1,0 +1,75 @@
+"""Host memory for copies of what a rank holds: kept between saves, and taken ahead of the first, so that a step waits for a copy alone."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+_BLOCK = 1 << 30  # torch rounds pinned memory up to a power of two
+_ALIGNED = 256
+
+
+class HostCopies:
+    """Copies by name, in memory that stays. Pinned where they come from a GPU: taking such memory is far slower than using it."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[str, Tensor] = {}
+        self._blocks: list[Tensor] = []
+        self._used = 0
+        self._taking: threading.Thread | None = None
+
+    def reserve(self, sizes: Iterable[int]) -> None:
+        """Begin to take pinned memory for tensors of so many bytes, behind the back of whoever goes on."""
+        blocks, room = [], 0
+        for size in sizes:
+            size = _rounded(size)
+            if size > room:
+                blocks.append(max(_BLOCK, size))
+                room = blocks[-1]
+            room -= size
+
+        def take() -> None:
+            try:
+                for size in blocks:
+                    self._blocks.append(torch.empty(size, dtype=torch.uint8, pin_memory=True))
+            except (
+                RuntimeError,
+                MemoryError,
+            ) as error:  # the first save then takes what it needs itself, or says that it cannot
+                log.warning("no pinned memory ahead of the first checkpoint: %s", str(error).splitlines()[0])
+
+        self._taking = threading.Thread(target=take, name="halation-host-memory", daemon=True)
+        self._taking.start()
+
+    def copy(self, name: str, source: Tensor) -> Tensor:
+        """Begin to copy; a GPU's copy is there when its stream has come so far."""
+        if self._taking is not None:
+            self._taking.join()
+            self._taking = None
+        buffer = self.buffers.get(name)
+        if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
+            buffer = self._new(source)
+            self.buffers[name] = buffer
+        buffer.copy_(source, non_blocking=True)
+        return buffer
+
+    def _new(self, source: Tensor) -> Tensor:
+        size = source.numel() * source.element_size()
+        while self._blocks and self._used + size > len(self._blocks[0]):
+            self._blocks.pop(0)
+            self._used = 0
+        if not self._blocks or not source.is_cuda or not size:
+            return torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+        room = self._blocks[0][self._used : self._used + size]
+        self._used += _rounded(size)
+        return room.view(source.dtype).view(source.shape)
+
+
+def _rounded(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
