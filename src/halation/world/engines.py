@@ -180,9 +180,8 @@ class Engine:
             place = mine.local.device
             state: dict[str, Tensor] = {"step": reader.read("optimizer", f"step/{name}").to(place)}
             for key in ("exp_avg", "exp_avg_sq"):
-                # Into memory of their own: what comes from a file may be a view of it.
-                moments = torch.empty_like(mine.local).copy_(reader.piece("optimizer", f"{key}/{name}", mine))
-                state[key] = _like(parameter, moments)
+                state[key] = torch.empty_like(parameter)
+                local(state[key]).copy_(reader.piece("optimizer", f"{key}/{name}", mine))
             self.optimizer.state[parameter] = state
 
     def reserve(self) -> list[Tensor]:
@@ -194,7 +193,8 @@ class Engine:
     @contextlib.contextmanager
     def parked(self) -> Iterator[None]:
         """The optimizer's state waits in host memory meanwhile; every bit comes back, into the same tensors."""
-        with host_memory([local(v) for state in self.optimizer.state.values() for v in state.values()]):
+        tensors = [local(value) for state in self.optimizer.state.values() for value in state.values()]
+        with host_memory([tensor for tensor in tensors if tensor.device.type == self.world.device.type]):
             yield
 
 
@@ -326,18 +326,3 @@ def host_memory(tensors: Sequence[Tensor]) -> Iterator[None]:
         for storage, copy in kept:
             storage.resize_(copy.size())
             storage.copy_(copy)
-
-
-def _like(parameter: Tensor, values: Tensor) -> Tensor:
-    if not is_sharded(parameter):
-        return values
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
-        values,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
