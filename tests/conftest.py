@@ -16,6 +16,7 @@ import pytest
 
 import rank_jobs
 from halation.config.train import TrainConfig
+from halation.world.launch import num_gpus
 from halation.world.testing import RankPool
 
 # Started in the background or by nohup, this process ignores signals, and so would the commands it sends them to.
@@ -27,9 +28,10 @@ for number in (signal.SIGINT, signal.SIGHUP):
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """Three ranks that live as long as the session; see RankPool.run."""
-    with RankPool(
-        3, preload=("rank_jobs", "halation.jobs.session", "halation.jobs.sample", "halation.models.finetuning")
-    ) as pool:
+    preload = ["rank_jobs", "halation.jobs.session", "halation.jobs.sample"]
+    if not num_gpus():  # diffusers and what it imports may touch the GPU, which a forked rank could then not use
+        preload.append("halation.models.finetuning")
+    with RankPool(3, preload=preload) as pool:
         yield pool
 
 

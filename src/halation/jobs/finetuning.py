@@ -127,7 +127,9 @@ def cache_texts(
         log.info("encoding %d texts once, into %s", num_missing, place)
         num_cut = sum(denoiser.truncated(texts[:MOST_LOOKED_AT])) if world.first else 0
         if num_cut:
-            log.warning("%d of %d texts are longer than the model reads; their ends have no effect", num_cut, len(texts))
+            log.warning(
+                "%d of %d texts are longer than the model reads; their ends have no effect", num_cut, len(texts)
+            )
         _encode(world, config, denoiser, texts, place, made_by)
     denoiser.use_texts(cache.open(place, made_by, verify=world.local_rank == 0))
 

@@ -21,6 +21,8 @@ def warm_up(session: Session) -> None:
     """One pass that is thrown away: it settles DDP's buckets, compiles, and finds a batch that does not fit before it costs anything."""
     _, rows = plan.micro_batches(session.global_batch, session.world.size, session.config.batch_size)
     _refuse_hopeless(session, rows)
+    # While blocks are compiled: taking pinned memory makes a GPU wait, so it is done before the first step, or it would slow many.
+    session.checkpoints.reserve(session.saved_bytes())
     try:
         with autocast(session.world.device, session.config.dtype):
             losses = session.objective(session.engine.trained, _idle(session, rows))
@@ -33,6 +35,8 @@ def warm_up(session: Session) -> None:
             "a batch that fits",
             memory.advice(max(1, rows // 2), 2 * session.config.accumulate),
         ) from error
+    finally:
+        session.checkpoints.copies.ready()
 
 
 def _idle(session: Session, rows: int) -> Rows:

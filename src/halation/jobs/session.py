@@ -84,7 +84,6 @@ class Session:
         self.checkpoints = Checkpoints(
             world, self.folder.checkpoints, keep_last=config.keep_last, sharded=self.engine.saves_pieces
         )
-        self.checkpoints.reserve(self._saved_bytes())
         self.cadence = Cadence(
             n_steps=config.n_steps,
             ckpt_every=config.ckpt_every,
@@ -117,7 +116,7 @@ class Session:
             denoiser.encode_prompts(prompts)  # an unknown class is refused now, not at the first checkpoint
         return denoiser, source, assembly.sample_settings(config, prompts, denoiser.habits)
 
-    def _saved_bytes(self) -> Iterator[int]:
+    def saved_bytes(self) -> Iterator[int]:
         """Bytes of the tensors of a save, in its order: weights, averages, and two moments of each weight."""
         weights = [
             (piece.local.numel(), piece.local.element_size()) for piece in self.engine.pieces()["model"].values()

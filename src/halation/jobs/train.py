@@ -80,9 +80,11 @@ def resolved(config: TrainConfig) -> TrainConfig:
             "a size that the patch divides",
             f"use --image_size {_rounded(size[0], config.patch_size)} {_rounded(size[1], config.patch_size)} or another --patch_size",
         )
-    if config.data != "streets" and not Path(config.data).is_dir():
+    table = Path(config.data).suffix.lower() == ".csv" and Path(config.data).is_file()
+    if config.data != "streets" and not table and not Path(config.data).is_dir():
         what = "is a file" if Path(config.data).exists() else "does not exist"
-        raise InputError(f"--data {config.data} {what}", "`streets` or a folder of pictures", "check the path")
+        expected = "`streets`, a folder of pictures or a CSV file of pictures and captions"
+        raise InputError(f"--data {config.data} {what}", expected, "check the path")
     check_trackers(config.report_to, asked=config.report_to != TrainConfig.report_to)
     if config.eval_every:
         config = with_evaluation(config)

@@ -47,11 +47,15 @@ class HostCopies:
         self._taking = threading.Thread(target=take, name="halation-host-memory", daemon=True)
         self._taking.start()
 
-    def copy(self, name: str, source: Tensor) -> Tensor:
-        """Begin to copy; a GPU's copy is there when its stream has come so far."""
+    def ready(self) -> None:
+        """Until the memory is there that was asked for."""
         if self._taking is not None:
             self._taking.join()
             self._taking = None
+
+    def copy(self, name: str, source: Tensor) -> Tensor:
+        """Begin to copy; a GPU's copy is there when its stream has come so far."""
+        self.ready()
         buffer = self.buffers.get(name)
         if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
             buffer = self._new(source)
