@@ -1,4 +1,4 @@
-"""The sides of the checkpoint duel: four ways to put the same tensors on a disk while somebody wants to go on training."""
+"""The sides of the checkpoint duel: three ways to put the same tensors on a disk while somebody wants to go on training."""
 
 from __future__ import annotations
 
@@ -31,10 +31,12 @@ class Side:
 class Ours(Side):
     """`world.checkpoint` as a run of one rank uses it; only the newest stays on disk."""
 
-    def __init__(self, world: Any, folder: Path) -> None:
+    def __init__(self, world: Any, folder: Path, state: State) -> None:
         from halation.world.checkpoint import Checkpoints
 
         self.checkpoints = Checkpoints(world, folder, keep_last=1, sharded=False)
+        self.checkpoints.reserve(tensor.nbytes for tensors in state.values() for tensor in tensors.values())
+        self.checkpoints.copies.ready()  # a run does this while it compiles
         self.folder, self.step = folder, 0
 
     def save(self, state: State) -> None:
@@ -43,6 +45,9 @@ class Ours(Side):
         self.step += 1
         parts = {part: {name: piece(tensor) for name, tensor in tensors.items()} for part, tensors in state.items()}
         self.checkpoints.save(self.step, "latest", parts, {}, {})
+
+    def before_update(self) -> None:
+        self.checkpoints.let_change()
 
     def busy(self) -> bool:
         pending = self.checkpoints.pending
@@ -65,45 +70,20 @@ class TorchSave(Side):
 
 
 class Dcp(Side):
-    """`async_save` by thread: as it comes, or with a stager of pinned memory that is kept between saves.
+    """`async_save` by thread, as it comes."""
 
-    `hidden` copies on a stream of its own while the next step computes, and the update of the weights waits for it.
-    """
-
-    def __init__(self, folder: Path, group: Any, *, pinned: bool = False, hidden: bool = False) -> None:
-        from torch.distributed.checkpoint import staging
-
-        self.folder, self.group, self.hidden = folder, group, hidden
-        self.stager: Any = None
-        if pinned or hidden:
-            self.stager = staging.DefaultStager(
-                staging.StagingOptions(
-                    use_pinned_memory=True,
-                    use_shared_memory=False,
-                    use_async_staging=hidden,
-                    use_non_blocking_copy=True,
-                )
-            )
+    def __init__(self, folder: Path, group: Any) -> None:
+        self.folder, self.group = folder, group
         self.written: Any = None
-        self.staged: Any = None
 
     def save(self, state: State) -> None:
         from torch.distributed.checkpoint import async_save
 
-        options: dict[str, Any] = {} if self.stager is None else {"async_stager": self.stager}
-        if self.hidden:
-            torch.cuda.current_stream().synchronize()  # its stream does not know what is still being computed
-        found: Any = async_save(state, checkpoint_id=self.folder, process_group=self.group, **options)
-        self.staged = getattr(found, "staging_completion", None)
+        found: Any = async_save(state, checkpoint_id=self.folder, process_group=self.group)
         self.written = getattr(found, "upload_completion", found)
 
     def busy(self) -> bool:
         return self.written is not None and not self.written.done()
-
-    def before_update(self) -> None:
-        if self.staged is not None:
-            self.staged.result()
-            self.staged = None
 
     def finish(self) -> None:
         if self.written is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -150,37 +149,6 @@ def copy_rate(device: torch.device) -> float:
     return size / min(measure.seconds(lambda: target.copy_(source, non_blocking=True)) for _ in range(5))
 
 
-def allocation(training: Training, peace_s: float) -> dict[str, Any]:
-    """Why a first save is slow, and what would help: pinning memory tensor by tensor, in pieces of 1 GiB, and those beside training."""
-    shapes = [tensor.numel() for tensor in training.state()["model"].values()]
-    pieces = [2**28] * -(-sum(shapes) // 2**28)
-    found: dict[str, Any] = {}
-
-    def pinned(sizes: list[int]) -> float:
-        before = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
-        began = time.perf_counter()
-        held = [torch.empty(size, pin_memory=True) for size in sizes]
-        took = time.perf_counter() - began
-        taken = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) - before
-        found["pinned bytes asked for, and taken"] = (4 * sum(sizes), taken)
-        del held
-        getattr(torch._C, "_host_emptyCache", lambda: None)()
-        return took
-
-    for name, sizes in (("tensors", shapes), ("pieces of 1 GiB", pieces)):
-        took = pinned(sizes)
-        found |= {f"pinning {name}, GB/s": round(4 * sum(sizes) / took / 1e9, 2)}
-        measure.say(f"pinning {name}: {took:.2f} s, {found}")
-    thread = threading.Thread(target=pinned, args=(pieces,))
-    thread.start()
-    steps = [training.step()]
-    while thread.is_alive():
-        steps.append(training.step())
-    thread.join()
-    middle, longest = statistics.median(steps) / peace_s, max(steps) / peace_s
-    return found | {"steps while a thread pins": f"{len(steps)}: median {middle:.2f}, longest {longest:.2f}"}
-
-
 def equal(training: Training, ours: Ours, peer: TorchSave) -> str:
     """Both files of one state, tensor by tensor."""
     from halation.world.checkpoint import newest_good
@@ -294,19 +262,12 @@ def _version(name: str) -> str:
 
 
 def sides_of(training: Training, world: Any, work: Path) -> tuple[dict[str, Side], Ours, TorchSave]:
-    ours, peer = Ours(world, work / "ours"), TorchSave(work / "torch_save")
+    ours, peer = Ours(world, work / "ours", training.state()), TorchSave(work / "torch_save")
     sides: dict[str, Side] = {
         "ours": ours,
         "torch.save": peer,
         "DCP async": Dcp(work / "dcp", world.control),
     }
-    if training.device.type == "cuda":
-        more = {"DCP async, pinned": {"pinned": True}, "DCP async, copied behind the step": {"hidden": True}}
-        for name, options in more.items():
-            try:
-                sides[name] = Dcp(work / f"dcp_{next(iter(options))}", world.control, **options)
-            except Exception:  # noqa: BLE001 - another torch may not have it
-                measure.say(f"{name} is out:\n{traceback.format_exc()}")
     return sides, ours, peer
 
 
@@ -331,23 +292,14 @@ def main(arguments: list[str] | None = None) -> measure.Report:
         rate = copy_rate(training.device)
         measure.say(f"{num_bytes / 1e9:.2f} GB of state; a copy to host memory runs at {rate / 1e9:.1f} GB/s")
         sides, ours, peer = sides_of(training, world, work)
-        pinning = {}
-        if training.device.type == "cuda":
-            peace = statistics.median([training.step() for _ in range(setting.peace)])
-            try:
-                pinning = allocation(training, peace)
-                measure.say(f"{pinning}")
-            except Exception:  # noqa: BLE001 - a figure beside the duel must not cost the duel
-                measure.say(f"pinning could not be measured:\n{traceback.format_exc()}")
         duel = Duel(setting=setting, training=training, sides=sides)
         duel.play(deadline, lambda: measure.write(report(duel, num_bytes, rate, "not compared"), asked.output))
-        try:  # last, because the first save is the one that allocates, and is told apart
+        try:
             check = equal(training, ours, peer)
         except Exception:  # noqa: BLE001 - the figures stand without it
             check = "not compared"
             measure.say(traceback.format_exc())
         found = report(duel, num_bytes, rate, check)
-        found.facts.update(pinning)
         world.close()
     measure.finish(found, asked.output)
     if "DIFFERENT" in check:

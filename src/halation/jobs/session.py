@@ -216,6 +216,7 @@ class Session:
             self.position,
             stop=lambda: self.signals.number,
             save_failed=lambda: self.checkpoints.error is not None,
+            let_change=self.checkpoints.let_change,
         )
         window = Window()
         for report in steps:
@@ -403,6 +404,7 @@ class Session:
         return dataclasses.replace(settings, prompts=settings.prompts[:num])
 
     def _after_save(self, step: int) -> None:
+        self.checkpoints.let_change()
         self.duties.do(step, self.last_loss)
         self._heed(step)
 
@@ -410,6 +412,7 @@ class Session:
         """The evaluation of this step if it is due; whether it was. An unsaved step is not the place to stop: the next one saves."""
         if not self.cadence.evaluates(step):
             return False
+        self.checkpoints.let_change()
         self.duties.evaluate(step)
         if saved:
             self._heed(step)

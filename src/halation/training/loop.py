@@ -98,6 +98,7 @@ def train_steps(
     position: Position,
     stop: Callable[[], int],
     save_failed: Callable[[], bool],
+    let_change: Callable[[], None] = lambda: None,
 ) -> Iterator[StepReport]:
     """Take one step for each list of micro-batches. Every decision is made from numbers that all ranks share."""
     words = _Words(world)
@@ -114,6 +115,7 @@ def train_steps(
         norm = float(device_norm)
         finite = math.isfinite(loss) and math.isfinite(norm)
         if finite:
+            let_change()  # a save may still be reading
             engine.step()
             ema.update()
             skipped_in_a_row = 0

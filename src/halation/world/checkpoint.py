@@ -15,7 +15,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 
 from halation.errors import HalationError
 from halation.faults import fault_point
@@ -85,6 +86,8 @@ class Checkpoints:
         self.error: str | None = None
         self.blocked_s = 0.0
         self.queued_s = 0.0
+        self._stream: torch.cuda.Stream | None = None
+        self._copied: torch.cuda.Event | None = None
         self._latest_end = math.inf
         folder.mkdir(parents=True, exist_ok=True)
         # One word for all saves of this start, so that leftovers of a killed one cannot be taken for ours.
@@ -109,17 +112,41 @@ class Checkpoints:
         fault_point("checkpoint.copy")
         copied: dict[str, dict[str, Piece]] = {}
         if self.sharded or self.world.first:
-            for part, pieces in parts.items():
-                copied[part] = {
-                    name: replace(p, local=self.copies.copy(f"{part}/{name}", p.local.detach()))
-                    for name, p in pieces.items()
-                }
-        if self.world.device.type == "cuda":
-            torch.cuda.synchronize(self.world.device)
+            with self._beside_the_step():
+                for part, pieces in parts.items():
+                    copied[part] = {
+                        name: replace(p, local=self._copy(f"{part}/{name}", p)) for name, p in pieces.items()
+                    }
         self.blocked_s = time.perf_counter() - began
-        words = (step, kind, copied, dict(state), dict(rank_state))
+        words = (step, kind, copied, dict(state), dict(rank_state), self._copied)
         self.pending = threading.Thread(target=self._write, args=words, name="halation-checkpoint", daemon=True)
         self.pending.start()
+
+    @contextlib.contextmanager
+    def _beside_the_step(self) -> Iterator[None]:
+        """On a GPU, copies run on a stream of their own: they begin when what is computed now is done, and need not be waited for."""
+        if self.world.device.type != "cuda":
+            yield
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.world.device)
+        self._stream.wait_stream(torch.cuda.current_stream(self.world.device))
+        with torch.cuda.stream(self._stream):
+            yield
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def _copy(self, name: str, piece: Piece) -> Tensor:
+        source = piece.local.detach()
+        if self._stream is not None and source.is_cuda:
+            source.record_stream(self._stream)  # one that is made for this save alone stays until it is copied
+        return self.copies.copy(name, source)
+
+    def let_change(self) -> None:
+        """Called before anything that was saved is written to again: the GPU, and not this thread, waits for the copy."""
+        if self._copied is not None:
+            torch.cuda.current_stream(self.world.device).wait_event(self._copied)
+            self._copied = None
 
     def wait(self, beat: Callable[[], None] | None = None) -> None:
         """Until this rank's part of the last save is on disk (and, on rank 0, committed); `beat` is called meanwhile."""
@@ -138,12 +165,22 @@ class Checkpoints:
         if self.error is not None:
             raise HalationError(self.error)
 
-    def _write(self, step: int, kind: str, copied: Parts, state: dict[str, Any], rank_state: dict[str, Any]) -> None:
+    def _write(
+        self,
+        step: int,
+        kind: str,
+        copied: Parts,
+        state: dict[str, Any],
+        rank_state: dict[str, Any],
+        is_copied: torch.cuda.Event | None,
+    ) -> None:
         """Write this rank's files; then, on rank 0, commit. Whatever fails is kept for `raise_error`: nobody sees a thread die."""
         name = f"step_{step:07d}"
         place = self.folder / f".saving_{name}_{self.token}"
         word: dict[str, Any] = {"files": {}, "error": None}
         try:
+            if is_copied is not None:
+                is_copied.synchronize()
             word["files"] = twice(lambda: self._write_files(place, copied, state, rank_state))
         except Exception as error:  # noqa: BLE001
             word["error"] = f"cannot save checkpoint {name} in {self.folder}: {_reason(error)}"
