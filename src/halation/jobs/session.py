@@ -23,7 +23,7 @@ from halation.data.base import Pictures
 from halation.data.loader import Batches
 from halation.errors import HalationError, InputError, Interrupted, RankFailure
 from halation.flow.ema import Ema
-from halation.jobs import appraisal, assembly, exporting, finetuning, fitting, logs
+from halation.jobs import appraisal, assembly, exporting, finetuning, fitting, logs, tidings
 from halation.jobs.duties import Duties
 from halation.models.autoencoder import LatentSpace, PixelSpace, Space
 from halation.models.base import Denoiser
@@ -33,7 +33,7 @@ from halation.training.cadence import Cadence
 from halation.training.loop import Position, StepReport, StepSettings, train_steps
 from halation.training.objectives import denoising
 from halation.training.sampling import SampleSettings
-from halation.training.speed import Window, matrix_rate, memory_gb
+from halation.training.speed import Window, matrix_rate
 from halation.world import rng
 from halation.world.checkpoint import Checkpoints, Found, newest_good
 from halation.world.engines import EngineSettings, spread
@@ -157,7 +157,8 @@ class Session:
             self.progress = progress
             self.signals = signals
             self.duties = self._make_duties()
-            self._announce(fresh)
+            if world.first:
+                tidings.of_beginning(self, fresh)
             try:
                 if not fresh:
                     self._after_save(self.position.step)
@@ -263,56 +264,13 @@ class Session:
             nan_policy=config.nan_policy,
         )
 
-    def _announce(self, fresh: bool) -> None:
-        if not self.world.first:
-            return
-        num = self.engine.num_parameters
-        ranks = (
-            f"{self.world.size} rank{'s' if self.world.size > 1 else ''} ({self.engine.name}, {self.world.device.type})"
-        )
-        settings = self._drawn()
-        if (
-            self.world.device.type == "cuda"
-            and settings.sheet_size == 1
-            and len(settings.prompts) > 2 * self.world.size
-        ):
-            log.info(
-                "samples are drawn one by one; --sample_batch_size %d would draw them at once", len(settings.prompts)
-            )
-        how = "training" if fresh else f"going on from step {self.position.step}:"
-        log.warning(
-            "%s %s on %s: %.1f M parameters, %d pictures, global batch %d, %s",
-            how, Path(self.config.model_path).name or self.config.model, self.source.name, num / 1e6, self.source.num_train, self.global_batch, ranks,
-        )  # fmt: skip
-
     def _log(self, report: StepReport, window: Window) -> None:
         if report.skipped:
             log.warning("step %d was skipped: the gradient was not finite", report.step)
         if math.isfinite(report.loss):
             self.last_loss = report.loss if self.last_loss == 0.0 else 0.9 * self.last_loss + 0.1 * report.loss
-        if not self.world.first:
-            return
-        rate = window.pictures_per_s()
-        numbers = {"loss": report.loss, "lr": report.lr, "pictures_per_s": round(rate, 2)}
-        self.progress.update(report.step, f"mean loss {self.last_loss:.4f}  {rate:.0f} pictures/s", numbers)
-        if report.step % self.config.log_every and report.step not in (1, self.config.n_steps):
-            return
-        # Forward and two products backward; the frozen weights under adapters need only one.
-        passes = 2 if self.config.lora_rank else 3
-        flops = passes * self.denoiser.flops_per_picture() * rate / self.world.size
-        values = {
-            "loss": report.loss,
-            "lr": report.lr,
-            "grad_norm": report.grad_norm,
-            "pictures_per_s": round(rate, 3),
-            "mfu": round(flops / self.peak, 4),
-            "memory_gb": round(memory_gb(self.world.device), 3),
-            "data_s": round(report.data_s, 5),
-            "epoch": round(self.position.pictures / self.source.num_train, 4),
-        }
-        self.metrics.append({"step": report.step, "time_s": round(time.monotonic() - self.began, 3), **values})
-        for tracker in self.trackers:
-            tracker.scalars(report.step, {f"train/{name}": value for name, value in values.items()})
+        if self.world.first:
+            tidings.of_step(self, report, window.pictures_per_s())
 
     # -- saving and what follows
 
@@ -389,7 +347,7 @@ class Session:
             denoiser=self.denoiser,
             engine=self.engine,
             ema=self.ema,
-            settings=self._drawn(),
+            settings=self.drawn_settings(),
             metrics=self.metrics,
             trackers=self.trackers,
             stop=lambda: self.signals.number,
@@ -397,7 +355,7 @@ class Session:
             appraisal=self.appraisal,
         )
 
-    def _drawn(self) -> SampleSettings:
+    def drawn_settings(self) -> SampleSettings:
         """What is drawn at a checkpoint: every prompt, or the first ones, one a rank."""
         settings = self.sample_settings
         num = len(settings.prompts) if self.config.sample_all else self.world.size
