@@ -91,14 +91,17 @@ def build(
 
 
 def missing(texts: Iterable[str], folder: str | Path, fingerprint: JSON) -> int:
-    """How many different texts are not encoded yet; refused where the folder holds those of other encoders."""
+    """How many different texts are not encoded yet, and shards damaged; refused where the folder holds those of other encoders.
+
+    What is there is read through, so that a damaged shard is found while it can still be made again.
+    """
     folder = Path(folder)
     unique = dict.fromkeys(texts)
     if not (folder / MANIFEST).exists():
         return len(unique)
     _refuse_others(folder, fingerprint)
-    there, _ = _there(folder, set())
-    return sum(text not in there for text in unique)
+    there, damaged = _there(folder, set(unique))
+    return sum(text not in there for text in unique) + len(damaged)
 
 
 def open(folder: str | Path, fingerprint: JSON, verify: bool = True) -> CachedTexts:

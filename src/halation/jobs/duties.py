@@ -163,6 +163,7 @@ class Duties:
             raise
         except HalationError as error:
             log.error("the evaluation of step %d failed; training goes on: %s", step, error)
+            self.engine.weights_changed()  # an evaluation fails on all ranks or on none
             return None
 
     def _room(self) -> contextlib.AbstractContextManager[None]:
@@ -171,23 +172,18 @@ class Duties:
 
     @contextlib.contextmanager
     def _averaged(self) -> Iterator[None]:
-        """The averages in the model's place; whatever happens inside, shards are where the EMA expects them when it goes back."""
+        """The averages in the model's place; whatever happens inside, shards are where the EMA expects them when it goes back.
+
+        After an error the module is not told of its own weights again: that may take all ranks, and the error may be one rank's.
+        """
         self.ema.swap()
         try:
             self.engine.weights_changed()
             yield
-        except BaseException as error:
-            self._swap_back()
-            # Telling the module may take all ranks; after an error that is not everybody's, they would be waited for in vain.
-            if isinstance(error, HalationError) and not isinstance(error, RankFailure | Interrupted):
-                self.engine.weights_changed()
-            raise
-        self._swap_back()
+        finally:
+            self.engine.at_rest()
+            self.ema.swap()
         self.engine.weights_changed()
-
-    def _swap_back(self) -> None:
-        self.engine.at_rest()
-        self.ema.swap()
 
     def _tell(self, report: Report) -> None:
         """The report's numbers to metrics.jsonl and the trackers, unless a kill came between the report and the rest of this."""

@@ -18,9 +18,8 @@ def export(reader: Reader, folder: Path, denoiser: Denoiser) -> None:
     if isinstance(denoiser, DiTDenoiser):
         state.export(reader, folder, denoiser.space)
         return
-    from halation.models.finetuning import (
-        PipelineDenoiser,
-    )  # diffusers takes seconds to import, and a DiT does without it
+    # Here, because diffusers takes seconds to import, and a DiT does without it.
+    from halation.models.finetuning import PipelineDenoiser
     from halation.models.pipeline_export import export_pipeline
 
     assert isinstance(denoiser, PipelineDenoiser)

@@ -111,7 +111,7 @@ def cache_texts(
     """Encode captions and prompts once, all ranks together; the text encoders are gone from the device afterwards."""
     from halation.data import texts as cache
     from halation.models.finetuning import PipelineDenoiser
-    from halation.world.ranks import on_first
+    from halation.world.ranks import alive, on_first
 
     assert isinstance(denoiser, PipelineDenoiser)
     folder = Path(config.cache_dir) if config.cache_dir else run.folder / "cache"
@@ -119,8 +119,8 @@ def cache_texts(
     made_by = denoiser.text_fingerprint()
     place = folder / f"texts_{hashlib.sha256(made_by.encode()).hexdigest()[:12]}"
 
-    def look(_beat: Callable[[], None]) -> int:
-        return cache.missing(texts, place, made_by)
+    def look(beat: Callable[[], None]) -> int:
+        return alive(lambda: cache.missing(texts, place, made_by), beat)
 
     num_missing = on_first(world, "looking for text embeddings", look, config.dist_timeout_s)
     if num_missing:
@@ -131,7 +131,7 @@ def cache_texts(
                 "%d of %d texts are longer than the model reads; their ends have no effect", num_cut, len(texts)
             )
         _encode(world, config, denoiser, texts, place, made_by)
-    denoiser.use_texts(cache.open(place, made_by, verify=world.local_rank == 0))
+    denoiser.use_texts(cache.open(place, made_by, verify=False))
 
 
 def _encode(

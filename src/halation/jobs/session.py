@@ -9,7 +9,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,6 +21,7 @@ from halation.config.fields import as_json
 from halation.config.train import TrainConfig
 from halation.data.base import Pictures
 from halation.data.loader import Batches
+from halation.data.order import BucketOrder
 from halation.errors import HalationError, InputError, Interrupted, RankFailure
 from halation.flow.ema import Ema
 from halation.jobs import appraisal, assembly, exporting, finetuning, fitting, logs, tidings
@@ -37,7 +38,7 @@ from halation.training.speed import Window, matrix_rate
 from halation.world import rng
 from halation.world.checkpoint import Checkpoints, Found, newest_good
 from halation.world.engines import EngineSettings, spread
-from halation.world.ranks import Vigil, World, check_ranks_agree, on_first
+from halation.world.ranks import Vigil, World, alive, check_ranks_agree, on_first
 from halation.world.reading import Reader
 from halation.world.signals import StopSignals, exit_code
 
@@ -187,6 +188,11 @@ class Session:
             num_real=len(plan.share(self.global_batch, world.size, world.rank)),
             pin=world.device.type == "cuda",
         )
+        order = assembly.order(config.seed, self.source, self.global_batch)
+        if isinstance(
+            order, BucketOrder
+        ):  # only another global batch (--accept_changes) leaves it in the middle of one
+            self.position.pictures = -(-self.position.pictures // self.global_batch) * self.global_batch
         coming = batches.positions(
             self.position.step,
             self.position.pictures,
@@ -199,7 +205,7 @@ class Session:
         memory_bytes = 0 if config.cache in ("none", "pixels", "latents") else MEMORY_CACHE_BYTES
         loader = Batches(
             self.source,
-            assembly.order(config.seed, self.source, self.global_batch),
+            order,
             coming,
             num_threads=2 if world.device.type == "cuda" else 1,
             num_workers=config.num_workers,
@@ -389,8 +395,8 @@ class Session:
         """Everything on disk before anybody leaves; the export is made from the checkpoint, so it is what was saved."""
         self._await_save()
 
-        def write(_beat: Any) -> None:
-            exporting.export(Reader(self.newest()), self.folder.export, self.denoiser)
+        def write(beat: Callable[[], None]) -> None:
+            alive(lambda: exporting.export(Reader(self.newest()), self.folder.export, self.denoiser), beat)
 
         on_first(self.world, "exporting", write, self.config.dist_timeout_s)
 
