@@ -90,13 +90,12 @@ class Checkpoints:
         self._copied: torch.cuda.Event | None = None
         self._latest_end = math.inf
         folder.mkdir(parents=True, exist_ok=True)
-        # One word for all saves of this start, so that leftovers of a killed one cannot be taken for ours.
-        self.token = str(world.from_first(os.urandom(6).hex()))
         if world.first:
-            for leftover in folder.glob(".saving_*"):
+            for leftover in (*folder.glob(".saving_*"), *folder.glob("*.removing")):
                 shutil.rmtree(leftover, ignore_errors=True)
-            for leftover in folder.glob("*.removing"):
-                shutil.rmtree(leftover, ignore_errors=True)
+        # One word for all saves of this start, so that leftovers of a killed one cannot be taken for ours. Ranks get it when rank 0 has
+        # tidied up: a quick one could otherwise begin a save that is taken for a leftover.
+        self.token = str(world.from_first(os.urandom(6).hex()))
 
     def reserve(self, sizes: Iterable[int]) -> None:
         """Take the memory that saves of tensors of so many bytes will need while there is something else to do."""
