@@ -13,6 +13,7 @@ import halation
 from halation.config.train import TrainConfig
 from halation.errors import HalationError, InputError
 from halation.jobs import train
+from halation.models.base import Habits
 from halation.png import read_png
 
 PROMPTS = ("a red car in a city", "a rainy street at night", "three trees")
@@ -58,7 +59,7 @@ def test_the_pictures_are_those_that_sample_draws(tmp_path: Path, run: Path, bef
 def test_size_and_guidance_are_the_runs_own_unless_said(before: Path) -> None:
     row = json.loads((before / "metadata.jsonl").read_text().splitlines()[0])
     assert (row["height"], row["width"]) == (32, 32)
-    assert row["guidance_scale"] == TrainConfig().guidance_scale
+    assert row["guidance_scale"] == Habits().guidance_scale
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,7 @@ def test_a_sharded_save_of_which_one_rank_dies_was_never_one(ranks: RankPool, tm
         with pytest.raises(RanksFailed) as failure:
             ranks.run(
                 2, jobs.save, tmp_path, [(2, "kept")], 0, True,
-                timeout_s=1.0, environment=fault(tmp_path, f"{point}:kill:{rank}"),
+                timeout_s=2.5, environment=fault(tmp_path, f"{point}:kill:{rank}"),
             )  # fmt: skip
         assert failure.value.troubles[rank].exit_code == -9
         assert len(fired(tmp_path)) == number

@@ -88,7 +88,7 @@ class TrainConfig:
     """auto takes ddp for several ranks and single for one; fsdp (FSDP2) and deepspeed (ZeRO) shard weights, gradients, optimizer and EMA."""
     zero_stage: Literal[1, 2, 3] = setting(2)
     """What deepspeed shards: 1 the optimizer, 2 gradients too, 3 weights and EMA too."""
-    deepspeed_config: str = setting("")
+    deepspeed_config: str = free("")
     """DeepSpeed's own JSON config; what it says goes before --zero_stage, except what Halation's flags decide."""
     offload_optimizer: bool = setting(False)
     """Keep the optimizer's state in host memory (fsdp, where the weights go along, and deepspeed): slower, for models that do not fit."""

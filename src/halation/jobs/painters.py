@@ -70,6 +70,7 @@ def _open_checkpoint(order: Mapping[str, Any]) -> Model:
 
     model = order["model"]
     denoiser = load_denoiser(Path(model["path"]), raw=order["raw"], checked=True).to(order["device"])
+    denoiser.hold_encoders()
     return CheckpointModel(
         denoiser,
         device=order["device"],

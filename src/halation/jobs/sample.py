@@ -165,7 +165,7 @@ def _draw(world: World, config: SampleConfig, folder: Path) -> None:
     torch.set_num_threads(settings.threads)
     torch.use_deterministic_algorithms(settings.deterministic)
     denoiser = load_denoiser(config.checkpoint, raw=config.raw, checked=True).to(world.device)
-    denoiser.encode_prompts(settings.prompts)
+    denoiser.encode_prompts((*settings.prompts, ""))
     if settings.compile:
         compile_units(denoiser.shard_units())
     place = Place(folder=folder, suffix="_raw" if config.raw else "")

@@ -37,7 +37,7 @@ from halation.training.sampling import SampleSettings
 from halation.training.speed import Window, matrix_rate
 from halation.world import rng
 from halation.world.checkpoint import Checkpoints, Found, newest_good
-from halation.world.engines import EngineSettings, spread
+from halation.world.engines import EngineSettings, check, spread
 from halation.world.ranks import Vigil, World, alive, check_ranks_agree, on_first
 from halation.world.reading import Reader
 from halation.world.signals import StopSignals, exit_code
@@ -59,6 +59,8 @@ class Session:
         rng.begin(config.seed, world.rank)
         if config.deterministic:
             torch.use_deterministic_algorithms(True)
+        self.global_batch = assembly.global_batch(world, config, self.folder)
+        check(config.engine, world, self._engine_settings())
         self.denoiser, self.source, self.sample_settings = self._open()
         self.objective = denoising(self.denoiser)
         self.appraisal = (
@@ -70,14 +72,14 @@ class Session:
             evaluated = self.appraisal.settings.prompts if self.appraisal else ()
             prompts = (*self.sample_settings.prompts, *evaluated)
             finetuning.cache_texts(world, config, self.folder, self.denoiser, self.source, prompts)
-        self.denoiser.to(world.device)
+        # Sharding takes one unit after the other to the device; a model that only fits in shards must not be there as a whole before.
+        self.denoiser.to(world.device, module=config.engine != "fsdp")
         module = self.denoiser.module
         module.train()
         if config.activation_checkpointing:
             self.denoiser.keep_no_activations()
         if config.compile:
             compile_units(self.denoiser.shard_units())
-        self.global_batch = assembly.global_batch(world, config, self.folder)
         self.engine = spread(config.engine, world, module, self.denoiser.shard_units(), self._engine_settings())
         self.engine.prepare_optimizer(config.lr, config.betas, config.weight_decay)
         self.ema = Ema(self.engine.masters(), config.ema_decay)

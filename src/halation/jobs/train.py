@@ -24,7 +24,7 @@ from halation.jobs.ranges import check_ranges
 from halation.prompts import from_flags
 from halation.runs import Run
 from halation.training.trackers import check as check_trackers
-from halation.world import launch
+from halation.world import deepspeed_config, launch
 
 if TYPE_CHECKING:
     from halation.jobs.session import Session
@@ -133,9 +133,11 @@ def _rounded(size: int, patch: int) -> int:
 
 def begin(config: TrainConfig, place: str) -> bool:
     """Open the run's record before anything heavy happens, so that changed settings are refused at once."""
-    facts = {
+    facts: dict[str, Any] = {
         f"{name} version": version(name) for name in ("torch", "numpy", "diffusers" if config.vae else "safetensors")
     }
+    if config.deepspeed_config:
+        facts["deepspeed config"] = deepspeed_config.read(config.deepspeed_config)
     if config.model_path:
         facts["diffusers version"] = version("diffusers")
         facts["model of --model_path"] = fingerprint(Path(config.model_path))

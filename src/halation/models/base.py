@@ -133,6 +133,9 @@ class Denoiser(Protocol):
     def sample(self, inputs: Any, solver: Solver, on_step: Callable[[], None]) -> Tensor:
         """Draw: float32 tensors for `to_pixels`. `on_step` is called after every step. Nothing else runs the module here."""
 
+    def hold_encoders(self) -> None:
+        """Keep what reads prompts ready, where they come one after the other and not all at once."""
+
     def keep_no_activations(self) -> None:
         """Compute activations inside shard units again in the backward pass instead of keeping them."""
 
@@ -145,8 +148,8 @@ class Denoiser(Protocol):
     def flops_per_picture(self) -> int:
         """Floating-point operations of one forward of one picture (a multiply-add is two)."""
 
-    def to(self, device: torch.device | str) -> Denoiser:
-        """Move the module and what surrounds it, in place."""
+    def to(self, device: torch.device | str, *, module: bool = True) -> Denoiser:
+        """Move the module, unless an engine will, and what surrounds it, in place."""
 
 
 class VelocityDenoiser(Denoiser, Protocol):

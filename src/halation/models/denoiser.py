@@ -130,6 +130,9 @@ class DiTDenoiser:
             on_step()
         return x
 
+    def hold_encoders(self) -> None:
+        """A tokenizer is always there."""
+
     def keep_no_activations(self) -> None:
         self.module.checkpointing = True  # type: ignore[assignment]
 
@@ -151,8 +154,9 @@ class DiTDenoiser:
     def flops_per_picture(self) -> int:
         return self._flops
 
-    def to(self, device: torch.device | str) -> DiTDenoiser:
-        self.module.to(device)
+    def to(self, device: torch.device | str, *, module: bool = True) -> DiTDenoiser:
+        if module:
+            self.module.to(device)
         self.space.to(device)
         return self
 

@@ -292,8 +292,9 @@ class PipelineDenoiser:
             self._flops = int(counter.get_total_flops())
         return self._flops
 
-    def to(self, device: torch.device | str) -> PipelineDenoiser:
-        self.module.to(device)
+    def to(self, device: torch.device | str, *, module: bool = True) -> PipelineDenoiser:
+        if module:
+            self.module.to(device)
         self.space.to(device)
         self._device = torch.device(device)
         return self
@@ -321,6 +322,10 @@ class PipelineDenoiser:
     def use_texts(self, store: TextStore) -> None:
         """Read embeddings from here; a text that is not in it is encoded when it is asked for."""
         self._texts.store = store
+
+    def hold_encoders(self) -> None:
+        """Keep the text encoders on the device from now on, where prompts come one after the other."""
+        self._texts.hold(self._device)
 
     def encode_prompts(self, prompts: Sequence[str]) -> Condition:
         return self._texts.rows(prompts, self._device)

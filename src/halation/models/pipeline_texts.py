@@ -6,7 +6,7 @@ import gc
 import hashlib
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ from halation.models.pipeline_opening import load_parts
 from halation.models.pipeline_tokenizers import TextLimit, check_tokenizers
 from halation.models.trained_families import TrainedFamily
 
+_MOST_KEPT = 64
 _NUM_WINDOWS, _WINDOW = 64, 1 << 14
 Encode = Callable[[Sequence[str]], Condition]
 
@@ -47,19 +48,28 @@ class PipelineTexts:
         self._limit = TextLimit(pipe, family_of(files.class_name), defaults, self._encoders)
         self._fingerprint = ""
         self._kept: dict[str, Condition] = {}
+        self._held: Encode | None = None
+        self._staying = ExitStack()
         self.store: TextStore | None = None
 
     def rows(self, texts: Sequence[str], device: torch.device) -> Condition:
         """One row a text, on the CPU; what nobody has encoded yet is encoded now, on the device, and kept."""
         missing = [text for text in dict.fromkeys(texts) if not self._knows(text)]
         if missing:
-            with self.encoders(device) as encode:
+            with self.encoders(device) if self._held is None else nullcontext(self._held) as encode:
                 for text in missing:
                     self._kept[text] = encode([text])
         if self.store is not None and not any(text in self._kept for text in texts):
             return dict(self.store.read(list(texts)))
         each = [self._one(text) for text in texts]
+        while self._held is not None and len(self._kept) > _MOST_KEPT:
+            del self._kept[next(iter(self._kept))]
         return {name: torch.cat([row[name] for row in each]) for name in each[0]}
+
+    def hold(self, device: torch.device) -> None:
+        """Keep the encoders on the device, for whoever draws prompts that come one after the other."""
+        if self._held is None:
+            self._held = self._staying.enter_context(self.encoders(device))
 
     def _knows(self, text: str) -> bool:
         return text in self._kept or (self.store is not None and text in self.store)

@@ -14,7 +14,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,7 +54,7 @@ class DeepSpeed(Engine):
 
     def __init__(self, world: World, module: nn.Module, settings: EngineSettings) -> None:
         super().__init__(world, module)
-        self.library = _load(world)
+        self.library = load(world)
         self.settings = settings
         self.given = deepspeed_config.read(settings.deepspeed_config)
         self.stage = deepspeed_config.stage(self.given, settings.zero_stage)
@@ -66,19 +66,9 @@ class DeepSpeed(Engine):
     def prepare_optimizer(self, lr: float, betas: tuple[float, float], weight_decay: float) -> None:
         deepspeed_config.check_optimizer(self.given, lr=lr, betas=betas, weight_decay=weight_decay)
         parameters = [parameter for _, parameter in self.named_parameters()]
-        settings = self.settings
-        config = deepspeed_config.merged(
-            self.given,
-            zero_stage=self.stage,
-            offload=settings.offload_optimizer,
-            num_micro_batches=settings.num_micro_batches,
-            rows=settings.rows,
-            global_batch=settings.global_batch,
-            grad_clip=settings.grad_clip,
-            dtype=settings.dtype,
-            bf16_weights=all(parameter.dtype == torch.bfloat16 for parameter in parameters),
-            pin=self.world.device.type == "cuda",
-        )
+        bf16_weights = all(parameter.dtype == torch.bfloat16 for parameter in parameters)
+        settings = replace(self.settings, bf16_weights=bf16_weights)
+        config = config_of(self.given, settings, pin=self.world.device.type == "cuda")
         self.offloads = deepspeed_config.offloads(config)
         self.optimizer = adamw(parameters, lr, betas, weight_decay)
         with _quiet(), _as_local_rank(self.world):
@@ -257,7 +247,23 @@ def _cut(partition: Tensor, fragment: Fragment) -> Tensor:
     return partition.narrow(0, fragment.offset, fragment.num)
 
 
-def _load(world: World) -> Any:
+def config_of(given: deepspeed_config.Config, settings: EngineSettings, *, pin: bool) -> deepspeed_config.Config:
+    """What DeepSpeed is told, from the user's file and the flags; contradictions are refused."""
+    return deepspeed_config.merged(
+        given,
+        zero_stage=deepspeed_config.stage(given, settings.zero_stage),
+        offload=settings.offload_optimizer,
+        num_micro_batches=settings.num_micro_batches,
+        rows=settings.rows,
+        global_batch=settings.global_batch,
+        grad_clip=settings.grad_clip,
+        dtype=settings.dtype,
+        bf16_weights=settings.bf16_weights,
+        pin=pin,
+    )
+
+
+def load(world: World) -> Any:
     """Import DeepSpeed for this rank's device; it joins the process group that stands, and compiles nothing for it."""
     if importlib.util.find_spec("deepspeed") is None:
         raise InputError(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from halation.errors import InputError
+from halation.world import deepspeed_config
 from halation.world.ranks import World
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class EngineSettings:
     rows: int = 1
     grad_clip: float = 0.0
     dtype: str = "fp32"
+    bf16_weights: bool = False
 
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
@@ -271,8 +273,28 @@ def spread(
     settings: EngineSettings = EngineSettings(),  # noqa: B008 - frozen
 ) -> Engine:
     """The engine of this name over this module; `auto` is ddp for several ranks and single for one."""
-    if name == "auto":
-        name = "ddp" if world.size > 1 else "single"
+    check(name, world, settings)
+    name = _settled(name, world)
+    if name == "single":
+        return Engine(world, module)
+    if name == "ddp":
+        return Ddp(world, module) if dist.is_initialized() else Engine(world, module)
+    if name == "fsdp":
+        return Fsdp(world, module, units, settings.offload_optimizer)
+    from halation.world.deepspeed_engine import DeepSpeed
+
+    return DeepSpeed(world, module, settings)
+
+
+def _settled(name: str, world: World) -> str:
+    if name != "auto":
+        return name
+    return "ddp" if world.size > 1 else "single"
+
+
+def check(name: str, world: World, settings: EngineSettings) -> None:
+    """Refuse what does not go together, before data and model cost anything."""
+    name = _settled(name, world)
     if name == "single" and world.size > 1:
         raise InputError(
             f"--engine single with {world.size} ranks",
@@ -289,15 +311,11 @@ def spread(
         raise InputError(
             f"--deepspeed_config with --engine {name}", "--engine deepspeed", "add it, or leave the file away"
         )
-    if name == "single":
-        return Engine(world, module)
-    if name == "ddp":
-        return Ddp(world, module) if dist.is_initialized() else Engine(world, module)
-    if name == "fsdp":
-        return Fsdp(world, module, units, settings.offload_optimizer)
-    from halation.world.deepspeed_engine import DeepSpeed
+    if name == "deepspeed":
+        from halation.world.deepspeed_engine import config_of, load
 
-    return DeepSpeed(world, module, settings)
+        load(world)
+        config_of(deepspeed_config.read(settings.deepspeed_config), settings, pin=False)
 
 
 def adamw(
