@@ -66,6 +66,17 @@ def test_checkpoints_come_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     assert watched.unnumbered == {"final"}
 
 
+def test_the_export_of_a_run_of_halation_is_not_spoken_of(tmp_path: Path) -> None:
+    pipeline(tmp_path / "export")
+    watched = Arrivals(folder=tmp_path, settle_s=60)
+    watched.look()
+    assert watched.unnumbered == {"export"}, "somebody else's folder of that name"
+    (tmp_path / "export/halation.json").write_text("{}")
+    watched = Arrivals(folder=tmp_path, settle_s=60)
+    watched.look()
+    assert watched.unnumbered == set()
+
+
 def test_a_run_is_known_by_its_checkpoints_folder_and_a_commit_file_is_enough(tmp_path: Path) -> None:
     halations(tmp_path / "checkpoints/step_0000010")
     (tmp_path / "checkpoints/step_0000020").mkdir()

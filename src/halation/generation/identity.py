@@ -6,6 +6,8 @@ import hashlib
 import os
 from pathlib import Path
 
+EXPORT_FILE = "halation.json"
+"""What Halation leaves in a pipeline it exported: the step, and how its run drew samples. No model reads it."""
 SMALL_BYTES = 1 << 20
 SAMPLE_BYTES = 1 << 16
 NUM_SAMPLES = 16
@@ -15,7 +17,7 @@ def fingerprint(folder: Path) -> str:
     """A digest of every file's name and size, of small files whole, and of sixteen places in each large one.
 
     Weights that were trained on differ everywhere, so sixteen places tell them apart; reading a model of 30 GB at every
-    resume would take minutes. Files that no model reads (pictures, READMEs, hidden ones) do not count.
+    resume would take minutes. Files that no model reads (pictures, READMEs, hidden ones, our own note) do not count.
     """
     whole = hashlib.sha256()
     for path in sorted(_files(folder), key=lambda path: path.relative_to(folder).as_posix()):
@@ -31,7 +33,7 @@ def _files(folder: Path) -> list[Path]:
     for root, folders, names in os.walk(folder, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith(".")]
         found += [Path(root) / name for name in names if not name.startswith(".") and Path(name).suffix in endings]
-    return found
+    return [path for path in found if path != folder / EXPORT_FILE]
 
 
 def _content(path: Path, size: int) -> bytes:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from halation.errors import InputError
+from halation.generation.identity import EXPORT_FILE
 from halation.models.pipeline_files import check_safetensors
 from halation.runs import sync_folder
 
@@ -69,7 +70,8 @@ class Arrivals:
         for path in sorted(self._folders()):
             step = step_of(path.name)
             if step is None:
-                self.unnumbered.add(path.name)
+                if path.name != "export" or not (path / EXPORT_FILE).exists():  # a run's export is one of its steps
+                    self.unnumbered.add(path.name)
             elif self._is_whole(path):
                 found.append(Checkpoint(step=step, name=path.name, folder=path))
         return sorted(found, key=lambda each: (each.step, each.name))

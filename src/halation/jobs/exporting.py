@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from halation.generation.identity import EXPORT_FILE
 from halation.models.base import Denoiser
 from halation.models.denoiser import DiTDenoiser
 from halation.runs import publish_json
 from halation.training import state
 from halation.world.reading import Reader
-
-SAMPLING_FILE = "halation.json"
 
 
 def export(reader: Reader, folder: Path, denoiser: Denoiser) -> None:
@@ -25,4 +24,4 @@ def export(reader: Reader, folder: Path, denoiser: Denoiser) -> None:
     assert isinstance(denoiser, PipelineDenoiser)
     export_pipeline(denoiser, folder, averaged=dict(reader.whole("ema")), raw=dict(reader.whole("model")))
     facts = {"step": reader.state["position"]["step"], "sampling": reader.state["sampling"]}
-    publish_json(folder / SAMPLING_FILE, facts)
+    publish_json(folder / EXPORT_FILE, facts)
