@@ -195,6 +195,14 @@ def test_a_row_carries_what_its_file_says(tmp_path: Path) -> None:
     assert read_prompts(path) == [PromptRow(prompt="a cat", seed=7, guidance_scale=3.0, image_id="12", line=1)]
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("p.csv", "file_name,text\n0.png,a cat\n"), ("p.jsonl", '{"file_name": "0.png", "text": "a cat"}\n')],
+)
+def test_the_list_a_model_was_trained_on_is_a_list_of_prompts(tmp_path: Path, name: str, content: str) -> None:
+    assert [row.prompt for row in read_prompts(write(tmp_path, name, content))] == ["a cat"]
+
+
 def test_prompt_wins_over_caption(tmp_path: Path) -> None:
     assert read_prompts(write(tmp_path, "p.csv", "caption,prompt\nc,p\n"))[0].prompt == "p"
 
@@ -238,6 +246,7 @@ def test_ragged_rows_are_refused_with_their_line(tmp_path: Path, record: str) ->
         ("prompt,seed\na,1_000\n", "line 2, column 1: seed is '1_000'"),
         ("prompt,guidance_scale\na,nan\n", "line 2, column 1: guidance_scale is 'nan'"),
         ("Prompt,seed\na,1\n", "no prompt column among 'Prompt' (nearest: 'prompt'), 'seed'"),
+        ("caption,text\na,b\n", "no prompt column among 'caption', 'text'"),
         ("captions\na\n", "no prompt column among 'captions' (nearest: 'caption')"),
         ("prompt\n", "has no prompts"),
         ("", "line 1, column 1: no line with text"),

@@ -15,7 +15,8 @@ from halation.errors import InputError
 from halation.tables import Row, blocks, check, csv_table, damage, json_rows, lines, nearest, refuse, shown
 
 FORMATS = ("csv", "txt", "jsonl", "parquet")
-PROMPT_COLUMNS = ("prompt", "caption")
+PROMPT_COLUMNS = ("prompt", "caption", "text")
+"""The first wherever it is there; of the others the one that is there."""
 NUM_SEEDS = 2**63
 _SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}
 _NUM_COLUMNS_SHOWN = 20
@@ -116,8 +117,8 @@ class PromptFile:
 def read_prompts(path: str | Path, format: str | None = None) -> list[PromptRow]:
     """The prompts of a file, or of standard input for "-" (TXT unless `format` says otherwise), in the file's order.
 
-    The format follows the ending. CSV has a header with a `prompt` column (or `caption`, where there is no `prompt`); JSON
-    lines hold objects with the same names; other columns are ignored. In TXT every line is a prompt. Blank lines are
+    The format follows the ending. CSV has a header with a `prompt` column (or, where there is none, one of `caption` and
+    `text`); JSON lines hold objects with the same names; other columns are ignored. In TXT every line is a prompt. Blank lines are
     skipped in all three. Nothing else is changed: "null" is a prompt, an empty field is an empty prompt, spaces stay.
     """
     return list(iter_prompts(path, format))
@@ -139,7 +140,9 @@ def _refuse_a_table(data: bytes) -> None:
     """Standard input has no ending that tells a table from prompts, and nobody wants a picture of a header."""
     first = next(blocks(data), "").partition("\n")[0].strip()
     names = [word.strip().strip('"') for word in first.split(",")]
-    if (len(names) > 1 and set(names) & set(PROMPT_COLUMNS)) or first.startswith('{"'):
+    # "text" is a word of prompts too; only without a space beside its comma it is a column.
+    known = set(names) & set(PROMPT_COLUMNS[:2]) or "text" in first.replace('"', "").split(",")
+    if (len(names) > 1 and known) or first.startswith('{"'):
         kind = "jsonl" if first.startswith("{") else "csv"
         raise InputError(
             f"standard input begins with {first[:80]!r}, which is no prompt",
@@ -153,7 +156,7 @@ def _ignored(name: str, kind: str, data: bytes) -> tuple[str, ...]:
         return ()
     _refuse_other_separators(name, next(blocks(data), ""))
     header, _ = csv_table(name, blocks(data))
-    known = {*_columns(header).values(), *PROMPT_COLUMNS}
+    known = {*_columns(header).values(), *PROMPT_COLUMNS[: 2 if "prompt" in header else 3]}
     return tuple(column for column in header if column and column not in known)
 
 
@@ -262,15 +265,17 @@ def _refuse_other_separators(name: str, text: str) -> None:
 
 
 def _prompt_column(name: str, line: int, columns: Sequence[str]) -> str:
-    for column in PROMPT_COLUMNS:
-        if column in columns:
-            return column
-    hints = [f"{shown(column)}{nearest(column, PROMPT_COLUMNS)}" for column in columns[:_NUM_COLUMNS_SHOWN]]
+    present = [column for column in PROMPT_COLUMNS if column in columns]
+    if "prompt" in present or len(present) == 1:
+        return present[0]
+    hints = [
+        shown(column) + ("" if column in present else nearest(column, PROMPT_COLUMNS))
+        for column in columns[:_NUM_COLUMNS_SHOWN]
+    ]
     hints += [f"{len(columns) - len(hints)} more"] if len(columns) > len(hints) else []
     found = f"no prompt column among {', '.join(hints) or 'no columns'}"
-    raise refuse(
-        name, line, 1, found, "a column named 'prompt' or 'caption'", "rename the column that holds the prompts"
-    )
+    expected = "a column named 'prompt', or one of 'caption' and 'text'"
+    raise refuse(name, line, 1, found, expected, "rename the column that holds the prompts to prompt")
 
 
 def _columns(columns: Iterable[str]) -> dict[str, str]:
