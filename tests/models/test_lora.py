@@ -71,6 +71,9 @@ def test_a_target_that_matches_nothing_is_refused_with_some_that_exist() -> None
     with pytest.raises(InputError, match="no linear layer") as caught:
         opened(Lora(rank=2, targets=("attn1.to_quer",)))
     assert "attn1.to_q" in caught.value.expected
+    with pytest.raises(InputError) as caught:
+        opened(Lora(rank=2, targets=("nope",)))
+    assert "such as to_q, to_k, to_v" in caught.value.expected  # the layers people usually mean
     with pytest.raises(InputError, match="no linear layer"):
         adapt(nn.Sequential(nn.Conv2d(1, 1, 1)), Lora(rank=1), ("0",), 0)  # a convolution is no linear layer
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from halation.errors import InputError
+from halation.world.deepspeed_config import unknown_keys
 from halation.world.engines import EngineSettings, spread
 from halation.world.ranks import World
 from halation.world.testing import RankPool
@@ -88,8 +89,15 @@ def test_drawing_with_the_optimizer_parked_leaves_every_bit_as_it_is(ranks: Rank
         ("single", EngineSettings(offload_optimizer=True), "use --engine fsdp or deepspeed"),
         ("ddp", EngineSettings(offload_optimizer=True), "--offload_optimizer with --engine ddp"),
         ("fsdp", EngineSettings(deepspeed_config="x.json"), "--deepspeed_config with --engine fsdp"),
+        ("ddp", EngineSettings(zero_stage=3), "--zero_stage 3 with --engine"),
         pytest.param("deepspeed", EngineSettings(deepspeed_config="x.json"), "No such file", marks=ZERO),
     ],
 )
 def test_what_does_not_go_together_is_refused(ranks: RankPool, name: str, settings: EngineSettings, words: str) -> None:
     assert words in ranks.run(1, refusal, name, settings)[0]
+
+
+def test_a_slip_in_the_name_of_a_section_is_refused_with_the_name_that_was_meant() -> None:
+    with pytest.raises(InputError, match="did you mean 'zero_optimization'"):
+        unknown_keys({"zero_optimisation": {"stage": 3}})
+    assert unknown_keys({"no_such_key": 1, "bf16": {}, "zero_optimization": {}}) == ["no_such_key"]

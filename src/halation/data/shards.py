@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,15 +50,31 @@ def read_manifest(path: Path, wanted: int) -> dict[str, Any]:
 
 def refuse_stale(folder: Path, there: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Raise with every difference between what a cache was made for and what is wanted."""
-    wanted = json.loads(json.dumps(wanted))
-    keys = [key for key in sorted(there.keys() | wanted.keys()) if there.get(key) != wanted.get(key)]
-    if keys:
-        lines = [f"\n    {key}: {there.get(key)!r} in the cache, {wanted.get(key)!r} wanted" for key in keys]
+    lines = [
+        f"\n    {key}: {_short(first)} in the cache, {_short(second)} wanted"
+        for key, first, second in _differences(dict(there), json.loads(json.dumps(wanted)))
+    ]
+    if lines:
         raise InputError(
             f"the cache {folder} was made for something else:{''.join(lines)}",
             "a cache made with exactly these settings",
             "delete the folder or name another one, and the cache is built again",
         )
+
+
+def _differences(there: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Names and both values of what differs; objects that both have are looked into."""
+    for key in sorted(there.keys() | wanted.keys()):
+        first, second = there.get(key), wanted.get(key)
+        if isinstance(first, Mapping) and isinstance(second, Mapping):
+            yield from ((f"{key}.{inner}", *values) for inner, *values in _differences(first, second))
+        elif first != second:
+            yield key, first, second
+
+
+def _short(value: Any) -> str:
+    """A value as people can compare it: a hash by its beginning."""
+    return re.sub(r"\b[0-9a-f]{32,}\b", lambda found: f"{found[0][:12]}...", repr(value))
 
 
 def refuse_damaged(folder: Path, bad: list[str], num: int) -> None:

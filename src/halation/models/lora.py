@@ -55,7 +55,7 @@ def adapt(module: nn.Module, lora: Lora, default_targets: Sequence[str], seed: i
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    names = _layers(module, lora.targets or tuple(default_targets))
+    names = _layers(module, lora.targets or tuple(default_targets), default_targets)
     settings: dict[str, Any] = {"r": lora.rank, "lora_alpha": lora.rank * lora.scale, "target_modules": names}
     config = LoraConfig(**settings, bias="none")
     with torch.random.fork_rng(devices=[]):  # peft draws first numbers, which are replaced below
@@ -74,14 +74,14 @@ def adapt(module: nn.Module, lora: Lora, default_targets: Sequence[str], seed: i
             parameter.data.zero_()
 
 
-def _layers(module: nn.Module, targets: Sequence[str]) -> list[str]:
+def _layers(module: nn.Module, targets: Sequence[str], usual: Sequence[str]) -> list[str]:
     linear = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
     chosen: list[str] = []
     for target in targets:
         found = [name for name in linear if name == target or name.endswith(f".{target}")]
         if not found:
             endings = sorted({ending for name in linear for ending in _endings(name)})
-            near = difflib.get_close_matches(target, endings, n=6, cutoff=0.0)
+            near = list(dict.fromkeys([*difflib.get_close_matches(target, endings, n=3), *usual]))[:8]
             raise InputError(
                 f"--lora_targets {target}: {type(module).__name__} has no linear layer of that name",
                 f"endings of layer names, such as {', '.join(near)}",

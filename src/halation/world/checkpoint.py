@@ -25,7 +25,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from halation.errors import HalationError
+from halation.errors import HalationError, RankFailure
 from halation.faults import fault_point
 from halation.runs import publish, publish_json, sync_folder
 from halation.world import tensor_files
@@ -177,6 +177,7 @@ class Checkpoints:
         name = f"step_{step:07d}"
         place = self.folder / f".saving_{name}_{self.token}"
         word: dict[str, Any] = {"files": {}, "error": None}
+        advice = "; free some space or mend the disk, then run the same command again"
         try:
             if is_copied is not None:
                 is_copied.synchronize()
@@ -189,10 +190,10 @@ class Checkpoints:
                 self._commit(name, step, kind, place)
         except Exception as error:  # noqa: BLE001
             self.error = word["error"] or f"cannot commit checkpoint {name} in {self.folder}: {_reason(error)}"
+            if isinstance(error, RankFailure) and not word["error"]:
+                advice = ""  # no disk is at fault, and whoever looks after the ranks says what became of that one
         if word["error"] or self.error:
-            self.error = (
-                f"{self.error or word['error']}; free some space or mend the disk, then run the same command again"
-            )
+            self.error = f"{self.error or word['error']}{advice}"
             log.error("%s", self.error)
             if self.world.first:
                 shutil.rmtree(place, ignore_errors=True)
@@ -259,7 +260,7 @@ class Checkpoints:
                 waiting.remove(path)
             if waiting and time.monotonic() > min(deadline, self._latest_end):
                 missing = ", ".join(path.stem.removeprefix("rank_") for path in waiting)
-                raise HalationError(f"no word from rank {missing} within {time.monotonic() - began:.0f} s")
+                raise RankFailure(f"no word from rank {missing} within {time.monotonic() - began:.0f} s")
             if waiting:
                 time.sleep(POLL_S)
         return files

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,21 @@ from halation.errors import InputError
 
 AUTO = "auto"
 Config = dict[str, Any]
+KNOWN = frozenset(
+    """
+    activation_checkpointing aio amp autotuning bf16 bfloat16 checkpoint comms_logger communication_data_type compile
+    compression_training csv_monitor curriculum_learning data_efficiency data_types dataloader_drop_last
+    disable_allgather disable_python_gc dump_state elasticity expert_parallel flops_profiler fp16
+    gradient_accumulation_steps gradient_allreduce_op gradient_clipping gradient_predivide_factor graph_harvesting
+    hybrid_engine load_universal_checkpoint log_level managed_gradient_accumulation memory_breakdown monitor_config
+    nebula optimizer pipeline prescale_gradients progressive_layer_drop scheduler
+    seq_parallel_communication_data_type sequence_parallel_size sparse_attention sparse_gradients steps_per_print
+    tensor_parallel tensorboard timers torch_autocast train_batch_size train_micro_batch_size_per_gpu
+    use_data_before_expert_parallelism vocabulary_size wall_clock_breakdown wandb weight_quantization
+    zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization
+    """.split()
+)
+"""Keys that DeepSpeed reads; it passes over all others in silence."""
 
 
 def read(path: str) -> Config:
@@ -32,6 +48,16 @@ def read(path: str) -> Config:
     if not isinstance(config, dict):
         raise InputError(f"--deepspeed_config {path} is a {type(config).__name__}", "a JSON object", "mend it")
     return config
+
+
+def unknown_keys(config: Mapping[str, Any]) -> list[str]:
+    """Keys that DeepSpeed has no use for, or has learned since; one that is nearly a known key is a slip and refused."""
+    unknown = [key for key in config if key not in KNOWN]
+    for key in unknown:
+        near = difflib.get_close_matches(key, KNOWN, n=1, cutoff=0.85)
+        if near:
+            raise InputError(f"{key!r} in --deepspeed_config", "DeepSpeed's keys", f"did you mean {near[0]!r}?")
+    return unknown
 
 
 def stage(config: Mapping[str, Any], asked: int) -> int:

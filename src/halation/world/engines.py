@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeGuard, cast
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
     from halation.world.reading import Reader
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,6 +286,9 @@ def spread(
         return Fsdp(world, module, units, settings.offload_optimizer)
     from halation.world.deepspeed_engine import DeepSpeed
 
+    unknown = deepspeed_config.unknown_keys(deepspeed_config.read(settings.deepspeed_config))
+    if unknown and world.first:
+        log.warning("--deepspeed_config: DeepSpeed may not know %s, and then ignores it", ", ".join(unknown))
     return DeepSpeed(world, module, settings)
 
 
@@ -311,11 +317,19 @@ def check(name: str, world: World, settings: EngineSettings) -> None:
         raise InputError(
             f"--deepspeed_config with --engine {name}", "--engine deepspeed", "add it, or leave the file away"
         )
+    if settings.zero_stage != EngineSettings.zero_stage and name != "deepspeed":
+        raise InputError(
+            f"--zero_stage {settings.zero_stage} with --engine {name}",
+            "--engine deepspeed",
+            "add it, or leave the stage away",
+        )
     if name == "deepspeed":
         from halation.world.deepspeed_engine import config_of, load
 
         load(world)
-        config_of(deepspeed_config.read(settings.deepspeed_config), settings, pin=False)
+        given = deepspeed_config.read(settings.deepspeed_config)
+        deepspeed_config.unknown_keys(given)
+        config_of(given, settings, pin=False)
 
 
 def adamw(
