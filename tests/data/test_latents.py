@@ -157,6 +157,19 @@ def test_a_stale_cache_is_refused_with_the_difference(tmp_path: Path) -> None:
         latents.build(Drawn(), tmp_path, fingerprint=FINGERPRINT, shard_size=10)
 
 
+def test_only_what_differs_inside_a_fingerprint_is_told_and_hashes_in_short(tmp_path: Path) -> None:
+    encoder: dict[str, JSON] = {"height": 64, "width": 64, "sha256": "ab" * 32}
+    latents.build(Drawn(), tmp_path, fingerprint={"encoder": encoder})
+    with pytest.raises(InputError) as caught:
+        latents.open(tmp_path, {"encoder": {**encoder, "height": 128, "sha256": "cd" * 32}})
+    first, *lines = caught.value.found.split("\n    ")
+    assert first.endswith("was made for something else:")
+    assert lines == [
+        "encoder.height: 64 in the cache, 128 wanted",
+        "encoder.sha256: 'abababababab...' in the cache, 'cdcdcdcdcdcd...' wanted",
+    ]
+
+
 def test_a_folder_without_a_cache_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no cache in"):
         latents.open(tmp_path, FINGERPRINT)
@@ -329,7 +342,7 @@ def test_pictures_that_were_sorted_in_another_way_make_a_cache_stale(tmp_path: P
     latents.build(Sorted(), tmp_path, fingerprint=FINGERPRINT)
     other = Sorted()
     other.bucket_of = Sorted.bucket_of[::-1].copy()
-    with pytest.raises(InputError, match=r"made for something else:\n    buckets: "):
+    with pytest.raises(InputError, match=r"made for something else:\n    buckets\."):
         latents.build(other, tmp_path, fingerprint=FINGERPRINT)
     with pytest.raises(InputError, match=r"made for something else:\n    buckets: "):
         latents.build(Drawn(), tmp_path, fingerprint=FINGERPRINT)
