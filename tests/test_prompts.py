@@ -328,7 +328,7 @@ def test_a_value_beyond_its_bounds_is_refused(tmp_path: Path, column: str, text:
     [
         ('{"prompt": "a",}', "line 2, column 16: not JSON"),
         ('["a"]', "line 2, column 1: JSON, but a list"),
-        ('{"text": "a"}', "line 2, column 1: no prompt column among 'text'"),
+        ('{"words": "a"}', "line 2, column 1: no prompt column among 'words'"),
         ('{"prompt": null}', "line 2, column 1: the prompt is None"),
         ('{"prompt": 7}', "line 2, column 1: the prompt is 7"),
         ('{"prompt": "a", "prompt": "b"}', "line 2, column 1: the key 'prompt' is there twice"),

@@ -153,7 +153,7 @@ def test_a_stale_cache_is_refused_with_the_difference(tmp_path: Path) -> None:
     assert "size" not in caught.value.found
     with pytest.raises(InputError, match="was made for something else"):
         latents.build(Drawn(), tmp_path, fingerprint=wanted)
-    with pytest.raises(InputError, match="shard_size: 1024 in the cache, 10 wanted"):
+    with pytest.raises(InputError, match="shard_size: 32 in the cache, 10 wanted"):
         latents.build(Drawn(), tmp_path, fingerprint=FINGERPRINT, shard_size=10)
 
 
@@ -168,6 +168,33 @@ def test_only_what_differs_inside_a_fingerprint_is_told_and_hashes_in_short(tmp_
         "encoder.height: 64 in the cache, 128 wanted",
         "encoder.sha256: 'abababababab...' in the cache, 'cdcdcdcdcdcd...' wanted",
     ]
+
+
+@pytest.mark.parametrize(
+    ("num", "encode_size", "size"),
+    [(50, 8, 8), (512, 8, 8), (512, 32, 32), (10_000, 8, 160), (65_536, 32, 1024), (10**7, 2, 1024), (0, 8, 8)],
+)
+def test_few_pictures_make_shards_for_many_ranks_and_many_keep_large_ones(
+    num: int, encode_size: int, size: int
+) -> None:
+    assert latents.usual_shard_size(num, encode_size) == size
+
+
+def test_three_ranks_share_few_pictures_and_write_what_one_writes(tmp_path: Path) -> None:
+    encoders = [Encoder() for _ in range(3)]
+    for rank, encode in enumerate(encoders):
+        latents.build(Drawn(), tmp_path / "three", encode, fingerprint=FINGERPRINT, part=(rank, 3), encode_size=8)
+    latents.build(Drawn(), tmp_path / "one", Encoder(), fingerprint=FINGERPRINT, encode_size=8)
+    assert files(tmp_path / "three") == files(tmp_path / "one")
+    assert [len(encode.sizes) for encode in encoders] == [3, 3, 2]
+
+
+def test_a_cache_that_was_begun_with_other_shards_is_gone_on_with(tmp_path: Path) -> None:
+    latents.build(Drawn(), tmp_path, fingerprint=FINGERPRINT, shard_size=1024)
+    before = files(tmp_path)
+    (tmp_path / "train-00000.json").unlink()
+    latents.build(Drawn(), tmp_path, fingerprint=FINGERPRINT, part=(0, 2))
+    assert files(tmp_path) == before
 
 
 def test_a_folder_without_a_cache_is_refused(tmp_path: Path) -> None:

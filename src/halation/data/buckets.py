@@ -48,6 +48,23 @@ def bucket_shapes(height: int, width: int, multiple: int) -> tuple[Shape, ...]:
     return tuple(sorted(widest, key=lambda shape: shape[1] / shape[0]))
 
 
+def bucket_words(source: Pictures, multiple: int) -> list[str]:
+    """For people: which shapes there are and how many pictures have them; and where that comes to one, why."""
+    buckets = buckets_of(source)
+    if buckets is None:
+        return []
+    counts = np.bincount(buckets.of, minlength=len(buckets.shapes)).tolist()
+    told = [f"{high} x {wide}: {num}" for (high, wide), num in zip(buckets.shapes, counts, strict=True) if num]
+    words = [f"{len(told)} bucket{'s' * (len(told) != 1)} (height x width: pictures): {', '.join(told)}"]
+    room = bucket_shapes(source.height, source.width, multiple)
+    if len(room) == 1:
+        why = f"with sides that are multiples of {multiple} this area has room for one shape; a larger --image_size has more"
+        words.append(f"--aspect_buckets does nothing here: {why}")
+    elif len(told) == 1:
+        words.append(f"--aspect_buckets does nothing here: of {len(room)} shapes, one is the nearest to all pictures")
+    return words
+
+
 def nearest(sizes: np.ndarray, shapes: Sequence[Shape]) -> np.ndarray:
     """For each (height, width) the shape whose proportions are nearest, by the difference of their logarithms."""
     ratios = np.log(np.array([wide / high for high, wide in shapes]))

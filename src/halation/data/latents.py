@@ -29,6 +29,7 @@ FORMAT = 2
 PARTS = ("train", "heldout")
 CHUNK = 32
 """Pictures a process makes at a time, and the size of every batch `encode` sees unless told otherwise."""
+MOST_IN_A_SHARD, NUM_SHARDS = 1024, 64
 _MANIFEST = "cache.json"
 _DTYPES: dict[str, np.dtype[Any]] = {
     "U8": np.dtype(np.uint8), "F16": np.dtype(np.float16), "F32": np.dtype(np.float32),
@@ -45,7 +46,7 @@ def build(
     *,
     fingerprint: dict[str, JSON],
     part: tuple[int, int] = (0, 1),
-    shard_size: int = 1024,
+    shard_size: int | None = None,
     encode_size: int = CHUNK,
     num_workers: int = 0,
     on_progress: Callable[[int, int], None] | None = None,
@@ -54,10 +55,13 @@ def build(
 
     Without `encode` pixels are kept (uint8, NHWC). `encode` always gets exactly `encode_size` pictures of one shape, a shard's
     last batch filled up by repetition, so that a latent does not depend on the number of ranks; it gives float16 or float32.
+    A shard holds `shard_size` pictures; by default as many as in a cache that was begun, else by their number alone.
     `num_workers` processes make the pictures; 0 makes them here. `on_progress(done, total)` counts this rank's pictures.
     """
     folder = Path(folder)
     rank, world_size = part
+    if shard_size is None:
+        shard_size = _begun_with(folder) or usual_shard_size(source.num_train + source.num_heldout, encode_size)
     asked = _describe(source, fingerprint, shard_size)
     shards.claim(folder / _MANIFEST, asked)
     mine = [shard for shard in _shards(asked) if shard.number % world_size == rank]
@@ -81,6 +85,20 @@ def build(
     finally:
         if workers is not None:
             workers.close()
+
+
+def usual_shard_size(num: int, encode_size: int) -> int:
+    """Small enough that many ranks get a share of few pictures, in whole batches, and never too large to lose."""
+    whole_batches = -(-num // (NUM_SHARDS * encode_size)) * encode_size
+    return min(MOST_IN_A_SHARD, max(encode_size, whole_batches))
+
+
+def _begun_with(folder: Path) -> int | None:
+    """The shard size of a cache that is there already, whoever chose it."""
+    if not (folder / _MANIFEST).exists():
+        return None
+    size = shards.read_manifest(folder / _MANIFEST, FORMAT).get("shard_size")
+    return size if isinstance(size, int) and size > 0 else None
 
 
 def open(folder: str | Path, fingerprint: dict[str, JSON], *, verify: bool = True) -> CachedPictures:
@@ -271,7 +289,7 @@ Made = tuple[_Shard, list[int], Stack]
 
 
 def _made(source: Pictures, workers: Workers | None, wanted: Sequence[_Shard]) -> Iterator[Made]:
-    """Shard after shard with its pictures; processes work one shard ahead of the one that is encoded and written."""
+    """Shard after shard with its pictures; processes work a large shard ahead of the one that is encoded and written."""
     ahead: deque[tuple[_Shard, list[int], list[Future[Stack]]]] = deque()
     for shard in wanted:
         indices = _indices(source, shard)
@@ -280,7 +298,7 @@ def _made(source: Pictures, workers: Workers | None, wanted: Sequence[_Shard]) -
             continue
         cuts = [indices[at : at + CHUNK] for at in range(0, len(indices), CHUNK)]
         ahead.append((shard, indices, [workers.ask(shard.part, cut) for cut in cuts]))
-        if len(ahead) > 1:
+        while len(ahead) > 1 and sum(later.num for later, _, _ in ahead) - ahead[0][0].num >= MOST_IN_A_SHARD:
             yield _collected(*ahead.popleft())
     while ahead:
         yield _collected(*ahead.popleft())

@@ -18,6 +18,7 @@ from halation import runs
 from halation.config.train import TrainConfig
 from halation.data import latents
 from halation.data.base import Pictures
+from halation.data.buckets import bucket_words
 from halation.data.order import BucketOrder, Order
 from halation.data.sources import check_pictures, open_pictures
 from halation.data.streets import DRIVING_PROMPTS, Streets
@@ -96,13 +97,15 @@ def open_source(world: World, config: TrainConfig, run: runs.Run, space: Space, 
 
     def look(beat: Callable[[], None]) -> None:
         source = opened()
-        with bar(world, config, "reading", beat) as tell:
+        with bar(world, config, "reading", beat, shared=False) as tell:
             check_pictures(source, cache, tell)
         runs.confirm(run, {"data fingerprint": source.fingerprint}, config.accept_changes)
 
     on_first(world, "reading the data", look, config.dist_timeout_s)
     source = opened()
     check_pictures(source, cache, quiet=True)  # remembered by now, and told
+    for line in bucket_words(source, bucket_multiple) if world.first else ():
+        log.warning("%s", line)
     return _cached(world, config, source, space, kind, cache) if kind in ("pixels", "latents") else source
 
 
@@ -124,7 +127,11 @@ def _cached(world: World, config: TrainConfig, source: Pictures, space: Space, k
         with torch.no_grad():
             batch = torch.from_numpy(np.stack(pixels)).to(world.device)
             encoded: np.ndarray = space.encode(batch).to(dtype).cpu().numpy()
-            return encoded
+        if not np.isfinite(encoded).all():
+            raise InputError(
+                "the autoencoder made latents that are not finite", "finite ones", "check the model's files"
+            )
+        return encoded
 
     if kind == "latents":
         space.to(world.device)
@@ -146,6 +153,10 @@ def _cached(world: World, config: TrainConfig, source: Pictures, space: Space, k
             )
         except (HalationError, OSError) as problem:
             error = refused_by_system(problem) or str(problem)
+        except (torch.OutOfMemoryError, MemoryError):
+            error = (
+                f"encoding pictures of {source.height} x {source.width} does not fit into the memory of {world.device}"
+            )
         words = vigil.finish(error)
     if any(words):
         failure = HalationError(next(word for word in words if word))
@@ -161,9 +172,15 @@ def _encode_size(source: Pictures) -> int:
 
 @contextlib.contextmanager
 def bar(
-    world: World, config: TrainConfig, title: str, beat: Callable[[], None], what: str = "pictures"
+    world: World,
+    config: TrainConfig,
+    title: str,
+    beat: Callable[[], None],
+    what: str = "pictures",
+    shared: bool = True,
 ) -> Iterator[Callable[[int, int], None]]:
-    """Progress of rank 0's share, shown only where it takes long enough to wonder."""
+    """Progress of rank 0, which has one share of several where work is shared; shown only where it takes long enough to wonder."""
+    words = f"{what}, the first of {world.size} shares" if shared and world.size > 1 else what
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
         bars: list[Progress] = []
@@ -173,7 +190,7 @@ def bar(
             if not bars and world.first and time.monotonic() - began > PATIENCE_S:
                 bars.append(stack.enter_context(Progress(config.progress, total, done, title)))
             for shown in bars:
-                shown.update(done, what if world.size == 1 else f"{what} on each of {world.size} ranks", {})
+                shown.update(done, words, {})
 
         yield tell
 
