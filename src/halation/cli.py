@@ -49,6 +49,8 @@ def run(
     command: str, words: Sequence[str], *, defaults: Mapping[str, Any] | None = None, prog: str | None = None
 ) -> int:
     """Run one command and return its exit code; a recipe brings its own defaults and the name it goes by."""
+    # Read by torch when it is imported. A rank that outlives the host of the store by a moment would print twenty-five frames.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     code = _outcome(command, words, defaults, prog)
     if code and "RANK" in os.environ and "torch" in sys.modules:
         # A rank that failed must not wait, in taking its groups down, for peers that wait for it.

@@ -282,6 +282,23 @@ def _settle_changes(
         record["fixed"] |= new
 
 
+@contextlib.contextmanager
+def recorded_once_used(run: Run, accept_changes: bool) -> Iterator[None]:
+    """Around a call that accepts changes: where it fails before anything was saved with them, the record is what it was."""
+    before = run.config.read_bytes() if accept_changes and run.config.exists() else None
+
+    def saved() -> list[str]:
+        return sorted(path.name for path in run.checkpoints.glob("step_*"))
+
+    known = saved()
+    try:
+        yield
+    except BaseException:
+        if before is not None and saved() == known:
+            publish(run.config, before)
+        raise
+
+
 class Metrics:
     """metrics.jsonl: one JSON object a line, appended whole; on resume, what lies after the checkpoint is dropped."""
 

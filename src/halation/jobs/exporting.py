@@ -22,6 +22,6 @@ def export(reader: Reader, folder: Path, denoiser: Denoiser) -> None:
     from halation.models.pipeline_export import export_pipeline
 
     assert isinstance(denoiser, PipelineDenoiser)
-    export_pipeline(denoiser, folder, averaged=dict(reader.whole("ema")), raw=dict(reader.whole("model")))
+    export_pipeline(denoiser, folder, averaged=reader.part("ema"), raw=reader.part("model"))
     facts = {"step": reader.state["position"]["step"], "sampling": reader.state["sampling"]}
     publish_json(folder / EXPORT_FILE, facts)

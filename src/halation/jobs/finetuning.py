@@ -7,15 +7,19 @@ import dataclasses
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from halation import runs
 from halation.config.train import TrainConfig
 from halation.errors import HalationError, InputError, refused_by_system
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from halation.data.base import Pictures
+    from halation.data.texts import Encode
     from halation.models.base import Denoiser
     from halation.models.finetuning import PipelineDenoiser
     from halation.runs import Run
@@ -45,10 +49,17 @@ def resolved(config: TrainConfig) -> TrainConfig:
             raise InputError(
                 f"--{wrong} without --model_path", "a diffusers pipeline to fine-tune", "give --model_path"
             )
+        _refuse_pipeline(config.model)
         return config
     for name, why in NOT_FOR_PIPELINES.items():
         if getattr(config, name) != getattr(usual, name):
             raise InputError(f"--{name} with --model_path", f"one of the two: {why}", f"leave --{name} out")
+    if config.lora_rank and config.weights_dtype != usual.weights_dtype:
+        raise InputError(
+            "--weights_dtype bf16 with --lora_rank",
+            "adapters in float32 over a base in --dtype",
+            "leave --weights_dtype out; --dtype bf16 makes the base narrow",
+        )
     if (config.lora_alpha or config.lora_targets) and not config.lora_rank:
         raise InputError(
             "--lora_alpha or --lora_targets without --lora_rank", "the rank of the adapters", "give --lora_rank 16"
@@ -56,6 +67,47 @@ def resolved(config: TrainConfig) -> TrainConfig:
     folder = pipeline_folder(config.model_path)
     size = config.image_size or native_size(folder)
     return dataclasses.replace(config, model_path=str(folder.resolve()), image_size=size)
+
+
+def _refuse_pipeline(model: str) -> None:
+    """`--model` is for DiTs of Halation; said at once where the folder is a pipeline, or a run that fine-tuned one."""
+    from halation.jobs.subject import fine_tuned, fine_tuned_run
+
+    folder = Path(model)
+    is_pipeline = (folder / "model_index.json").is_file()
+    run = fine_tuned_run(folder) if folder.is_dir() and not is_pipeline else None
+    if not is_pipeline and run is None:
+        return
+    from halation.models.dit import SIZES
+
+    if model in SIZES:  # a folder that happens to be called so
+        return
+    if run is not None:
+        raise fine_tuned("model", folder, run)
+    raise InputError(
+        f"--model {model} is a diffusers pipeline", "a DiT of Halation", f"fine-tune it with --model_path {model}"
+    )
+
+
+def refuse_other_base(config: TrainConfig, run: Run, model: str) -> None:
+    """A run goes on from the pipeline it began with, or from none; `model` is the fingerprint of what is asked for."""
+    if not (run.config.exists() and run.has_saved()):
+        return
+    record = runs.read_record(run)
+    base, known = record.get("settings", {}).get("model_path"), record["fixed"].get("model of --model_path")
+    expected, elsewhere = "the model that this run began with", "or choose another --output_dir"
+    if base and not config.model_path:
+        found = f"no --model_path, but {run.folder} was fine-tuned from {base}"
+        raise InputError(found, expected, f"give --model_path {base}, {elsewhere}")
+    if config.model_path and not base:
+        found = f"--model_path {config.model_path}, but {run.folder} trains a DiT of Halation"
+        raise InputError(found, expected, f"leave --model_path out, {elsewhere}")
+    if base and known and known != model and not config.accept_changes:
+        if Path(base) == Path(config.model_path):
+            found = f"the files in {base} are others than when {run.folder} was fine-tuned from it"
+            raise InputError(found, expected, f"put them back, {elsewhere}")
+        found = f"--model_path {config.model_path} is another model than {base}, which {run.folder} was fine-tuned from"
+        raise InputError(found, expected, f"give --model_path {base} (or where it lies now), {elsewhere}")
 
 
 def native_size(folder: Path) -> tuple[int, int]:
@@ -137,6 +189,8 @@ def cache_texts(
 def _encode(
     world: World, config: TrainConfig, denoiser: PipelineDenoiser, texts: Sequence[str], place: Path, made_by: str
 ) -> None:
+    import torch
+
     from halation.data import texts as cache
     from halation.jobs.assembly import bar
     from halation.world.ranks import Vigil
@@ -147,11 +201,33 @@ def _encode(
             tell = stack.enter_context(bar(world, config, "encoding texts", vigil.beat, "texts"))
             encode = stack.enter_context(denoiser.encoders(world.device))
             part = (world.rank, world.size)
-            cache.build(texts, place, encode, fingerprint=made_by, part=part, on_progress=tell)
+            cache.build(texts, place, _finite(encode), fingerprint=made_by, part=part, on_progress=tell)
         except (HalationError, OSError) as problem:
             error = refused_by_system(problem) or str(problem)
+        except (torch.OutOfMemoryError, MemoryError):
+            error = (
+                f"the text encoders do not fit into the memory of {world.device}; use --dtype bf16, "
+                "or build the cache on a larger device and name it by --cache_dir"
+            )
         words = [word for word in vigil.finish(error) if word]
     if words:
         failure = HalationError(words[0])
         failure.exit_code = InputError.exit_code
         raise failure
+
+
+def _finite(encode: Encode) -> Encode:
+    """A cache of what overflowed would make every later loss NaN, and nobody would look for it there."""
+
+    def checked(texts: Sequence[str]) -> Mapping[str, Tensor]:
+        rows = encode(texts)
+        for row, text in enumerate(texts):
+            if not all(bool(value[row].isfinite().all()) for value in rows.values()):
+                raise InputError(
+                    f"the text encoders answer {text[:80]!r} with numbers that are not finite",
+                    "finite embeddings",
+                    "use --dtype bf16 or fp32; fp16 overflows in T5",
+                )
+        return rows
+
+    return checked

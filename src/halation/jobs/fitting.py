@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 from typing import TYPE_CHECKING
@@ -17,11 +18,15 @@ from halation.training.loop import Rows, autocast
 if TYPE_CHECKING:
     from halation.jobs.session import Session
 
+log = logging.getLogger(__name__)
+
 
 def warm_up(session: Session) -> None:
     """One pass that is thrown away: it settles DDP's buckets, compiles, and finds a batch that does not fit before it costs anything."""
     _, rows = plan.micro_batches(session.global_batch, session.world.size, session.config.batch_size)
     _refuse_hopeless(session, rows)
+    if session.config.compile and session.world.first:
+        log.warning("compiling the blocks, which takes a minute or two before the first step")
     # While blocks are compiled: taking pinned memory makes a GPU wait, so it is done before the first step, or it would slow many.
     session.checkpoints.reserve(session.saved_bytes())
     try:

@@ -121,9 +121,10 @@ class Session:
 
     def saved_bytes(self) -> Iterator[int]:
         """Bytes of the tensors of a save, in its order: weights, averages, and two moments of each weight."""
+        pieces = [piece.local for piece in self.engine.pieces()["model"].values()]
         weights = [
-            (piece.local.numel(), piece.local.element_size()) for piece in self.engine.pieces()["model"].values()
-        ]
+            (local.numel(), local.element_size()) for local in pieces if local.is_cuda
+        ]  # others need no pinned copy
         yield from (num * size for num, size in weights)
         yield from (num * 4 for num, _ in weights)
         yield from (num * size for num, size in weights for _ in range(2))

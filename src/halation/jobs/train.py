@@ -41,7 +41,7 @@ def run(config: TrainConfig) -> int:
     places = launch.devices(config.nproc, config.gpu_ids, config.oversubscribe)
     folder = Run(config.output_dir)
     runs.make_folder(folder.folder)
-    with runs.held(folder.folder, "train"):
+    with runs.held(folder.folder, "train"), runs.recorded_once_used(folder, config.accept_changes):
         runs.remove_temporaries(folder.folder)
         begin(config, places[0])
         if len(places) == 1:
@@ -136,11 +136,12 @@ def begin(config: TrainConfig, place: str) -> bool:
     facts: dict[str, Any] = {
         f"{name} version": version(name) for name in ("torch", "numpy", "diffusers" if config.vae else "safetensors")
     }
-    if config.deepspeed_config:
+    if config.engine == "deepspeed":
         facts["deepspeed config"] = deepspeed_config.read(config.deepspeed_config)
     if config.model_path:
-        facts["diffusers version"] = version("diffusers")
+        facts |= {f"{name} version": version(name) for name in ("diffusers", "transformers")}
         facts["model of --model_path"] = fingerprint(Path(config.model_path))
+    finetuning.refuse_other_base(config, Run(config.output_dir), facts.get("model of --model_path", ""))
     _refuse_other_engine(config, Run(config.output_dir))
     return runs.begin(
         Run(config.output_dir),
@@ -156,7 +157,8 @@ def _refuse_other_engine(config: TrainConfig, run: Run) -> None:
     if not (run.config.exists() and run.has_saved()):
         return
     recorded = runs.read_record(run)["fixed"]
-    known, asked = (_kind(values.get("engine"), values.get("zero_stage")) for values in (recorded, vars(config)))
+    known = _kind(recorded.get("engine"), recorded.get("zero_stage", 2), recorded.get("deepspeed config") or {})
+    asked = _kind(config.engine, config.zero_stage, deepspeed_config.read(config.deepspeed_config))
     if recorded.get("engine") and known != asked:
         flag = "model_path" if config.model_path else "model"
         raise InputError(
@@ -166,9 +168,9 @@ def _refuse_other_engine(config: TrainConfig, run: Run) -> None:
         )
 
 
-def _kind(engine: Any, zero_stage: Any) -> str:
+def _kind(engine: Any, zero_stage: int, file: dict[str, Any]) -> str:
     if engine == "deepspeed":
-        return f"deepspeed --zero_stage {zero_stage}"
+        return f"deepspeed --zero_stage {deepspeed_config.stage(file, zero_stage)}"
     return "fsdp" if engine == "fsdp" else "ddp"
 
 
@@ -201,6 +203,7 @@ def _hold(config: TrainConfig, world: Any, alone: bool) -> Any:
     def open_run(_beat: Any) -> None:
         runs.make_folder(config.output_dir)
         stack.enter_context(runs.held(config.output_dir, "train"))
+        stack.enter_context(runs.recorded_once_used(Run(config.output_dir), config.accept_changes))
         runs.remove_temporaries(config.output_dir)
         begin(config, str(world.device))
 

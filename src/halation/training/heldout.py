@@ -55,7 +55,7 @@ def _rows(denoiser: Denoiser, source: Pictures, rows: np.ndarray, device: torch.
     decoded = {number: source.heldout(number) for number in dict.fromkeys(numbers)}  # once, not once for each bin
     pictures = [decoded[number] for number in numbers]
     samples = torch.from_numpy(np.stack([picture.pixels for picture in pictures])).to(device)
-    x0 = samples.float() if samples.is_floating_point() else denoiser.to_model(samples)
+    x0 = samples.float() if samples.is_floating_point() else _encoded(denoiser, samples)
     noise = np.stack([training_draw(NOISE_SEED, int(row), tuple(x0.shape[1:])).noise for row in rows])
     condition = denoiser.encode_captions(
         [picture.caption for picture in pictures], [picture.label for picture in pictures]
@@ -69,6 +69,12 @@ def _rows(denoiser: Denoiser, source: Pictures, rows: np.ndarray, device: torch.
         condition={name: value.to(device) for name, value in condition.items()},
         weight=torch.ones(len(rows), device=device),
     )
+
+
+def _encoded(denoiser: Denoiser, samples: torch.Tensor) -> torch.Tensor:
+    """A few at a time where they are large: an autoencoder takes more memory for a picture than the model does."""
+    size = max(1, min(SHEET, SHEET * 256**2 // (samples.shape[1] * samples.shape[2])))
+    return torch.cat([denoiser.to_model(piece) for piece in samples.split(size)])
 
 
 def summary(words: list[dict[str, Any]], num_pictures: int) -> dict[str, float]:

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from halation.errors import InputError
 from halation.flow.ema import Ema
 from halation.models.autoencoder import LatentSpace, Space
 from halation.runs import publish_json, sync_folder
@@ -39,10 +40,26 @@ def state(position: Position, ema: Ema, denoiser: Mapping[str, Any], sampling: M
 
 def restore(reader: Reader, engine: Engine, ema: Ema) -> Position:
     """Fill everything from a checkpoint, whatever number of ranks wrote it."""
+    _refuse_other_weights(reader, engine)
     engine.fill(reader)
     averages = {name: reader.piece("ema", name, piece) for name, piece in engine.pieces()["model"].items()}
     ema.load_tensors(averages, reader.state["ema_updates"])
     return Position(**reader.state["position"])
+
+
+def _refuse_other_weights(reader: Reader, engine: Engine) -> None:
+    """Accepted changes may make another model of a run; its checkpoints then have nothing to say to it."""
+    found = reader.shapes("model")
+    expected = engine.shapes
+    different = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+    if different:
+        name = different[0]
+        raise InputError(
+            f"checkpoint {reader.folder} holds other weights than these settings train: {len(different)} tensors differ, "
+            f"first {name} ({found.get(name, 'not saved')}, now {expected.get(name, 'not trained')})",
+            "the model, adapters and sizes the run began with",
+            "use its settings, or begin a new run in another --output_dir from its export",
+        )
 
 
 def export(reader: Reader, folder: Path, space: Space) -> None:

@@ -59,7 +59,6 @@ class DeepSpeed(Engine):
         self.given = deepspeed_config.read(settings.deepspeed_config)
         self.stage = deepspeed_config.stage(self.given, settings.zero_stage)
         self.sharded = self.stage == 3
-        self.shapes = {name: tuple(parameter.shape) for name, parameter in self.named_parameters()}
         self._norm = torch.tensor(INVALID)
         self._has_gradient = False
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeGuard, cast
@@ -90,7 +91,10 @@ class Engine:
         self.world = world
         self.module = module
         self.trained: nn.Module = module
+        # Counted now: what is sharded later may say that it is empty.
         self.num_parameters = sum(parameter.numel() for parameter in module.parameters())
+        self.num_trained = sum(parameter.numel() for _, parameter in self.named_parameters())
+        self.shapes = {name: tuple(parameter.shape) for name, parameter in self.named_parameters()}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, parameter) for name, parameter in self.module.named_parameters() if parameter.requires_grad)
@@ -239,6 +243,8 @@ class Fsdp(Engine):
         mesh = init_device_mesh(world.device.type, (world.size,))
         # Shards that live in host memory come to the device for their unit alone. Where the device is the CPU they are there.
         policy = CPUOffloadPolicy() if offload and world.device.type == "cuda" else OffloadPolicy()
+        # It warns of blocks whose result is a view (FLUX's), which would be a trap if somebody wrote into it. Nobody does.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
         for unit in units:
             fully_shard(unit, mesh=mesh, offload_policy=policy)
         fully_shard(module, mesh=mesh, offload_policy=policy)

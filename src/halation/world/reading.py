@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,10 @@ class Reader:
 
     def names(self, part: str) -> list[str]:
         return list(self._layout(part))
+
+    def shapes(self, part: str) -> dict[str, tuple[int, ...]]:
+        """The whole shape of every tensor."""
+        return {name: tuple(stored[0].shape) for name, stored in self._layout(part).items()}
 
     def has(self, part: str) -> bool:
         return bool(self._layout(part))
@@ -92,6 +96,10 @@ class Reader:
             return self.elements(part, name, like.start, like.local.numel())
         return self.read(part, name, like.start, like.local.shape[0] if like.local.ndim else None)
 
+    def part(self, part: str) -> Mapping[str, Tensor]:
+        """The tensors of a part by name, each read when it is asked for."""
+        return _Part(self, part)
+
     def whole(self, part: str) -> Iterator[tuple[str, Tensor]]:
         return ((name, self.read(part, name)) for name in self.names(part))
 
@@ -114,3 +122,17 @@ class Reader:
                         )
             self._places[part] = {name: sorted(places, key=lambda s: s.start) for name, places in layout.items()}
         return self._places[part]
+
+
+class _Part(Mapping[str, Tensor]):
+    def __init__(self, reader: Reader, part: str) -> None:
+        self._reader, self._part = reader, part
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._reader.read(self._part, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._reader.names(self._part))
+
+    def __len__(self) -> int:
+        return len(self._reader.names(self._part))
