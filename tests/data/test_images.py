@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import pickle
+import re
 import shutil
 import struct
 import time
@@ -224,6 +225,18 @@ def test_broken_pictures_below_one_percent_are_named_and_left_out(
     assert "0100.png" in caplog.text
     for index in range(source.num_train):
         source.train(index)
+
+
+def test_captions_that_are_all_empty_are_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    captioned(tmp_path, 2)
+    lines = (tmp_path / "metadata.jsonl").read_text()
+    for text, times in ((lines, 0), (lines.replace("picture 0", " "), 0), (re.sub(r"picture \d", "", lines), 1)):
+        caplog.clear()
+        (tmp_path / "metadata.jsonl").write_text(text)
+        with caplog.at_level(logging.WARNING):
+            ImageFolder(tmp_path, 8, 8).check()
+            ImageFolder(tmp_path, 8, 8).check(quiet=True)
+        assert caplog.text.count("all captions of") == times
 
 
 def test_broken_pictures_from_one_percent_on_are_refused_and_ten_are_named(tmp_path: Path) -> None:

@@ -17,19 +17,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from diffusers import HunyuanDiTPipeline
 from torch import Tensor, nn
 
 from halation.data.streets import DRIVING_PROMPTS
 from halation.errors import InputError
+from halation.models import library_messages
 from halation.models.base import OWN
-from halation.models.family_hunyuan import HunyuanFamily
-from halation.models.finetuning import PipelineDenoiser
 from halation.models.pipeline_files import PipelineFiles
 from halation.training.sample_files import Place, Row, publish_index
 from halation.training.sampling import Drawing, SampleSettings
 from halation.world import ranks
 from halation.world.ranks import World
+
+library_messages.silence()  # before the pipeline is imported, which is when some of it is said
+from diffusers import HunyuanDiTPipeline  # noqa: E402
+
+from halation.models.family_hunyuan import HunyuanFamily  # noqa: E402
+from halation.models.finetuning import PipelineDenoiser  # noqa: E402
 
 TIMEOUT_S = 600.0
 
@@ -55,7 +59,7 @@ def sample_images_multi_gpu(
     pipeline. `args` is a namespace; what it lacks has a default. A picture that fails costs that picture alone.
     """
     with _world(rank, world_size, _device(model)) as world, _evaluating(text_encoder, text_encoder_t5):
-        pipe = _Pipe(
+        pipe: Any = _Pipe(
             vae=vae,
             text_encoder=text_encoder,
             tokenizer=tokenizer,
@@ -67,6 +71,7 @@ def sample_images_multi_gpu(
             text_encoder_2=text_encoder_t5,
             tokenizer_2=tokenizer_t5,
         )
+        pipe.set_progress_bar_config(disable=True)
         denoiser = _denoiser(pipe, args)
         settings = _settings(args, denoiser, world_size)
         place = Place(folder=_folder(args) / "samples" / f"step_{train_steps:07d}", names="gpu")
@@ -86,7 +91,8 @@ def _draw(world: World, denoiser: PipelineDenoiser, settings: SampleSettings, pl
         shutil.rmtree(place.folder, ignore_errors=True)
     sharded = _is_sharded(denoiser.module)
     drawing = Drawing(world, denoiser, settings, sharded=sharded, timeout_s=TIMEOUT_S, stop=lambda: 0)
-    rows = drawing.run(place, f"step {step}")
+    with _unsaid("Generating samples", "Error during sampling"):
+        rows = drawing.run(place, f"step {step}")
     for module in denoiser.module.modules():
         reshard: Any = getattr(module, "reshard", None)
         if reshard is not None:
@@ -94,6 +100,21 @@ def _draw(world: World, denoiser: PipelineDenoiser, settings: SampleSettings, pl
     if world.first:
         publish_index(place, rows, {"step": step})
     return rows
+
+
+@contextmanager
+def _unsaid(*beginnings: str) -> Iterator[None]:
+    """What the caller's own logger is told does not come from Halation's as well."""
+
+    def wanted(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(beginnings)
+
+    words = logging.getLogger("halation.training.sampling")
+    words.addFilter(wanted)
+    try:
+        yield
+    finally:
+        words.removeFilter(wanted)
 
 
 class _Pipe(HunyuanDiTPipeline):

@@ -40,6 +40,9 @@ def ensure(folder: Path) -> bool:
 def write(folder: Path) -> None:
     import transformers
 
+    from halation.models import library_messages
+
+    library_messages.silence()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         transformers.utils.logging.disable_progress_bar()

@@ -105,13 +105,14 @@ class TrainConfig:
     threads: int = setting(1)
     """CPU threads a rank computes with; part of what makes results repeat."""
     compile: bool = setting(False)
-    """Compile the transformer block (E1: same maths, other rounding)."""
+    """Compile the transformer's blocks: the same maths with other rounding, after a minute or two of compiling."""
     activation_checkpointing: bool = setting(False)
     """Keep no activations inside blocks and compute them again: less memory, a third more work."""
 
     # -- data
     cache: Literal["auto", "none", "memory", "pixels", "latents"] = free("auto")
-    """Where prepared pictures are kept: in memory, or in memory-mapped files (pixels, latents). auto: latents with --vae, else memory."""
+    """Where prepared pictures are kept: in memory, or in memory-mapped files (pixels, latents). auto: latents with --vae or
+    --model_path, else memory."""
     cache_dir: str = free("")
     """Folder of that cache; by default `cache` in the run's folder. Runs on the same data may share it."""
     num_workers: int = free(0)

@@ -213,6 +213,8 @@ class ImageFolder:
                 _remember(index, seen, with_sizes)
         broken = seen.broken
         self._judge(broken, len(names), quiet)
+        if not quiet:
+            self._warn_of_empty_captions()
         self._sizes = dict(zip(names, seen.sizes, strict=True)) if with_sizes else {}
         self._sorted = None
         self._train = [entry for entry in self._train if entry.name not in broken]
@@ -250,6 +252,10 @@ class ImageFolder:
             _log.warning(
                 "%d of the %d pictures of %s are broken and left out:%s%s", len(broken), num, self.folder, named, more
             )
+
+    def _warn_of_empty_captions(self) -> None:
+        if not self.class_names and not any(entry.caption.strip() for entry in self._train):
+            _log.warning("all captions of %s are empty: nothing is learned about prompts", self.folder)
 
     def _state(self, names: Sequence[str]) -> str:
         """A key over everything that tells whether a file is still the one that was checked."""

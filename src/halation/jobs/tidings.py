@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from halation.config.train import TrainConfig
 from halation.training.loop import StepReport
 from halation.training.speed import memory_gb
 
@@ -23,21 +26,38 @@ def of_beginning(session: Session, fresh: bool) -> None:
         log.info("samples are drawn one by one; --sample_batch_size %d would draw them at once", len(settings.prompts))
     how = "training" if fresh else f"going on from step {session.position.step}:"
     model = Path(config.model_path).name or config.model
-    adapters = f" adapters of rank {config.lora_rank}," if config.lora_rank else ""
     log.warning(
-        "%s %s on %s:%s %.1f M parameters, %d pictures, global batch %d, %d rank%s (%s, %s)",
+        "%s %s on %s: %s, %d picture%s, global batch %d, %d rank%s (%s, %s, %s)",
         how,
         model,
         session.source.name,
-        adapters,
-        session.engine.num_parameters / 1e6,
+        in_words(config, session.engine.num_trained, session.engine.num_parameters),
         session.source.num_train,
+        "s" if session.source.num_train > 1 else "",
         session.global_batch,
         world.size,
         "s" if world.size > 1 else "",
         session.engine.name,
         world.device.type,
+        config.dtype if config.weights_dtype == "fp32" else f"{config.dtype}, weights {config.weights_dtype}",
     )
+    layers = adapted([name for name, _ in session.engine.named_parameters()])
+    if layers:
+        log.info("adapters on %d layers: %s", sum(layers.values()), ", ".join(sorted(layers)))
+
+
+def in_words(config: TrainConfig, num_trained: int, num_parameters: int) -> str:
+    """What is trained of a model."""
+    total = f"{num_parameters / 1e6:.1f} M parameters"
+    if not config.lora_rank:
+        return total
+    return f"adapters of rank {config.lora_rank}, {num_trained / 1e6:.3g} M parameters beside the {total} of all"
+
+
+def adapted(names: Sequence[str]) -> Counter[str]:
+    """How the layers with adapters are called in their blocks, and how many there are of each."""
+    layers = [name.split(".lora_A.")[0].split(".") for name in names if ".lora_A." in name]
+    return Counter(".".join(layer[-2:] if layer[-1].isdigit() else layer[-1:]) for layer in layers)
 
 
 def of_step(session: Session, report: StepReport, rate: float) -> None:

@@ -1,4 +1,4 @@
-"""What diffusers and transformers tell their users that ours need not read: defaults we do not touch, cuts we report ourselves."""
+"""What diffusers, transformers and DeepSpeed tell their users that ours need not read: defaults we do not touch, cuts we report ourselves."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ _KNOWN = (
     "requires torchvision",  # image processors that no pipeline here calls
     "Token indices sequence length is longer",  # said once by the tokenizer, though the pipeline cuts the text itself
     "that should be kept in float32: []",  # a list of nothing
+    "Setting accelerator to CPU",  # said by DeepSpeed, which transformers imports wherever it is installed
     "The following part of your input was truncated",  # said for every single caption; ours are counted
 )
 
@@ -28,3 +29,6 @@ def silence() -> None:
         for handler in logger.handlers:
             if not any(isinstance(each, _Known) for each in handler.filters):
                 handler.addFilter(_Known())
+    words = logging.getLogger("DeepSpeed")  # its handlers come with its import, which may be still to come
+    if not any(isinstance(each, _Known) for each in words.filters):
+        words.addFilter(_Known())

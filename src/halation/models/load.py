@@ -24,9 +24,11 @@ from halation.models.text import WordTokenizer
 def build(description: Mapping[str, Any]) -> Denoiser:
     """The denoiser a description names: a DiT with nothing in it yet, or the pipeline that was fine-tuned, as it was before."""
     if description.get("family") == "pipeline":
-        from halation.models.finetuning import (
-            PipelineDenoiser,
-        )  # diffusers takes seconds to import, and a DiT does without
+        # diffusers takes seconds to import, and a DiT does without; some of what it says, it says while it is imported
+        from halation.models.library_messages import silence
+
+        silence()
+        from halation.models.finetuning import PipelineDenoiser
 
         return PipelineDenoiser.described(description)
     return build_dit(description)

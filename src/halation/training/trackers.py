@@ -152,6 +152,7 @@ class Progress:
         self.first = done
         self.began = time.monotonic()
         self.told = 0.0
+        self.last_told = -1
         self._bar: Any = None
         self._task: Any = None
 
@@ -195,13 +196,16 @@ class Progress:
             self._bar.update(self._task, completed=step, words=words, total=self.total)
             return
         now = time.monotonic()
-        last = step == self.total
+        last = step == self.total and self.last_told != step
         if self.kind == "plain" and (now - self.told >= PLAIN_EVERY_S or last):
             self.told = now
+            self.last_told = step
             what = "step" if self.title == "training" else self.title
-            self._line(f"{what} {step}/{self.total}  {words}  {self._left(step)}")
+            parts = [f"{what} {step}/{self.total} {words}".rstrip().replace("  ", ", "), self._left(step)]
+            self._line(", ".join(part for part in parts if part))
         elif self.kind == "json" and (now - self.told >= 1.0 or last):
             self.told = now
+            self.last_told = step
             self._line(json.dumps({"step": step, "total": self.total, **numbers}))
 
     def say(self, sentence: str) -> None:
