@@ -170,6 +170,7 @@ def _draw(world: World, config: SampleConfig, folder: Path) -> None:
         compile_units(denoiser.shard_units())
     place = Place(folder=folder, suffix="_raw" if config.raw else "")
     kind = config.progress if world.first else "none"
+    words = "steps" if world.size == 1 else f"steps on each of {world.size} ranks"
     with StopSignals() as signals, Progress(kind, 1, 0, "drawing") as progress:
         drawing = Drawing(
             world,
@@ -178,7 +179,7 @@ def _draw(world: World, config: SampleConfig, folder: Path) -> None:
             sharded=False,
             timeout_s=config.dist_timeout_s,
             stop=lambda: signals.number,
-            on_step=lambda done, total: progress.update(done, f"on each of {world.size} ranks", {}, total),
+            on_step=lambda done, total: progress.update(done, words, {}, total),
         )
         rows = drawing.run(place, "by hand")
     if world.first:
@@ -195,7 +196,9 @@ def _draw(world: World, config: SampleConfig, folder: Path) -> None:
             f"{len(missing)} of {len(rows)} pictures are missing; the same command draws them:\n{reasons}"
         )
     if world.first and config.progress not in ("json", "none"):
-        sys.stderr.write(f"{len(rows)} pictures in {folder}, together in {folder / 'grid.png'}\n")
+        sys.stderr.write(
+            f"{len(rows)} picture{'s' if len(rows) > 1 else ''} in {folder}, together in {folder / 'grid.png'}\n"
+        )
 
 
 def _settings(config: SampleConfig, recorded: dict[str, Any]) -> dict[str, Any]:
