@@ -47,6 +47,28 @@ def find(folder: Path) -> Path:
     )
 
 
+def refuse_lost_base(folder: Path) -> None:
+    """A checkpoint of a fine-tuning needs the pipeline it began with; said before anything is started for it."""
+    if not (folder / COMMIT).exists():
+        return
+    try:
+        description = dict(json.loads((folder / "state.json").read_bytes())["denoiser"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _unreadable(folder, error) from error
+    base = Path(str(description.get("path", "")))
+    if description.get("family") == "pipeline" and not (base / "model_index.json").is_file():
+        raise _without_base(folder, base, "which is not there any more")
+
+
+def _without_base(folder: Path, base: Path, why: str) -> InputError:
+    folder = folder.resolve()
+    run = folder.parent.parent if folder.parent.name == "checkpoints" else folder
+    export, action = run / "export", f"put {base} back as it was"
+    if (export / "model_index.json").exists():
+        action = f"draw from its export, which is whole: `halation generate --model_path {export}`; or {action}"
+    return InputError(f"{run} was fine-tuned from {base}, {why}", "the model it began with, or a whole one", action)
+
+
 def load_denoiser(folder: Path, *, raw: bool, checked: bool = False) -> Denoiser:
     """The model, on the CPU: its averaged weights, or the raw ones. `checked` says that `find` gave this folder already."""
     folder = folder if checked else find(folder)
@@ -54,12 +76,21 @@ def load_denoiser(folder: Path, *, raw: bool, checked: bool = False) -> Denoiser
         return load_export(folder, "model_raw.safetensors" if raw else "model.safetensors")
     try:
         reader = Reader(folder)
-        denoiser = build(dict(reader.state["denoiser"]))
+        denoiser = _built(folder, dict(reader.state["denoiser"]))
         tensors = dict(reader.whole("model" if raw else "ema"))
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _unreadable(folder, error) from error
     load_weights(denoiser, tensors, source=str(folder))
     return denoiser
+
+
+def _built(folder: Path, description: dict[str, Any]) -> Denoiser:
+    try:
+        return build(description)
+    except InputError as error:
+        if description.get("family") != "pipeline":
+            raise
+        raise _without_base(folder, Path(str(description.get("path"))), f"and now: {error.found}") from error
 
 
 def _unreadable(folder: Path, error: Exception) -> InputError:

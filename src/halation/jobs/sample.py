@@ -67,9 +67,10 @@ def run(config: SampleConfig) -> int:
 
 def _resolved(config: SampleConfig) -> tuple[SampleConfig, dict[str, Any]]:
     """The checkpoint that is meant, the prompts written out, a folder of its own for these very pictures, and what decides them."""
-    from halation.jobs.models import digest_of
+    from halation.jobs.models import digest_of, refuse_lost_base
 
     folder, recorded = _newest(config.checkpoint)
+    refuse_lost_base(folder)
     settings = _settings(config, recorded)
     config = dataclasses.replace(config, checkpoint=folder, prompts=settings["prompts"], prompts_file="")
     identity = {"model": digest_of(folder, raw=config.raw), **json.loads(json.dumps(settings))}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from halation.errors import InputError
-from halation.generation.identity import fingerprint
+from halation.generation.identity import EXPORT_FILE, fingerprint
 from halation.generation.testcard import pace_of
 
 HEIGHT, WIDTH, GUIDANCE = 480, 832, 7.5
@@ -41,12 +42,29 @@ def subject_of(model_path: str, *, raw: bool) -> Subject:
         folder = _downloaded(model_path)
     if (folder / "model_index.json").exists():
         order = {"kind": "pipeline", "path": str(folder.resolve())}
-        return Subject(order=order, name=Path(model_path).resolve().name, digest=fingerprint(folder))
+        name = Path(model_path).resolve().name
+        return Subject(order=order, name=name, digest=fingerprint(folder), **_exported_with(folder))
     return _checkpoint(folder, raw)
 
 
+def _exported_with(folder: Path) -> dict[str, Any]:
+    """Size and guidance of the run that exported a pipeline, so that it draws what its run drew; nothing for others' pipelines."""
+    if not (folder / EXPORT_FILE).exists():
+        return {}
+    try:
+        sampling = json.loads((folder / EXPORT_FILE).read_bytes())["sampling"]
+        height, width, guidance_scale = (sampling[name] for name in ("height", "width", "guidance_scale"))
+        return {"height": int(height), "width": int(width), "guidance_scale": float(guidance_scale)}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise InputError(
+            f"{folder / EXPORT_FILE} cannot be read: {type(error).__name__}: {error}",
+            "how the run that exported this pipeline drew its samples",
+            "export it again; or delete the file, and give --height, --width and --guidance_scale yourself",
+        ) from error
+
+
 def _checkpoint(folder: Path, raw: bool) -> Subject:
-    from halation.jobs.models import digest_of, find, sampling_of
+    from halation.jobs.models import digest_of, find, refuse_lost_base, sampling_of
 
     try:
         found = find(folder)
@@ -55,6 +73,7 @@ def _checkpoint(folder: Path, raw: bool) -> Subject:
         raise _neither(folder, error.found) from error
     if not {"sampler", "height", "width", "guidance_scale"} <= sampling.keys():
         raise _neither(folder, "it does not say how it is sampled; part of a pipeline, perhaps")
+    refuse_lost_base(found)
     order = {
         "kind": "checkpoint",
         "path": str(found.resolve()),
@@ -85,12 +104,39 @@ def pipeline_folder(model_path: str) -> Path:
     if not folder.is_dir():
         folder = _downloaded(model_path)
     if not (folder / "model_index.json").is_file():
+        run = fine_tuned_run(folder)
+        if run is not None:
+            raise fine_tuned("model_path", folder, run)
         raise InputError(
             f"{folder} is no diffusers pipeline: it has no model_index.json",
             "a folder as save_pretrained() of a pipeline writes it",
             "check --model_path; a DiT of Halation is trained on with --model FOLDER",
         )
     return folder
+
+
+def fine_tuned_run(folder: Path) -> Path | None:
+    """The run of a fine-tuning that a folder is, or lies in."""
+    folder = folder.resolve()
+    for run in (folder, *folder.parents[:2]):
+        try:
+            record = json.loads((run / "config.json").read_bytes())
+            if record["job"] == "train" and record["settings"]["model_path"]:
+                return run
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            continue
+    return None
+
+
+def fine_tuned(flag: str, folder: Path, run: Path) -> InputError:
+    """What to give instead of a run that fine-tuned a pipeline, or of something in it."""
+    export = run / "export"
+    later = "" if (export / "model_index.json").exists() else ", which is there once a training has ended"
+    return InputError(
+        f"--{flag} {folder} belongs to a run that fine-tuned a pipeline",
+        "a whole pipeline, such as its export" if flag == "model_path" else "a DiT of Halation",
+        f"give --model_path {export}{later}",
+    )
 
 
 def _downloaded(name: str) -> Path:
