@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,14 @@ from halation.models.base import Condition, Habits, Solver
 from halation.models.lora import Lora, adapt
 from halation.models.pipeline_arguments import call_parameters
 from halation.models.pipeline_checks import DTYPES, Checks, Options
+from halation.models.pipeline_drawing import (
+    InPipeline,
+    OnOneDevice,
+    PipelineInputs,
+    after_each_step,
+    cast,
+    weights_dtype_of,
+)  # fmt: skip
 from halation.models.pipeline_family import family_of
 from halation.models.pipeline_files import PipelineFiles, inspect_folder
 from halation.models.pipeline_opening import load_parts, pipeline_class, pipeline_modules
@@ -38,72 +45,6 @@ _OPTIONS = Options(
     cfg_truncation_step=None,
     half_frame=False,
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class PipelineInputs:
-    """Everything the pipeline's call needs for one sheet, on the device."""
-
-    condition: Condition
-    null: Condition
-    seeds: tuple[int, ...]
-    guidance_scale: float
-    num_steps: int
-    height: int
-    width: int
-    device: torch.device
-    truncated: tuple[bool, ...]
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.seeds)
-
-    def halves(self) -> tuple[PipelineInputs, PipelineInputs]:
-        middle = -(-self.num_rows // 2)
-        return self._rows(slice(None, middle)), self._rows(slice(middle, None))
-
-    def _rows(self, cut: slice) -> PipelineInputs:
-        return replace(
-            self,
-            condition={name: value[cut] for name, value in self.condition.items()},
-            null={name: value[cut] for name, value in self.null.items()},
-            seeds=self.seeds[cut],
-            truncated=self.truncated[cut],
-        )
-
-
-class _InPipeline:
-    """The transformer as its pipeline sees it while a sheet is drawn: called in the solver's dtype, with inputs in float32.
-
-    Only the transformer runs under autocast; the scheduler's own arithmetic keeps the precision of the latents.
-    """
-
-    def __init__(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-        self._module = module
-        self._narrow = dtype
-        self._device = device
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.float32 if self._narrow != torch.float32 else _weights_dtype(self._module)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(self._device.type, dtype=self._narrow, enabled=self._narrow != torch.float32):
-            return self._module(*args, **kwargs)
-
-
-def _own_memory(module: nn.Module) -> None:
-    """Weights that are read are a window on their file, which somebody may replace while they are trained. They also begin where
-    the file's header ends, and products of single rows round by where memory begins: sharded weights would give other bits."""
-    for tensor in (*module.parameters(), *module.buffers()):
-        tensor.data = tensor.data.clone()
-
-
-def _weights_dtype(module: nn.Module) -> torch.dtype:
-    return next(parameter.dtype for parameter in module.parameters() if parameter.is_floating_point())
 
 
 class PipelineDenoiser:
@@ -163,7 +104,7 @@ class PipelineDenoiser:
         )
         check_tokenizers(files.path, pipe, family_of(files.class_name))
         _own_memory(pipe.transformer)
-        pipe.__class__ = type(kind.__name__, (_OnOneDevice, kind), {})
+        pipe.__class__ = type(kind.__name__, (OnOneDevice, kind), {})
         family = family_kind(pipe)
         if lora is not None:
             adapt(pipe.transformer, lora, family.lora_targets, seed)
@@ -344,8 +285,8 @@ class PipelineDenoiser:
 
     def forward(self, module: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
         narrow = torch.is_autocast_enabled(x.device.type)
-        dtype = torch.float32 if narrow else _weights_dtype(self.module)
-        return self.family.answer(module, x.to(dtype), t, _cast(condition, dtype))
+        dtype = torch.float32 if narrow else weights_dtype_of(self.module)
+        return self.family.answer(module, x.to(dtype), t, cast(condition, dtype))
 
     # Drawing
 
@@ -390,7 +331,7 @@ class PipelineDenoiser:
     def sample(self, inputs: PipelineInputs, solver: Solver, on_step: Callable[[], None]) -> Tensor:
         """By the pipeline's own call: the latents that `pipe(prompt=..., generator=...)` would decode."""
         pipe, channels = self._pipe, self.sample_shape(inputs.height, inputs.width)
-        seen = _InPipeline(self.module, solver.dtype, inputs.device)
+        seen = InPipeline(self.module, solver.dtype, inputs.device)
         pipe.transformer, pipe.drawing_on = seen, inputs.device
         try:
             output = pipe(
@@ -400,34 +341,9 @@ class PipelineDenoiser:
                 height=inputs.height,
                 width=inputs.width,
                 output_type="latent",
-                **self.family.keywords(_cast(inputs.condition, seen.dtype), _cast(inputs.null, seen.dtype)),
-                **_after_each_step(type(pipe), on_step),
+                **self.family.keywords(cast(inputs.condition, seen.dtype), cast(inputs.null, seen.dtype)),
+                **after_each_step(type(pipe), on_step),
             )[0]
         finally:
             pipe.transformer = self.module
         return self.family.unpacked(output, *channels[1:]).to(torch.float32)
-
-
-class _OnOneDevice:
-    """A pipeline that is told its device: that of its weights is another one where an engine keeps them in host memory."""
-
-    drawing_on = torch.device("cpu")
-
-    @property
-    def _execution_device(self) -> torch.device:
-        return self.drawing_on
-
-
-def _after_each_step(kind: type[Any], on_step: Callable[[], None]) -> dict[str, Any]:
-    if "callback_on_step_end" not in call_parameters(kind):
-        return {"callback": lambda _step, _time, _latents: on_step()}
-
-    def beat(_pipe: Any, _step: int, _time: Any, values: dict[str, Any]) -> dict[str, Any]:
-        on_step()
-        return values
-
-    return {"callback_on_step_end": beat}
-
-
-def _cast(condition: Condition, dtype: torch.dtype) -> Condition:
-    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in condition.items()}
