@@ -428,3 +428,8 @@ def test_a_prompt_for_a_class_model_that_is_no_class_names_the_nearest(tmp_path:
         "sample", "--checkpoint", tmp_path / "run", "--nproc", 1, "--output_dir", tmp_path / "o", "--prompts", "ashtree"
     )
     assert "ash_tree" in drawn
+
+
+def test_a_recipe_speaks_under_its_own_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run("nosuch", [], prog="recipe.sh") == 2
+    assert capsys.readouterr().err.startswith("recipe.sh: there is no command 'nosuch'")

@@ -61,6 +61,7 @@ def run(
 
 
 def _outcome(command: str, words: Sequence[str], defaults: Mapping[str, Any] | None, prog: str | None) -> int:
+    name = prog or "halation"
     try:
         if command not in COMMANDS:
             raise InputError(f"there is no command '{command}'", f"one of {', '.join(COMMANDS)}", _nearest(command))
@@ -68,7 +69,7 @@ def _outcome(command: str, words: Sequence[str], defaults: Mapping[str, Any] | N
         job = importlib.import_module(f"halation.jobs.{command}")
         return int(job.run(config))
     except HalationError as error:
-        _say(f"halation: {error}")
+        _say(f"{name}: {error}")
         return error.exit_code
     except KeyboardInterrupt:
         return 130
@@ -80,9 +81,9 @@ def _outcome(command: str, words: Sequence[str], defaults: Mapping[str, Any] | N
         logging.getLogger(__name__).debug("unexpected", exc_info=True)
         refusal = refused_by_system(error)
         if refusal:
-            _say(f"halation: {refusal}")
+            _say(f"{name}: {refusal}")
             return 1
-        _say(f"halation: this is a defect in Halation or in a library below it:\n{traceback.format_exc()}")
+        _say(f"{name}: this is a defect in Halation or in a library below it:\n{traceback.format_exc()}")
         return 1
 
 

@@ -162,6 +162,14 @@ def test_a_folder_that_may_not_be_written_is_named(tmp_path: Path, capsys: pytes
     assert "chmod" in said
 
 
+def test_a_model_path_that_leads_nowhere_is_told_by_the_name_of_its_variable(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MODEL_PATH", str(tmp_path / "nosuch"))
+    assert training.main(["--output_dir", str(tmp_path / "run")], prog="it") == 2
+    assert "correct MODEL_PATH" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("steps", "kept", "latest"), [(20, 10, 100), (1000, 100, 100), (5000, 500, 100)])
 def test_a_run_keeps_ten_checkpoints_whatever_its_length(steps: int, kept: int, latest: int) -> None:
     found = training.by_flags(TrainConfig(n_steps=steps))

@@ -37,6 +37,7 @@ def main(words: Sequence[str], *, prog: str, engine: str = "auto") -> int:
     try:
         # Read twice: what one flag says decides the default of another.
         asked: TrainConfig = cli.parse("train", words, defaults=defaults, prog=prog)
+        _refuse_lost_model(asked.model_path)
         defaults |= by_flags(asked)
         if not asked.model_path:
             defaults["model_path"] = str(tiny(asked.output_dir.absolute().parent / TINY))
@@ -57,6 +58,17 @@ def by_environment() -> dict[str, Any]:
         "dtype": "bf16" if gpus else "fp32",
         "nproc": 0 if gpus or launch.launched() else NUM_CPU_RANKS,
     }
+
+
+def _refuse_lost_model(model_path: str) -> None:
+    """A path in MODEL_PATH that leads nowhere; names on the hub have one slash and do not begin with it."""
+    is_path = model_path == os.environ.get("MODEL_PATH") and model_path.startswith(("/", "."))
+    if is_path and not Path(model_path).is_dir():
+        raise InputError(
+            f"MODEL_PATH={model_path} is not a folder",
+            "a HunyuanDiT in diffusers layout, or its name on the hub",
+            "correct MODEL_PATH, or unset it to train the tiny model",
+        )
 
 
 def by_flags(asked: TrainConfig) -> dict[str, Any]:
