@@ -347,3 +347,10 @@ class PipelineDenoiser:
         finally:
             pipe.transformer = self.module
         return self.family.unpacked(output, *channels[1:]).to(torch.float32)
+
+
+def _own_memory(module: nn.Module) -> None:
+    """Weights that are read are a window on their file, which somebody may replace while they are trained. They also begin where
+    the file's header ends, and products of single rows round by where memory begins: sharded weights would give other bits."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        tensor.data = tensor.data.clone()

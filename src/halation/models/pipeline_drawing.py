@@ -68,13 +68,6 @@ class InPipeline:
             return self._module(*args, **kwargs)
 
 
-def _own_memory(module: nn.Module) -> None:
-    """Weights that are read are a window on their file, which somebody may replace while they are trained. They also begin where
-    the file's header ends, and products of single rows round by where memory begins: sharded weights would give other bits."""
-    for tensor in (*module.parameters(), *module.buffers()):
-        tensor.data = tensor.data.clone()
-
-
 def weights_dtype_of(module: nn.Module) -> torch.dtype:
     return next(parameter.dtype for parameter in module.parameters() if parameter.is_floating_point())
 
