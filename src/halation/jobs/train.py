@@ -161,9 +161,7 @@ def _refuse_other_engine(config: TrainConfig, run: Run) -> None:
     asked = _kind(config.engine, config.zero_stage, deepspeed_config.read(config.deepspeed_config))
     if recorded.get("engine") and known != asked:
         flag = "model_path" if config.model_path else "model"
-        shown = (
-            recorded["engine"] if known == "ddp" else known
-        )  # single and auto are like ddp, but were called otherwise
+        shown = recorded["engine"] if known == "ddp" else known  # as it was called: auto and single are kinds of ddp
         raise InputError(
             f"--engine {asked}, but {run.folder} was trained with --engine {shown}",
             "the engine that its optimizer state belongs to",
