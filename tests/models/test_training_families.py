@@ -179,6 +179,7 @@ LOSSES: dict[str, Callable[[Any, Rows, Tensor], Tensor]] = {
 @torch.no_grad()
 def agrees(family: str, pipe: Any, denoiser: PipelineDenoiser) -> None:
     places = torch.tensor([41, 870])
+    pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config)  # whoever drew before left it at few steps
     flow = family in ("sd3", "flux")
     t = pipe.scheduler.sigmas[places] if flow else (places + 0.5) / 1000
     rows = Rows(denoiser, t)

@@ -106,7 +106,7 @@ def test_a_run_stopped_and_started_again_ends_in_the_bits_of_one_that_never_stop
 
 
 @SLOW
-@pytest.mark.parametrize(("stage", "size"), [(1, 3), (2, 2), (3, 3)])
+@pytest.mark.parametrize(("stage", "size"), [pytest.param(1, 3, marks=SLOW), (2, 2), pytest.param(3, 3, marks=SLOW)])
 def test_training_agrees_with_ddp_and_the_export_has_every_weight(
     ranks: RankPool, tmp_path: Path, stage: int, size: int
 ) -> None:
@@ -143,7 +143,8 @@ def draw(world: Any, config: TrainConfig, numbers: list[int], output: Path) -> l
     return states
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=SLOW), pytest.param(2, marks=SLOW), 3])
+@SLOW
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_none_one_and_five_prompts_on_three_ranks_hang_nobody_and_are_the_pictures_of_one(
     ranks: RankPool, tmp_path: Path, stage: int
 ) -> None:
@@ -168,7 +169,8 @@ def test_none_one_and_five_prompts_on_three_ranks_hang_nobody_and_are_the_pictur
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=SLOW), 3])
+@SLOW
+@pytest.mark.parametrize("stage", [2, 3])
 def test_a_rank_killed_while_it_saves_leaves_the_last_good_checkpoint_to_go_on_from(
     ranks: RankPool, tmp_path: Path, stage: int
 ) -> None:
