@@ -16,6 +16,7 @@ from halation.config.train import TrainConfig
 from halation.errors import HalationError, InputError, refused_by_system
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from halation.data.base import Pictures
@@ -125,7 +126,7 @@ def native_size(folder: Path) -> tuple[int, int]:
     return side, side
 
 
-def open_denoiser(config: TrainConfig) -> PipelineDenoiser:
+def open_denoiser(config: TrainConfig, device: torch.device) -> PipelineDenoiser:
     """The pipeline as a denoiser, on the CPU and without its text encoders."""
     from halation.models.library_messages import silence
 
@@ -145,6 +146,7 @@ def open_denoiser(config: TrainConfig) -> PipelineDenoiser:
         height=height,
         width=width,
         seed=config.seed,
+        stays_on_cpu=device.type == "cpu",
     )
 
 

@@ -104,7 +104,7 @@ class Session:
         world, config = self.world, self.config
         denoiser: Denoiser
         if config.model_path:
-            denoiser = opened = finetuning.open_denoiser(config)
+            denoiser = opened = finetuning.open_denoiser(config, world.device)
             assembly.confirm_device(world, config, self.folder, opened.space)
             multiple = finetuning.bucket_multiple(config, opened)
             source = assembly.open_source(world, config, self.folder, opened.space, multiple)

@@ -88,6 +88,7 @@ class PipelineDenoiser:
         height: int,
         width: int,
         seed: int = 0,
+        stays_on_cpu: bool = True,
     ) -> PipelineDenoiser:
         """Check a folder and open what training needs of it, on the CPU; pictures will be `height` x `width` by default.
 
@@ -103,7 +104,10 @@ class PipelineDenoiser:
             absent=others(files, ("transformer", "vae")),
         )
         check_tokenizers(files.path, pipe, family_of(files.class_name))
-        _own_memory(pipe.transformer)
+        if (
+            stays_on_cpu
+        ):  # a GPU's copy is memory of its own, and ranks of one machine then share the file's pages until it is made
+            _own_memory(pipe.transformer)
         pipe.__class__ = type(kind.__name__, (OnOneDevice, kind), {})
         family = family_kind(pipe)
         if lora is not None:
