@@ -175,13 +175,8 @@ class Session:
     def _train(self) -> None:
         config, world = self.config, self.world
         number, rows = plan.micro_batches(self.global_batch, world.size, config.batch_size)
-        log.info(
-            "global batch %d: %d micro-batches of %d rows on each of %d ranks",
-            self.global_batch,
-            number,
-            rows,
-            world.size,
-        )
+        micro = f"{number} micro-batch{'es' if number > 1 else ''}"
+        log.info("global batch %d: %s of %d rows on each of %d ranks", self.global_batch, micro, rows, world.size)
         prepare = batches.Preparer(
             self.denoiser,
             seed=config.seed,
