@@ -111,9 +111,10 @@ def test_an_evaluation_gives_its_memory_back_and_leaves_the_bits_alone(ranks: Ra
     )  # fmt: skip
     found = run(ranks, evaluated)
     assert len(found) == 2
-    for before, highest, after in found:
+    for number, (before, highest, after) in enumerate(found):
         assert highest > before + 80 * 2**20, "FID's Inception was on the device"
-        assert after <= before + 2**20
+        # The first of all may leave a workspace to cuBLAS, half the network's size; after it nothing may stay.
+        assert after - before <= (2**20 if number else 48 * 2**20), f"{(after - before) / 2**20:.1f} MiB stayed"
     run(ranks, quiet(tmp_path / "never", n_steps=2))
     assert run_folders.saved(tmp_path / "looking", 2) == run_folders.saved(tmp_path / "never", 2)
 
