@@ -105,7 +105,7 @@ def test_run_single_gpu_is_one_rank_and_flags_and_wandb_mode_win_over_the_recipe
     command = ["bash", RECIPE / "run_single_gpu.sh", *TINY, *QUIET, "--report_to", "wandb", "--output-dir", "here"]
     done = started(command, tmp_path, WANDB_MODE="disabled")
     assert done.returncode == 0, done.stderr
-    assert "1 rank (single, cpu)" in done.stderr
+    assert "1 rank (single, cpu, fp32)" in done.stderr
     assert (tmp_path / "here" / "export" / "model.pth").is_file()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["here"], "WANDB_MODE decides, and it says disabled"
 
@@ -115,7 +115,7 @@ def test_under_torchrun_its_ranks_are_joined(tmp_path: Path) -> None:
     torchrun = [TORCHRUN, "--standalone", "--nproc_per_node=2", RECIPE / "train.py"]
     done = started([*torchrun, *TINY, *QUIET, "--report_to", "none", "--output_dir", tmp_path / "run"], tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "2 ranks (ddp, cpu)" in done.stderr
+    assert "2 ranks (ddp, cpu, fp32)" in done.stderr
     assert (tmp_path / "run" / "export" / "model.pth").is_file()
 
 
