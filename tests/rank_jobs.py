@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ def small_config(folder: Path, **changes: Any) -> TrainConfig:
 
 def train(world: Any, config: TrainConfig) -> None:
     """A whole training in a world that stands already, by the road that torchrun's ranks take."""
+    _let_libraries_be_old()
     from halation.jobs import train as job
     from halation.jobs.session import Session
 
@@ -73,10 +75,16 @@ def train_until(world: Any, config: TrainConfig, step: int, rank: int = 0) -> in
     return 0
 
 
+def _let_libraries_be_old() -> None:
+    """PixArt's scheduler hands tensors to numpy in a way that numpy 2 will not take for ever."""
+    warnings.filterwarnings("ignore", "__array__ implementation doesn't accept a copy keyword", DeprecationWarning)
+
+
 def run_job(world: Any, name: str, config: Any, rendezvous: Path) -> None:
     """`halation NAME` as the launcher's ranks run it: it joins a world of its own, so the pool's is closed first."""
     import importlib
 
+    _let_libraries_be_old()
     world.close()
     os.environ[launch.RENDEZVOUS] = str(rendezvous)
     os.environ[launch.DEVICE] = "cpu"
