@@ -112,7 +112,7 @@ def test_training_agrees_with_ddp_and_the_export_has_every_weight(
 ) -> None:
     changes = {"sample": False, "heldout_pictures": 0, "lr": 1e-3}
     ranks.run(size, rank_jobs.train, config(tmp_path / "zero", stage, **changes))
-    ranks.run(size, rank_jobs.train, config(tmp_path / "ddp", stage, engine="ddp", **changes))
+    ranks.run(size, rank_jobs.train, config(tmp_path / "ddp", TrainConfig.zero_stage, engine="ddp", **changes))
     assert run_folders.losses(tmp_path / "zero") == pytest.approx(run_folders.losses(tmp_path / "ddp"), rel=1e-5)
     for part in ("model", "ema"):
         mine, theirs = (

@@ -245,7 +245,7 @@ def test_train_deepspeed_takes_the_flags_of_the_page_on_two_ranks(tiny: Path, tm
     flags = ["--ckpt-every", "2", "--ckpt-latest-every", "1", "--n-steps", "2"]
     code, _, said = started([*DEEPSPEED, *flags, *SMALL], tmp_path, MODEL_PATH=str(tiny))
     assert code == 0, said
-    assert "2 ranks (deepspeed, cpu)" in said
+    assert "2 ranks (deepspeed, cpu, fp32)" in said
     run = tmp_path / "results" / "waymo_base"
     for step in (1, 2):
         assert len(sample_names(run / "samples" / f"step_{step:07d}")) == 4
