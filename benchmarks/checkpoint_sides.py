@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,20 +12,22 @@ from torch import Tensor
 State = dict[str, dict[str, Tensor]]
 
 
-class Side:
-    """A way to save; `save` returns when training may go on."""
+class Side(Protocol):
+    """A way to save."""
 
     def save(self, state: State) -> None:
-        raise NotImplementedError
+        """Returns when training may go on."""
 
     def busy(self) -> bool:
         return False
 
     def before_update(self) -> None:
         """Called before the weights change."""
+        return
 
     def finish(self) -> None:
         """Until everything is written; then there is room for the next."""
+        return
 
 
 class Ours(Side):

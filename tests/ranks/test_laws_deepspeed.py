@@ -24,6 +24,7 @@ from halation.training.sampling import Drawing
 from halation.world import rng
 from halation.world.reading import Reader
 from halation.world.testing import RankPool, RanksFailed
+from suspicious import SuspiciousSession
 
 pytestmark = [
     pytest.mark.ranks,
@@ -48,17 +49,7 @@ def config(folder: Path, stage: int, **changes: Any) -> TrainConfig:
     return rank_jobs.small_config(folder, **settings | changes)
 
 
-class Suspicious(Session):
-    """Looks at everything that sampling could disturb, before and after."""
-
-    num_looks = 0
-
-    def _after_save(self, step: int) -> None:
-        before = self._visible()
-        super()._after_save(step)
-        assert self._visible() == before
-        self.num_looks += 1
-
+class Suspicious(SuspiciousSession):
     def _visible(self) -> dict[str, Any]:
         pieces = state.parts(self.engine, self.ema)
         return {

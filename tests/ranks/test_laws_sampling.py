@@ -24,23 +24,14 @@ from halation.training.sample_files import Place, publish_index
 from halation.training.sampling import Drawing, SampleSettings
 from halation.world import rng
 from halation.world.testing import RankPool
+from suspicious import SuspiciousSession
 
 pytestmark = pytest.mark.ranks
 
 NUM_STEPS = 3
 
 
-class Suspicious(Session):
-    """Looks at everything that sampling could disturb, before and after."""
-
-    num_looks = 0
-
-    def _after_save(self, step: int) -> None:
-        before = self._visible()
-        super()._after_save(step)
-        assert self._visible() == before
-        self.num_looks += 1
-
+class Suspicious(SuspiciousSession):
     def _visible(self) -> dict[str, Any]:
         modules = self.denoiser.module.modules()
         weights = [parameter.detach() for _, parameter in self.engine.named_parameters()]
