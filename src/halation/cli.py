@@ -18,6 +18,7 @@ from halation.errors import HalationError, InputError, refused_by_system
 
 COMMANDS = {
     "train": ("TrainConfig", "train a diffusion transformer on every rank, with samples from every rank"),
+    "distill": ("DistillConfig", "distil a teacher into a smaller student, or one that draws in few steps"),
     "sample": ("SampleConfig", "draw pictures from a checkpoint on every rank"),
     "generate": ("GenerateConfig", "draw a picture for every prompt of a list on every GPU, resumable"),
     "evaluate": (
