@@ -57,6 +57,15 @@ class Path(Protocol):
     def target(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
         """What the module should answer there."""
 
+    def split(self, x: Tensor, answer: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        """Picture and noise that the module's answer at `x` and `t` stands for."""
+
+    def step(self, x: Tensor, answer: Tensor, t: Tensor, s: Tensor) -> Tensor:
+        """The state at `s` of those two (Song et al. 2021, DDIM without noise): one time a picture, s <= t, and the picture at s = 0."""
+
+    def leading(self, x: Tensor, t: Tensor, end: Tensor, s: Tensor) -> Tensor:
+        """The answer at `x` and `t` whose `step` to `s` lands on `end`; s < t."""
+
 
 class Straight:
     """Rectified flow (Liu et al. 2022): a straight line, and its velocity."""
@@ -66,6 +75,16 @@ class Straight:
 
     def target(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
         return velocity_target(x0, noise)
+
+    def split(self, x: Tensor, answer: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        time = _per_picture(t, x)
+        return x - time * answer, x + (1 - time) * answer
+
+    def step(self, x: Tensor, answer: Tensor, t: Tensor, s: Tensor) -> Tensor:
+        return x + _per_picture(s - t, x) * answer
+
+    def leading(self, x: Tensor, t: Tensor, end: Tensor, s: Tensor) -> Tensor:
+        return (end - x) / _per_picture(s - t, x)
 
 
 class Discrete:
@@ -94,6 +113,36 @@ class Discrete:
             return x0
         signal, spread = self._shares(t, x0)
         return signal * noise - spread * x0
+
+    def split(self, x: Tensor, answer: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        signal, spread = self._shares(t, x)
+        if self.prediction == "epsilon":
+            return (x - spread * answer) / signal, answer
+        if self.prediction == "sample":
+            return answer, (x - signal * answer) / spread
+        return signal * x - spread * answer, spread * x + signal * answer
+
+    def step(self, x: Tensor, answer: Tensor, t: Tensor, s: Tensor) -> Tensor:
+        x0, noise = self.split(x, answer, t)
+        signal, spread = self._shares_after(s, x)
+        return signal * x0 + spread * noise
+
+    def leading(self, x: Tensor, t: Tensor, end: Tensor, s: Tensor) -> Tensor:
+        """`step` is linear in the answer; this solves it, without the divisions that `split` needs where a share is small."""
+        signal, spread = self._shares(t, x)
+        signal_after, spread_after = self._shares_after(s, x)
+        turn = signal * spread_after - signal_after * spread
+        if self.prediction == "epsilon":
+            return (signal * end - signal_after * x) / turn
+        if self.prediction == "sample":
+            return (spread_after * x - spread * end) / turn
+        return (end - (signal_after * signal + spread_after * spread) * x) / turn
+
+    def _shares_after(self, s: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Shares where a step ends: at 0 there is no noise left, though the table's first row has some."""
+        signal, spread = self._shares(s, x)
+        over = _per_picture(s, x) == 0
+        return torch.where(over, 1.0, signal), torch.where(over, 0.0, spread)
 
     def _shares(self, t: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         if self._signal.device != x.device:  # once a device; the tables are small
