@@ -51,7 +51,7 @@ def config(folder: Path, stage: int, **changes: Any) -> TrainConfig:
 
 class Suspicious(SuspiciousSession):
     def _visible(self) -> dict[str, Any]:
-        pieces = state.parts(self.engine, self.ema)
+        pieces = state.parts(self.parts)
         return {
             "random": rng.capture(self.world.device),
             "modes": [module.training for module in self.denoiser.module.modules()],

@@ -16,6 +16,7 @@ from halation.config.train import TrainConfig
 from halation.jobs import train as job
 from halation.jobs.session import Session
 from halation.training import heldout
+from halation.training.objectives import denoising
 from halation.world.testing import RankPool
 
 pytestmark = pytest.mark.ranks
@@ -30,7 +31,7 @@ def measure(world: Any, config: TrainConfig) -> dict[str, float]:
                 world,
                 session.denoiser,
                 session.source,
-                session.objective,
+                denoising(session.denoiser),
                 num_pictures=config.heldout_pictures,
                 dtype=config.dtype,
                 beat=lambda: None,

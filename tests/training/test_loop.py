@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halation.flow.ema import Ema
-from halation.training.loop import Position, Rows, StepReport, StepSettings, train_steps
+from halation.training.loop import MODEL, Part, Position, Rows, StepReport, StepSettings, train_steps
 from halation.world.engines import spread
 from halation.world.testing import RankPool, RanksFailed
 
@@ -64,9 +64,7 @@ def steps(world: Any, scales: list[float], dtype: str, policy: str, scale: float
     reports = list(
         train_steps(
             world,
-            engine,
-            ema,
-            objective,
+            {MODEL: Part(engine=engine, ema=ema, objective=objective)},
             batches,
             chosen,
             position,

@@ -13,7 +13,7 @@ from torch import nn
 from halation.errors import InputError
 from halation.flow.ema import Ema
 from halation.training import state
-from halation.training.loop import Position, Rows, StepSettings, autocast, train_steps
+from halation.training.loop import MODEL, Part, Position, Rows, StepSettings, autocast, train_steps
 from halation.world.checkpoint import Checkpoints
 from halation.world.engines import EngineSettings, spread
 from halation.world.ranks import World
@@ -98,10 +98,12 @@ class Trainee:
         batches = (self.rows(step, (factors or {}).get(step, 1.0)) for step in range(first, first + num_steps))
         return list(
             train_steps(
-                self.world, self.engine, self.ema, self.objective, batches, settings, self.position,
-                stop=lambda: 0, save_failed=lambda: False,
+                self.world, self.parts(), batches, settings, self.position, stop=lambda: 0, save_failed=lambda: False,
             )
         )  # fmt: skip
+
+    def parts(self) -> dict[str, Part]:
+        return {MODEL: Part(engine=self.engine, ema=self.ema, objective=self.objective)}
 
     def forward(self) -> torch.Tensor:
         """A forward of the bare module, as sampling does it."""
@@ -120,19 +122,19 @@ class Trainee:
         return output
 
     def bits(self) -> dict[str, torch.Tensor]:
-        pieces = state.parts(self.engine, self.ema)
+        pieces = state.parts(self.parts())
         return {f"{part}/{name}": p.local.clone() for part, named in pieces.items() for name, p in named.items()}
 
     def save(self, folder: Path) -> None:
         checkpoints = Checkpoints(self.world, folder, keep_last=0, sharded=self.engine.saves_pieces)
         words = state.state(self.position, self.ema, {}, {})
-        checkpoints.save(self.position.step, "kept", state.parts(self.engine, self.ema), words, {})
+        checkpoints.save(self.position.step, "kept", state.parts(self.parts()), words, {})
         checkpoints.wait()
         checkpoints.raise_error()
         self.world.exchange("saved")
 
     def load(self, folder: Path) -> None:
-        self.position = state.restore(Reader(folder), self.engine, self.ema)
+        self.position = state.restore(Reader(folder), self.parts())
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:

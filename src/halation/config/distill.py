@@ -13,7 +13,8 @@ from halation.config.train import TrainConfig
 
 Objective = Literal["velocity", "trajectory", "dmd"]
 Placement = Literal["gpu", "fsdp", "layers", "cpu"]
-Unused = tyro.conf.Suppress
+UnusedText = Annotated[str, tyro.conf.Suppress]
+UnusedNumber = Annotated[int, tyro.conf.Suppress]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,23 +77,21 @@ class DistillConfig(TrainConfig):
     """Passes over the data; instead of --n_steps."""
     sample_interval: int = free(1)
     """Epochs between samples and checkpoints, where --num_epochs counts."""
-    sample_names: Literal["index", "gpu", "rank"] = free("index")
-    """Names of the files: sample_00.png; gpu_0_sample.png; or epoch_0001_rank_0_sample_00.png, all in one folder, by contiguous shares of the prompts."""
     caption_dropout: float = setting(0.0)
     """Share of rows that are learned without their caption; only a student that is to be drawn with guidance needs it."""
     heldout_pictures: int = setting(0)
     """Pictures kept out of training for the held-out loss (of a folder at most 5 %)."""
 
     # -- of a training that has no teacher
-    data: Unused[str] = setting("")
+    data: UnusedText = setting("")
     """Filled from --data_path."""
-    model: Unused[str] = setting("")
+    model: UnusedText = setting("")
     """The student comes from the teacher."""
-    model_path: Unused[str] = free("")
+    model_path: UnusedText = free("")
     """The folder of the teacher's pipeline, filled from --teacher_path."""
-    vae: Unused[str] = setting("")
+    vae: UnusedText = setting("")
     """The teacher's."""
-    patch_size: Unused[int] = setting(0)
+    patch_size: UnusedNumber = setting(0)
     """In --student_config."""
-    num_register_tokens: Unused[int] = setting(0)
+    num_register_tokens: UnusedNumber = setting(0)
     """The teacher's."""

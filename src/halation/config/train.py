@@ -153,8 +153,9 @@ class TrainConfig:
     """Solver of a DiT's samples; heun runs the model almost twice a step. A model of --model_path is drawn with its own scheduler."""
     sample_all: bool = free(True)
     """Draw all prompts at every checkpoint; --no_sample_all draws as many as there are ranks, the first ones."""
-    sample_names: Literal["index", "gpu"] = free("index")
-    """Names of the files: sample_00.png and sample_00.txt, or gpu_0_sample.png and gpu_0_prompt.txt; the number is the prompt's either way."""
+    sample_names: Literal["index", "gpu", "rank"] = free("index")
+    """Names of the files: sample_00.png; gpu_0_sample.png, where 0 is the prompt's number too; or epoch_0001_rank_0_sample_00.png, all in
+    one folder, by contiguous shares of the prompts."""
     sample_offload: bool = free(False)
     """Park the optimizer's state in host memory while samples are drawn, for a model that only just trains."""
     guidance_scale: float | None = free(None)

@@ -12,8 +12,10 @@ import torch
 
 from halation import plan
 from halation.errors import InputError
-from halation.training import batches, heldout, memory
-from halation.training.loop import Rows, autocast
+from halation.jobs.task import Task
+from halation.training import heldout, memory
+from halation.training.loop import autocast
+from halation.training.objectives import denoising
 
 if TYPE_CHECKING:
     from halation.jobs.session import Session
@@ -30,9 +32,13 @@ def warm_up(session: Session) -> None:
     # While blocks are compiled: taking pinned memory makes a GPU wait, so it is done before the first step, or it would slow many.
     session.checkpoints.reserve(session.saved_bytes())
     try:
-        with autocast(session.world.device, session.config.dtype):
-            losses = session.objective(session.engine.trained, _idle(session, rows))
-        session.engine.settle(losses.float().sum())
+        for part in session.parts.values():
+            if part.objective is not None:
+                with autocast(session.world.device, session.config.dtype):
+                    losses = part.objective(part.engine.trained, session.task.idle(rows))
+                part.engine.settle(losses.float().sum())
+        for part in session.parts.values():
+            part.engine.zero_grad()
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "allocate memory" not in str(error):
             raise
@@ -43,11 +49,6 @@ def warm_up(session: Session) -> None:
         ) from error
     finally:
         session.checkpoints.copies.ready()
-
-
-def _idle(session: Session, rows: int) -> Rows:
-    height, width = session.config.image_size
-    return batches.idle(session.denoiser, rows, (height, width), session.world.device)
 
 
 def _refuse_hopeless(session: Session, rows: int) -> None:
@@ -93,7 +94,7 @@ def probe(session: Session) -> None:
 def _refuse_forward(session: Session, num_rows: int, advice: str) -> None:
     try:
         with torch.no_grad(), autocast(session.world.device, session.config.dtype):
-            session.objective(session.denoiser.module, _idle(session, num_rows))
+            denoising(session.denoiser)(session.denoiser.module, Task.idle(session.task, num_rows))
     except torch.OutOfMemoryError as error:
         raise InputError(
             f"no room on {session.world.device} for a forward of {num_rows} rows beside the training",

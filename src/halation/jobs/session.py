@@ -17,27 +17,25 @@ from typing import Any
 import torch
 
 from halation import plan, runs
+from halation.config.distill import DistillConfig
 from halation.config.fields import as_json
 from halation.config.train import TrainConfig
-from halation.data.base import Pictures
 from halation.data.loader import Batches
 from halation.data.order import BucketOrder
 from halation.errors import HalationError, InputError, Interrupted, RankFailure
 from halation.flow.ema import Ema
 from halation.jobs import appraisal, assembly, exporting, finetuning, fitting, logs, tidings
 from halation.jobs.duties import Duties
-from halation.models.autoencoder import LatentSpace, PixelSpace, Space
-from halation.models.base import Denoiser
+from halation.jobs.task import Task
 from halation.models.compiling import compile_units
 from halation.training import batches, state, trackers
 from halation.training.cadence import Cadence
 from halation.training.loop import Position, StepReport, StepSettings, train_steps
-from halation.training.objectives import denoising
 from halation.training.sampling import SampleSettings
 from halation.training.speed import Window, matrix_rate
 from halation.world import rng
 from halation.world.checkpoint import Checkpoints, Found, newest_good
-from halation.world.engines import EngineSettings, check, spread
+from halation.world.engines import Engine, EngineSettings, check, spread
 from halation.world.ranks import Vigil, World, alive, check_ranks_agree, on_first
 from halation.world.reading import Reader
 from halation.world.signals import StopSignals, exit_code
@@ -61,8 +59,9 @@ class Session:
             torch.use_deterministic_algorithms(True)
         self.global_batch = assembly.global_batch(world, config, self.folder)
         check(config.engine, world, self._engine_settings())
-        self.denoiser, self.source, self.sample_settings = self._open()
-        self.objective = denoising(self.denoiser)
+        self.task = task_of(world, config, self.folder)
+        self.denoiser, self.source = self.task.open()
+        self.sample_settings = self._sample_settings()
         self.appraisal = (
             appraisal.Appraisal(world, config, self.folder, self.source, self.sample_settings)
             if config.eval_every
@@ -72,17 +71,17 @@ class Session:
             evaluated = self.appraisal.settings.prompts if self.appraisal else ()
             prompts = (*self.sample_settings.prompts, *evaluated)
             finetuning.cache_texts(world, config, self.folder, self.denoiser, self.source, prompts)
+        self.task.prepare(self.drawn_settings())
         # Sharding takes one unit after the other to the device; a model that only fits in shards must not be there as a whole before.
         self.denoiser.to(world.device, module=config.engine != "fsdp")
-        module = self.denoiser.module
-        module.train()
+        self.denoiser.module.train()
         if config.activation_checkpointing:
             self.denoiser.keep_no_activations()
         if config.compile:
             compile_units(self.denoiser.shard_units())
-        self.engine = spread(config.engine, world, module, self.denoiser.shard_units(), self._engine_settings())
-        self.engine.prepare_optimizer(config.lr, config.betas, config.weight_decay)
+        self.engine = self._spread(self.denoiser.module, self.denoiser.shard_units())
         self.ema = Ema(self.engine.masters(), config.ema_decay)
+        self.parts = self.task.parts(self.engine, self.ema, self._spread)
         self.position = Position(loss_scale=2.0**16 if config.dtype == "fp16" else 1.0)
         self.checkpoints = Checkpoints(
             world, self.folder.checkpoints, keep_last=config.keep_last, sharded=self.engine.saves_pieces
@@ -99,29 +98,24 @@ class Session:
         self.trackers: list[trackers.Tracker] = []
         self.last_loss = 0.0
 
-    def _open(self) -> tuple[Denoiser, Pictures, SampleSettings]:
-        """Model and data, which need to know of each other, and the prompts that follow from them."""
-        world, config = self.world, self.config
-        denoiser: Denoiser
-        if config.model_path:
-            denoiser = opened = finetuning.open_denoiser(config, world.device)
-            assembly.confirm_device(world, config, self.folder, opened.space)
-            multiple = finetuning.bucket_multiple(config, opened)
-            source = assembly.open_source(world, config, self.folder, opened.space, multiple)
-        else:
-            space: Space = LatentSpace.load(config.vae) if config.vae else PixelSpace()
-            assembly.confirm_device(world, config, self.folder, space)
-            source = assembly.open_source(world, config, self.folder, space)
-            denoiser = assembly.new_denoiser(config, source, space)
+    def _spread(self, module: torch.nn.Module, units: list[torch.nn.Module]) -> Engine:
+        config = self.config
+        engine = spread(config.engine, self.world, module, units, self._engine_settings())
+        engine.prepare_optimizer(config.lr, config.betas, config.weight_decay)
+        return engine
+
+    def _sample_settings(self) -> SampleSettings:
+        """The prompts that follow from model and data, and how they are drawn."""
+        config, denoiser = self.config, self.denoiser
         denoiser.sample_shape(*config.image_size)
-        prompts = config.sample_prompts or assembly.default_prompts(source, config.data)
-        if source.class_names and not config.model_path:
+        prompts = config.sample_prompts or assembly.default_prompts(self.source, config.data)
+        if self.source.class_names and not config.model_path:
             denoiser.encode_prompts(prompts)  # an unknown class is refused now, not at the first checkpoint
-        return denoiser, source, assembly.sample_settings(config, prompts, denoiser.habits)
+        return self.task.sampling(prompts)
 
     def saved_bytes(self) -> Iterator[int]:
         """Bytes of the tensors of a save, in its order: weights, averages, and two moments of each weight."""
-        pieces = [piece.local for piece in self.engine.pieces()["model"].values()]
+        pieces = [piece.local for part in self.parts.values() for piece in part.engine.pieces()["model"].values()]
         weights = [
             (local.numel(), local.element_size()) for local in pieces if local.is_cuda
         ]  # others need no pinned copy
@@ -177,15 +171,7 @@ class Session:
         number, rows = plan.micro_batches(self.global_batch, world.size, config.batch_size)
         micro = f"{number} micro-batch{'es' if number > 1 else ''}"
         log.info("global batch %d: %s of %d rows on each of %d ranks", self.global_batch, micro, rows, world.size)
-        prepare = batches.Preparer(
-            self.denoiser,
-            seed=config.seed,
-            dropout=config.caption_dropout,
-            time_sampling=config.time_sampling or self.denoiser.habits.time_sampling,
-            time_shift=config.time_shift or self.denoiser.habits.time_shift,
-            num_real=len(plan.share(self.global_batch, world.size, world.rank)),
-            pin=world.device.type == "cuda",
-        )
+        prepare = self.task.preparer(len(plan.share(self.global_batch, world.size, world.rank)))
         order = assembly.order(config.seed, self.source, self.global_batch)
         if isinstance(
             order, BucketOrder
@@ -213,15 +199,14 @@ class Session:
         self.cleanup.callback(loader.close)
         steps = train_steps(
             world,
-            self.engine,
-            self.ema,
-            self.objective,
+            self.parts,
             (batches.on_device(self.denoiser, batch, rows, world.device) for batch in loader),
             self._step_settings(),
             self.position,
             stop=lambda: self.signals.number,
             save_failed=lambda: self.checkpoints.error is not None,
             let_change=self.checkpoints.let_change,
+            turn=self.task.turn,
         )
         window = Window()
         for report in steps:
@@ -279,10 +264,11 @@ class Session:
     # -- saving and what follows
 
     def _save(self, kind: str) -> None:
-        check_ranks_agree(self.world, self.engine.parameters_agree(), f"at step {self.position.step}")
+        for part in self.parts.values():
+            check_ranks_agree(self.world, part.engine.parameters_agree(), f"at step {self.position.step}")
         whole = state.state(self.position, self.ema, self.denoiser.describe(), dataclasses.asdict(self.sample_settings))
         mine = {"rng": rng.capture(self.world.device)}
-        self.checkpoints.save(self.position.step, kind, state.parts(self.engine, self.ema), whole, mine)
+        self.checkpoints.save(self.position.step, kind, state.parts(self.parts), whole, mine)
         waited, before = self.checkpoints.blocked_s, self.checkpoints.queued_s
         log.info("checkpoint %d (%s): training waited %.3f s", self.position.step, kind, waited + before)
         if before > 1.0:
@@ -312,7 +298,7 @@ class Session:
                 f"--n_steps {step} or more",
             )
         reader = Reader(Path(place))
-        self.position = state.restore(reader, self.engine, self.ema)
+        self.position = state.restore(reader, self.parts)
         mine = reader.rank_state(self.world.rank)
         if mine:
             rng.restore(mine["rng"], self.world.device)
@@ -357,6 +343,7 @@ class Session:
             stop=lambda: self.signals.number,
             say=self.progress.say,
             appraisal=self.appraisal,
+            beside=self.task.beside,
         )
 
     def drawn_settings(self) -> SampleSettings:
@@ -397,6 +384,15 @@ class Session:
             alive(lambda: exporting.export(Reader(self.newest()), self.folder.export, self.denoiser), beat)
 
         on_first(self.world, "exporting", write, self.config.dist_timeout_s)
+
+
+def task_of(world: World, config: TrainConfig, run: runs.Run) -> Task:
+    """What a config asks for: to learn from pictures, or from a teacher."""
+    if isinstance(config, DistillConfig):
+        from halation.jobs.distilling import Distillation
+
+        return Distillation(world, config, run)
+    return Task(world, config, run)
 
 
 def set_aside(item: Found, problem: str) -> None:

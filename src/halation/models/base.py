@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ Condition = dict[str, Tensor]
 """What a prompt or label becomes: tensors by name, each with one row a picture and a fixed length, so that a picture's condition
 does not depend on its neighbours'. Text has `tokens` (int64) and `mask` (bool, true where there is a token); classes `label`."""
 
+
+Guides = Literal["pair", "embedded", "none"]
+"""How a family does guidance: by a null branch, by a number that its module reads, or not at all."""
 
 OWN = "own"
 """Instead of the name of a sampler: the pipeline's own scheduler."""
@@ -85,6 +88,10 @@ class Denoiser(Protocol):
         """Guidance of samples and times of training where nothing was asked for."""
 
     @property
+    def guides(self) -> Guides:
+        """How guidance comes into an answer of `forward`."""
+
+    @property
     def downsample(self) -> int:
         """Pixels on a side of what the module sees as one place: 1, or the factor of an autoencoder."""
 
@@ -98,6 +105,9 @@ class Denoiser(Protocol):
 
     def forward(self, module: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
         """What `module`, bare or wrapped by an engine, answers to states at times `t`: a tensor like the path's target."""
+
+    def tell_guidance(self, scale: float) -> None:
+        """What a module with embedded guidance reads in `forward` from now on; nothing for others."""
 
     def placed(self, condition: Condition, originals: Tensor, height: int, width: int) -> Condition:
         """The condition of training pictures of this size with what the family wants to know of their sizes; `originals` are

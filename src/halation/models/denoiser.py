@@ -13,7 +13,7 @@ from halation.errors import InputError
 from halation.flow.paths import Straight
 from halation.models import draw
 from halation.models.autoencoder import PixelSpace, Space
-from halation.models.base import Condition, Habits, Solver
+from halation.models.base import Condition, Guides, Habits, Solver
 from halation.models.dit import DiT, DiTConfig, sized
 from halation.models.text import WordTokenizer
 from halation.specs import Sheet
@@ -23,6 +23,7 @@ class DiTDenoiser:
     """A DiT with what it needs to read prompts and to make pixels."""
 
     name = "Halation DiT"
+    guides: Guides = "pair"
 
     def __init__(
         self,
@@ -114,6 +115,9 @@ class DiTDenoiser:
 
     def predict(self, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
         return self.forward(self.module, x, t, condition)
+
+    def tell_guidance(self, scale: float) -> None:
+        """Its guidance is a null branch."""
 
     def placed(self, condition: Condition, originals: Tensor, height: int, width: int) -> Condition:
         return condition

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from halation.flow.paths import TimeKind
-from halation.models.base import Condition
+from halation.models.base import Condition, Guides
 from halation.models.family_paths import straight_path
 from halation.models.pipeline_arguments import call_parameters
 
@@ -42,6 +42,8 @@ class FluxFamily:
 
     def __init__(self, pipe: Any) -> None:
         self._config = pipe.transformer.config
+        self.guides: Guides = "embedded" if self._config.guidance_embeds else "none"
+        self.told_guidance = _TRAINING_GUIDANCE
         self.path = straight_path(pipe.scheduler)
         self._length = int(call_parameters(type(pipe))["max_sequence_length"].default)
         self.lengths = {"tokenizer": int(pipe.tokenizer_max_length), "tokenizer_2": self._length}
@@ -63,7 +65,7 @@ class FluxFamily:
     def answer(self, module: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
         guidance = None
         if self._config.guidance_embeds:
-            guidance = torch.full((len(x),), _TRAINING_GUIDANCE, device=x.device)
+            guidance = torch.full((len(x),), self.told_guidance, device=x.device)
         height, width = x.shape[-2:]
         text = condition["t5"]
         answer: Tensor = module(

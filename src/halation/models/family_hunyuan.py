@@ -10,7 +10,7 @@ from diffusers.pipelines.hunyuandit.pipeline_hunyuandit import get_resize_crop_r
 from torch import Tensor, nn
 
 from halation.flow.paths import TimeKind
-from halation.models.base import Condition
+from halation.models.base import Condition, Guides
 from halation.models.family_paths import table_path
 
 _LENGTHS = (77, 256)  # what the pipeline asks of its two tokenizers
@@ -22,6 +22,8 @@ class HunyuanFamily:
 
     pipelines: ClassVar[tuple[str, ...]] = ("HunyuanDiTPipeline",)
     lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
+    guides: Guides = "pair"
+    told_guidance = 1.0
     time_sampling: ClassVar[TimeKind] = "uniform"
     time_shift = 1.0
 

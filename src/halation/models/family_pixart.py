@@ -9,7 +9,7 @@ from diffusers.utils import is_bs4_available, is_ftfy_available
 from torch import Tensor, nn
 
 from halation.flow.paths import TimeKind
-from halation.models.base import Condition
+from halation.models.base import Condition, Guides
 from halation.models.family_paths import table_path
 from halation.models.pipeline_arguments import call_parameters
 
@@ -19,6 +19,8 @@ class PixArtFamily:
 
     pipelines: ClassVar[tuple[str, ...]] = ("PixArtAlphaPipeline", "PixArtSigmaPipeline")
     lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
+    guides: Guides = "pair"
+    told_guidance = 1.0
     time_sampling: ClassVar[TimeKind] = "uniform"
     time_shift = 1.0
 

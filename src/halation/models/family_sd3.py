@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from halation.flow.paths import TimeKind
-from halation.models.base import Condition
+from halation.models.base import Condition, Guides
 from halation.models.family_paths import straight_path
 from halation.models.pipeline_arguments import call_parameters
 
@@ -21,6 +21,8 @@ class SD3Family:
         *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
         *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
     )
+    guides: Guides = "pair"
+    told_guidance = 1.0
     time_sampling: ClassVar[TimeKind] = "logit_normal"
 
     def __init__(self, pipe: Any) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -30,10 +30,34 @@ class Rows:
     t: Tensor
     condition: dict[str, Tensor]
     weight: Tensor
+    step: int = 0
+    """The step it belongs to, counted from 0: the same number on all ranks."""
+    extra: dict[str, Tensor] = field(default_factory=dict)
+    """What an objective wants besides: one row a picture."""
 
 
 Objective = Callable[[nn.Module, Rows], Tensor]
 """Module and rows in, one loss a row out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One network of a training with its optimizer. Most trainings have one, called MODEL."""
+
+    engine: Engine
+    objective: Objective | None = None
+    """What it learns in a step that it leads; None for one that only goes along with another's."""
+    ema: Ema | None = None
+    lr: float | None = None
+    """Instead of the settings'."""
+
+
+MODEL = "model"
+
+
+def model_alone(step: int) -> tuple[str, ...]:
+    """The turns of a training with one part."""
+    return (MODEL,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,40 +114,44 @@ def autocast(device: torch.device, dtype: str) -> contextlib.AbstractContextMana
 
 def train_steps(
     world: World,
-    engine: Engine,
-    ema: Ema,
-    objective: Objective,
+    parts: Mapping[str, Part],
     batches: Iterable[Sequence[Rows]],
     settings: StepSettings,
     position: Position,
     stop: Callable[[], int],
     save_failed: Callable[[], bool],
     let_change: Callable[[], None] = lambda: None,
+    turn: Callable[[int], Sequence[str]] = model_alone,
 ) -> Iterator[StepReport]:
-    """Take one step for each list of micro-batches. Every decision is made from numbers that all ranks share."""
+    """Take one step for each list of micro-batches. Every decision is made from numbers that all ranks share.
+
+    `turn` names the parts that a step (counted from 0) moves; the first of them says what is learned.
+    """
     words = _Words(world)
     skipped_in_a_row = 0
     waiting_since = time.perf_counter()
     for rows in batches:
         began = time.perf_counter()
         lr = settings.lr_at(position.step)
-        engine.set_lr(lr)
-        local_loss = _gradients(world, engine, objective, rows, settings, position.loss_scale)
+        moving = [parts[name] for name in turn(position.step)]
+        for part in moving:
+            part.engine.set_lr(lr if part.lr is None else part.lr * lr / settings.lr)
+        local_loss = _gradients(world, moving, rows, settings, position.loss_scale)
         # Launched before the loss is read, so that a GPU does not stand still between the two.
-        device_norm = engine.grad_norm(settings.grad_clip, position.loss_scale)
+        norms = [part.engine.grad_norm(settings.grad_clip, position.loss_scale) for part in moving]
         loss, stopping, failed, not_finite = words.share(local_loss, stop(), save_failed())
-        norm = float(device_norm)
+        norm = math.hypot(*map(float, norms))
         finite = math.isfinite(loss) and math.isfinite(norm)
         if finite:
             let_change()  # a save may still be reading
-            engine.step()
-            ema.update()
+            _move(moving)
             skipped_in_a_row = 0
         else:
             skipped_in_a_row += 1
             position.skipped += 1
             _judge(settings, position, loss, norm, not_finite, skipped_in_a_row)
-        engine.zero_grad()
+        for part in moving:
+            part.engine.zero_grad()
         _adapt_scale(settings, position, finite)
         position.step += 1
         position.pictures += settings.global_batch
@@ -142,19 +170,30 @@ def train_steps(
 
 
 def _gradients(
-    world: World, engine: Engine, objective: Objective, rows: Sequence[Rows], settings: StepSettings, scale: float
+    world: World, moving: Sequence[Part], rows: Sequence[Rows], settings: StepSettings, scale: float
 ) -> Tensor:
     """Gradient of the mean loss over the global batch; returns this rank's share of that mean."""
+    leader = moving[0]
+    assert leader.objective is not None, "the first part of a turn says what is learned"
     total = torch.zeros((), device=world.device)
     for number, micro in enumerate(rows):
-        with engine.accumulating(last=number == len(rows) - 1):
+        with contextlib.ExitStack() as stack:
+            for part in moving:
+                stack.enter_context(part.engine.accumulating(last=number == len(rows) - 1))
             with autocast(world.device, settings.dtype):
-                losses = objective(engine.trained, micro)
+                losses = leader.objective(leader.engine.trained, micro)
             share = (losses.float() * micro.weight).sum() / settings.global_batch
             # Engines divide by the number of ranks, but a share is already part of the whole mean.
-            engine.backward(share * (world.size * scale))
+            leader.engine.backward(share * (world.size * scale))
         total = total + share.detach()
     return total
+
+
+def _move(moving: Sequence[Part]) -> None:
+    for part in moving:
+        part.engine.step()
+        if part.ema is not None:
+            part.ema.update()
 
 
 def _judge(

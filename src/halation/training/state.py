@@ -16,16 +16,28 @@ from halation.errors import InputError
 from halation.flow.ema import Ema
 from halation.models.autoencoder import LatentSpace, Space
 from halation.runs import publish_json, sync_folder
-from halation.training.loop import Position
+from halation.training.loop import MODEL, Part, Position
 from halation.world.engines import Engine, Piece
 from halation.world.reading import Reader
 
 
-def parts(engine: Engine, ema: Ema) -> dict[str, dict[str, Piece]]:
-    """This rank's pieces of model, EMA and optimizer."""
-    pieces, averages = engine.pieces(), ema.tensors()
-    average = {name: replace(piece, local=averages[name]) for name, piece in pieces["model"].items()}
-    return {"model": pieces["model"], "ema": average, "optimizer": pieces["optimizer"]}
+def parts(learning: Mapping[str, Part]) -> dict[str, dict[str, Piece]]:
+    """This rank's pieces of model, EMA and optimizer; those of other parts go by the part's name, as `fake_model`."""
+    result: dict[str, dict[str, Piece]] = {}
+    for part, each in learning.items():
+        pieces, start = each.engine.pieces(), prefix(part)
+        result[f"{start}model"] = pieces["model"]
+        if each.ema is not None:
+            averages = each.ema.tensors()
+            result[f"{start}ema"] = {
+                name: replace(piece, local=averages[name]) for name, piece in pieces["model"].items()
+            }
+        result[f"{start}optimizer"] = pieces["optimizer"]
+    return result
+
+
+def prefix(part: str) -> str:
+    return "" if part == MODEL else f"{part}_"
 
 
 def state(position: Position, ema: Ema, denoiser: Mapping[str, Any], sampling: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,12 +50,15 @@ def state(position: Position, ema: Ema, denoiser: Mapping[str, Any], sampling: M
     }
 
 
-def restore(reader: Reader, engine: Engine, ema: Ema) -> Position:
+def restore(reader: Reader, learning: Mapping[str, Part]) -> Position:
     """Fill everything from a checkpoint, whatever number of ranks wrote it."""
-    _refuse_other_weights(reader, engine)
-    engine.fill(reader)
-    averages = {name: reader.piece("ema", name, piece) for name, piece in engine.pieces()["model"].items()}
-    ema.load_tensors(averages, reader.state["ema_updates"])
+    for part, each in learning.items():
+        mine = reader.seen_as(prefix(part))
+        _refuse_other_weights(mine, each.engine)
+        each.engine.fill(mine)
+        if each.ema is not None:
+            averages = {name: mine.piece("ema", name, piece) for name, piece in each.engine.pieces()["model"].items()}
+            each.ema.load_tensors(averages, reader.state["ema_updates"])
     return Position(**reader.state["position"])
 
 

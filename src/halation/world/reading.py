@@ -29,10 +29,16 @@ class _Stored:
 class Reader:
     """Tensors of a committed checkpoint by part and name, whatever number of ranks wrote them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, prefix: str = "") -> None:
+        """With a `prefix` the part `model` is the one that was saved as PREFIXmodel, and so on."""
         self.folder = folder
+        self.prefix = prefix
         self.state: dict[str, Any] = json.loads((folder / "state.json").read_bytes())
         self._places: dict[str, dict[str, list[_Stored]]] = {}
+
+    def seen_as(self, prefix: str) -> Reader:
+        """The same checkpoint for whoever saved under a prefix."""
+        return self if prefix == self.prefix else Reader(self.folder, prefix)
 
     def rank_state(self, rank: int) -> dict[str, Any] | None:
         path = self.folder / f"rank_state_{rank}.json"
@@ -106,7 +112,8 @@ class Reader:
     def _layout(self, part: str) -> dict[str, list[_Stored]]:
         if part not in self._places:
             layout: dict[str, list[_Stored]] = {}
-            paths = [self.folder / f"{part}.safetensors", *sorted(self.folder.glob(f"{part}-*-of-*.safetensors"))]
+            saved = f"{self.prefix}{part}"
+            paths = [self.folder / f"{saved}.safetensors", *sorted(self.folder.glob(f"{saved}-*-of-*.safetensors"))]
             for path in paths:
                 if not path.exists():
                     continue

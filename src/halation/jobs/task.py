@@ -1,0 +1,90 @@
+"""What a run learns, as far as one learns otherwise than another: its model, its data, its parts, its batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from halation.config.train import TrainConfig
+from halation.data.base import Pictures
+from halation.flow.ema import Ema
+from halation.jobs import assembly, finetuning
+from halation.models.autoencoder import LatentSpace, PixelSpace, Space
+from halation.models.base import Denoiser
+from halation.runs import Run
+from halation.training import batches
+from halation.training.loop import MODEL, Part, Rows, model_alone
+from halation.training.objectives import denoising
+from halation.training.sample_files import Place
+from halation.training.sampling import SampleSettings
+from halation.world.engines import Engine
+from halation.world.ranks import World
+
+Spread = Callable[[torch.nn.Module, list[torch.nn.Module]], Engine]
+"""A module and its units to an engine with an optimizer."""
+
+
+class Task:
+    """A training from pictures: one model, and what it is asked for is the path's target."""
+
+    beside: Place | None = None
+    """Where pictures lie that samples are shown next to."""
+
+    def __init__(self, world: World, config: TrainConfig, run: Run) -> None:
+        self.world = world
+        self.config = config
+        self.run = run
+
+    def open(self) -> tuple[Denoiser, Pictures]:
+        """Model and data, which need to know of each other."""
+        self.denoiser, self.source = self._opened()
+        return self.denoiser, self.source
+
+    def _opened(self) -> tuple[Denoiser, Pictures]:
+        world, config = self.world, self.config
+        if config.model_path:
+            opened = finetuning.open_denoiser(config, world.device)
+            assembly.confirm_device(world, config, self.run, opened.space)
+            multiple = finetuning.bucket_multiple(config, opened)
+            return opened, assembly.open_source(world, config, self.run, opened.space, multiple)
+        space: Space = LatentSpace.load(config.vae) if config.vae else PixelSpace()
+        assembly.confirm_device(world, config, self.run, space)
+        source = assembly.open_source(world, config, self.run, space)
+        return assembly.new_denoiser(config, source, space), source
+
+    def sampling(self, prompts: tuple[str, ...]) -> SampleSettings:
+        """How its samples are drawn."""
+        return assembly.sample_settings(self.config, prompts, self.denoiser.habits)
+
+    def prepare(self, settings: SampleSettings) -> None:
+        """What is to be done once texts can be read, before the model is on its device."""
+
+    def parts(self, engine: Engine, ema: Ema, spread: Spread) -> dict[str, Part]:
+        """The networks that learn; `engine` has the model already."""
+        return {MODEL: Part(engine=engine, ema=ema, objective=denoising(self.denoiser))}
+
+    def turn(self, step: int) -> tuple[str, ...]:
+        """Which of them a step moves."""
+        return model_alone(step)
+
+    def preparer(self, num_real: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
+        """What makes tensors of pictures and captions, ahead of the step."""
+        return batches.Preparer(self.denoiser, **self.preparing(num_real))
+
+    def preparing(self, num_real: int) -> Mapping[str, Any]:
+        config, habits = self.config, self.denoiser.habits
+        return {
+            "seed": config.seed,
+            "dropout": config.caption_dropout,
+            "time_sampling": config.time_sampling or habits.time_sampling,
+            "time_shift": config.time_shift or habits.time_shift,
+            "num_real": num_real,
+            "pin": self.world.device.type == "cuda",
+        }
+
+    def idle(self, rows: int) -> Rows:
+        """Rows that stand for nothing, of the kind the objective takes."""
+        height, width = self.config.image_size
+        return batches.idle(self.denoiser, rows, (height, width), self.world.device)

@@ -1,0 +1,114 @@
+"""A frozen model that answers: guided, in its own precision, on its own device, in batches of its own size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halation.models.base import Condition, Denoiser
+
+
+class Teacher:
+    """What a denoiser says to a state, with guidance in it, without a gradient."""
+
+    def __init__(
+        self,
+        denoiser: Denoiser,
+        *,
+        guidance: float,
+        device: torch.device,
+        dtype: torch.dtype,
+        batch_size: int = 0,
+    ) -> None:
+        """`device` is where it computes, which need not be where it is asked; `batch_size` 0 takes what comes at once."""
+        self.denoiser = denoiser
+        self.path = denoiser.path
+        self.guidance = guidance
+        self.device = device
+        self.dtype = dtype
+        self.batch_size = batch_size
+        self._null: Condition = {}
+        denoiser.module.requires_grad_(False).eval()
+        denoiser.tell_guidance(guidance)
+
+    @torch.no_grad()
+    def predict(self, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
+        """The guided answer at states `x` and times `t`, in float32, where `x` is."""
+        size = self.batch_size or len(x)
+        pieces = [
+            self._guided(
+                x[start : start + size],
+                t[start : start + size],
+                {name: value[start : start + size] for name, value in condition.items()},
+            )
+            for start in range(0, len(x), size)
+        ]
+        return torch.cat(pieces).to(x.device)
+
+    def _guided(self, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
+        x, t = x.to(self.device), t.to(self.device)
+        condition = {name: value.to(self.device) for name, value in condition.items()}
+        pairs = self.denoiser.guides == "pair" and self.guidance != 1.0
+        with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32):
+            with_prompt = self._answer(x, t, condition)
+            if not pairs:
+                return with_prompt
+            # Apart from the branch above: half the memory, and every product of the two has the shape of the other.
+            without = self._answer(x, t, condition | self._null_rows(len(x)))
+        return without + self.guidance * (with_prompt - without)
+
+    def _answer(self, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
+        return self.denoiser.forward(self.denoiser.module, x, t, condition).float()
+
+    def _null_rows(self, num: int) -> Condition:
+        """The texts of the null branch; what a condition says of sizes is left as it is."""
+        if not self._null:
+            self._null = {name: value.to(self.device) for name, value in self.denoiser.null_condition(1).items()}
+        return {name: value.expand(num, *value.shape[1:]) for name, value in self._null.items()}
+
+
+def spread_by_layers(module: nn.Module, units: list[nn.Module], devices: list[torch.device]) -> None:
+    """Deal the units out over the devices, in order and by the number of their parameters; all else is on the first one.
+
+    States travel with the forward; whoever calls the module sees the first device alone.
+    """
+    sizes = [sum(parameter.numel() for parameter in unit.parameters()) for unit in units]
+    total, before = sum(sizes), 0
+    module.to(devices[0])
+    for number, (unit, size) in enumerate(zip(units, sizes, strict=True)):
+        place = devices[min(before * len(devices) // max(1, total), len(devices) - 1)]
+        before += size
+        unit.to(place)
+        unit.register_forward_pre_hook(_arriving(place), with_kwargs=True)
+        if number == len(units) - 1:
+            unit.register_forward_hook(_returning(devices[0]))
+
+
+def _arriving(place: torch.device) -> Callable[..., tuple[tuple[object, ...], dict[str, object]]]:
+    def hook(
+        _unit: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
+        return _moved(args, place), _moved(kwargs, place)
+
+    return hook
+
+
+def _returning(place: torch.device) -> Callable[[nn.Module, object, object], object]:
+    def hook(_unit: nn.Module, _args: object, output: object) -> object:
+        return _moved(output, place)
+
+    return hook
+
+
+def _moved(value: Any, place: torch.device) -> Any:
+    """Tensors inside tuples, lists and dicts on another device; everything else as it is."""
+    if isinstance(value, Tensor):
+        return value.to(place)
+    if isinstance(value, tuple | list):
+        return type(value)(_moved(inner, place) for inner in value)
+    if isinstance(value, dict):
+        return {key: _moved(inner, place) for key, inner in value.items()}
+    return value
