@@ -50,6 +50,7 @@ class Duties:
     stop: Callable[[], int]
     say: Callable[[str], None]
     appraisal: Appraisal | None = None
+    beside: Place | None = None
 
     def __post_init__(self) -> None:
         self.num_heldout = min(self.config.heldout_pictures, self.source.num_heldout)

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from halation.errors import InputError
 from halation.flow import paths
 from halation.models.autoencoder import LatentSpace
-from halation.models.base import Condition, Habits, Solver
+from halation.models.base import Condition, Guides, Habits, Solver
 from halation.models.lora import Lora, adapt
 from halation.models.pipeline_arguments import call_parameters
 from halation.models.pipeline_checks import DTYPES, Checks, Options
@@ -169,6 +169,10 @@ class PipelineDenoiser:
         )
 
     @property
+    def guides(self) -> Guides:
+        return self.family.guides
+
+    @property
     def default_guidance(self) -> float:
         return float(call_parameters(type(self._pipe))["guidance_scale"].default)
 
@@ -283,6 +287,10 @@ class PipelineDenoiser:
 
     def truncated(self, prompts: Sequence[str]) -> list[bool]:
         return [self._texts.cuts(prompt) for prompt in prompts]
+
+    def tell_guidance(self, scale: float) -> None:
+        if self.guides == "embedded":
+            self.family.told_guidance = scale
 
     def placed(self, condition: Condition, originals: Tensor, height: int, width: int) -> Condition:
         return self.family.placed(condition, originals, height, width)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from halation.errors import InputError
 from halation.flow import paths
-from halation.models.base import Condition
+from halation.models.base import Condition, Guides
 from halation.models.family_flux import FluxFamily
 from halation.models.family_hunyuan import HunyuanFamily
 from halation.models.family_pixart import PixArtFamily
@@ -28,6 +28,9 @@ class TrainedFamily(Protocol):
     time_sampling: ClassVar[paths.TimeKind]
     time_shift: float
     """How its training times are spread, unless somebody says otherwise."""
+    guides: Guides
+    told_guidance: float
+    """What a module with embedded guidance is told."""
     lengths: Mapping[str, int]
     """Tokens of each tokenizer that reach the model."""
 
