@@ -36,13 +36,13 @@ def of(timesteps: Tensor) -> Tensor:
 @given(
     seed=st.integers(0, 1000),
     pairs=st.lists(
-        st.tuples(st.integers(0, NUM - 1), st.integers(-1, NUM - 2)).map(lambda pair: (max(pair), min(pair))).filter(
-            lambda pair: pair[0] - pair[1] > 5
-        ),
+        st.tuples(st.integers(0, NUM - 1), st.integers(-1, NUM - 2))
+        .map(lambda pair: (max(pair), min(pair)))
+        .filter(lambda pair: pair[0] - pair[1] > 5),
         min_size=1,
         max_size=4,
     ),
-)  # fmt: skip
+)
 def test_the_leading_answer_lands_where_it_should_whatever_the_times_of_the_other_rows(
     path: Path, seed: int, pairs: list[tuple[int, int]]
 ) -> None:
