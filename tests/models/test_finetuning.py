@@ -29,9 +29,9 @@ def opened(folder: Path, **changes: Any) -> PipelineDenoiser:
 
 
 def test_a_pipeline_of_another_family_is_refused_with_the_list() -> None:
-    with pytest.raises(InputError, match="holds a WanPipeline") as caught:
-        opened(tiny_pipelines.built("wan"))
-    for name in ("HunyuanDiT", "PixArt", "SD3", "FLUX"):
+    with pytest.raises(InputError, match="holds a StableDiffusionPipeline") as caught:
+        opened(tiny_pipelines.built("stable_diffusion"))
+    for name in ("HunyuanDiT", "PixArt", "SD3", "FLUX", "Wan"):
         assert name in caught.value.expected
 
 

@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 MOST_LOOKED_AT = 20_000
 SMALL_SIDE, SMALL_STEP, LARGE_STEP = 512, 32, 64
+NATIVE_SIZES = {"WanPipeline": (480, 832)}
+"""Of models whose configs do not name a size."""
 NOT_FOR_PIPELINES = {
     "model": "the pipeline brings its own transformer",
     "vae": "the pipeline brings its own autoencoder",
@@ -114,12 +116,15 @@ def refuse_other_base(config: TrainConfig, run: Run, model: str) -> None:
 def native_size(folder: Path) -> tuple[int, int]:
     """The size a pipeline's pictures have by default, from its configs alone."""
     try:
+        kind = json.loads((folder / "model_index.json").read_bytes()).get("_class_name")
+        if kind in NATIVE_SIZES:
+            return NATIVE_SIZES[kind]
         sample = json.loads((folder / "transformer" / "config.json").read_bytes()).get("sample_size")
         blocks = json.loads((folder / "vae" / "config.json").read_bytes())["block_out_channels"]
     except (OSError, ValueError, KeyError) as error:
         raise InputError(
             f"{folder} does not say what size it draws ({type(error).__name__}: {error})",
-            "a pipeline with transformer/config.json and vae/config.json",
+            "a pipeline with model_index.json, transformer/config.json and vae/config.json",
             "give --image_size, or check --model_path",
         ) from error
     side = int(sample or 128) * 2 ** (len(blocks) - 1)

@@ -6,7 +6,7 @@ import copy
 import hashlib
 import logging
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -89,16 +89,25 @@ class PixelSpace:
 class LatentSpace:
     """Mean latents of a diffusers `AutoencoderKL`, shifted and scaled as its config says."""
 
+    kind: ClassVar[str] = "autoencoder_kl"
+    channels: int
+    downsample: int
+    scaling: float | Tensor
+    shift: float | Tensor
+
     def __init__(self, vae: Any, *, path: str, half_dtype: torch.dtype = torch.float16) -> None:
         self._vae = vae.requires_grad_(False).eval()
         self._half: Any = None
         self._fingerprint: str | None = None
         self._half_dtype = half_dtype
         self.path = path
-        self.channels: int = vae.config.latent_channels
-        self.downsample: int = 2 ** (len(vae.config.block_out_channels) - 1)
-        self.scaling: float = vae.config.scaling_factor
-        self.shift: float = vae.config.shift_factor or 0.0
+        self._read(vae.config)
+
+    def _read(self, config: Any) -> None:
+        self.channels = config.latent_channels
+        self.downsample = 2 ** (len(config.block_out_channels) - 1)
+        self.scaling = config.scaling_factor
+        self.shift = config.shift_factor or 0.0
 
     @classmethod
     def load(cls, folder: str | Path, *, half_dtype: torch.dtype = torch.float16) -> LatentSpace:
@@ -131,9 +140,13 @@ class LatentSpace:
     @torch.no_grad()
     def encode(self, pixels: Tensor) -> Tensor:
         with torch.autocast(self.device.type, enabled=False):  # latents must not depend on who asks for them
-            mean = self._vae.encode(to_unit(pixels.to(self.device))).latent_dist.mode()
+            mean = self._mean(to_unit(pixels.to(self.device)))
         latents: Tensor = (mean - self.shift) * self.scaling
         return latents.to(pixels.device)
+
+    def _mean(self, pictures: Tensor) -> Tensor:
+        mean: Tensor = self._vae.encode(pictures).latent_dist.mode()
+        return mean
 
     @torch.no_grad()
     def decode(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -155,8 +168,11 @@ class LatentSpace:
     def _pictures(self, latents: Tensor, dtype: torch.dtype) -> Tensor:
         vae = self._vae if dtype == torch.float32 else self._narrow(dtype)
         with torch.autocast(self.device.type, enabled=False):
-            decoded: Tensor = vae.decode(latents.to(dtype)).sample
-        return decoded.to(torch.float32)
+            return self._decoded(vae, latents.to(dtype)).to(torch.float32)
+
+    def _decoded(self, vae: Any, latents: Tensor) -> Tensor:
+        decoded: Tensor = vae.decode(latents).sample
+        return decoded
 
     def _narrow(self, dtype: torch.dtype) -> Any:
         """The decoder's weights once more, narrow: made at the first use, kept beside the float32 ones."""
@@ -174,12 +190,15 @@ class LatentSpace:
     def fingerprint(self) -> str:
         """A hash of the weights and of the numbers applied around them."""
         if self._fingerprint is None:
-            digest = hashlib.sha256(f"{self.scaling!r} {self.shift!r}".encode())
+            digest = hashlib.sha256(self._numbers().encode())
             for name, tensor in sorted(self._vae.state_dict().items()):
                 digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
                 digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-            self._fingerprint = f"autoencoder_kl:{digest.hexdigest()}"
+            self._fingerprint = f"{self.kind}:{digest.hexdigest()}"
         return self._fingerprint
+
+    def _numbers(self) -> str:
+        return f"{self.scaling!r} {self.shift!r}"
 
     def save(self, folder: str | Path) -> None:
         """A copy of the autoencoder in the diffusers layout, safetensors only."""

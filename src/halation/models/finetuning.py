@@ -13,8 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from halation.errors import InputError
 from halation.flow import paths
-from halation.models.autoencoder import LatentSpace
 from halation.models.base import Condition, Guides, Habits, Solver
+from halation.models.experts import Experts, has_two_experts, refuse_two_experts, trained_part
+from halation.models.frame_space import space_of
 from halation.models.lora import Lora, adapt
 from halation.models.pipeline_arguments import call_parameters
 from halation.models.pipeline_checks import DTYPES, Checks, Options
@@ -24,11 +25,12 @@ from halation.models.pipeline_drawing import (
     PipelineInputs,
     after_each_step,
     cast,
+    standing_in,
     weights_dtype_of,
 )  # fmt: skip
 from halation.models.pipeline_family import family_of
 from halation.models.pipeline_files import PipelineFiles, inspect_folder
-from halation.models.pipeline_opening import load_parts, pipeline_class, pipeline_modules
+from halation.models.pipeline_opening import load_parts, pipeline_class, pipeline_modules, take_over
 from halation.models.pipeline_recompute import recompute
 from halation.models.pipeline_texts import Encode, PipelineTexts, TextStore, fingerprint_of, others
 from halation.models.pipeline_tokenizers import check_tokenizers
@@ -66,9 +68,9 @@ class PipelineDenoiser:
         self.lora = lora
         self.size = size
         self.name = family_of(files.class_name).name
-        self.module: nn.Module = pipe.transformer
+        self.module = trained_part(pipe)
         self.config = pipe.transformer.config
-        self.space = LatentSpace(pipe.vae, path=str((files.path / "vae").resolve()))
+        self.space = space_of(pipe.vae, path=str((files.path / "vae").resolve()))
         self._dtypes = {"dtype": dtype, "weights_dtype": weights_dtype}
         self._pipe = pipe
         self._checks = Checks(pipe=pipe, family=family_of(files.class_name), options=_OPTIONS)
@@ -89,25 +91,33 @@ class PipelineDenoiser:
         width: int,
         seed: int = 0,
         stays_on_cpu: bool = True,
+        experts: bool = False,
     ) -> PipelineDenoiser:
         """Check a folder and open what training needs of it, on the CPU; pictures will be `height` x `width` by default.
 
         The weights that are trained are in `weights_dtype`. Under adapters nothing of the base is trained, and it lies in `dtype`.
+        A model that is not to be trained may have two `experts`, and keeps the few weights in float32 that its family keeps so.
         """
         files = inspect_folder(Path(path), pipeline_modules())
         kind = pipeline_class(files)
         family_kind = trained_family(files.class_name, files.path)
+        if not experts:
+            refuse_two_experts(files)
+        transformers = ("transformer", "transformer_2") if has_two_experts(files) else ("transformer",)
         wanted = DTYPES[dtype if lora is not None else weights_dtype]
         pipe = load_parts(
             files,
-            dtype={"transformer": wanted, "default": torch.float32},
-            absent=others(files, ("transformer", "vae")),
+            dtype={**dict.fromkeys(transformers, wanted), "default": torch.float32},
+            absent=others(files, (*transformers, "vae")),
         )
         check_tokenizers(files.path, pipe, family_of(files.class_name))
-        if (
-            stays_on_cpu
-        ):  # a GPU's copy is memory of its own, and ranks of one machine then share the file's pages until it is made
-            _own_memory(pipe.transformer)
+        for name in transformers:
+            take_over(
+                getattr(pipe, name),
+                # A GPU's copy is memory of its own, and ranks of one machine then share the file's pages until it is made.
+                own_memory=stays_on_cpu,
+                dtype=None if experts or lora is not None else wanted,
+            )
         pipe.__class__ = type(kind.__name__, (OnOneDevice, kind), {})
         family = family_kind(pipe)
         if lora is not None:
@@ -139,6 +149,7 @@ class PipelineDenoiser:
                 lora=None if lora is None else Lora.from_json(lora),
                 height=int(description["height"]),
                 width=int(description["width"]),
+                experts=bool(description.get("experts")),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(
@@ -179,6 +190,9 @@ class PipelineDenoiser:
     @property
     def default_size(self) -> tuple[int, int]:
         """What the pipeline draws where no size is asked for."""
+        asked = tuple(call_parameters(type(self._pipe))[name].default for name in ("height", "width"))
+        if all(isinstance(side, int) for side in asked):
+            return asked
         side = getattr(self._pipe, "default_sample_size", None) or self.config.sample_size
         return (side * self.downsample, side * self.downsample)
 
@@ -227,6 +241,7 @@ class PipelineDenoiser:
             "height": self.size[0],
             "width": self.size[1],
             **self._dtypes,
+            **({"experts": True} if isinstance(self.module, Experts) else {}),
         }
 
     def flops_per_picture(self) -> int:
@@ -344,8 +359,8 @@ class PipelineDenoiser:
         """By the pipeline's own call: the latents that `pipe(prompt=..., generator=...)` would decode."""
         pipe, channels = self._pipe, self.sample_shape(inputs.height, inputs.width)
         seen = InPipeline(self.module, solver.dtype, inputs.device)
-        pipe.transformer, pipe.drawing_on = seen, inputs.device
-        try:
+        pipe.drawing_on = inputs.device
+        with standing_in(pipe, seen):
             output = pipe(
                 generator=[torch.Generator("cpu").manual_seed(seed) for seed in inputs.seeds],
                 num_inference_steps=inputs.num_steps,
@@ -356,13 +371,4 @@ class PipelineDenoiser:
                 **self.family.keywords(cast(inputs.condition, seen.dtype), cast(inputs.null, seen.dtype)),
                 **after_each_step(type(pipe), on_step),
             )[0]
-        finally:
-            pipe.transformer = self.module
         return self.family.unpacked(output, *channels[1:]).to(torch.float32)
-
-
-def _own_memory(module: nn.Module) -> None:
-    """Weights that are read are a window on their file, which somebody may replace while they are trained. They also begin where
-    the file's header ends, and products of single rows round by where memory begins: sharded weights would give other bits."""
-    for tensor in (*module.parameters(), *module.buffers()):
-        tensor.data = tensor.data.clone()

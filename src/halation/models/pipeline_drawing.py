@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -69,7 +70,27 @@ class InPipeline:
 
 
 def weights_dtype_of(module: nn.Module) -> torch.dtype:
-    return next(parameter.dtype for parameter in module.parameters() if parameter.is_floating_point())
+    """What the weights are in, but for those that a family keeps in float32 whatever the others are in."""
+    kept = set(getattr(module, "_keep_in_fp32_modules", None) or ())
+    return next(
+        parameter.dtype
+        for name, parameter in module.named_parameters()
+        if parameter.is_floating_point() and kept.isdisjoint(name.split("."))
+    )
+
+
+@contextmanager
+def standing_in(pipe: Any, module: InPipeline) -> Iterator[None]:
+    """This one in the place of the pipeline's transformer, or in the places of both where it has two."""
+    names = [name for name in ("transformer", "transformer_2") if getattr(pipe, name, None) is not None]
+    own = {name: getattr(pipe, name) for name in names}
+    for name in names:
+        setattr(pipe, name, module)
+    try:
+        yield
+    finally:
+        for name in names:
+            setattr(pipe, name, own[name])
 
 
 class OnOneDevice:

@@ -136,6 +136,20 @@ def load_parts(files: PipelineFiles, *, dtype: Any, absent: Iterable[str] = (), 
     return pipe
 
 
+def take_over(module: nn.Module, *, own_memory: bool, dtype: torch.dtype | None) -> None:
+    """Make the weights that were read fit for training.
+
+    In memory of their own, because they are a window on their file, which somebody may replace meanwhile. They also begin where the
+    file's header ends, and products of single rows round by where memory begins: sharded weights would give other bits. In one dtype,
+    where that is given: some families keep a few weights in float32, and no engine shards trained weights of two dtypes together.
+    """
+    for weight in module.parameters():
+        weight.data = weight.data.to(dtype or weight.dtype)
+    if own_memory:
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.data = tensor.data.clone()
+
+
 def _read(files: PipelineFiles, **settings: Any) -> Any:
     try:
         return diffusers.DiffusionPipeline.from_pretrained(

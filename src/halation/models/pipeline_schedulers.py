@@ -42,6 +42,11 @@ def is_flow(scheduler: Any) -> bool:
     return type(scheduler).__name__.startswith("FlowMatch") or bool(scheduler.config.get("use_flow_sigmas"))
 
 
+def shift_of(scheduler: Any) -> float:
+    """How far a flow scheduler moves its times towards noise, which has two names; 1 where it does not."""
+    return float(scheduler.config.get("shift", scheduler.config.get("flow_shift", 1.0)))
+
+
 def fitting(scheduler: Any, family: Family) -> list[str]:
     """The class names that can stand in for this pipeline's scheduler."""
     if not is_flow(scheduler):
@@ -88,10 +93,10 @@ def replaced(scheduler: Any, wanted: str, family: Family) -> Any:
 
 
 def _translated(scheduler: Any, class_name: str) -> dict[str, Any]:
-    """The time shift has two names; without it another solver would walk another path of noise levels."""
+    """Without the time shift another solver would walk another path of noise levels."""
     if not is_flow(scheduler):
         return {}
-    shift = scheduler.config.get("shift", scheduler.config.get("flow_shift", 1.0))
+    shift = shift_of(scheduler)
     if class_name in _WITH_FLOW_SIGMAS:
         return {"use_flow_sigmas": True, "prediction_type": "flow_prediction", "flow_shift": shift}
     return {"shift": shift}

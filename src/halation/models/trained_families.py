@@ -16,6 +16,7 @@ from halation.models.family_flux import FluxFamily
 from halation.models.family_hunyuan import HunyuanFamily
 from halation.models.family_pixart import PixArtFamily
 from halation.models.family_sd3 import SD3Family
+from halation.models.family_wan import WanFamily
 from halation.models.pipeline_family import FAMILIES
 
 
@@ -60,7 +61,7 @@ class TrainedFamily(Protocol):
         """The blocks to shard, recompute and compile one by one."""
 
 
-_TRAINED: tuple[type[Any], ...] = (HunyuanFamily, PixArtFamily, SD3Family, FluxFamily)
+_TRAINED: tuple[type[Any], ...] = (HunyuanFamily, PixArtFamily, SD3Family, FluxFamily, WanFamily)
 TRAINED_FAMILIES: Mapping[str, type[Any]] = {name: kind for kind in _TRAINED for name in kind.pipelines}
 
 
