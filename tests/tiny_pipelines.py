@@ -488,6 +488,7 @@ MORE_FAMILIES: dict[str, Callable[[Path], Path]] = {
     "stable_diffusion_xl": stable_diffusion_xl,
     "aura_flow": aura_flow,
 }
+VARIANTS: dict[str, Callable[[Path], Path]] = {"wan_one": functools.partial(wan, two_experts=False)}
 
 
 @functools.cache
@@ -498,4 +499,4 @@ def _session_folder() -> tempfile.TemporaryDirectory[str]:
 @functools.cache
 def built(family: str) -> Path:
     """The family's folder, built once a process and shared: read it, never write into it."""
-    return {**FAMILIES, **MORE_FAMILIES}[family](Path(_session_folder().name) / family)
+    return {**FAMILIES, **MORE_FAMILIES, **VARIANTS}[family](Path(_session_folder().name) / family)

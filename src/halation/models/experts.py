@@ -72,20 +72,27 @@ def _answer(expert: nn.Module, rows: dict[str, Tensor]) -> Tensor:
     return answer
 
 
-def has_two_experts(files: PipelineFiles) -> bool:
-    """Whether a pipeline folder holds two transformers and says where they meet; without a boundary the second is never called."""
-    both = "transformer" in files.components and "transformer_2" in files.components
-    return both and read_json(files.path / "model_index.json").get("boundary_ratio") is not None
-
-
-def refuse_two_experts(files: PipelineFiles) -> None:
-    """A model that is to be trained has one transformer."""
-    if has_two_experts(files):
+def transformer_names(files: PipelineFiles, *, experts: bool) -> tuple[str, ...]:
+    """The components of a pipeline folder that answer, one or, where `experts` are welcome, two."""
+    if "transformer" not in files.components:
+        raise InputError(
+            f"{files.path} has no transformer", "a pipeline with the component transformer", "download the whole model"
+        )
+    if not has_two_experts(files):
+        return ("transformer",)
+    if not experts:
         raise InputError(
             f"{files.path} has two transformers, one for high noise and one for low noise, which are not trained here",
             "a model with one transformer",
             f"distil it into one: halation distill --teacher_path {files.path}",
         )
+    return ("transformer", "transformer_2")
+
+
+def has_two_experts(files: PipelineFiles) -> bool:
+    """Whether a folder says where its second transformer takes over; it is never called where no boundary is named."""
+    index = read_json(files.path / "model_index.json")
+    return "transformer_2" in files.components and index.get("boundary_ratio") is not None
 
 
 def trained_part(pipe: Any) -> nn.Module:

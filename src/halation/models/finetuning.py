@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from halation.errors import InputError
 from halation.flow import paths
 from halation.models.base import Condition, Guides, Habits, Solver
-from halation.models.experts import Experts, has_two_experts, refuse_two_experts, trained_part
+from halation.models.experts import Experts, trained_part, transformer_names
 from halation.models.frame_space import space_of
 from halation.models.lora import Lora, adapt
 from halation.models.pipeline_arguments import call_parameters
@@ -101,9 +101,7 @@ class PipelineDenoiser:
         files = inspect_folder(Path(path), pipeline_modules())
         kind = pipeline_class(files)
         family_kind = trained_family(files.class_name, files.path)
-        if not experts:
-            refuse_two_experts(files)
-        transformers = ("transformer", "transformer_2") if has_two_experts(files) else ("transformer",)
+        transformers = transformer_names(files, experts=experts)
         wanted = DTYPES[dtype if lora is not None else weights_dtype]
         pipe = load_parts(
             files,
