@@ -208,6 +208,7 @@ def read_record(run: Run) -> dict[str, Any]:
 
 MAY_CHANGE = {
     "train": "steps, GPUs, cadence, prompts and trackers may change",
+    "distill": "steps, epochs, GPUs, where the teacher is, cadence, prompts of samples and trackers may change",
     "generate": "more samples may be asked for, and GPUs, workers and progress may change",
     "watch": "GPUs, which steps, what decides the best and which pictures stay may change",
 }

@@ -119,3 +119,15 @@ def sampling_of(folder: Path) -> dict[str, Any]:
         return dict(json.loads(source.read_bytes()).get("sampling", {}))
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise _unreadable(folder, error) from error
+
+
+def space_of(folder: Path) -> dict[str, Any]:
+    """The description of the space a DiT works in, its autoencoder's folder written out."""
+    committed = (folder / COMMIT).exists()
+    source = folder / ("state.json" if committed else "config.json")
+    try:
+        value = json.loads(source.read_bytes())
+        space = dict((value["denoiser"] if committed else value)["space"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _unreadable(folder, error) from error
+    return space | {"path": str(folder / space["path"])} if space.get("path") else space

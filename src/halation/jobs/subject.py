@@ -98,19 +98,19 @@ def _neither(folder: Path, why: str) -> InputError:
     )
 
 
-def pipeline_folder(model_path: str) -> Path:
+def pipeline_folder(model_path: str, flag: str = "model_path") -> Path:
     """The folder of a diffusers pipeline by its path or its name on the hub."""
     folder = Path(model_path).expanduser()
     if not folder.is_dir():
-        folder = _downloaded(model_path)
+        folder = _downloaded(model_path, flag)
     if not (folder / "model_index.json").is_file():
         run = fine_tuned_run(folder)
         if run is not None:
-            raise fine_tuned("model_path", folder, run)
+            raise fine_tuned(flag, folder, run)
         raise InputError(
             f"{folder} is no diffusers pipeline: it has no model_index.json",
             "a folder as save_pretrained() of a pipeline writes it",
-            "check --model_path; a DiT of Halation is trained on with --model FOLDER",
+            f"check --{flag}; a DiT of Halation is trained on with --model FOLDER",
         )
     return folder
 
@@ -121,7 +121,7 @@ def fine_tuned_run(folder: Path) -> Path | None:
     for run in (folder, *folder.parents[:2]):
         try:
             record = json.loads((run / "config.json").read_bytes())
-            if record["job"] == "train" and record["settings"]["model_path"]:
+            if record["job"] in ("train", "distill") and record["settings"]["model_path"]:
                 return run
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             continue
@@ -134,17 +134,15 @@ def fine_tuned(flag: str, folder: Path, run: Path) -> InputError:
     later = "" if (export / "model_index.json").exists() else ", which is there once a training has ended"
     return InputError(
         f"--{flag} {folder} belongs to a run that fine-tuned a pipeline",
-        "a whole pipeline, such as its export" if flag == "model_path" else "a DiT of Halation",
-        f"give --model_path {export}{later}",
+        "a DiT of Halation" if flag == "model" else "a whole pipeline, such as its export",
+        f"give --{'model_path' if flag == 'model' else flag} {export}{later}",
     )
 
 
-def _downloaded(name: str) -> Path:
+def _downloaded(name: str, flag: str = "model_path") -> Path:
     """A pipeline by its name on the hub: from the cache where it is there, else downloaded once."""
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name) or Path(name).parent.is_dir():
-        raise InputError(
-            f"there is no folder {name}", "a diffusers pipeline or a model of Halation", "check --model_path"
-        )
+        raise InputError(f"there is no folder {name}", "a diffusers pipeline or a model of Halation", f"check --{flag}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -154,5 +152,5 @@ def _downloaded(name: str) -> Path:
         raise InputError(
             f"there is no folder {name}, and the hub did not give a model of that name: {str(error).splitlines()[0]}",
             "the folder of a model, or the name of one that can be downloaded",
-            "check --model_path and the network",
+            f"check --{flag} and the network",
         ) from error

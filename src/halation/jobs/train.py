@@ -9,9 +9,10 @@ import math
 import os
 import shlex
 import sys
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from halation import runs
 from halation.config.evaluate import Metric
@@ -31,40 +32,64 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+Config = TypeVar("Config", bound=TrainConfig)
+Begin = Callable[[Any, str], bool]
+
 
 def run(config: TrainConfig) -> int:
     """Train, on ranks that are already there or on ranks started here. Exit code 0 when the last step is saved."""
-    config = resolved(config)
+    return start(resolved(config), "train", begin)
+
+
+def start(config: TrainConfig, job: str, begin: Begin) -> int:
+    """Run a job whose ranks hold sessions; `begin` opens its record."""
     if launch.launched():
-        run_rank(config)
+        run_rank(config, job=job, begin=begin)
         return 0
     places = launch.devices(config.nproc, config.gpu_ids, config.oversubscribe)
     folder = Run(config.output_dir)
     runs.make_folder(folder.folder)
-    with runs.held(folder.folder, "train"), runs.recorded_once_used(folder, config.accept_changes):
+    with runs.held(folder.folder, job), runs.recorded_once_used(folder, config.accept_changes):
         runs.remove_temporaries(folder.folder)
         begin(config, places[0])
         if len(places) == 1:
             os.environ[launch.DEVICE] = places[0]
-            run_rank(config, held=True)
+            run_rank(config, held=True, job=job, begin=begin)
         else:
-            launch.Launcher("train", as_json(config), places, config.max_restarts, folder.folder).run()
+            launch.Launcher(job, as_json(config), places, config.max_restarts, folder.folder).run()
     return 0
 
 
-def read_config(path: Path) -> TrainConfig:
+def read_config(path: Path, kind: type[Config] = TrainConfig) -> Config:  # type: ignore[assignment]
     """The config the launcher left for its ranks."""
     values = json.loads(path.read_text())
-    for field in dataclasses.fields(TrainConfig):
+    for field in dataclasses.fields(kind):
         if isinstance(values[field.name], list):
             values[field.name] = tuple(values[field.name])
-    return TrainConfig(**values | {"output_dir": Path(values["output_dir"])})
+    return kind(**values | {"output_dir": Path(values["output_dir"])})
 
 
 def resolved(config: TrainConfig) -> TrainConfig:
     """The config with its short forms written out, or an error for what can be refused without looking at the data."""
-    config = finetuning.resolved(config)
-    size = tuple(config.image_size) or (64, 64)
+    config = written_out(finetuning.resolved(config), (64, 64))
+    size = config.image_size
+    if config.patch_size and (size[0] % config.patch_size or size[1] % config.patch_size) and not config.vae:
+        raise InputError(
+            f"--image_size {size[0]} {size[1]} with --patch_size {config.patch_size}",
+            "a size that the patch divides",
+            f"use --image_size {_rounded(size[0], config.patch_size)} {_rounded(size[1], config.patch_size)} or another --patch_size",
+        )
+    _refuse_no_data(config)
+    if not config.model_path:
+        config = dataclasses.replace(
+            config, time_sampling=config.time_sampling or "logit_normal", time_shift=config.time_shift or 1.0
+        )
+    return config
+
+
+def written_out(config: Config, default_size: tuple[int, int]) -> Config:
+    """Size, prompts and metrics written out, and numbers checked: what every config of a session needs."""
+    size = tuple(config.image_size) or default_size
     if len(size) == 1:
         size = size * 2
     if len(size) != 2 or min(size) < 1:
@@ -74,29 +99,22 @@ def resolved(config: TrainConfig) -> TrainConfig:
             "give one or two positive numbers",
         )
     check_ranges(config, RANGES)
-    if config.patch_size and (size[0] % config.patch_size or size[1] % config.patch_size) and not config.vae:
-        raise InputError(
-            f"--image_size {size[0]} {size[1]} with --patch_size {config.patch_size}",
-            "a size that the patch divides",
-            f"use --image_size {_rounded(size[0], config.patch_size)} {_rounded(size[1], config.patch_size)} or another --patch_size",
-        )
+    check_trackers(config.report_to, asked=config.report_to != TrainConfig.report_to)
+    if config.eval_every:
+        config = with_evaluation(config)
+    prompts = tuple(from_flags(config.sample_prompts, config.sample_prompts_file or None))
+    return dataclasses.replace(config, image_size=size, sample_prompts=prompts, sample_prompts_file="")
+
+
+def _refuse_no_data(config: TrainConfig) -> None:
     table = Path(config.data).suffix.lower() == ".csv" and Path(config.data).is_file()
     if config.data != "streets" and not table and not Path(config.data).is_dir():
         what = "is a file" if Path(config.data).exists() else "does not exist"
         expected = "`streets`, a folder of pictures or a CSV file of pictures and captions"
         raise InputError(f"--data {config.data} {what}", expected, "check the path")
-    check_trackers(config.report_to, asked=config.report_to != TrainConfig.report_to)
-    if config.eval_every:
-        config = with_evaluation(config)
-    prompts = tuple(from_flags(config.sample_prompts, config.sample_prompts_file or None))
-    if not config.model_path:
-        config = dataclasses.replace(
-            config, time_sampling=config.time_sampling or "logit_normal", time_shift=config.time_shift or 1.0
-        )
-    return dataclasses.replace(config, image_size=size, sample_prompts=prompts, sample_prompts_file="")
 
 
-def with_evaluation(config: TrainConfig) -> TrainConfig:
+def with_evaluation(config: Config) -> Config:
     """Extractor and metrics of evaluations written out, and what does not go together refused."""
     from halation.jobs.evaluate import refuse_mismatch
 
@@ -142,7 +160,7 @@ def begin(config: TrainConfig, place: str) -> bool:
         facts |= {f"{name} version": version(name) for name in ("diffusers", "transformers")}
         facts["model of --model_path"] = fingerprint(Path(config.model_path))
     finetuning.refuse_other_base(config, Run(config.output_dir), facts.get("model of --model_path", ""))
-    _refuse_other_engine(config, Run(config.output_dir))
+    refuse_other_engine(config, Run(config.output_dir))
     return runs.begin(
         Run(config.output_dir),
         "train",
@@ -152,7 +170,7 @@ def begin(config: TrainConfig, place: str) -> bool:
     )
 
 
-def _refuse_other_engine(config: TrainConfig, run: Run) -> None:
+def refuse_other_engine(config: TrainConfig, run: Run) -> None:
     """An optimizer's state belongs to the engine that laid it out; weights can go anywhere."""
     if not (run.config.exists() and run.has_saved()):
         return
@@ -175,7 +193,7 @@ def _kind(engine: Any, zero_stage: int, file: dict[str, Any]) -> str:
     return "fsdp" if engine == "fsdp" else "ddp"
 
 
-def run_rank(config: TrainConfig, held: bool = False) -> None:
+def run_rank(config: TrainConfig, held: bool = False, job: str = "train", begin: Begin = begin) -> None:
     """One rank of the training; under torchrun or srun, rank 0 also holds the folder."""
     # cuBLAS reads this when it is first used, so it has to be there before torch touches the GPU.
     if config.deterministic:
@@ -186,13 +204,13 @@ def run_rank(config: TrainConfig, held: bool = False) -> None:
 
     world = joined(config.gpu_ids, config.oversubscribe, config.dist_timeout_s, config.threads)
     alone = held or launch.RENDEZVOUS in os.environ
-    with world.leaving_together(), _hold(config, world, alone), Session(world, config) as session:
+    with world.leaving_together(), _hold(config, world, alone, job, begin), Session(world, config) as session:
         session.run()
         if world.first:
             _tell(config, session)
 
 
-def _hold(config: TrainConfig, world: Any, alone: bool) -> Any:
+def _hold(config: TrainConfig, world: Any, alone: bool, job: str = "train", begin: Begin = begin) -> Any:
     import contextlib
 
     from halation.world.ranks import on_first
@@ -203,7 +221,7 @@ def _hold(config: TrainConfig, world: Any, alone: bool) -> Any:
 
     def open_run(_beat: Any) -> None:
         runs.make_folder(config.output_dir)
-        stack.enter_context(runs.held(config.output_dir, "train"))
+        stack.enter_context(runs.held(config.output_dir, job))
         stack.enter_context(runs.recorded_once_used(Run(config.output_dir), config.accept_changes))
         runs.remove_temporaries(config.output_dir)
         begin(config, str(world.device))

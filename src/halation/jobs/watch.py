@@ -95,7 +95,9 @@ def _trained_on(watched: Path) -> tuple[str, ...]:
     """The data of a Halation run, which is what its pictures should look like."""
     if (watched / runs.CONFIG_FILE).is_file():
         record = runs.read_json(watched / runs.CONFIG_FILE)
-        settings = record.get("settings") if isinstance(record, dict) and record.get("job") == "train" else None
+        settings = (
+            record.get("settings") if isinstance(record, dict) and record.get("job") in ("train", "distill") else None
+        )
         if isinstance(settings, dict) and isinstance(settings.get("data"), str):
             return (settings["data"],)
     raise InputError(

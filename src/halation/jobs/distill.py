@@ -1,0 +1,175 @@
+"""`halation distill`: a session like training's, whose task is to learn from a teacher."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from halation import runs
+from halation.config.distill import DistillConfig
+from halation.config.fields import as_json, fixed
+from halation.errors import InputError
+from halation.generation.identity import fingerprint
+from halation.jobs import finetuning, train
+from halation.jobs.ranges import check_ranges
+from halation.models.student_config import StudentConfig
+from halation.runs import Run
+from halation.world import deepspeed_config
+
+RANGES: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("teacher_steps", "teacher_states", "sample_interval"), (1, math.inf)),
+    **dict.fromkeys(("trajectories", "teacher_batch_size", "num_epochs"), (0, math.inf)),
+    **dict.fromkeys(("feature_weight", "fake_lr", "teacher_guidance"), (0, sys.float_info.max)),
+    "fake_updates": (1, math.inf),
+    "student_steps": (1, 64),
+}
+NOT_HERE = {
+    "model": "the student comes from the teacher: --student_config and --student_init",
+    "model_path": "it is --teacher_path here",
+    "vae": "the teacher brings its own",
+    "patch_size": "it is in --student_config",
+    "num_register_tokens": "the teacher's are kept",
+    "aspect_buckets": "a teacher's states have one shape",
+}
+
+
+def run(config: DistillConfig) -> int:
+    """Distil, on ranks that are already there or on ranks started here. Exit code 0 when the last step is saved."""
+    return train.start(resolved(config), "distill", begin)
+
+
+def read_config(path: Path) -> DistillConfig:
+    """The config the launcher left for its ranks."""
+    return train.read_config(path, DistillConfig)
+
+
+def run_rank(config: DistillConfig) -> None:
+    train.run_rank(config, job="distill", begin=begin)
+
+
+def resolved(config: DistillConfig) -> DistillConfig:
+    """The config with its short forms written out, or an error for what can be refused without opening teacher and data."""
+    _refuse_missing(config)
+    check_ranges(config, RANGES)
+    _refuse_combinations(config)
+    StudentConfig.read(config.student_config)
+    config = dataclasses.replace(
+        config,
+        data=config.data_path,
+        teacher_placement="cpu" if config.teacher_on_cpu else config.teacher_placement,
+        teacher_on_cpu=False,
+        teacher_dtype=config.teacher_dtype or config.dtype,
+    )
+    folder = Path(config.teacher_path).expanduser()
+    if (folder / "model_index.json").is_file() or not folder.is_dir():
+        return _of_pipeline(config)
+    return _of_dit(config, folder)
+
+
+def _refuse_missing(config: DistillConfig) -> None:
+    if not config.teacher_path:
+        raise InputError("no --teacher_path", "a model to learn from", "give the folder of a pipeline or of a run")
+    if not config.data_path:
+        raise InputError(
+            "no --data_path", "prompts or captioned pictures", "give a text file with one prompt a line, or `streets`"
+        )
+    path = Path(config.data_path)
+    if config.data_path != "streets" and not path.exists():
+        raise InputError(f"--data_path {path} does not exist", "a file of prompts or a folder of pictures", "check it")
+    usual = DistillConfig()
+    for name, why in NOT_HERE.items():
+        if getattr(config, name) != getattr(usual, name):
+            raise InputError(f"--{name} with distill", f"none: {why}", f"leave {name} out")
+
+
+def _refuse_combinations(config: DistillConfig) -> None:
+    if config.feature_weight and config.objective != "velocity":
+        raise InputError(
+            f"--feature_weight with --objective {config.objective}", "--objective velocity", "leave one of them out"
+        )
+    if config.engine == "deepspeed" and (config.objective == "dmd" or config.feature_weight):
+        what = "--objective dmd" if config.objective == "dmd" else "--feature_weight"
+        raise InputError(
+            f"{what} with --engine deepspeed",
+            "an engine that steps two networks in one process",
+            "use --engine ddp or fsdp",
+        )
+    if config.objective == "trajectory" and config.teacher_states < config.student_steps:
+        raise InputError(
+            f"--teacher_states {config.teacher_states} with --student_steps {config.student_steps}",
+            "at least one state for each of the student's steps",
+            f"use --teacher_states {2 * config.student_steps}",
+        )
+    if config.objective == "trajectory" and config.teacher_steps < config.student_steps:
+        raise InputError(
+            f"--teacher_steps {config.teacher_steps} with --student_steps {config.student_steps}",
+            "a teacher that takes at least as many steps as its student",
+            f"use --teacher_steps {8 * config.student_steps} or more",
+        )
+
+
+def _of_pipeline(config: DistillConfig) -> DistillConfig:
+    from halation.jobs.subject import pipeline_folder
+
+    folder = pipeline_folder(config.teacher_path, flag="teacher_path")
+    config = train.written_out(config, finetuning.native_size(folder) if not config.image_size else (1, 1))
+    return dataclasses.replace(config, model_path=str(folder.resolve()), teacher_path=str(folder.resolve()))
+
+
+def _of_dit(config: DistillConfig, folder: Path) -> DistillConfig:
+    """A DiT draws one size, in its own space, at its own times."""
+    from halation.jobs.models import find, sampling_of, space_of
+
+    found = find(folder)
+    sampling, space = sampling_of(found), space_of(found)
+    for name in finetuning.ONLY_FOR_PIPELINES:
+        if getattr(config, name) != getattr(DistillConfig(), name):
+            raise InputError(
+                f"--{name} with a DiT of Halation as the teacher", "a diffusers pipeline", f"leave --{name} out"
+            )
+    size = (int(sampling["height"]), int(sampling["width"]))
+    config = train.written_out(config, size)
+    if config.image_size != size:
+        raise InputError(
+            f"--image_size {' '.join(map(str, config.image_size))}",
+            f"{size[0]} {size[1]}, the size that {folder} draws",
+            "leave it out",
+        )
+    return dataclasses.replace(
+        config,
+        teacher_path=str(folder.resolve()),
+        vae=str(space.get("path", "")),
+        time_sampling=config.time_sampling or "logit_normal",
+        time_shift=config.time_shift or float(sampling.get("time_shift", 1.0)),
+    )
+
+
+def begin(config: DistillConfig, place: str) -> bool:
+    """Open the run's record before anything heavy happens, so that changed settings are refused at once."""
+    names = ("torch", "numpy", "diffusers", "transformers") if config.model_path else ("torch", "numpy", "safetensors")
+    facts: dict[str, Any] = {f"{name} version": version(name) for name in names}
+    facts["teacher"] = _identity(config)
+    facts["student config"] = StudentConfig.read(config.student_config).as_json()
+    if config.engine == "deepspeed":
+        facts["deepspeed config"] = deepspeed_config.read(config.deepspeed_config)
+    run = Run(config.output_dir)
+    train.refuse_other_engine(config, run)
+    return runs.begin(
+        run,
+        "distill",
+        as_json(config),
+        fixed(config) | facts | {"device": place.split(":")[0]},
+        config.accept_changes,
+    )
+
+
+def _identity(config: DistillConfig) -> str:
+    if config.model_path:
+        return fingerprint(Path(config.model_path))
+    from halation.jobs.models import digest_of, find
+
+    return digest_of(find(Path(config.teacher_path)), raw=False)
