@@ -77,6 +77,7 @@ def test_batches_come_in_order_with_what_their_positions_name(num_threads: int, 
     assert [batch["step"] for batch in seen] == list(range(30))
     for batch in seen:
         indices = [order.index(int(position)) for position in batch["positions"]]
+        assert batch["indices"].tolist() == indices
         assert batch["pixels"].shape == (5, 4, 4, 3)
         assert batch["pixels"].dtype == np.uint8
         assert batch["pixels"][:, 0, 0, 0].tolist() == indices

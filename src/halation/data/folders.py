@@ -80,21 +80,29 @@ def is_table(path: Path) -> bool:
 
 def read_table(table: Path) -> Listing:
     """List the pictures of a CSV file with a column of paths, from its own folder on, and one of captions."""
-    try:
-        text = decode(str(table), table.read_bytes())
-    except FileNotFoundError:
-        raise InputError(f"no such file: {table}", "a CSV file of pictures and captions", "check the path") from None
+    text = _table_text(table)
     header = csv_header(str(table), text)
     columns = _Columns(_column(table, "files", FILE_COLUMNS, header), _column(table, "captions", TEXT_COLUMNS, header))
     train = _entries(table.parent, table, csv_rows(str(table), text), columns)
     return Listing(train=train, heldout=None, class_names=())
 
 
+def has_file_column(table: Path) -> bool:
+    """Whether a CSV file has a column that could be one of pictures."""
+    return bool(_alike_columns(FILE_COLUMNS, csv_header(str(table), _table_text(table))))
+
+
+def _table_text(table: Path) -> str:
+    try:
+        return decode(str(table), table.read_bytes())
+    except FileNotFoundError:
+        raise InputError(f"no such file: {table}", "a CSV file of pictures and captions", "check the path") from None
+
+
 def _column(table: Path, what: str, names: Sequence[str], header: Sequence[str]) -> str:
     if names[0] in header:
         return names[0]
-    plain = {name.replace("_", "") for name in names}
-    found = [column for column in header if re.sub(r"[\s_-]", "", column.lower()) in plain]
+    found = _alike_columns(names, header)
     if len(found) == 1:
         return found[0]
     listed = ", ".join(map(repr, header)) or "none"
@@ -104,6 +112,11 @@ def _column(table: Path, what: str, names: Sequence[str], header: Sequence[str])
     other_separator = len(header) == 1 and re.search(r"[;\t|]", header[0])
     action = "put commas between the columns" if other_separator else f"rename the right one to {names[0]!r}"
     raise refuse(str(table), 1, 1, f"{problem} among {listed}", f"one column named {' or '.join(names)}", action)
+
+
+def _alike_columns(names: Sequence[str], header: Sequence[str]) -> list[str]:
+    plain = {name.replace("_", "") for name in names}
+    return [column for column in header if re.sub(r"[\s_-]", "", column.lower()) in plain]
 
 
 def _has_split(folder: Path) -> bool:

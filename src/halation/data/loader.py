@@ -20,7 +20,8 @@ Batch = dict[str, Any]
 
 
 class Batches:
-    """Iterates over {"step", "positions", "pixels", "captions", "labels", "originals"}, a dict for each (step, positions) given.
+    """Iterates over {"step", "positions", "indices", "pixels", "captions", "labels", "originals"}, a dict for each (step, positions)
+    given; `indices` are the pictures that the order has at those positions.
 
     `num_threads` threads fetch up to `depth` batches ahead, in the order given. `positions` is read ahead of what is
     delivered, so a saved position is that of the last batch delivered, not of the iterator. With `num_workers` the
@@ -80,8 +81,8 @@ class Batches:
             self._ahead.append(self._threads.submit(self._make, step, np.asarray(positions, np.int64)))
 
     def _make(self, step: int, positions: np.ndarray) -> Batch:
-        made = self._fetcher.fetch(self._order.at(positions))
-        batch = {"step": step, "positions": positions, **made._asdict()}
+        indices = self._order.at(positions)
+        batch = {"step": step, "positions": positions, "indices": indices, **self._fetcher.fetch(indices)._asdict()}
         return batch if self._transform is None else self._transform(batch)
 
     def close(self) -> None:
@@ -108,7 +109,7 @@ class _Fetcher:
     def __init__(self, source: Pictures, num_workers: int, memory_bytes: int) -> None:
         self._source = source
         self._read: Callable[[np.ndarray], Stack] | None = getattr(source, "read", None)
-        self._workers = Workers(partial(draw, source), num_workers) if num_workers else None
+        self._workers = Workers(partial(draw, source), num_workers) if num_workers and self._read is None else None
         self._room = memory_bytes
         self._kept: dict[int, Picture] = {}
         self._lock = threading.Lock()
