@@ -31,6 +31,8 @@ class Task:
 
     beside: Place | None = None
     """Where pictures lie that samples are shown next to."""
+    epochs_every = 0
+    """Every how many epochs their end is a date, where that was asked for."""
 
     def __init__(self, world: World, config: TrainConfig, run: Run) -> None:
         self.world = world
@@ -53,6 +55,10 @@ class Task:
         assembly.confirm_device(world, config, self.run, space)
         source = assembly.open_source(world, config, self.run, space)
         return assembly.new_denoiser(config, source, space), source
+
+    def dated(self, global_batch: int) -> TrainConfig:
+        """The config, with the number of steps written out where it follows from the data."""
+        return self.config
 
     def sampling(self, prompts: tuple[str, ...]) -> SampleSettings:
         """How its samples are drawn."""

@@ -285,6 +285,10 @@ class PipelineDenoiser:
         """Read embeddings from here; a text that is not in it is encoded when it is asked for."""
         self._texts.store = store
 
+    def read_texts_of(self, other: PipelineDenoiser) -> None:
+        """Read embeddings where another denoiser of the same folder does."""
+        self._texts.store = other._texts.store
+
     def hold_encoders(self) -> None:
         """Keep the text encoders on the device from now on, where prompts come one after the other."""
         self._texts.hold(self._device)
