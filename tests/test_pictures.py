@@ -22,6 +22,15 @@ def test_a_grid_holds_every_picture_enlarged_by_a_whole_factor() -> None:
         assert np.array_equal(shown[y : y + 128 : 4, x : x + 128 : 4], picture)
 
 
+def test_pictures_that_belong_together_stand_closer_than_the_others() -> None:
+    pictures = [noise(32, 32, seed) for seed in range(8)]
+    shown = grid(pictures, columns=4, group=2)
+    assert shown.shape == (12 + 2 * 140, 12 + 4 * 140 + 16, 3)
+    for number, picture in enumerate(pictures):
+        y, x = 12 + number // 4 * 140, 12 + number % 4 * 140 + number % 4 // 2 * 16
+        assert np.array_equal(shown[y : y + 128 : 4, x : x + 128 : 4], picture)
+
+
 def test_a_failed_picture_is_a_marked_cell_and_the_others_keep_their_places() -> None:
     shown = grid([None, noise(64, 64)], columns=2)
     assert np.array_equal(shown[12:140:2, 152:280:2], noise(64, 64))

@@ -148,6 +148,36 @@ def test_six_on_four_are_two_two_two_and_none() -> None:
     assert [len(plan.share(6, 4, rank)) for rank in range(4)] == [2, 2, 2, 0]
 
 
+@given(st.integers(0, 200), WORLDS)
+def test_contiguous_shares_are_drawn_in_the_rounds_of_round_robin_each_sheet_once(
+    num_sheets: int, world_size: int
+) -> None:
+    num_rounds = plan.rounds(num_sheets, world_size)
+    drawn = [
+        plan.sheet_in_share(number, rank, world_size, num_sheets)
+        for rank in range(world_size)
+        for number in range(num_rounds)
+    ]
+    assert [sheet for sheet in drawn if sheet is not None] == list(range(num_sheets))
+    assert plan.sheet_in_share(num_rounds, 0, world_size, num_sheets) is None
+
+
+@given(st.integers(1, 200), WORLDS)
+def test_an_index_has_one_place_in_the_shares_and_is_what_stands_there(total: int, world_size: int) -> None:
+    places = [plan.place_in_shares(index, total, world_size) for index in range(total)]
+    assert [plan.share(total, world_size, rank)[number] for rank, number in places] == list(range(total))
+    for stranger in (-1, total):
+        with pytest.raises(ValueError, match=f"{stranger} is none of {total}"):
+            plan.place_in_shares(stranger, total, world_size)
+
+
+@pytest.mark.parametrize(
+    ("left", "helped"), [([0, 2, 3, 3], 2), ([1, 0], 0), ([0, 0], None), ([-1, -4], None), ([], None)]
+)
+def test_who_has_most_left_is_helped_and_nobody_where_all_is_begun(left: list[int], helped: int | None) -> None:
+    assert plan.slowest(left) == helped
+
+
 @given(st.integers(1, 300), WORLDS, st.integers(1, 40))
 def test_micro_batches_hold_every_share_with_as_few_forwards_as_can_be(total: int, world_size: int, most: int) -> None:
     number, rows = plan.micro_batches(total, world_size, most)

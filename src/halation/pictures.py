@@ -112,22 +112,28 @@ def _place(canvas: Image.Image, picture: Pixels | None, x: int, y: int, height: 
     canvas.paste(image, (x + (width - size[0]) // 2, y + (height - size[1]) // 2))
 
 
-def grid(pictures: Sequence[Pixels | None], columns: int, labels: Sequence[str] | None = None) -> Pixels:
-    """All pictures in rows of `columns`, with a caption under each; None is a picture that failed."""
+def grid(
+    pictures: Sequence[Pixels | None], columns: int, labels: Sequence[str] | None = None, group: int = 1
+) -> Pixels:
+    """All pictures in rows of `columns`, with a caption under each; None is a picture that failed.
+
+    Those that belong together stand closer: every `group` columns there is a wider gap.
+    """
     if labels is not None and len(labels) != len(pictures):
         raise ValueError(f"{len(labels)} labels for {len(pictures)} pictures")
     gutter, type_size = 12, 12
+    gap = 16 if group > 1 else 0
     columns = max(1, min(columns, len(pictures)))
     num_rows = max(1, math.ceil(len(pictures) / columns))
     height, width = _shown_size(pictures, smallest=128, largest=512)
     captions = [_wrap(label, type_size, width, 3) for label in labels or ()]
     caption_height = 6 + _line_height(type_size) * max(map(len, captions)) if any(captions) else 0
     row_height = height + caption_height + gutter
-    size = (gutter + columns * (width + gutter), gutter + num_rows * row_height)
+    size = (gutter + columns * (width + gutter) + (columns - 1) // group * gap, gutter + num_rows * row_height)
     canvas = Image.new("RGB", size, PAPER)
     draw = ImageDraw.Draw(canvas)
     for number, picture in enumerate(pictures):
-        x = gutter + (number % columns) * (width + gutter)
+        x = gutter + (number % columns) * (width + gutter) + number % columns // group * gap
         y = gutter + (number // columns) * row_height
         _place(canvas, picture, x, y, height, width)
         if captions:

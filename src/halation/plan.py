@@ -100,6 +100,25 @@ def share(total: int, world_size: int, rank: int) -> range:
     return range(min(rank * size, total), min((rank + 1) * size, total))
 
 
+def sheet_in_share(round_index: int, rank: int, world_size: int, num_sheets: int) -> int | None:
+    """The sheet `rank` draws in this round where shares are contiguous, in as many rounds as round-robin takes, or None for a filler."""
+    mine = share(num_sheets, world_size, rank)
+    return mine[round_index] if round_index < len(mine) else None
+
+
+def place_in_shares(index: int, total: int, world_size: int) -> tuple[int, int]:
+    """(rank, number) of an index in the contiguous shares: whose share it is in, and its number there, from 0."""
+    if not 0 <= index < total:
+        raise ValueError(f"{index} is none of {total}")
+    return divmod(index, -(-total // world_size))
+
+
+def slowest(left: Sequence[int]) -> int | None:
+    """Whom to help: the rank with the most sheets that nobody has begun, the first of equals, or None where all have begun."""
+    most = max(left, default=0)
+    return left.index(most) if most > 0 else None
+
+
 def micro_batches(total: int, world_size: int, most: int) -> tuple[int, int]:
     """(number, size) of the micro-batches in which every rank takes its share of `total` rows, at most `most` rows at once.
 

@@ -70,3 +70,19 @@ def test_a_run_of_ten_thousand_steps_on_fifty_pictures_does_not_only_save() -> N
     dates = [step for step in range(1, 10_001) if cadence.due(step)]
     assert len(dates) <= 111
     assert dates[0] == 2
+
+
+@given(CADENCES, st.integers(1, 400))
+def test_the_epoch_of_a_step_is_the_one_that_ended_in_it_or_else_the_one_it_is_in(cadence: Cadence, step: int) -> None:
+    before, after = ((step - 1) * cadence.global_batch, step * cadence.global_batch)
+    epoch = cadence.epoch(step)
+    ended = [number for number in range(1, epoch + 2) if before < number * cadence.num_pictures <= after]
+    if ended:
+        assert epoch == ended[-1]
+    else:
+        assert (epoch - 1) * cadence.num_pictures <= before < after < epoch * cadence.num_pictures
+
+
+def test_a_batch_across_two_epochs_ends_the_first() -> None:
+    cadence = Cadence(n_steps=6, ckpt_every=0, ckpt_latest_every=0, num_pictures=10, global_batch=4)
+    assert [cadence.epoch(step) for step in range(1, 7)] == [1, 1, 1, 2, 2, 3]

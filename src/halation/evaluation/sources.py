@@ -220,8 +220,9 @@ def files_below(folder: Path, what: str, *, captions: bool = True) -> Files:
 
 def _is_a_grid(path: Path) -> bool:
     """The overview that samples and watched checkpoints have beside their pictures."""
-    return path.name == "grid.png" and any(
-        (path.parent / name).is_file() for name in ("samples.json", "evaluation.json")
+    return path.name.endswith("grid.png") and any(
+        path.with_name(path.name.removesuffix("grid.png") + name).is_file()
+        for name in ("samples.json", "evaluation.json")
     )
 
 

@@ -7,10 +7,8 @@ import dataclasses
 import itertools
 import json
 import logging
-import shutil
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from halation import runs
@@ -24,8 +22,8 @@ from halation.png import read_png
 from halation.runs import publish_json
 from halation.training import heldout
 from halation.training.objectives import denoising
-from halation.training.sample_files import Place, Row, is_drawn, publish_index
-from halation.training.sampling import Drawing, SampleSettings
+from halation.training.sample_files import Beside, ByRank, Place, Row, is_drawn, publish_index
+from halation.training.sampling import Drawing, SampleSettings, Shares
 from halation.training.trackers import Tracker
 from halation.world.engines import Engine
 from halation.world.ranks import Vigil, World
@@ -49,6 +47,7 @@ class Duties:
     trackers: list[Tracker]
     stop: Callable[[], int]
     say: Callable[[str], None]
+    epoch_of: Callable[[int], int]
     appraisal: Appraisal | None = None
     beside: Place | None = None
 
@@ -58,49 +57,63 @@ class Duties:
 
     def do(self, step: int, loss: float) -> None:
         """Everything that is open for this step."""
-        wanted = self.world.from_first(self._open(step) if self.world.first else None)
+        wanted, num_ranks = self.world.from_first(self._open(step) if self.world.first else None)
+        place = self._place(step, num_ranks)
         if "samples" in wanted and self.world.first:
-            self._claim(step)
+            self._claim(step, place)
         drawn: list[tuple[Place, list[Row]]] = []
         with self._room():
             with self._averaged():
                 if "heldout" in wanted:
                     self._heldout(step)
                 if "samples" in wanted:
-                    drawn.append(self._draw(step, ""))
+                    drawn.append(self._draw(step, place))
             if "raw" in wanted:
-                drawn.append(self._draw(step, "_raw"))
+                drawn.append(self._draw(step, dataclasses.replace(place, suffix="_raw")))
                 self.engine.at_rest()
         if drawn and self.world.first:
             self._publish(step, loss, drawn)
 
-    def _open(self, step: int) -> list[str]:
-        """What is not there yet: everything after a save, and after a kill what it left undone."""
+    def _open(self, step: int) -> tuple[list[str], int]:
+        """What is not there yet, everything after a save and after a kill what it left undone, and the ranks its names are made for."""
         wanted = []
         known = any(row.get("metric") == "heldout_loss" and row["step"] == step for row in self.metrics.lines())
         if self.num_heldout and not known:
             wanted.append("heldout")
         if not (self.config.sample and self.settings.prompts):
-            return wanted
-        folder = self.run.samples_at(step)
-        if _recorded(folder) not in (None, self._settings_json()):
-            shutil.rmtree(folder, ignore_errors=True)  # drawn another way before this start; the names would hide it
-        suffixes = ["", "_raw"] if self.config.sample_raw else [""]
-        places = [self._place(step, suffix) for suffix in suffixes]
-        done = (folder / "grid.png").exists() and all(
-            is_drawn(place, spec) for place in places for spec in self.settings.specs()
-        )
-        return wanted if done else [*wanted, "samples", *(["raw"] if self.config.sample_raw else [])]
+            return wanted, self.world.size
+        place = self._place(step, self.world.size)
+        said = place.recorded()
+        if said.get("step", step) != step or said.get("settings", self._settings_json()) != self._settings_json():
+            said = {}
+            place.clear()  # drawn another way before this start, or at another step of this epoch; the names would hide it
+        elif not said and place.prefix:
+            place.clear()  # whatever these are of
+        place = self._place(step, said.get("ranks", self.world.size))  # as many as began, if now there are others
+        places = [place, dataclasses.replace(place, suffix="_raw")] if self.config.sample_raw else [place]
+        done = place.grid.exists() and all(is_drawn(each, spec) for each in places for spec in self.settings.specs())
+        if not done:
+            wanted += ["samples", *(["raw"] if self.config.sample_raw else [])]
+        return wanted, said.get("ranks", self.world.size)
 
-    def _place(self, step: int, suffix: str) -> Place:
-        return Place(folder=self.run.samples_at(step), suffix=suffix, names=self.config.sample_names)
+    def _place(self, step: int, num_ranks: int) -> Place:
+        names: str = self.config.sample_names
+        label = "student" if self.beside else ""
+        if names == "rank":
+            by = ByRank(epoch=self.epoch_of(step), num_prompts=len(self.settings.prompts), num_ranks=num_ranks)
+            return Place(folder=self.run.samples, names=by, label=label)
+        return Place(folder=self.run.samples_at(step), names="gpu" if names == "gpu" else "index", label=label)
 
-    def _claim(self, step: int) -> None:
+    def _claim(self, step: int, place: Place) -> None:
         """Say how the pictures of this folder are drawn before the first is there: a kill may leave some of them behind."""
-        folder = self.run.samples_at(step)
         with contextlib.suppress(OSError):  # a disk that cannot be written costs the samples, not the training
-            folder.mkdir(parents=True, exist_ok=True)
-            publish_json(folder / "samples.json", {"step": step, "settings": self._settings_json(), "samples": []})
+            place.folder.mkdir(parents=True, exist_ok=True)
+            publish_json(place.index, self._facts(step, place) | {"samples": []})
+
+    def _facts(self, step: int, place: Place) -> dict[str, Any]:
+        names = place.names
+        by_rank = {"epoch": names.epoch, "ranks": names.num_ranks} if isinstance(names, ByRank) else {}
+        return {"step": step, **by_rank, "settings": self._settings_json()}
 
     def _settings_json(self) -> dict[str, Any]:
         settings: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self.settings)))
@@ -126,16 +139,17 @@ class Duties:
         for tracker in self.trackers:
             tracker.scalars(step, {f"heldout/{name}": value for name, value in values.items()})
 
-    def _draw(self, step: int, suffix: str) -> tuple[Place, list[Row]]:
+    def _draw(self, step: int, place: Place) -> tuple[Place, list[Row]]:
         began = time.perf_counter()
-        place = self._place(step, suffix)
-        rows = self._drawing(self.settings).run(place, f"step {step}{suffix} #{next(self.drawings)}")
+        suffix = place.suffix
+        drawing = self._drawing(self.settings, "contiguous" if place.prefix else "round")
+        rows = drawing.run(place, f"step {step}{suffix} #{next(self.drawings)}")
         failed = sum(row["state"] == "failed" for row in rows)
         seconds = time.perf_counter() - began
         log.info("samples of step %d%s: %d done, %d failed, %.2f s", step, suffix, len(rows) - failed, failed, seconds)
         return place, rows
 
-    def _drawing(self, settings: SampleSettings) -> Drawing:
+    def _drawing(self, settings: SampleSettings, shares: Shares = "round") -> Drawing:
         return Drawing(
             self.world,
             self.denoiser,
@@ -143,6 +157,7 @@ class Duties:
             sharded=self.engine.sharded,
             timeout_s=self.config.sample_timeout_s or self.config.dist_timeout_s,
             stop=self.stop,
+            shares=shares,
         )
 
     def evaluate(self, step: int) -> None:
@@ -209,8 +224,12 @@ class Duties:
     def _publish(self, step: int, loss: float, drawn: list[tuple[Place, list[Row]]]) -> None:
         """Grid and index, and the pictures to the trackers under one tag a prompt."""
         (place, rows), *others = drawn
+        beside = None
+        if self.beside:
+            files = {spec.index: self.beside.picture(spec) for spec in self.settings.specs()}
+            beside = Beside(label=self.beside.label, files=files)
         try:
-            publish_index(place, rows, {"step": step, "loss": loss, "settings": self._settings_json()}, others)
+            publish_index(place, rows, self._facts(step, place) | {"loss": loss}, others, beside)
             pictures = {
                 f"samples{where.suffix}/{row['index']:02d} {row['prompt'][:60]}": read_png(where.folder / row["file"])[
                     0
@@ -228,12 +247,4 @@ class Duties:
         for tracker in self.trackers:
             tracker.pictures(step, pictures)
         missing = sum(row["state"] != "done" for row in rows)
-        self.say(f"samples of step {step}: {place.folder / 'grid.png'}" + (f" ({missing} missing)" if missing else ""))
-
-
-def _recorded(folder: Path) -> Any:
-    """The settings a folder of samples was drawn with, where it says so."""
-    try:
-        return json.loads((folder / "samples.json").read_bytes()).get("settings")
-    except (OSError, ValueError, AttributeError):
-        return None
+        self.say(f"samples of step {step}: {place.grid}" + (f" ({missing} missing)" if missing else ""))

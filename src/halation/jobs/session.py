@@ -7,7 +7,6 @@ import dataclasses
 import logging
 import math
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,7 +27,7 @@ from halation.jobs import appraisal, assembly, exporting, finetuning, fitting, l
 from halation.jobs.duties import Duties
 from halation.jobs.task import Task
 from halation.models.compiling import compile_units
-from halation.training import batches, state, trackers
+from halation.training import batches, sample_files, state, trackers
 from halation.training.cadence import Cadence
 from halation.training.loop import Position, StepReport, StepSettings, train_steps
 from halation.training.sampling import SampleSettings
@@ -288,7 +287,7 @@ class Session:
         if not place:
             if self.world.first:
                 self.metrics.rewind(-1)
-                shutil.rmtree(self.folder.samples, ignore_errors=True)  # of a start that never saved
+                sample_files.forget_after(self.folder.samples, -1)  # of a start that never saved
                 appraisal.forget_after(self.folder, -1)
             return False
         if step > self.config.n_steps:
@@ -306,9 +305,7 @@ class Session:
             self.metrics.rewind(step)
             self.began -= max((row.get("time_s", 0.0) for row in self.metrics.lines()), default=0.0)
             appraisal.forget_after(self.folder, step)
-            for samples in self.folder.samples.glob("step_*"):
-                if samples.name > runs.step_name(step):  # will be drawn again, from weights trained again
-                    shutil.rmtree(samples, ignore_errors=True)
+            sample_files.forget_after(self.folder.samples, step)
         return True
 
     def _await_save(self) -> None:
@@ -342,6 +339,7 @@ class Session:
             trackers=self.trackers,
             stop=lambda: self.signals.number,
             say=self.progress.say,
+            epoch_of=self.cadence.epoch,
             appraisal=self.appraisal,
             beside=self.task.beside,
         )

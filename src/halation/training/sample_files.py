@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
+import shutil
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,11 +16,12 @@ from typing import Any, Literal
 
 import numpy as np
 
+from halation import plan
 from halation.errors import InputError
 from halation.faults import fault_point
 from halation.pictures import grid
 from halation.png import encode_png, picture_text, read_png
-from halation.runs import publish, publish_json
+from halation.runs import publish, publish_json, step_name
 from halation.specs import Sheet, Spec
 
 log = logging.getLogger(__name__)
@@ -28,19 +32,99 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
+class ByRank:
+    """Names by the epoch and by a prompt's place in the contiguous shares of the whole list, whoever draws it; all epochs in one folder."""
+
+    epoch: int
+    num_prompts: int
+    num_ranks: int
+
+    @property
+    def prefix(self) -> str:
+        return f"epoch_{self.epoch:04d}_"
+
+    def name(self, spec: Spec) -> str:
+        rank, number = plan.place_in_shares(spec.index, self.num_prompts, self.num_ranks)
+        return f"{self.prefix}rank_{rank}_sample_{number:02d}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a folder of samples goes and how its files are called."""
+    """Where a folder of samples goes and how its files are called; `label` says whose they are where two stand side by side."""
 
     folder: Path
     suffix: str = ""
-    names: Literal["index", "gpu"] = "index"
+    names: Literal["index", "gpu"] | ByRank = "index"
+    label: str = ""
+
+    @property
+    def prefix(self) -> str:
+        """What the names of all its files begin with, where the folder holds other samples too."""
+        return self.names.prefix if isinstance(self.names, ByRank) else ""
+
+    @property
+    def grid(self) -> Path:
+        return self.folder / f"{self.prefix}grid.png"
+
+    @property
+    def index(self) -> Path:
+        return self.folder / f"{self.prefix}samples.json"
 
     def picture(self, spec: Spec) -> Path:
-        name = spec.id if self.names == "index" else f"gpu_{spec.index}_sample"
-        return self.folder / f"{name}{self.suffix}.png"
+        if self.names == "gpu":
+            return self.folder / f"gpu_{spec.index}_sample{self.suffix}.png"
+        return self.folder / f"{self._name(spec)}{self.suffix}.png"
 
     def prompt(self, spec: Spec) -> Path:
-        return self.folder / (f"{spec.id}.txt" if self.names == "index" else f"gpu_{spec.index}_prompt.txt")
+        return self.folder / (f"gpu_{spec.index}_prompt.txt" if self.names == "gpu" else f"{self._name(spec)}.txt")
+
+    def recorded(self) -> dict[str, Any]:
+        """What samples.json says; nothing where it is missing or damaged."""
+        return _read_index(self.index)
+
+    def clear(self) -> None:
+        """Remove its pictures and what belongs to them; of a folder of its own, everything."""
+        if not self.prefix:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        else:
+            _remove_all(self.folder, self.prefix)
+
+    def _name(self, spec: Spec) -> str:
+        return self.names.name(spec) if isinstance(self.names, ByRank) else spec.id
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beside:
+    """Somebody else's pictures for the same prompts and seeds, by index."""
+
+    label: str
+    files: Mapping[int, Path]
+
+
+def forget_after(samples: Path, step: int) -> None:
+    """Remove the samples of later steps: they will be drawn again, from weights trained again."""
+    for folder in samples.glob("step_*"):
+        if folder.name > step_name(step) or step < 0:
+            shutil.rmtree(folder, ignore_errors=True)
+    for path in samples.glob("epoch_*_samples.json"):
+        if _read_index(path).get("step", step + 1) > step:
+            _remove_all(samples, path.name.removesuffix("samples.json"))
+
+
+def _remove_all(folder: Path, prefix: str) -> None:
+    """samples.json last: what a kill leaves behind is found again by it."""
+    paths = sorted(folder.glob(f"{prefix}*"), key=lambda path: path.name.endswith("samples.json"))
+    for path in paths:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def _read_index(path: Path) -> dict[str, Any]:
+    try:
+        said = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return said if isinstance(said, dict) else {}
 
 
 class Writer:
@@ -102,22 +186,38 @@ def is_drawn(place: Place, spec: Spec) -> bool:
         return False
 
 
+def _picture(path: Path) -> np.ndarray | None:
+    """One that is not there costs its cell: it is not of this drawing."""
+    try:
+        return read_png(path)[0]
+    except (InputError, OSError):
+        return None
+
+
 def publish_index(
-    place: Place, rows: Sequence[Row], facts: dict[str, Any], others: Sequence[tuple[Place, Sequence[Row]]] = ()
+    place: Place,
+    rows: Sequence[Row],
+    facts: dict[str, Any],
+    others: Sequence[tuple[Place, Sequence[Row]]] = (),
+    beside: Beside | None = None,
 ) -> np.ndarray:
-    """grid.png and samples.json of a folder; returns the grid."""
-    everything = [(place, rows), *others]
+    """grid.png and samples.json of a folder; returns the grid, in which the pictures of `beside` stand next to their own ones."""
     cells, labels, listed = [], [], []
-    for where, drawn in everything:
+    for where, drawn in [(place, rows), *others]:
         for row in drawn:
-            path = where.folder / row["file"]
-            cells.append(read_png(path)[0] if row["state"] == "done" else None)
-            labels.append(row["prompt"] + (" (raw)" if where.suffix else ""))
+            raw = " (raw)" if where.suffix else ""
+            cells.append(read_png(where.folder / row["file"])[0] if row["state"] == "done" else None)
+            labels.append(f"{place.label}{raw}: {row['prompt']}" if beside else row["prompt"] + raw)
             listed.append(row | {"raw": bool(where.suffix)})
-    picture = (
-        grid(cells, columns=min(4, max(1, len(rows))), labels=labels) if cells else np.full((8, 8, 3), 255, np.uint8)
-    )
+            if beside:
+                path = beside.files[row["index"]]
+                cells.append(_picture(path))
+                labels.append(f"{beside.label}: {row['prompt']}")
+                listed[-1][beside.label] = os.path.relpath(path, place.folder)
+    picture = np.full((8, 8, 3), 255, np.uint8)
     if cells:
-        publish(place.folder / "grid.png", encode_png(picture, {}))
-    publish_json(place.folder / "samples.json", facts | {"samples": listed})
+        group = 2 if beside else 1
+        picture = grid(cells, columns=min(4, group * len(rows)), labels=labels, group=group)
+        publish(place.grid, encode_png(picture, {}))
+    publish_json(place.index, facts | {"samples": listed})
     return picture

@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from halation.faults import fault_point
 from halation.models import draw
 from halation.models.base import Denoiser, Inputs, Solver
 from halation.specs import Sheet, Spec
+from halation.training.claims import Claims
 from halation.training.loop import AUTOCAST
 from halation.training.sample_files import Place, Row, Writer, is_drawn
 from halation.world.launch import about_peers
@@ -49,6 +50,8 @@ class SampleSettings:
     threads: int = 1
     compile: bool = False
     deterministic: bool = False
+    distilled: dict[str, Any] | None = None
+    """What a student was trained for: `objective` and `steps`. Drawn in other numbers of steps it is another model."""
 
     def specs(self) -> list[Spec]:
         return [
@@ -75,8 +78,15 @@ class Sink(Protocol):
     def finish(self) -> None: ...
 
 
+Shares = Literal["round", "contiguous"]
+
+
 class Drawing:
-    """One drawing of a list of specs by all ranks of a world."""
+    """One drawing of a list of specs by all ranks of a world.
+
+    Sheets go round the ranks, or are shared out contiguously; then, unless every forward is a collective, a rank that is done takes
+    over what others have not begun.
+    """
 
     def __init__(
         self,
@@ -88,6 +98,7 @@ class Drawing:
         timeout_s: float,
         stop: Callable[[], int],
         on_step: Callable[[int, int], None] | None = None,
+        shares: Shares = "round",
     ) -> None:
         self.world = world
         self.denoiser = denoiser
@@ -96,6 +107,7 @@ class Drawing:
         self.timeout_s = timeout_s
         self.stop = stop
         self.on_step = on_step
+        self.shares = shares
         self.done = self.total = 0
         self.pair = settings.guidance_scale != 1.0
 
@@ -120,12 +132,9 @@ class Drawing:
         rows: list[Row] = []
         with Vigil(self.world, label, self.timeout_s) as vigil, _invisible(self.denoiser):
             try:
-                for turn in range(plan.rounds(len(todo), self.world.size)):
-                    if self._stopping():
-                        break
-                    mine = plan.sheet_for(turn, self.world.rank, self.world.size, len(todo))
-                    if mine is None and not self.sharded:
-                        break
+                apart = self.shares == "contiguous" and not self.sharded
+                turns = self._claimed(len(todo), label, rows) if apart else self._turns(len(todo))
+                for mine in turns:
                     rows.extend(self._draw(None if mine is None else sheets[todo[mine]], sheets[0], sink, vigil))
             finally:
                 sink.finish()
@@ -135,6 +144,28 @@ class Drawing:
             if row["state"] == "failed" and row["rank"] != self.world.rank:
                 log.error("Error during sampling on GPU %d: %s", row["rank"], row["reason"])
         return rows
+
+    def _turns(self, num_sheets: int) -> Iterator[int | None]:
+        """The sheets of this rank, in rounds; sharded ranks take a filler where they have none, to keep the others company."""
+        division = plan.sheet_for if self.shares == "round" else plan.sheet_in_share
+        for turn in range(plan.rounds(num_sheets, self.world.size)):
+            if self._stopping():
+                return
+            mine = division(turn, self.world.rank, self.world.size, num_sheets)
+            if mine is None and not self.sharded:
+                return
+            yield mine
+
+    def _claimed(self, num_sheets: int, label: str, rows: Sequence[Row]) -> Iterator[int]:
+        """The sheets of this rank's share, and of others' for as long as everything it drew (`rows`) went well."""
+        claims = Claims(self.world, label, num_sheets)
+        for mine in claims:
+            if self._stopping():
+                claims.close()
+                return
+            yield mine
+            if any(row["state"] == "failed" for row in rows):
+                claims.keep_to_own()
 
     def _missing(self, place: Place, sheets: Sequence[Sheet]) -> list[int]:
         with contextlib.suppress(OSError):  # a disk that cannot be written costs the samples, not the training
