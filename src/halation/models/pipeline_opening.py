@@ -151,8 +151,10 @@ def take_over(module: nn.Module, *, own_memory: bool, dtype: torch.dtype | None)
 
 
 def _read(files: PipelineFiles, **settings: Any) -> Any:
+    # By its own class: through the base class, parts that are optional are loaded although they were left out.
+    kind = getattr(diffusers, files.class_name)
     try:
-        return diffusers.DiffusionPipeline.from_pretrained(
+        return kind.from_pretrained(
             str(files.path),
             use_safetensors=True,
             local_files_only=True,
