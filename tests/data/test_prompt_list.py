@@ -12,8 +12,7 @@ from PIL import Image
 
 from halation.data.loader import Batches
 from halation.data.order import Order
-from halation.data.prompt_list import Prompts
-from halation.data.sources import holds_prompts, open_prompts
+from halation.data.prompt_list import Prompts, has_pictures
 from halation.errors import InputError
 
 TEXTS = ["a car, red", "비 오는 거리", "  a tram at night"]
@@ -35,8 +34,8 @@ def write(folder: Path, kind: str) -> Path:
 @pytest.mark.parametrize("kind", ["txt", "csv", "jsonl", "parquet"])
 def test_every_kind_of_file_gives_the_same_source(tmp_path: Path, kind: str) -> None:
     path = write(tmp_path, kind)
-    assert holds_prompts(str(path))
-    source = open_prompts(str(path), 16, 32)
+    assert not has_pictures(str(path))
+    source = Prompts(str(path), 16, 32)
     (tmp_path / "other").mkdir()
     assert source.fingerprint == Prompts(write(tmp_path / "other", "txt"), 16, 32).fingerprint
     assert [source.train(index).caption for index in range(source.num_train)] == TEXTS
@@ -49,30 +48,30 @@ def test_every_kind_of_file_gives_the_same_source(tmp_path: Path, kind: str) -> 
 
 def test_more_items_than_prompts_go_round_and_fewer_prompts_may_be_taken(tmp_path: Path) -> None:
     path = str(write(tmp_path, "txt"))
-    source = open_prompts(path, 8, 8, trajectories=7)
+    source = Prompts(path, 8, 8, num_items=7)
     assert [source.caption(index) for index in range(source.num_train)] == [TEXTS[index % 3] for index in range(7)]
     for index in (-1, 7):
         with pytest.raises(IndexError, match="which makes 7"):
             source.train(index)
-    assert open_prompts(path, 8, 8, trajectories=2).num_train == 3
-    first = open_prompts(path, 8, 8, max_pictures=2, trajectories=3)
+    assert Prompts(path, 8, 8, num_items=2).num_train == 3
+    first = Prompts(path, 8, 8, max_prompts=2, num_items=3)
     assert [first.caption(index) for index in range(3)] == [TEXTS[0], TEXTS[1], TEXTS[0]]
 
 
 def test_the_fingerprint_follows_the_texts_their_order_the_items_and_the_size(tmp_path: Path) -> None:
-    def fingerprint(texts: list[str], height: int = 8, trajectories: int = 0) -> str:
+    def fingerprint(texts: list[str], height: int = 8, num_items: int = 0) -> str:
         (tmp_path / "p.txt").write_text("\n".join(texts))
-        found = open_prompts(str(tmp_path / "p.txt"), height, 8, trajectories=trajectories).fingerprint
+        found = Prompts(str(tmp_path / "p.txt"), height, 8, num_items=num_items).fingerprint
         return json.dumps(found, sort_keys=True)
 
     different = [fingerprint(["a", "b"]), fingerprint(["b", "a"]), fingerprint(["a", "b", "b"]), fingerprint(["ab"])]
-    different += [fingerprint(["a", "b"], height=16), fingerprint(["a", "b"], trajectories=4)]
+    different += [fingerprint(["a", "b"], height=16), fingerprint(["a", "b"], num_items=4)]
     assert len(set(different)) == len(different)
-    assert fingerprint(["a", "b"], trajectories=2) == different[0]
+    assert fingerprint(["a", "b"], num_items=2) == different[0]
 
 
 def test_a_loader_takes_prompts_without_making_pictures(tmp_path: Path) -> None:
-    source = open_prompts(str(write(tmp_path, "txt")), 4096, 4096, trajectories=1000)
+    source = Prompts(str(write(tmp_path, "txt")), 4096, 4096, num_items=1000)
     positions = [(0, list(range(500))), (1, list(range(500, 1000)))]
     seen = []
     with Batches(source, Order(3, source.num_train), positions, memory_bytes=2**30) as batches:
@@ -89,10 +88,10 @@ def test_pictures_are_not_taken_for_prompts(tmp_path: Path) -> None:
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
     for header in ("image,caption", "File Name,prompt", "prompt,path"):
         (tmp_path / "list.csv").write_text(f"{header}\na.png,a.png\n")
-        assert not holds_prompts(str(tmp_path / "list.csv"))
+        assert has_pictures(str(tmp_path / "list.csv"))
     (tmp_path / "folder.txt").mkdir()
     for words in ("streets", str(tmp_path), str(tmp_path / "folder.txt"), str(tmp_path / "absent")):
-        assert not holds_prompts(words)
+        assert has_pictures(words)
 
 
 @pytest.mark.parametrize(
@@ -112,8 +111,8 @@ def test_files_without_prompts_are_refused_by_name(tmp_path: Path, name: str, co
     path.write_text(content)
 
     def opened() -> None:
-        assert holds_prompts(str(path))
-        open_prompts(str(path), 8, 8)
+        assert not has_pictures(str(path))
+        Prompts(str(path), 8, 8)
 
     with pytest.raises(InputError) as caught:
         opened()
@@ -123,14 +122,13 @@ def test_files_without_prompts_are_refused_by_name(tmp_path: Path, name: str, co
 
 @pytest.mark.parametrize("name", ["gone.txt", "gone.csv"])
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path, name: str) -> None:
-    assert holds_prompts(str(tmp_path / name))
+    assert not has_pictures(str(tmp_path / name))
     with pytest.raises(InputError, match="no such file"):
-        open_prompts(str(tmp_path / name), 8, 8)
+        Prompts(str(tmp_path / name), 8, 8)
 
 
-def test_negative_numbers_are_refused_by_their_flags(tmp_path: Path) -> None:
+def test_negative_numbers_are_our_mistake(tmp_path: Path) -> None:
     path = str(write(tmp_path, "txt"))
-    with pytest.raises(InputError, match="--trajectories -1"):
-        open_prompts(path, 8, 8, trajectories=-1)
-    with pytest.raises(InputError, match="--max_pictures -2"):
-        open_prompts(path, 8, 8, max_pictures=-2)
+    for numbers in ({"num_items": -1}, {"max_prompts": -2}):
+        with pytest.raises(ValueError, match="from 0 on"):
+            Prompts(path, 8, 8, **numbers)

@@ -69,6 +69,15 @@ def test_no_global_generator_moves() -> None:
     assert torch.equal(torch.get_rng_state(), states[2])
 
 
-def test_a_negative_position_is_refused() -> None:
-    with pytest.raises(ValueError, match="counts from 0"):
-        training_draw(0, -1, (1,))
+def test_streams_are_other_draws_of_the_same_position() -> None:
+    draws = [training_draw(5, 9, (4, 64), stream) for stream in (0, 1, 2, 2**40)]
+    assert np.array_equal(draws[0].noise, training_draw(5, 9, (4, 64)).noise)
+    assert len({draw.u_time for draw in draws}) == len({draw.u_drop for draw in draws}) == 4
+    correlations = np.corrcoef([draw.noise.ravel() for draw in draws])
+    assert np.abs(correlations - np.eye(4)).max() < 0.25
+
+
+@pytest.mark.parametrize(("position", "stream"), [(-1, 0), (0, -1)])
+def test_a_negative_position_or_stream_is_refused(position: int, stream: int) -> None:
+    with pytest.raises(ValueError, match="count from 0"):
+        training_draw(0, position, (1,), stream)

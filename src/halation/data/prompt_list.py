@@ -1,4 +1,4 @@
-"""A file of prompts as a source without pictures: what a teacher draws from, item by item."""
+"""A file of prompts as a source without pictures, and how it is told from pictures: what a teacher draws from, item by item."""
 
 from __future__ import annotations
 
@@ -9,15 +9,36 @@ from pathlib import Path
 import numpy as np
 
 from halation.data.base import JSON, Picture
+from halation.data.folders import has_file_column, is_table
 from halation.data.workers import Stack
-from halation.prompts import iter_prompts
+from halation.errors import InputError
+from halation.prompts import FORMATS, iter_prompts
 
 _NUM_CAPTIONS = 100_000
+
+
+def has_pictures(data: str) -> bool:
+    """Whether these words name pictures, and not a file of prompts; a CSV file has them where a column could be one of pictures."""
+    path = Path(data)
+    if data == "streets" or path.is_dir():
+        return True
+    if is_table(path):
+        return path.is_file() and has_file_column(path)
+    if path.suffix.lower().removeprefix(".") in FORMATS:
+        return False
+    if path.is_file():
+        raise InputError(
+            f"{data} is a file that ends with {path.suffix!r}",
+            f"prompts in a file that ends with {', '.join(f'.{name}' for name in FORMATS)}, or a folder of pictures",
+            "name the file after what is in it",
+        )
+    return True
 
 
 class Prompts:
     """Prompts of a TXT, CSV, JSONL or Parquet file, in the file's order and repeated until there are `num_items`.
 
+    `max_prompts` keeps the first ones; 0 keeps all.
     There are no pictures: pixels are one black dot, spread to the size by its strides, so that they cost nothing.
     """
 
@@ -29,6 +50,8 @@ class Prompts:
         self.height = height
         self.width = width
         texts = [row.prompt for row in iter_prompts(file)]
+        if max_prompts < 0 or num_items < 0:
+            raise ValueError(f"{num_items} items of the first {max_prompts} prompts; expected numbers from 0 on")
         self.texts = tuple(texts[:max_prompts] if max_prompts else texts)
         self.num_train = max(len(self.texts), num_items)
 

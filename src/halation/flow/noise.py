@@ -34,15 +34,18 @@ def spec_noise(seed: int, shape: Sequence[int]) -> Tensor:
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float32)
 
 
-def training_draw(seed: int, position: int, shape: Sequence[int]) -> TrainingDraw:
+def training_draw(seed: int, position: int, shape: Sequence[int], stream: int = 0) -> TrainingDraw:
     """Noise and the two uniforms of the sample at `position` of the data order, the same on any number of ranks.
 
     Philox is keyed rather than seeded, so a draw costs microseconds. The uniforms come first: they do not depend on the shape.
+    Another `stream` is another draw of the same position; 0 is training's own.
     """
-    if position < 0:
-        raise ValueError(f"a position counts from 0, not {position}")
+    if position < 0 or stream < 0:
+        raise ValueError(f"positions and streams count from 0, not from {min(position, stream)}")
     key = np.array([check_seed(seed), position], dtype=np.uint64)
-    generator = np.random.Generator(np.random.Philox(key=key))
+    # The highest word of the counter: streams begin 2**192 numbers apart.
+    counter = np.array([0, 0, 0, stream], dtype=np.uint64)
+    generator = np.random.Generator(np.random.Philox(key=key, counter=counter))
     u_time, u_drop = generator.random(2)
     noise = generator.standard_normal(tuple(shape), dtype=np.float32)
     return TrainingDraw(noise, float(u_time), float(u_drop))
