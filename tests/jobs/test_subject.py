@@ -158,3 +158,11 @@ def test_training_generating_from_the_run_and_from_its_export_draw_the_same_and_
     with pytest.raises(InputError, match=r"was fine-tuned from .* is not the one this run was trained from") as caught:
         load_denoiser(run, raw=False)
     assert f"--model_path {run / 'export'}" in caught.value.action
+
+
+def test_a_pipeline_whose_configs_name_no_size_is_drawn_as_large_as_its_call_draws(tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "WanPipeline"}))
+    assert finetuning.native_size(tmp_path) == (480, 832)
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline"}))
+    with pytest.raises(InputError, match="does not say what size"):
+        finetuning.native_size(tmp_path)

@@ -65,6 +65,36 @@ def sharded_equals_whole(world: Any, folder: Path, dtype: str, rank_of_lora: int
     ]
 
 
+def sharded_experts_equal_whole(world: Any, folder: Path, dtype: str) -> list[bool]:
+    """Whether two frozen experts in shards answer as the whole ones do, while each rank asks for other times."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    warnings.simplefilter("ignore")
+    settings = {"dtype": dtype, "weights_dtype": dtype, "lora": None, "height": 32, "width": 32}
+    denoiser = PipelineDenoiser.open(folder, **settings, experts=True)  # type: ignore[arg-type]
+    denoiser.module.requires_grad_(False)
+    x, _, condition = _rows(denoiser, world.rank)
+    inputs = denoiser.prepare(_sheet(world.rank), "cpu")
+    times = [
+        torch.tensor([0.9, 0.2]),
+        *(torch.full((2,), (0.95, 0.3, 0.8)[(world.rank + turn) % 3]) for turn in (0, 1)),
+    ]
+
+    @torch.no_grad()
+    def forward(t: Tensor) -> Tensor:
+        return denoiser.forward(denoiser.module, x, t, condition)
+
+    whole, drawn = [forward(t) for t in times], denoiser.sample(inputs, Solver(), lambda: None)
+    mesh = init_device_mesh("cpu", (world.size,))
+    for unit in denoiser.shard_units():
+        fully_shard(unit, mesh=mesh)
+    fully_shard(denoiser.module, mesh=mesh)
+    denoiser.module.in_step = True  # type: ignore[assignment]
+    answers = [torch.equal(forward(t), answer) for t, answer in zip(times, whole, strict=True)]
+    return [*answers, torch.equal(denoiser.sample(inputs, Solver(), lambda: None), drawn)]
+
+
 def compiled_close_to_eager(world: Any, folder: Path) -> float:
     """The largest difference that compiled blocks make, with recomputed activations and DDP around the transformer."""
     from torch.nn.parallel import DistributedDataParallel

@@ -11,10 +11,19 @@ from halation.world.testing import RankPool
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 
-@pytest.mark.parametrize(("family", "size"), [("hunyuan", 2), ("hunyuan", 3), ("pixart", 2), ("sd3", 2), ("flux", 3)])
+@pytest.mark.parametrize(
+    ("family", "size"), [("hunyuan", 2), ("hunyuan", 3), ("pixart", 2), ("sd3", 2), ("flux", 3), ("wan_one", 2)]
+)
 def test_a_sharded_family_answers_and_draws_with_the_bits_of_the_whole(family: str, size: int, ranks: RankPool) -> None:
     folder = tiny_pipelines.built(family)
     assert ranks.run(size, jobs.sharded_equals_whole, folder, "fp32", 0) == [[True, True, True]] * size
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("fp32", 3), ("bf16", 2)])
+def test_sharded_experts_answer_the_rows_of_each_rank_with_the_bits_of_the_whole(
+    dtype: str, size: int, ranks: RankPool
+) -> None:
+    assert ranks.run(size, jobs.sharded_experts_equal_whole, tiny_pipelines.built("wan"), dtype) == [[True] * 4] * size
 
 
 @pytest.mark.parametrize("family", ["hunyuan", "flux"])
@@ -29,7 +38,7 @@ def test_compiled_and_recomputed_blocks_under_ddp_differ_by_rounding_alone(ranks
 
 
 @pytest.mark.parametrize(
-    ("family", "lora_rank"), [("hunyuan", 0), ("hunyuan", 2), ("pixart", 0), ("sd3", 2), ("flux", 0)]
+    ("family", "lora_rank"), [("hunyuan", 0), ("hunyuan", 2), ("pixart", 0), ("sd3", 2), ("flux", 0), ("wan_one", 0)]
 )
 def test_a_family_partitioned_by_zero_answers_and_draws_with_the_bits_of_the_whole(
     family: str, lora_rank: int, ranks: RankPool

@@ -32,7 +32,7 @@ class TrainConfig:
     model: str = setting("small")
     """tiny, small, base, large or xlarge; or the folder of an export or checkpoint to start from."""
     model_path: str = free("")
-    """Fine-tune the transformer of a diffusers pipeline (HunyuanDiT, PixArt, SD3, FLUX): its folder, or its name on the hub."""
+    """Fine-tune the transformer of a diffusers pipeline (HunyuanDiT, PixArt, SD3, FLUX, Wan): its folder, or its name on the hub."""
     lora_rank: int = setting(0)
     """Rank of LoRA adapters that are trained instead of the transformer's own weights; 0 trains all weights. For --model_path."""
     lora_alpha: float = setting(0.0)
