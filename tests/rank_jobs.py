@@ -47,6 +47,17 @@ def train(world: Any, config: TrainConfig) -> None:
         session.run()
 
 
+def distill(world: Any, config: Any) -> None:
+    """The same for a distillation, whose settings are written out already."""
+    _let_libraries_be_old()
+    from halation.jobs import distill as job
+    from halation.jobs import train
+    from halation.jobs.session import Session
+
+    with train._hold(config, world, False, "distill", job.begin), Session(world, config) as session:
+        session.run()
+
+
 def train_until(world: Any, config: TrainConfig, step: int, rank: int = 0) -> int:
     """A training of which one rank alone is sent SIGTERM so that all stop at `step`; the exit code, 0 where it ran to its end."""
     from halation.errors import Interrupted

@@ -98,6 +98,12 @@ def _refuse_combinations(config: DistillConfig) -> None:
             "an engine that steps two networks in one process",
             "use --engine ddp or fsdp",
         )
+    if config.objective == "trajectory" and not config.teacher_cache:
+        raise InputError(
+            "--no_teacher_cache with --objective trajectory",
+            "lessons that are kept: the end of a way takes the teacher many steps",
+            "leave --no_teacher_cache out",
+        )
     if config.objective == "trajectory" and config.teacher_states < config.student_steps:
         raise InputError(
             f"--teacher_states {config.teacher_states} with --student_steps {config.student_steps}",

@@ -60,6 +60,7 @@ class Session:
         check(config.engine, world, self._engine_settings())
         self.task = task_of(world, config, self.folder)
         self.denoiser, self.source = self.task.open()
+        self.config = config = self.task.dated(self.global_batch)
         self.sample_settings = self._sample_settings()
         self.appraisal = (
             appraisal.Appraisal(world, config, self.folder, self.source, self.sample_settings)
@@ -92,6 +93,7 @@ class Session:
             num_pictures=self.source.num_train,
             global_batch=self.global_batch,
             eval_every=config.eval_every,
+            epochs_every=self.task.epochs_every,
         )
         self.metrics = runs.Metrics(self.folder.metrics)
         self.trackers: list[trackers.Tracker] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -77,18 +77,16 @@ class Task:
 
     def preparer(self, num_real: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
         """What makes tensors of pictures and captions, ahead of the step."""
-        return batches.Preparer(self.denoiser, **self.preparing(num_real))
-
-    def preparing(self, num_real: int) -> Mapping[str, Any]:
         config, habits = self.config, self.denoiser.habits
-        return {
-            "seed": config.seed,
-            "dropout": config.caption_dropout,
-            "time_sampling": config.time_sampling or habits.time_sampling,
-            "time_shift": config.time_shift or habits.time_shift,
-            "num_real": num_real,
-            "pin": self.world.device.type == "cuda",
-        }
+        return batches.Preparer(
+            self.denoiser,
+            seed=config.seed,
+            dropout=config.caption_dropout,
+            time_sampling=config.time_sampling or habits.time_sampling,
+            time_shift=config.time_shift or habits.time_shift,
+            num_real=num_real,
+            pin=self.world.device.type == "cuda",
+        )
 
     def idle(self, rows: int) -> Rows:
         """Rows that stand for nothing, of the kind the objective takes."""

@@ -1,0 +1,372 @@
+"""The task of learning from a teacher: student and prompts, what the teacher said once for all, and what it is asked at every step."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from halation import runs
+from halation.config.distill import DistillConfig
+from halation.data.base import Pictures
+from halation.data.prompt_list import Prompts, has_pictures
+from halation.errors import HalationError, InputError, refused_by_system
+from halation.flow.ema import Ema
+from halation.flow.samplers import schedule
+from halation.jobs import assembly, teaching
+from halation.jobs.task import Spread, Task
+from halation.models.base import OWN, Denoiser
+from halation.models.compiling import compile_units
+from halation.models.denoiser import DiTDenoiser
+from halation.models.lora import Lora
+from halation.models.student_config import StudentConfig
+from halation.models.students import open_student
+from halation.models.teacher import Teacher
+from halation.training import distillation, lessons
+from halation.training.batches import Items, LessonPreparer, NoisePreparer
+from halation.training.distillation import FAKE, PROJECTION, DistributionMatching, FeatureMatching
+from halation.training.loop import MODEL, Objective, Part, Rows
+from halation.training.sample_files import Place, is_drawn
+from halation.training.sampling import Drawing, SampleSettings
+from halation.world.engines import Engine
+from halation.world.ranks import Vigil, alive, on_first
+
+log = logging.getLogger(__name__)
+
+ENCODE_SIZE = 8
+"""Items that the teacher takes at once where no batch size was asked for."""
+
+
+class Distillation(Task):
+    """A student and its teacher; everything the teacher need say only once is kept, and then it may go."""
+
+    config: DistillConfig
+    teacher: Teacher | None = None
+    kept: lessons.Lessons | None = None
+    _turn: tuple[str, ...] = (MODEL,)
+    _dmd: DistributionMatching | None = None
+
+    # -- opening
+
+    def _opened(self) -> tuple[Denoiser, Pictures]:
+        config, world = self.config, self.world
+        student = self._student(StudentConfig.read(config.student_config), config.student_init)
+        student.tell_guidance(1.0)
+        self.guidance = self._guidance(student)
+        self.has_pictures = has_pictures(config.data_path)
+        assembly.confirm_device(world, config, self.run, student.space)  # type: ignore[attr-defined]
+        if self.has_pictures:
+            return student, assembly.open_source(world, config, self.run, student.space)  # type: ignore[attr-defined]
+        return student, self._prompts()
+
+    def _student(self, shape: StudentConfig, init: str, *, lora: bool = True) -> Denoiser:
+        config = self.config
+        height, width = config.image_size
+        adapters = None
+        if config.lora_rank and lora:
+            adapters = Lora(rank=config.lora_rank, alpha=config.lora_alpha, targets=config.lora_targets)
+        return open_student(
+            Path(config.model_path) if config.model_path else teaching.open_dit(config),
+            shape,
+            init=init,  # type: ignore[arg-type]
+            seed=config.seed,
+            dtype=config.dtype,
+            weights_dtype=config.weights_dtype,
+            lora=adapters,
+            height=height,
+            width=width,
+            few_steps=config.student_steps if self.few_steps else 0,
+            stays_on_cpu=self.world.device.type == "cpu",
+        )
+
+    def _prompts(self) -> Prompts:
+        config = self.config
+        height, width = config.image_size
+
+        def opened() -> Prompts:
+            return Prompts(
+                config.data_path, height, width, num_items=config.trajectories, max_prompts=config.max_pictures
+            )
+
+        def look(_beat: Callable[[], None]) -> None:
+            runs.confirm(self.run, {"data fingerprint": opened().fingerprint}, config.accept_changes)
+
+        on_first(self.world, "reading the prompts", look, config.dist_timeout_s)
+        return opened()
+
+    def _guidance(self, student: Denoiser) -> float:
+        if student.guides == "none":
+            return 1.0
+        asked = self.config.teacher_guidance
+        return student.habits.guidance_scale if asked is None else asked
+
+    # -- what follows from the settings
+
+    @property
+    def few_steps(self) -> bool:
+        return self.config.objective != "velocity"
+
+    @property
+    def _keeps(self) -> bool:
+        """Whether lessons are kept: always of prompts, where no picture could be noised instead."""
+        return self.config.objective != "dmd" and (self.config.teacher_cache or not self.has_pictures)
+
+    @property
+    def _asks(self) -> bool:
+        """Whether the teacher is needed at every step."""
+        config = self.config
+        return config.objective == "dmd" or config.feature_weight > 0 or not config.teacher_cache
+
+    @property
+    def times(self) -> tuple[float, ...]:
+        """What a student of few steps goes through, from noise to the picture."""
+        config = self.config
+        height, width = config.image_size
+        shift = config.time_shift or self.denoiser.habits.time_shift
+        return self.denoiser.times(config.student_steps, height, width, shift)
+
+    def sampling(self, prompts: tuple[str, ...]) -> SampleSettings:
+        """As the objective was trained: guidance is in the student where it was in the teacher's answers."""
+        config, settings = self.config, super().sampling(prompts)
+        if config.guidance_scale is None and (self.few_steps or self.guidance != 1.0):
+            settings = dataclasses.replace(settings, guidance_scale=1.0)
+        steps = config.student_steps if self.few_steps else settings.steps
+        if self.few_steps and isinstance(self.denoiser, DiTDenoiser):
+            settings = dataclasses.replace(settings, sampler="euler")
+        return dataclasses.replace(settings, steps=steps, distilled={"objective": config.objective, "steps": steps})
+
+    def dated(self, global_batch: int) -> DistillConfig:
+        config = self.config
+        if config.num_epochs:
+            steps = -(-config.num_epochs * self.source.num_train // global_batch)
+            self.config = dataclasses.replace(config, n_steps=steps)
+        return self.config
+
+    @property
+    def epochs_every(self) -> int:  # type: ignore[override]
+        return self.config.sample_interval if self.config.num_epochs else 0
+
+    # -- before the first step
+
+    def prepare(self, settings: SampleSettings) -> None:
+        """Ask the teacher what it need say only once; it stays only where it will be asked again."""
+        missing = self._missing()
+        undrawn = self._undrawn(settings)
+        if missing or undrawn or self._asks:
+            self.teacher = teaching.open_teacher(self.world, self.config, self.denoiser, self.guidance)
+        if missing:
+            self._write_lessons(missing)
+        if undrawn:
+            self._draw_teacher(settings)
+        if self._keeps:
+            self.kept = lessons.open(self._book, self._fingerprint, verify=False)  # read through while looking
+        if not self._asks:
+            self.teacher = None
+            teaching.forget(self.world.device)
+
+    @cached_property
+    def _plan(self) -> lessons.Plan:
+        config, habits = self.config, self.denoiser.habits
+        shift = config.time_shift or habits.time_shift
+        return lessons.Plan(
+            objective=config.objective,
+            pictures=self.has_pictures,
+            times=self.times if self.few_steps else tuple(schedule(config.teacher_steps, shift).tolist()),
+            teacher_steps=config.teacher_steps,
+            num_states=config.teacher_states,
+            sample_shape=self.denoiser.sample_shape(*config.image_size),
+            seed=config.seed,
+            time_sampling=config.time_sampling or habits.time_sampling,
+            time_shift=shift,
+            caption_dropout=config.caption_dropout,
+            exact=config.dtype == "fp32",
+        )
+
+    @cached_property
+    def _fingerprint(self) -> dict[str, Any]:
+        fixed = runs.read_record(self.run)["fixed"]
+        return {
+            "plan": self._plan.as_json(),
+            "teacher": fixed["teacher"],
+            "guidance": self.guidance,
+            "dtype": self.config.teacher_dtype,
+            "data": self.source.fingerprint,
+            "space": self.denoiser.space.fingerprint(),  # type: ignore[attr-defined]
+        }
+
+    @property
+    def _book(self) -> Path:
+        config = self.config
+        folder = Path(config.cache_dir) if config.cache_dir else self.run.folder / "cache"
+        words = json.dumps(self._fingerprint, sort_keys=True)
+        return folder / f"lessons_{hashlib.sha256(words.encode()).hexdigest()[:12]}"
+
+    def _missing(self) -> list[int]:
+        """The items that the teacher has said nothing to yet."""
+        if not self._keeps:
+            return []
+
+        def look(beat: Callable[[], None]) -> list[int]:
+            return alive(lambda: lessons.missing(self.source.num_train, self._book, self._fingerprint), beat)
+
+        return list(on_first(self.world, "looking for lessons", look, self.config.dist_timeout_s))
+
+    def _write_lessons(self, items: list[int]) -> None:
+        world, config, teacher = self.world, self.config, self.teacher
+        assert teacher is not None
+        log.warning("asking the teacher once about %d items, into %s", len(items), self._book)
+        sharded = config.teacher_placement == "fsdp"
+        items_of = Items(self.denoiser, self.source, world.device, self._plan.dropped)
+        self.denoiser.to(world.device, module=False)  # pictures become latents there
+        with (
+            Vigil(world, "asking the teacher", config.dist_timeout_s) as vigil,
+            assembly.bar(world, config, "asking the teacher", vigil.beat, "items") as tell,
+        ):
+            error = ""
+            try:
+                lessons.build(
+                    self._plan,
+                    self._book,
+                    items,
+                    path=self.denoiser.path,
+                    predict=teacher.predict,
+                    condition=items_of.condition,
+                    x0=items_of.x0 if self.has_pictures else None,
+                    prompt=items_of.prompt,
+                    fingerprint=self._fingerprint,
+                    device=world.device,
+                    part=(world.rank, world.size),
+                    encode_size=config.teacher_batch_size or ENCODE_SIZE,
+                    agree=self._agree if sharded else None,
+                    on_progress=tell,
+                )
+            except (HalationError, OSError) as problem:
+                error = refused_by_system(problem) or str(problem)
+            except (torch.OutOfMemoryError, MemoryError):
+                error = (
+                    f"the teacher does not fit into the memory of {world.device}; use --teacher_dtype bf16, "
+                    "--teacher_batch_size 1, or --teacher_placement fsdp, layers or cpu"
+                )
+            words = [word for word in vigil.finish(error) if word]
+        if words:
+            failure = HalationError(words[0])
+            failure.exit_code = InputError.exit_code
+            raise failure
+
+    def _agree(self, problem: str) -> str:
+        return next((word for word in self.world.exchange(problem) if word), "")
+
+    # -- the teacher's own pictures
+
+    def _undrawn(self, settings: SampleSettings) -> bool:
+        """Whether pictures of the teacher are wanted that are not there; its place is known from now on."""
+        if not (self.config.teacher_samples and self.config.sample and settings.prompts):
+            return False
+        self.beside = Place(folder=self.run.samples / "teacher", label="teacher")
+        place, specs = self.beside, self._teachers(settings).specs()
+
+        def look(beat: Callable[[], None]) -> bool:
+            return not alive(lambda: all(is_drawn(place, spec) for spec in specs), beat)
+
+        return bool(on_first(self.world, "looking for the teacher's pictures", look, self.config.dist_timeout_s))
+
+    def _teachers(self, settings: SampleSettings) -> SampleSettings:
+        """The same prompts and seeds, drawn as the teacher is."""
+        pipeline = not isinstance(self.denoiser, DiTDenoiser)
+        return dataclasses.replace(
+            settings,
+            steps=self.config.teacher_steps,
+            guidance_scale=self.guidance,
+            sampler=OWN if pipeline else self.config.sampler,
+            dtype=self.config.teacher_dtype,
+            distilled=None,
+        )
+
+    def _draw_teacher(self, settings: SampleSettings) -> None:
+        assert self.teacher is not None
+        assert self.beside is not None
+        drawing = Drawing(
+            teaching.where_it_draws(self.world, self.teacher),
+            self.teacher.denoiser,
+            self._teachers(settings),
+            sharded=self.config.teacher_placement == "fsdp",
+            timeout_s=self.config.sample_timeout_s or self.config.dist_timeout_s,
+            stop=lambda: 0,
+        )
+        rows = drawing.run(self.beside, "teacher")
+        failed = sum(row["state"] == "failed" for row in rows)
+        log.info("samples of the teacher: %d done, %d failed", len(rows) - failed, failed)
+
+    # -- what learns
+
+    def parts(self, engine: Engine, ema: Ema, spread: Spread) -> dict[str, Part]:
+        config, teacher = self.config, self.teacher
+        if config.objective == "dmd":
+            return self._two_networks(engine, ema, spread)
+        objective: Objective
+        beside: dict[str, Part] = {}
+        if teacher is None:
+            objective = distillation.matching(self.denoiser)
+        else:
+            features = FeatureMatching(self.denoiser, teacher, config.feature_weight) if config.feature_weight else None
+            if features is not None:
+                projecting = spread(features.projection.to(self.world.device), [])
+                features.trained = projecting.trained
+                beside[PROJECTION] = Part(engine=projecting)
+            objective = distillation.velocity(self.denoiser, teacher, features)
+        self._turn = (MODEL, *beside)
+        return {MODEL: Part(engine=engine, ema=ema, objective=objective), **beside}
+
+    def _two_networks(self, engine: Engine, ema: Ema, spread: Spread) -> dict[str, Part]:
+        """The second network begins as the teacher; of two experts as the one for little noise."""
+        config = self.config
+        assert self.teacher is not None
+        fake = self._student(StudentConfig(), "teacher", lora=False)
+        fake.tell_guidance(1.0)
+        fake.to(self.world.device, module=config.engine != "fsdp")
+        fake.module.train()
+        if config.activation_checkpointing:
+            fake.keep_no_activations()
+        if config.compile:
+            compile_units(fake.shard_units())
+        second = spread(fake.module, fake.shard_units())
+        dmd = DistributionMatching(
+            self.denoiser, self.teacher, fake, times=self.times, fake_updates=config.fake_updates
+        )
+        dmd.rest_student, dmd.rest_fake = engine.at_rest, second.at_rest
+        self._dmd = dmd
+        return {
+            MODEL: Part(engine=engine, ema=ema, objective=dmd.student_losses),
+            FAKE: Part(engine=second, objective=dmd.fake_losses, lr=config.fake_lr or config.lr),
+        }
+
+    def turn(self, step: int) -> tuple[str, ...]:
+        return self._turn if self._dmd is None else self._dmd.turn(step)
+
+    def preparer(self, num_real: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
+        config = self.config
+        height, width = config.image_size
+        common: dict[str, Any] = {
+            "size": (height, width),
+            "num_real": num_real,
+            "pin": self.world.device.type == "cuda",
+        }
+        if self.kept is not None:
+            return LessonPreparer(self.denoiser, self.kept, self._plan, **common)
+        if config.objective == "dmd":
+            drawn = not self.has_pictures
+            return NoisePreparer(self.denoiser, seed=config.seed, dropout=config.caption_dropout, drawn=drawn, **common)
+        return super().preparer(num_real)
+
+    def idle(self, rows: int) -> Rows:
+        """Rows of the kind that the objective takes."""
+        common = super().idle(rows)
+        extra = {"state": common.noise, "target": common.x0} if self.kept is not None else {"renoise": common.noise}
+        return dataclasses.replace(common, extra=extra)
