@@ -93,14 +93,30 @@ def test_in_step_both_experts_run_at_every_forward_and_the_answer_is_the_same(
     assert torch.equal(first, second)
 
 
-def test_a_sample_is_what_the_pipeline_draws_with_its_two_experts() -> None:
-    denoiser, pipe = opened(), copy.copy(plain_pipe("wan"))
+def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The transformers that are loaded from now on."""
+    loaded: list[str] = []
+    read = diffusers.WanTransformer3DModel.from_pretrained.__func__
+
+    def from_pretrained(kind: Any, folder: str, **settings: Any) -> Any:
+        loaded.append(Path(folder).name)
+        return read(kind, folder, **settings)
+
+    monkeypatch.setattr(diffusers.WanTransformer3DModel, "from_pretrained", classmethod(from_pretrained))
+    return loaded
+
+
+def test_a_sample_is_what_the_pipeline_draws_with_its_two_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = copy.copy(plain_pipe("wan"))
+    loaded = noted(monkeypatch)
+    denoiser = opened()
     for name in ("transformer", "transformer_2"):
         setattr(pipe, name, copy.deepcopy(getattr(pipe, name)))
     wanted = Sheet(specs=tuple(specs("a red car")), num_real=1)
     with counted(experts(denoiser)) as seen:
         ours = denoiser.sample(denoiser.prepare(wanted, "cpu"), Solver(), lambda: None)
     assert seen == {"high": [1, 1], "low": [1, 1, 1, 1]}
+    assert sorted(loaded) == ["transformer", "transformer_2"], "reading a prompt takes the text encoder alone"
     reference = pipe(
         prompt=["a red car"],
         generator=[torch.Generator().manual_seed(7)],
@@ -118,9 +134,9 @@ def test_a_sample_is_what_the_pipeline_draws_with_its_two_experts() -> None:
 
 @torch.no_grad()
 def test_a_time_decides_which_expert_answers_the_denoiser() -> None:
-    denoiser = opened()
-    condition = denoiser.null_condition(2)
-    x, t = rows(2)["hidden_states"][:, :, 0], torch.tensor([0.9, 0.2])
+    denoiser, given = opened(), rows(2)
+    condition = {"umt5": given["encoder_hidden_states"]}
+    x, t = given["hidden_states"][:, :, 0], torch.tensor([0.9, 0.2])
     answer = denoiser.forward(denoiser.module, x, t, condition)
     for row, expert in enumerate((experts(denoiser).high, experts(denoiser).low)):
         own = slice(row, row + 1)
@@ -139,7 +155,7 @@ def test_frozen_experts_in_half_precision_keep_what_their_family_keeps_in_float3
     kept = {name for name, weight in denoiser.module.named_parameters(remove_duplicate=False) if weight.dtype != wide}
     assert all("norm" in name or "scale_shift_table" in name or "time_embedder" in name for name in kept)
     assert kept
-    condition = {name: value.float() for name, value in denoiser.null_condition(2).items()}
+    condition = {"umt5": rows(2)["encoder_hidden_states"]}
     x, t = rows(2)["hidden_states"][:, :, 0], torch.tensor([0.9, 0.2])
     with torch.no_grad():
         narrow = denoiser.forward(denoiser.module, x, t, condition)
@@ -165,21 +181,6 @@ def test_a_second_transformer_that_the_pipeline_never_calls_is_left_alone(tmp_pa
     denoiser = opened(without(tiny_pipelines.built("wan"), tmp_path / "wan", boundary_ratio=None), experts=False)
     assert not isinstance(denoiser.module, Experts)
     assert denoiser._pipe.transformer_2 is None
-
-
-def test_text_encoders_are_loaded_without_the_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded: list[str] = []
-    read = diffusers.WanTransformer3DModel.from_pretrained.__func__
-
-    def noted(kind: Any, folder: str, **settings: Any) -> Any:
-        loaded.append(Path(folder).name)
-        return read(kind, folder, **settings)
-
-    monkeypatch.setattr(diffusers.WanTransformer3DModel, "from_pretrained", classmethod(noted))
-    denoiser = opened()
-    assert sorted(loaded) == ["transformer", "transformer_2"]
-    denoiser.encode_prompts(["a dog"])
-    assert sorted(loaded) == ["transformer", "transformer_2"]
 
 
 def test_a_pipeline_without_a_transformer_is_refused(tmp_path: Path) -> None:

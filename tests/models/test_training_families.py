@@ -278,7 +278,7 @@ def test_prompt_seed_steps_and_guidance_each_change_a_sample_and_neighbours_do_n
     assert (one.num_rows, other.num_rows, other.seeds) == (2, 1, (9,))
 
 
-@pytest.mark.parametrize("family", ["hunyuan", "flux", "wan_one"])
+@pytest.mark.parametrize("family", ["hunyuan", "flux", pytest.param("wan_one", marks=pytest.mark.slow)])
 def test_recomputed_activations_give_the_same_gradients_and_half_precision_trains_everything(family: str) -> None:
     denoiser = opened(family)
     rows = Rows(denoiser, torch.tensor([0.2, 0.7]))
@@ -300,7 +300,9 @@ def test_recomputed_activations_give_the_same_gradients_and_half_precision_train
     assert len(narrow) == len(kept)
 
 
-@pytest.mark.parametrize(("family", "text"), [("hunyuan", "t5"), ("wan_one", "umt5")])
+@pytest.mark.parametrize(
+    ("family", "text"), [("hunyuan", "t5"), pytest.param("wan_one", "umt5", marks=pytest.mark.slow)]
+)
 def test_weights_in_bfloat16_train_and_draw(family: str, text: str) -> None:
     denoiser = opened(family, dtype="bf16", weights_dtype="bf16")
     rows = Rows(denoiser, torch.tensor([0.2, 0.7]))
