@@ -134,6 +134,10 @@ class Denoiser(Protocol):
     def to_pixels(self, x: Tensor) -> Tensor:
         """The way back, to uint8 NHWC; NotFiniteError where a picture is NaN."""
 
+    def times(self, num_steps: int, height: int, width: int, shift: float) -> tuple[float, ...]:
+        """The times, from 1 to 0 and one more than steps, that a sample of this size goes through. `shift` is that of models that
+        are drawn by our own samplers."""
+
     def prepare(self, sheet: Sheet, device: torch.device | str) -> Any:
         """`Inputs` of a sheet; everything that bad input can make fail happens here."""
 

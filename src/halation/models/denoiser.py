@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from halation.errors import InputError
 from halation.flow.paths import Straight
+from halation.flow.samplers import schedule
 from halation.models import draw
 from halation.models.autoencoder import PixelSpace, Space
 from halation.models.base import Condition, Guides, Habits, Solver
@@ -121,6 +122,9 @@ class DiTDenoiser:
 
     def placed(self, condition: Condition, originals: Tensor, height: int, width: int) -> Condition:
         return condition
+
+    def times(self, num_steps: int, height: int, width: int, shift: float) -> tuple[float, ...]:
+        return tuple(schedule(num_steps, shift).tolist())
 
     def prepare(self, sheet: Sheet, device: torch.device | str) -> draw.NoiseInputs:
         return draw.prepare(self, sheet, device)

@@ -23,7 +23,7 @@ SIZES: dict[str, dict[str, int]] = {
     "xlarge": {"depth": 28, "hidden": 1152, "heads": 16, "text_hidden": 512},
 }
 _TIME_CHANNELS = 256
-_TEXT_HEADS = 4
+TEXT_HEADS = 4
 _MLP_RATIO = 4
 
 
@@ -53,10 +53,10 @@ class DiTConfig:
                 f"height and width that are multiples of {self.patch_size}",
                 f"use {_multiple(self.height, self.patch_size)} x {_multiple(self.width, self.patch_size)}, or another patch size",
             )
-        if self.hidden % self.heads or self.hidden % 4 or self.text_hidden % _TEXT_HEADS:
+        if self.hidden % self.heads or self.hidden % 4 or self.text_hidden % TEXT_HEADS:
             raise InputError(
                 f"hidden size {self.hidden} with {self.heads} heads, text size {self.text_hidden}",
-                f"a hidden size that 4 and the heads divide, a text size that {_TEXT_HEADS} divides",
+                f"a hidden size that 4 and the heads divide, a text size that {TEXT_HEADS} divides",
                 "change hidden, heads or text_hidden",
             )
         if self.num_register_tokens < 0:
@@ -194,7 +194,7 @@ class TextLayer(nn.Module):
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
-        self.attention = Attention(hidden, _TEXT_HEADS)
+        self.attention = Attention(hidden, TEXT_HEADS)
         self.mlp = Mlp(hidden)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from halation.errors import InputError
 from halation.flow import paths
 from halation.models.base import Condition, Guides, Habits, Solver
 from halation.models.experts import Experts, trained_part, transformer_names
+from halation.models.few_steps import visited
 from halation.models.frame_space import space_of
 from halation.models.lora import Lora, adapt
 from halation.models.pipeline_arguments import call_parameters
@@ -34,6 +35,7 @@ from halation.models.pipeline_opening import load_parts, pipeline_class, pipelin
 from halation.models.pipeline_recompute import recompute
 from halation.models.pipeline_texts import Encode, PipelineTexts, TextStore, fingerprint_of, others
 from halation.models.pipeline_tokenizers import check_tokenizers
+from halation.models.student_pipelines import PipelineStudent, num_tokens
 from halation.models.trained_families import TrainedFamily, trained_family
 from halation.specs import Sheet
 
@@ -62,10 +64,12 @@ class PipelineDenoiser:
         dtype: str,
         weights_dtype: str,
         lora: Lora | None,
+        student: PipelineStudent | None = None,
     ) -> None:
         self.files = files
         self.family = family
         self.lora = lora
+        self.student = student
         self.size = size
         self.name = family_of(files.class_name).name
         self.module = trained_part(pipe)
@@ -92,22 +96,27 @@ class PipelineDenoiser:
         seed: int = 0,
         stays_on_cpu: bool = True,
         experts: bool = False,
+        student: PipelineStudent | None = None,
     ) -> PipelineDenoiser:
         """Check a folder and open what training needs of it, on the CPU; pictures will be `height` x `width` by default.
 
         The weights that are trained are in `weights_dtype`. Under adapters nothing of the base is trained, and it lies in `dtype`.
         A model that is not to be trained may have two `experts`, and keeps the few weights in float32 that its family keeps so.
+        A `student` has a transformer of its own in the place of the folder's.
         """
         files = inspect_folder(Path(path), pipeline_modules())
         kind = pipeline_class(files)
         family_kind = trained_family(files.class_name, files.path)
-        transformers = transformer_names(files, experts=experts)
         wanted = DTYPES[dtype if lora is not None else weights_dtype]
-        pipe = load_parts(
-            files,
-            dtype={**dict.fromkeys(transformers, wanted), "default": torch.float32},
-            absent=others(files, (*transformers, "vae")),
-        )
+        transformers = ("transformer",) if student is not None else transformer_names(files, experts=experts)
+        if student is not None:
+            pipe = student.opened(files, wanted)
+        else:
+            pipe = load_parts(
+                files,
+                dtype={**dict.fromkeys(transformers, wanted), "default": torch.float32},
+                absent=others(files, (*transformers, "vae")),
+            )
         check_tokenizers(files.path, pipe, family_of(files.class_name))
         for name in transformers:
             take_over(
@@ -118,6 +127,8 @@ class PipelineDenoiser:
             )
         pipe.__class__ = type(kind.__name__, (OnOneDevice, kind), {})
         family = family_kind(pipe)
+        if student is not None:
+            student.reschedule(pipe, height, width)
         if lora is not None:
             adapt(pipe.transformer, lora, family.lora_targets, seed)
         denoiser = cls(
@@ -128,6 +139,7 @@ class PipelineDenoiser:
             dtype=dtype,
             weights_dtype=weights_dtype,
             lora=lora,
+            student=student,
         )
         denoiser._checks.options_fit()
         denoiser.sample_shape(height, width)
@@ -139,7 +151,7 @@ class PipelineDenoiser:
         try:
             if description["version"] != 1:
                 raise ValueError(f"version {description['version']!r}")
-            lora = description["lora"]
+            lora, student = description["lora"], description.get("student")
             denoiser = cls.open(
                 Path(description["path"]),
                 dtype=description["dtype"],
@@ -148,6 +160,7 @@ class PipelineDenoiser:
                 height=int(description["height"]),
                 width=int(description["width"]),
                 experts=bool(description.get("experts")),
+                student=None if student is None else PipelineStudent.from_json(student),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(
@@ -240,6 +253,7 @@ class PipelineDenoiser:
             "width": self.size[1],
             **self._dtypes,
             **({"experts": True} if isinstance(self.module, Experts) else {}),
+            **({} if self.student is None else {"student": self.student.as_json()}),
         }
 
     def flops_per_picture(self) -> int:
@@ -318,6 +332,10 @@ class PipelineDenoiser:
         return self.family.answer(module, x.to(dtype), t, cast(condition, dtype))
 
     # Drawing
+
+    def times(self, num_steps: int, height: int, width: int, shift: float) -> tuple[float, ...]:
+        tokens = num_tokens(self._pipe, height, width)
+        return visited(self._pipe.scheduler, family_of(self.files.class_name), num_steps, tokens)
 
     def prepare(self, sheet: Sheet, device: torch.device | str) -> PipelineInputs:
         """Everything the pipeline would refuse is refused here."""
