@@ -76,7 +76,7 @@ class DistillConfig(TrainConfig):
     num_epochs: int = setting(0, change="grows")
     """Passes over the data; instead of --n_steps."""
     sample_interval: int = free(1)
-    """Epochs between samples and checkpoints, where --num_epochs counts."""
+    """Epochs between samples and checkpoints, with --num_epochs or --sample_names rank."""
     caption_dropout: float = setting(0.0)
     """Share of rows that are learned without their caption; only a student that is to be drawn with guidance needs it."""
     heldout_pictures: int = setting(0)

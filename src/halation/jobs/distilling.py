@@ -25,7 +25,6 @@ from halation.jobs.task import Spread, Task
 from halation.models.base import OWN, Denoiser
 from halation.models.compiling import compile_units
 from halation.models.denoiser import DiTDenoiser
-from halation.models.lora import Lora
 from halation.models.student_config import StudentConfig
 from halation.models.students import open_student
 from halation.models.teacher import Teacher
@@ -71,6 +70,8 @@ class Distillation(Task):
         height, width = config.image_size
         adapters = None
         if config.lora_rank and lora:
+            from halation.models.lora import Lora  # peft takes seconds to import
+
             adapters = Lora(rank=config.lora_rank, alpha=config.lora_alpha, targets=config.lora_targets)
         return open_student(
             Path(config.model_path) if config.model_path else teaching.open_dit(config),
@@ -151,7 +152,8 @@ class Distillation(Task):
 
     @property
     def epochs_every(self) -> int:  # type: ignore[override]
-        return self.config.sample_interval if self.config.num_epochs else 0
+        by_epoch = self.config.num_epochs or self.config.sample_names == "rank"  # which has an epoch in every name
+        return self.config.sample_interval if by_epoch else 0
 
     # -- before the first step
 
