@@ -1,13 +1,29 @@
-"""Which pictures a rank takes at each step: together always the same ones, however many ranks there are."""
+"""Which pictures a rank takes at each step, together always the same ones, however many ranks there are; and the rows they become."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import numpy as np
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from halation import plan
-from halation.training.batches import positions
+from halation.data.base import Pictures
+from halation.data.loader import Batches
+from halation.data.order import Order
+from halation.data.prompt_list import Prompts
+from halation.data.streets import Streets
+from halation.flow.noise import training_draw
+from halation.models.denoiser import DiTDenoiser, new_dit
+from halation.training import lessons
+from halation.training.batches import Items, LessonPreparer, NoisePreparer, Preparer, on_device, positions
+from halation.training.loop import Rows
 
 
 @given(
@@ -42,3 +58,142 @@ def test_all_ranks_make_the_same_forwards_of_at_most_the_batch_size(global_batch
         assert len(mine) == number * rows
         assert mine.min() >= 0
         assert mine.max() < global_batch
+
+
+# -- what becomes of them
+
+
+CPU = torch.device("cpu")
+TEXTS = ("a red car", "a blue bus", "a tram at night")
+SIZE = (32, 32)
+
+
+@pytest.fixture(scope="module")
+def denoiser() -> DiTDenoiser:
+    shape = new_dit("tiny", height=32, width=32, captions=TEXTS, patch_size=16)
+    config = dataclasses.replace(shape.config, depth=1, hidden=32, heads=2, text_hidden=16)
+    return DiTDenoiser(config=config, space=shape.space, tokenizer=shape.tokenizer).initialise(0)
+
+
+def prompts(folder: Path) -> Prompts:
+    (folder / "prompts.txt").write_text("\n".join(TEXTS))
+    return Prompts(folder / "prompts.txt", *SIZE, num_items=12)
+
+
+def rows_of(
+    denoiser: DiTDenoiser, source: Pictures, prepare: Callable[[dict[str, Any]], dict[str, Any]], rows: int
+) -> list[tuple[np.ndarray, Rows]]:
+    """Two batches of six items, as micro-batches of `rows`, each with the items in it."""
+    seen: list[np.ndarray] = []
+
+    def transform(batch: dict[str, Any]) -> dict[str, Any]:
+        seen.extend(np.split(batch["indices"], range(rows, 6, rows)))
+        return prepare(batch)
+
+    order = Order(0, source.num_train)
+    with Batches(source, order, [(4, range(6)), (5, range(6, 12))], num_threads=1, transform=transform) as loader:
+        micro = [one for batch in loader for one in on_device(denoiser, batch, rows, CPU)]
+    return list(zip(seen, micro, strict=True))
+
+
+def lessons_of(folder: Path, denoiser: DiTDenoiser, source: Pictures, plan: lessons.Plan) -> lessons.Lessons:
+    """Answers that say which item and which time they belong to."""
+    items = Items(denoiser, source, CPU, plan.dropped)
+    fingerprint = {"plan": plan.as_json()}
+    lessons.build(
+        plan,
+        folder,
+        range(source.num_train),
+        path=denoiser.path,
+        predict=lambda x, t, condition: (
+            x * 0 + t.reshape(-1, 1, 1, 1) + condition["tokens"].sum(1).reshape(-1, 1, 1, 1)
+        ),
+        condition=items.condition,
+        x0=items.x0 if plan.pictures else None,
+        prompt=items.prompt,
+        fingerprint=fingerprint,
+        device=CPU,
+    )
+    return lessons.open(folder, fingerprint)
+
+
+@pytest.mark.parametrize("pictures", [False, True])
+def test_a_lesson_arrives_with_its_item_s_caption_its_time_and_its_answer(
+    tmp_path: Path, denoiser: DiTDenoiser, pictures: bool
+) -> None:
+    source: Pictures = Streets(32, 32, num_train=12) if pictures else prompts(tmp_path)
+    plan = lessons.Plan(
+        objective="velocity",
+        pictures=pictures,
+        times=(1.0, 0.8, 0.6, 0.3, 0.0),
+        teacher_steps=4,
+        num_states=4,
+        sample_shape=(3, 32, 32),
+        seed=1,
+        caption_dropout=0.4,
+    )
+    kept = lessons_of(tmp_path / "lessons", denoiser, source, plan)
+    prepare = LessonPreparer(denoiser, kept, plan, size=SIZE, num_real=5, pin=False)
+    chosen = set()
+    for items, rows in rows_of(denoiser, source, prepare, rows=3):
+        null = denoiser.null_condition(1)
+        for row, item in enumerate(items.tolist()):
+            told = denoiser.encode_prompts([source.train(item).caption])
+            told = null if bool(plan.dropped([item])) else told
+            assert torch.equal(rows.condition["tokens"][row], told["tokens"][0])
+            assert torch.equal(rows.condition["mask"][row], told["mask"][0])
+            expected = float(rows.t[row]) + float(told["tokens"].sum())
+            assert rows.extra["target"][row].mean() == pytest.approx(expected, rel=1e-3)
+            state = [kept.read([item], [which])[0][0] for which in range(4)]
+            (which,) = [which for which in range(4) if torch.equal(state[which].float(), rows.extra["state"][row])]
+            chosen.add(which)
+        assert rows.x0.shape == rows.noise.shape == (3, 0)
+        assert rows.extra["state"].dtype == rows.extra["target"].dtype == rows.t.dtype == torch.float32
+        assert rows.step in (4, 5)
+    assert chosen == {0, 1, 2, 3}
+
+
+def test_rows_that_fill_a_batch_up_weigh_nothing_and_micro_batches_are_the_whole_batch(
+    tmp_path: Path, denoiser: DiTDenoiser
+) -> None:
+    source = prompts(tmp_path)
+    prepare = NoisePreparer(denoiser, seed=1, dropout=0.0, size=SIZE, drawn=True, num_real=5, pin=False)
+    whole = [rows for _, rows in rows_of(denoiser, source, prepare, rows=6)]
+    parts = [rows for _, rows in rows_of(denoiser, source, prepare, rows=2)]
+    assert [rows.weight.tolist() for rows in whole] == [[1, 1, 1, 1, 1, 0]] * 2
+    assert torch.equal(torch.cat([rows.weight for rows in parts[:3]]), whole[0].weight)
+    assert torch.equal(torch.cat([rows.noise for rows in parts[:3]]), whole[0].noise)
+    assert torch.equal(torch.cat([rows.extra["renoise"] for rows in parts[3:]]), whole[1].extra["renoise"])
+
+
+@pytest.mark.parametrize("pictures", [False, True])
+def test_noise_to_draw_from_is_that_of_the_position_and_pictures_are_left_alone(
+    tmp_path: Path, denoiser: DiTDenoiser, pictures: bool
+) -> None:
+    source: Pictures = Streets(32, 32, num_train=12) if pictures else prompts(tmp_path)
+    prepare = NoisePreparer(denoiser, seed=1, dropout=0.5, size=SIZE, drawn=not pictures, num_real=6, pin=False)
+    times = []
+    for number, (items, rows) in enumerate(rows_of(denoiser, source, prepare, rows=6)):
+        draws = [training_draw(1, 6 * number + row, (3, 32, 32)) for row in range(6)]
+        assert torch.equal(rows.noise, torch.from_numpy(np.stack([draw.noise for draw in draws])))
+        assert rows.x0.numel() == 0
+        assert abs(float(np.corrcoef(rows.noise.flatten(), rows.extra["renoise"].flatten())[0, 1])) < 0.05
+        assert not torch.equal(rows.extra["renoise"][0], rows.extra["renoise"][1])
+        captions = [
+            "" if draw.u_drop < 0.5 else source.train(item).caption
+            for draw, item in zip(draws, items.tolist(), strict=True)
+        ]
+        assert torch.equal(rows.condition["tokens"], denoiser.encode_prompts(captions)["tokens"])
+        times += rows.t.tolist()
+    assert all(0.02 <= t <= 0.98 for t in times)
+    assert len(set(times)) == 12
+
+
+def test_pictures_of_a_training_become_what_the_model_learns(denoiser: DiTDenoiser) -> None:
+    source = Streets(32, 32, num_train=12)
+    prepare = Preparer(denoiser, seed=1, dropout=0.0, time_sampling="uniform", time_shift=1.0, num_real=6, pin=False)
+    for items, rows in rows_of(denoiser, source, prepare, rows=6):
+        pixels = torch.from_numpy(np.stack([source.train(item).pixels for item in items.tolist()]))
+        assert torch.equal(rows.x0, denoiser.to_model(pixels))
+        assert rows.noise.shape == rows.x0.shape
+        assert rows.extra == {}
