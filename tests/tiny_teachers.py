@@ -8,21 +8,25 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 
 import rank_jobs
 from halation.config.distill import DistillConfig
 from halation.models.denoiser import new_dit
-from tiny_pipelines import awaken
 
-SIDE = 16
+SIDE = 32
 
 
 @functools.cache
 def dit(side: int = SIDE, guidance_scale: float = 2.0) -> Path:
     """The folder of an export whose every weight reaches the pixels."""
-    denoiser = new_dit("tiny", height=side, width=side, captions=rank_jobs.PROMPTS, patch_size=4).initialise(7)
-    awaken(denoiser.module)
+    denoiser = new_dit("tiny", height=side, width=side, captions=rank_jobs.PROMPTS, patch_size=8).initialise(7)
+    generator = torch.Generator().manual_seed(8)
+    with torch.no_grad():  # zeros hide what is not connected
+        for parameter in denoiser.module.parameters():
+            if not parameter.any():
+                parameter.normal_(0.0, 0.1, generator=generator)
     folder = Path(tempfile.mkdtemp(prefix="halation_teacher_"))
     sampling = {
         "height": side,

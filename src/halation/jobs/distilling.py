@@ -25,6 +25,7 @@ from halation.jobs.task import Spread, Task
 from halation.models.base import OWN, Denoiser
 from halation.models.compiling import compile_units
 from halation.models.denoiser import DiTDenoiser
+from halation.models.lora import Lora
 from halation.models.student_config import StudentConfig
 from halation.models.students import open_student
 from halation.models.teacher import Teacher
@@ -70,8 +71,6 @@ class Distillation(Task):
         height, width = config.image_size
         adapters = None
         if config.lora_rank and lora:
-            from halation.models.lora import Lora  # peft takes seconds to import
-
             adapters = Lora(rank=config.lora_rank, alpha=config.lora_alpha, targets=config.lora_targets)
         return open_student(
             Path(config.model_path) if config.model_path else teaching.open_dit(config),

@@ -48,6 +48,12 @@ def open_teacher(world: World, config: DistillConfig, student: Denoiser, guidanc
         dtype=AUTOCAST[config.teacher_dtype] or torch.float32,
         batch_size=config.teacher_batch_size,
     )
+    if config.feature_weight and hasattr(denoiser.module, "in_step"):
+        raise InputError(
+            f"--feature_weight with a teacher of two experts ({config.teacher_path})",
+            "a teacher with one transformer, whose middle can be compared with",
+            "leave --feature_weight out",
+        )
     _place(world, config, denoiser, device)
     if config.compile and device.type == "cuda":
         compile_units(denoiser.shard_units())

@@ -76,13 +76,14 @@ def spread_by_layers(module: nn.Module, units: list[nn.Module], devices: list[to
     sizes = [sum(parameter.numel() for parameter in unit.parameters()) for unit in units]
     total, before = sum(sizes), 0
     module.to(devices[0])
-    for number, (unit, size) in enumerate(zip(units, sizes, strict=True)):
+    for unit, size in zip(units, sizes, strict=True):
         place = devices[min(before * len(devices) // max(1, total), len(devices) - 1)]
         before += size
+        if place == devices[0]:
+            continue
         unit.to(place)
         unit.register_forward_pre_hook(_arriving(place), with_kwargs=True)
-        if number == len(units) - 1:
-            unit.register_forward_hook(_returning(devices[0]))
+        unit.register_forward_hook(_returning(devices[0]))  # whatever follows it, a unit or not, need not know of it
 
 
 def _arriving(place: torch.device) -> Callable[..., tuple[tuple[object, ...], dict[str, object]]]:
