@@ -53,6 +53,14 @@ class Distillation(Task):
     _turn: tuple[str, ...] = (MODEL,)
     _dmd: DistributionMatching | None = None
 
+    @property
+    def title(self) -> str:
+        return f"distilling {Path(self.config.teacher_path).name} ({self.config.objective})"
+
+    @property
+    def item(self) -> str:  # type: ignore[override]
+        return "picture" if self.has_pictures else "prompt"
+
     # -- opening
 
     def _opened(self) -> tuple[Denoiser, Pictures]:
@@ -140,7 +148,8 @@ class Distillation(Task):
         steps = config.student_steps if self.few_steps else settings.steps
         if self.few_steps and isinstance(self.denoiser, DiTDenoiser):
             settings = dataclasses.replace(settings, sampler="euler")
-        return dataclasses.replace(settings, steps=steps, distilled={"objective": config.objective, "steps": steps})
+        distilled = {"objective": config.objective, **({"steps": steps} if self.few_steps else {})}
+        return dataclasses.replace(settings, steps=steps, distilled=distilled)
 
     def dated(self, global_batch: int) -> DistillConfig:
         config = self.config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,6 +39,14 @@ class Task:
         self.world = world
         self.config = config
         self.run = run
+
+    @property
+    def title(self) -> str:
+        """What is done to what, in a few words."""
+        return f"training {Path(self.config.model_path).name or self.config.model}"
+
+    item = "picture"
+    """What data consist of, in a word."""
 
     def open(self) -> tuple[Denoiser, Pictures]:
         """Model and data, which need to know of each other."""

@@ -6,7 +6,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from halation.config.train import TrainConfig
@@ -24,15 +23,15 @@ def of_beginning(session: Session, fresh: bool) -> None:
     world, config, settings = session.world, session.config, session.drawn_settings()
     if world.device.type == "cuda" and settings.sheet_size == 1 and len(settings.prompts) > 2 * world.size:
         log.info("samples are drawn one by one; --sample_batch_size %d would draw them at once", len(settings.prompts))
-    how = "training" if fresh else f"going on from step {session.position.step}:"
-    model = Path(config.model_path).name or config.model
+    how = "" if fresh else f"going on from step {session.position.step}: "
     log.warning(
-        "%s %s on %s: %s, %d picture%s, global batch %d, %d rank%s (%s, %s, %s)",
+        "%s%s on %s: %s, %d %s%s, global batch %d, %d rank%s (%s, %s, %s)",
         how,
-        model,
+        session.task.title,
         session.source.name,
         in_words(config, session.engine.num_trained, session.engine.num_parameters),
         session.source.num_train,
+        session.task.item,
         "s" if session.source.num_train > 1 else "",
         session.global_batch,
         world.size,
