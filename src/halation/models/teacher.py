@@ -65,7 +65,7 @@ class Teacher:
         """The texts of the null branch; what a condition says of sizes is left as it is."""
         if not self._null:
             self._null = {name: value.to(self.device) for name, value in self.denoiser.null_condition(1).items()}
-        return {name: value.expand(num, *value.shape[1:]) for name, value in self._null.items()}
+        return {name: value.repeat(num, *(1,) * (value.ndim - 1)) for name, value in self._null.items()}
 
 
 def spread_by_layers(module: nn.Module, units: list[nn.Module], devices: list[torch.device]) -> None:
