@@ -223,6 +223,13 @@ def test_every_segment_of_a_picture_s_trajectory_begins_at_the_noised_picture(tm
             assert torch.allclose(expected[0], state[item, place])
 
 
+def test_the_first_segment_begins_as_drawing_does_with_noise_alone_though_a_table_leaves_some_picture_in_it() -> None:
+    path = Discrete(torch.linspace(0.99, 0.1, 100), "epsilon")
+    wanted = plan("trajectory", True)
+    made = taught(wanted, path, lambda x, t, _: torch.zeros_like(x), [5], {}, device=CPU, x0=torch.ones(1, *SHAPE))
+    assert torch.equal(made["state"][0, 0], torch.from_numpy(wanted.draw(5, 0).noise))
+
+
 def test_a_build_that_dies_is_finished_by_asking_for_what_is_missing(tmp_path: Path, teacher: Teacher) -> None:
     school = School(tmp_path, teacher, plan())
     school.fails_at = 2 * school.plan.num_steps + 2  # two batches of two, which are a shard, and a bit
@@ -319,13 +326,15 @@ def test_answers_that_are_not_finite_are_refused_with_their_prompt(
     assert not list(school.folder.glob("*.safetensors"))
 
 
+@pytest.mark.parametrize("pictures", [False, True])
 def test_lessons_that_do_not_fit_on_the_disk_are_refused_before_the_first_is_written(
-    tmp_path: Path, teacher: Teacher
+    tmp_path: Path, teacher: Teacher, pictures: bool
 ) -> None:
-    school = School(tmp_path, teacher, plan("velocity", num_states=1))
+    school = School(tmp_path, teacher, plan("velocity", pictures, num_states=1))
     with pytest.raises(InputError, match=r"the lessons of 1000000000000 items take .* GiB are free") as caught:
         school.build(range(10**12), part=(0, 10**12))
     assert "--teacher_states" in caught.value.action
+    assert ("--no_teacher_cache" in caught.value.action) == pictures
     assert not list(school.folder.glob("*.safetensors"))
 
 

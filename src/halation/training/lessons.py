@@ -152,6 +152,8 @@ class _Keeper:
         self._prompt = prompt
         self._tells = tells
         self._begun = False
+        # Ways are kept always: nobody follows one again at every step.
+        self._instead = "" if plan.is_way else ", or keep none (--no_teacher_cache)"
         self._writer = Writer(folder, shard_size, _PATIENCE_S)
 
     def keep(self, items: Sequence[int], rows: Mapping[str, Tensor]) -> None:
@@ -184,7 +186,7 @@ class _Keeper:
             num_bytes,
             self._free,
             name=f"the lessons of {self._num_items} items",
-            action="keep fewer (--teacher_states, --trajectories, --max_pictures), or keep none (--no_teacher_cache)",
+            action=f"keep fewer (--teacher_states, --trajectories, --max_pictures){self._instead}",
             tells=self._tells,
         )
 
