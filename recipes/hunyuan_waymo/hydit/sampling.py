@@ -5,10 +5,8 @@ A thin call of Halation's drawing. `halation train` and the scripts of this reci
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import shutil
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,17 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from halation.data.streets import DRIVING_PROMPTS
-from halation.errors import InputError
 from halation.models import library_messages
 from halation.models.base import OWN
 from halation.models.pipeline_files import PipelineFiles
 from halation.training.sample_files import Place, Row, publish_index
 from halation.training.sampling import Drawing, SampleSettings
-from halation.world import ranks
+from halation.world.borrowed import bare, borrowed_world, is_sharded, reshard, undisturbed
 from halation.world.ranks import World
 
 library_messages.silence()  # before the pipeline is imported, which is when some of it is said
@@ -58,12 +54,15 @@ def sample_images_multi_gpu(
     Every rank calls it with its own modules: the transformer, bare or wrapped, its scheduler as `diffusion`, and the rest of the
     pipeline. `args` is a namespace; what it lacks has a default. A picture that fails costs that picture alone.
     """
-    with _world(rank, world_size, _device(model)) as world, _evaluating(text_encoder, text_encoder_t5):
+    with (
+        borrowed_world(rank, world_size, _device(model), TIMEOUT_S) as world,
+        undisturbed(text_encoder, text_encoder_t5, vae),
+    ):
         pipe: Any = _Pipe(
             vae=vae,
             text_encoder=text_encoder,
             tokenizer=tokenizer,
-            transformer=_bare(model),
+            transformer=bare(model),
             scheduler=type(diffusion).from_config(diffusion.config),
             safety_checker=None,
             feature_extractor=None,
@@ -89,14 +88,11 @@ def _draw(world: World, denoiser: PipelineDenoiser, settings: SampleSettings, pl
     if world.first:
         # Pictures of the same step from other weights would pass for these.
         shutil.rmtree(place.folder, ignore_errors=True)
-    sharded = _is_sharded(denoiser.module)
+    sharded = is_sharded(denoiser.module)
     drawing = Drawing(world, denoiser, settings, sharded=sharded, timeout_s=TIMEOUT_S, stop=lambda: 0)
     with _unsaid("Generating samples", "Error during sampling"):
         rows = drawing.run(place, f"step {step}")
-    for module in denoiser.module.modules():
-        reshard: Any = getattr(module, "reshard", None)
-        if reshard is not None:
-            reshard()
+    reshard(denoiser.module)
     if world.first:
         publish_index(place, rows, {"step": step})
     return rows
@@ -191,65 +187,5 @@ def _size(args: Any) -> tuple[int, int]:
     return height, width
 
 
-def _bare(model: nn.Module) -> nn.Module:
-    """Without DDP's or DeepSpeed's wrapper; hooks that gather shards are on the modules inside."""
-    inner = getattr(model, "module", None)
-    return inner if isinstance(inner, nn.Module) else model
-
-
 def _device(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
-
-
-def _is_sharded(module: nn.Module) -> bool:
-    """FSDP2's parameters are DTensors, those of ZeRO-3 carry an id: then every forward is a collective."""
-    return any(hasattr(parameter, "ds_id") or hasattr(parameter, "placements") for parameter in module.parameters())
-
-
-@contextmanager
-def _evaluating(*modules: nn.Module) -> Iterator[None]:
-    modes = [(part, part.training) for module in modules for part in module.modules()]
-    for module in modules:
-        module.eval()
-    try:
-        yield
-    finally:
-        for part, training in modes:
-            part.training = training
-
-
-@contextmanager
-def _world(rank: int, size: int, device: torch.device) -> Iterator[World]:
-    """The caller's own ranks, with a group of ours for words; or a world of one that goes away again."""
-    if not dist.is_initialized():
-        if size != 1:
-            raise InputError(
-                f"world_size {size}, but torch.distributed is not initialised",
-                "ranks that know each other",
-                "call torch.distributed.init_process_group first, or pass world_size=1",
-            )
-        alone = dist.HashStore()
-        world = ranks.create(rank=0, size=1, local_rank=0, device=device, store=alone, timeout_s=TIMEOUT_S)
-        try:
-            yield world
-        finally:
-            world.close()
-        return
-    if (rank, size) != (dist.get_rank(), dist.get_world_size()):
-        raise InputError(
-            f"rank {rank} of {size}",
-            f"what torch.distributed says: {dist.get_rank()} of {dist.get_world_size()}",
-            "pass dist.get_rank() and dist.get_world_size()",
-        )
-    control = dist.new_group(backend="gloo")
-    store = dist.distributed_c10d._get_default_store()
-    local = device.index or 0
-    world = World(
-        rank=rank, size=size, local_rank=local, device=device, store=store, control=control, timeout_s=TIMEOUT_S
-    )
-    # Words of an earlier call must not pass for words of this one, and ranks need not have called equally often.
-    corner = world.from_first(uuid.uuid4().hex)
-    try:
-        yield dataclasses.replace(world, store=dist.PrefixStore(f"halation_samples/{corner}", store))
-    finally:
-        dist.destroy_process_group(control)

@@ -1,0 +1,179 @@
+"""Samples of one epoch from all ranks, for a training loop of one's own: a student and its teacher's parts in, pictures and prompts out.
+
+A thin call of Halation's drawing. `halation distill` and `train_distillation.py` need none of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halation.models import library_messages
+from halation.models.base import OWN
+from halation.models.pipeline_files import PipelineFiles
+from halation.training.sample_files import ByRank, Place, Row, publish_index
+from halation.training.sampling import Drawing, SampleSettings
+from halation.world.borrowed import bare, borrowed_world, is_sharded, reshard, undisturbed
+from halation.world.ranks import World
+
+library_messages.silence()  # before the pipeline is imported, which is when some of it is said
+from diffusers import WanPipeline  # noqa: E402
+
+from halation.models.family_wan import WanFamily  # noqa: E402
+from halation.models.finetuning import PipelineDenoiser  # noqa: E402
+
+TIMEOUT_S = 600.0
+
+
+@torch.no_grad()
+def draw(
+    *,
+    student: nn.Module,
+    text_encoder: nn.Module,
+    vae: Any,
+    teacher: Any,
+    prompts: tuple[str, ...],
+    folder: Path,
+    epoch: int,
+    device: torch.device | str,
+    teacher_device: torch.device | str,
+    teacher_dtype: torch.dtype,
+    settings: Any,
+    projection: Callable[[Tensor], Tensor] | None,
+    rank: int,
+    world_size: int,
+) -> list[Row]:
+    """Draw `epoch_0001_rank_0_sample_00.png` and so on, each rank its contiguous share; the same rows on every rank.
+
+    `student` is a Wan transformer, bare or wrapped; of `teacher`, a Wan pipeline, tokenizer and scheduler are used. Texts are read
+    and latents decoded on `teacher_device` in `teacher_dtype`, whatever device the student is on. `settings` is a mapping or a
+    namespace in which image_size, sample_steps, guidance_scale, sample_seed, same_seed and sample_batch_size may stand.
+    Where `projection` is given, text embeddings go through it before the student reads them. An error costs its pictures alone.
+    """
+    there = torch.device(teacher_device)
+    with (
+        borrowed_world(rank, world_size, torch.device(device), TIMEOUT_S) as world,
+        undisturbed(text_encoder, vae),
+    ):
+        pipe: Any = _Pipe(
+            tokenizer=teacher.tokenizer,
+            text_encoder=text_encoder,
+            vae=vae,
+            scheduler=type(teacher.scheduler).from_config(teacher.scheduler.config),
+            transformer=bare(student),
+        )
+        pipe.set_progress_bar_config(disable=True)
+        denoiser = _denoiser(pipe, _size(settings), there, teacher_dtype)
+        denoiser.use_texts(_GivenEncoder(pipe=pipe, family=denoiser.family, device=there, projection=projection))
+        names = ByRank(epoch=epoch, num_prompts=len(prompts), num_ranks=world_size)
+        return _drawn(world, denoiser, _settings(settings, prompts), Place(folder=folder, names=names))
+
+
+def _drawn(world: World, denoiser: PipelineDenoiser, settings: SampleSettings, place: Place) -> list[Row]:
+    if world.first:
+        place.clear()  # pictures of the same epoch from other weights would pass for these
+    drawing = Drawing(
+        world,
+        denoiser,
+        settings,
+        sharded=is_sharded(denoiser.module),
+        timeout_s=TIMEOUT_S,
+        stop=lambda: 0,
+        shares="contiguous",
+    )
+    rows = drawing.run(place, place.prefix.rstrip("_"))
+    reshard(denoiser.module)
+    if world.first:
+        assert isinstance(place.names, ByRank)
+        publish_index(place, rows, {"epoch": place.names.epoch, "ranks": world.size})
+    return rows
+
+
+class _Pipe(WanPipeline):
+    """The pipeline on the student's device, wherever its text encoder lies."""
+
+    drawing_on = torch.device("cpu")
+
+    @property
+    def _execution_device(self) -> torch.device:
+        return self.drawing_on
+
+
+class _Denoiser(PipelineDenoiser):
+    """A student whose pictures are decoded in the precision that its caller asks for."""
+
+    decoded_in = torch.float32
+
+    def to_pixels(self, x: Tensor) -> Tensor:
+        return self.space.decode(x, self.decoded_in)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _GivenEncoder:
+    """Texts read by the text encoder that was handed in, when they are asked for."""
+
+    pipe: Any
+    family: Any
+    device: torch.device
+    projection: Callable[[Tensor], Tensor] | None
+
+    def __contains__(self, text: str) -> bool:
+        return True
+
+    def read(self, texts: Sequence[str]) -> Mapping[str, Tensor]:
+        rows = [self.family.encode(self.pipe, text, self.device) for text in texts]
+        found = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+        if self.projection is not None:
+            found = {name: self.projection(value) for name, value in found.items()}
+        return {name: value.float().cpu() for name, value in found.items()}
+
+
+def _denoiser(
+    pipe: Any, size: tuple[int, int], teacher_device: torch.device, teacher_dtype: torch.dtype
+) -> PipelineDenoiser:
+    components: dict[str, Any] = {name: value for name, value in pipe.config.items() if isinstance(value, tuple | list)}
+    family: Any = WanFamily(pipe)
+    denoiser = _Denoiser(
+        files=PipelineFiles(path=Path(), class_name="WanPipeline", components=components, variant=None),
+        pipe=pipe,
+        family=family,
+        size=size,
+        dtype="fp32",
+        weights_dtype="fp32",
+        lora=None,
+    )
+    denoiser.space.to(teacher_device)
+    denoiser.decoded_in = teacher_dtype
+    return denoiser
+
+
+def _settings(given: Any, prompts: tuple[str, ...]) -> SampleSettings:
+    height, width = _size(given)
+    return SampleSettings(
+        prompts=prompts,
+        height=height,
+        width=width,
+        steps=_asked(given, "sample_steps", 10),
+        seed=_asked(given, "sample_seed", 42),
+        same_seed=_asked(given, "same_seed", False),
+        sampler=OWN,
+        guidance_scale=_asked(given, "guidance_scale", 1.0),
+        sheet_size=_asked(given, "sample_batch_size", 1),
+        dtype="fp32",
+    )
+
+
+def _asked(given: Any, name: str, otherwise: Any) -> Any:
+    value = given.get(name) if isinstance(given, Mapping) else getattr(given, name, None)
+    return otherwise if value is None else value
+
+
+def _size(given: Any) -> tuple[int, int]:
+    size = _asked(given, "image_size", (480, 832))
+    height, width = (size, size) if isinstance(size, int) else (*size, *size)[:2]
+    return height, width

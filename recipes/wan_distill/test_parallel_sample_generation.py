@@ -1,0 +1,184 @@
+"""Samples from four ranks, tried out: real processes draw with a tiny Wan, and what they drew is checked and told line by line.
+
+`python test_parallel_sample_generation.py [FOLDER]`; without a folder the pictures are thrown away.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from halation import plan
+from halation.errors import InputError
+from halation.png import read_png
+
+NUM_RANKS = 4
+PROMPTS = ("A cat", "A dog", "A bird", "A fish", "A glass vase of tulips on a piano", "A greenhouse full of ferns")
+EPOCH = 10
+SIZE = 64
+PATIENCE_S = 300.0
+Check = tuple[bool, str]
+
+
+def draw(models: tuple[Any, Any], folder: Path, **place: int) -> list[dict[str, Any]]:
+    """One call of the function as a training loop makes it; without a place in a group it is one process."""
+    import torch
+    from train_distillation import generate_and_save_samples
+
+    teacher, student = models
+    return generate_and_save_samples(
+        student, teacher.text_encoder, teacher.vae, teacher, PROMPTS, folder, EPOCH, "cpu", "cpu", torch.float32,
+        {"image_size": SIZE, "sample_steps": 2}, **place,
+    )  # fmt: skip
+
+
+def rank_main(rank: int, size: int, folder: str, model: str) -> None:
+    """One rank: a student in DDP that is drawn twice, the second time with an error on rank 1; what was returned is left in a file."""
+    os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(size)})
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    place = {"rank": rank, "world_size": size}
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size)
+    teacher, student = opened(model)
+    models = teacher, torch.nn.parallel.DistributedDataParallel(student)
+    state = torch.random.get_rng_state()
+    refusal = ""
+    try:
+        draw(models, Path(folder) / "four", rank=rank, world_size=size + 1)
+    except InputError as error:
+        refusal = str(error)
+    rows = draw(models, Path(folder) / "four", **place)
+    untouched = torch.equal(state, torch.random.get_rng_state()) and student.training
+    os.environ["HALATION_FAULT"] = "sample.prepare:1+:raise:1"
+    states = [row["state"] for row in draw(models, Path(folder) / "fault", **place)]
+    found = {"rows": rows, "refusal": refusal, "untouched": untouched, "states": states}
+    (Path(folder) / f"rank_{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def opened(model: str) -> tuple[Any, Any]:
+    """The teacher's pipeline and a student, the same on every rank."""
+    from halation.models import library_messages
+
+    library_messages.silence()
+    import diffusers
+    import torch
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    diffusers.utils.logging.disable_progress_bar()
+    pipe: Any = diffusers.DiffusionPipeline.from_pretrained(model, use_safetensors=True)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        student: Any = type(pipe.transformer).from_config(pipe.transformer.config)
+    return pipe, student.train()
+
+
+def drawn(folder: Path, model: Path) -> tuple[list[int | None], list[dict[str, Any]]]:
+    """Exit codes of the ranks, and what each of them returned."""
+    context = multiprocessing.get_context("spawn")
+    arguments = (NUM_RANKS, str(folder), str(model))
+    processes = [context.Process(target=rank_main, args=(rank, *arguments)) for rank in range(NUM_RANKS)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(PATIENCE_S)
+        if process.is_alive():
+            process.kill()
+            process.join()
+    paths = [folder / f"rank_{rank}.json" for rank in range(NUM_RANKS)]
+    return [process.exitcode for process in processes], [
+        json.loads(path.read_text()) for path in paths if path.exists()
+    ]
+
+
+def checks(folder: Path) -> Iterator[Check]:
+    """One after the other, so that what can be said is said before what is missing ends it."""
+    import tiny_wan
+    from train_distillation import generate_and_save_samples
+
+    parameters = inspect.signature(generate_and_save_samples).parameters
+    defaults = {name: parameters[name].default for name in ("rank", "world_size") if name in parameters}
+    yield defaults == {"rank": 0, "world_size": 1}, f"generate_and_save_samples takes rank and world_size: {defaults}"
+    shares = [len(plan.share(len(PROMPTS), NUM_RANKS, rank)) for rank in range(NUM_RANKS)]
+    yield shares == [2, 2, 2, 0], f"{len(PROMPTS)} prompts on {NUM_RANKS} ranks are shared out as {shares}"
+    model = folder / "tiny_wan"
+    tiny_wan.ensure(model)
+    codes, words = drawn(folder, model)
+    yield codes == [0] * NUM_RANKS, f"{NUM_RANKS} processes came to their end, the one without prompts too: {codes}"
+    rows = words[0]["rows"]
+    yield all(word["rows"] == rows for word in words), "every rank was told of all pictures"
+    drew = sorted({row["rank"] for row in rows if row["state"] == "done"})
+    yield {0, 1, 2} <= set(drew), f"every rank that has prompts drew; ranks {drew} did"
+    yield all(word["untouched"] for word in words), "no rank's random state or mode was touched"
+    refused = [word["refusal"] for word in words]
+    yield all(f"of {NUM_RANKS + 1}" in text for text in refused), "a world_size that is not the group's is refused"
+    yield from _files(folder / "four", rows)
+    alone = draw(opened(str(model)), folder / "one")
+    same = [
+        np.array_equal(read_png(folder / "four" / row["file"])[0], read_png(folder / "one" / other["file"])[0])
+        for row, other in zip(rows, alone, strict=True)
+    ]
+    yield all(same), f"one process alone draws the same {len(same)} pictures, pixel for pixel"
+    states = words[0]["states"]
+    good = states[2] == "failed" and states[:2] + states[4:] == ["done"] * 4
+    yield good, f"errors on rank 1 cost pictures of its share and nothing else: {states}"
+
+
+def _files(folder: Path, rows: list[dict[str, Any]]) -> Iterator[Check]:
+    places = [plan.place_in_shares(index, len(PROMPTS), NUM_RANKS) for index in range(len(PROMPTS))]
+    stems = [f"epoch_{EPOCH:04d}_rank_{rank}_sample_{number:02d}" for rank, number in places]
+    wanted = {f"{stem}{kind}" for stem in stems for kind in (".png", ".txt")}
+    found = {path.name for path in folder.iterdir()} - {
+        f"epoch_{EPOCH:04d}_grid.png",
+        f"epoch_{EPOCH:04d}_samples.json",
+    }
+    yield found == wanted, f"{len(wanted)} files, {stems[0]}.png to {stems[-1]}.txt, and nothing beside them"
+    yield [row["file"] for row in rows] == [f"{stem}.png" for stem in stems], "names follow the shares, whoever drew"
+    texts = [(folder / f"{stem}.txt").read_text(encoding="utf-8") for stem in stems]
+    yield texts == list(PROMPTS), "each has its own prompt beside it"
+    pictures = [read_png(folder / f"{stem}.png")[0] for stem in stems]
+    distinct = len({picture.tobytes() for picture in pictures if np.ptp(picture)})
+    shapes = {picture.shape for picture in pictures}
+    yield shapes == {(SIZE, SIZE, 3)}, f"pictures are {SIZE} x {SIZE}: {sorted(shapes)}"
+    yield distinct == len(PROMPTS), f"{distinct} of {len(PROMPTS)} pictures differ from all others"
+
+
+def report(found: Iterator[Check]) -> bool:
+    good = True
+    try:
+        for passed, sentence in found:
+            print(f"{'ok  ' if passed else 'FAIL'} {sentence}", flush=True)
+            good &= passed
+    except (OSError, KeyError, ValueError, IndexError, InputError) as error:
+        print(f"FAIL {type(error).__name__}: {error}", flush=True)
+        good = False
+    return good
+
+
+def main(words: list[str]) -> int:
+    with tempfile.TemporaryDirectory(prefix="halation_samples_") as scratch:
+        folder = Path(words[0]) if words else Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            print(f"{folder} is not empty; name another folder, or none")
+            return 2
+        print(f"{NUM_RANKS} processes draw {len(PROMPTS)} prompts with a tiny Wan", flush=True)
+        good = report(checks(folder))
+    print("ALL CHECKS PASSED" if good else "SOME CHECKS FAILED")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
