@@ -4,6 +4,7 @@ What the command line does, from Python:
 
     import halation
     halation.train(data="streets", model="tiny", image_size=(32, 32), n_steps=100, output_dir="runs/first")
+    halation.distill(teacher_path="runs/first", data_path="streets", objective="trajectory", output_dir="runs/fast")
     halation.sample(checkpoint="runs/first", prompts=("A rainy street at night",), output_dir="outputs/rain")
     halation.generate(prompts_csv="prompts.csv", model_path="models/pixart", output_dir="outputs/many")
     halation.evaluate(generated="outputs/many", reference="data/val2017", metrics=("fid", "kid"))["metrics"]["fid"]["value"]
@@ -17,7 +18,7 @@ from __future__ import annotations
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "evaluate", "generate", "sample", "train", "watch"]
+__all__ = ["__version__", "distill", "evaluate", "generate", "sample", "train", "watch"]
 
 
 def train(**settings: Any) -> int:
@@ -27,6 +28,15 @@ def train(**settings: Any) -> int:
     from halation.jobs import train as job
 
     return job.run(TrainConfig(**checked(TrainConfig, settings, "halation.train()")))
+
+
+def distill(**settings: Any) -> int:
+    """`halation distill` with these settings."""
+    from halation.config.distill import DistillConfig
+    from halation.config.fields import checked
+    from halation.jobs import distill as job
+
+    return job.run(DistillConfig(**checked(DistillConfig, settings, "halation.distill()")))
 
 
 def sample(**settings: Any) -> int:

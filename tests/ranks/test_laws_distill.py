@@ -116,3 +116,56 @@ def test_a_student_begins_at_its_teacher_and_moves_away_from_it(ranks: RankPool,
     assert losses(tmp_path / "guided")[0] > 1e-4, "guidance is what it has to learn"
     assert student.keys() == teacher.keys()
     assert any(not student[name].equal(teacher[name]) for name in student)
+
+
+def pictures(folder: Path) -> dict[str, bytes]:
+    """What was drawn, by the prompt's place in the list."""
+    index = json.loads((folder / "epoch_0001_samples.json").read_text())
+    return {str(row["index"]): (folder / row["file"]).read_bytes() for row in index["samples"]}
+
+
+def test_samples_of_an_epoch_are_shared_out_2_2_0_and_are_those_of_one_rank(ranks: RankPool, tmp_path: Path) -> None:
+    """Steps too small to round differently: what is compared is the drawing."""
+    shared = {"sample_prompts": rank_jobs.PROMPTS[:4], "sample_names": "rank", "num_epochs": 1, "lr": 1e-12}
+    for size in (1, 3):
+        config = distilled(tmp_path / str(size), "trajectory", batch_size=6 // size, ckpt_every=0, **shared)
+        ranks.run(size, rank_jobs.distill, config, **PATIENCE)
+    names = {path.name for path in (tmp_path / "3/samples").glob("epoch_*.png")} - {"epoch_0001_grid.png"}
+    assert names == {f"epoch_0001_rank_{rank}_sample_{number:02d}.png" for rank in range(2) for number in range(2)}
+    assert len(pictures(tmp_path / "1/samples")) == 4
+    assert pictures(tmp_path / "1/samples") == pictures(tmp_path / "3/samples")
+
+
+@pytest.mark.slow
+def test_a_sampler_far_slower_than_the_timeout_hangs_nobody(ranks: RankPool, tmp_path: Path) -> None:
+    """Two ranks wait three times as long as the group's timeout while one draws, and go on."""
+    config = distilled(
+        tmp_path / "run",
+        "velocity",
+        sample_prompts=("one",),
+        sample_steps=12,
+        dist_timeout_s=4.0,
+        teacher_samples=False,
+    )
+    fired = tmp_path / "fired"
+    environment = {"HALATION_FAULT": "sample.forward:1+:sleep=1", "HALATION_FAULT_LOG": str(fired)}
+    ranks.run(3, rank_jobs.distill, config, timeout_s=120.0, world_timeout_s=4.0, environment=environment)
+    assert fired.read_text().count("sample.forward") == 2 * 12
+    for step in (1, 2):
+        index = json.loads((tmp_path / f"run/samples/step_000000{step}/samples.json").read_text())
+        assert [(row["state"], row["seconds"] > 12) for row in index["samples"]] == [("done", True)]
+
+
+def test_an_error_of_one_rank_while_it_samples_costs_its_picture_and_nothing_else(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"teacher_samples": False, "sample_names": "rank", "num_epochs": 1, "batch_size": 3}
+    undisturbed = distilled(tmp_path / "undisturbed", "velocity", sample=False, **settings)
+    ranks.run(2, rank_jobs.distill, undisturbed, **PATIENCE)
+    config = distilled(tmp_path / "run", "velocity", **settings)
+    ranks.run(2, rank_jobs.distill, config, **PATIENCE, environment={"HALATION_FAULT": "sample.prepare:1:raise:1"})
+    index = json.loads((tmp_path / "run/samples/epoch_0001_samples.json").read_text())
+    assert [row["state"] for row in index["samples"]] == ["done", "failed"]
+    assert "Error during sampling on GPU 1" in (tmp_path / "run/logs/train.log").read_text()
+    step = index["step"]
+    assert run_folders.saved(tmp_path / "run", step) == run_folders.saved(tmp_path / "undisturbed", step)

@@ -22,7 +22,7 @@ from halation.world import deepspeed_config
 
 RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("teacher_steps", "teacher_states", "sample_interval"), (1, math.inf)),
-    **dict.fromkeys(("trajectories", "teacher_batch_size", "num_epochs"), (0, math.inf)),
+    **dict.fromkeys(("trajectories", "teacher_batch_size", "num_epochs", "max_pictures"), (0, math.inf)),
     **dict.fromkeys(("feature_weight", "fake_lr", "teacher_guidance"), (0, sys.float_info.max)),
     "fake_updates": (1, math.inf),
     "student_steps": (1, 64),
