@@ -32,19 +32,8 @@ SCRIPT = RECIPE / "train_distillation.py"
 FLAGS = ["--teacher_path", "tiny", "--student_config", "config/student_config.json"]
 FLAGS += ["--data_path", "data/static_prompts.txt", "--output_dir", "./outputs/wan_t2i", "--save_samples"]
 PROMPTS = ["A cat", "A dog", "A bird", "A fish"]
-SMALL = [
-    "--num_epochs",
-    "2",
-    "--batch_size",
-    "7",
-    "--max_pictures",
-    "14",
-    "--teacher_steps",
-    "4",
-    "--teacher_states",
-    "2",
-]
-SMALL += ["--sample_steps", "2", "--report_to", "none"]
+SMALL = ["--num_epochs", "2", "--batch_size", "3", "--max_pictures", "14", "--sample_steps", "2"]
+SMALL += ["--teacher_steps", "4", "--teacher_states", "2", "--report_to", "none"]
 
 
 def started(command: list[Any], folder: Path, timeout_s: float = 280, **environment: str) -> tuple[int, str, str]:
