@@ -61,8 +61,8 @@ class EvaluateConfig:
     # -- with --model_path
     num_samples: int = 0
     """Score the first so many pictures or prompts; 0 is all."""
-    num_inference_steps: int = 20
-    """Denoising steps."""
+    num_inference_steps: MaybeInt = None
+    """Denoising steps; by default 20, or those a student was distilled to draw in."""
     guidance_scale: MaybeFloat = None
     """Classifier-free guidance; by default 7.5, or what a Halation run used."""
     height: MaybeInt = None

@@ -37,8 +37,8 @@ class GenerateConfig:
     """Draw the first so many prompts; 0 is all. A later call may ask for more."""
     seed_start: int = setting(42)
     """Sample k is drawn from seed seed_start + k, unless its row has a seed of its own."""
-    num_inference_steps: int = setting(20)
-    """Denoising steps."""
+    num_inference_steps: MaybeInt = setting(None)
+    """Denoising steps; by default 20, or those a student was distilled to draw in."""
     guidance_scale: MaybeFloat = setting(None)
     """Classifier-free guidance; by default 7.5, or what a Halation run used."""
     height: MaybeInt = setting(None)

@@ -48,8 +48,8 @@ class WatchConfig:
     """Draw the first so many prompts; 0 is all, which for `streets` is as many as --num_reference."""
     seed_start: int = setting(42)
     """Picture k is drawn from seed seed_start + k at every checkpoint, so checkpoints compare."""
-    num_inference_steps: int = setting(20)
-    """Denoising steps."""
+    num_inference_steps: MaybeInt = setting(None)
+    """Denoising steps; by default 20, or those a student was distilled to draw in."""
     guidance_scale: MaybeFloat = setting(None)
     """Classifier-free guidance; by default 7.5, or what a Halation run used."""
     height: MaybeInt = setting(None)

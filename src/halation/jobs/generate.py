@@ -179,6 +179,7 @@ def resolved(config: GenerateConfig, subject: Subject, places: Sequence[Place]) 
         "height": config.height or subject.height,
         "width": config.width or subject.width,
         "guidance_scale": subject.guidance_scale if config.guidance_scale is None else config.guidance_scale,
+        "num_inference_steps": config.num_inference_steps or subject.steps,
         "dtype": config.dtype or ("fp32" if places[0].device == "cpu" else "bf16"),
     }
     return dataclasses.replace(config, **chosen)

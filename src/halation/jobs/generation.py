@@ -81,13 +81,12 @@ class Session:
         """Recognise the run or begin it, plan what is new, and find out what is missing."""
         if self.config.enable_half_frame and self.config.num_frames == 1:
             log.warning("--enable_half_frame changes nothing for pictures of one frame")
-        truncated = self.config.cfg_truncation_step
-        if truncated is not None and truncated >= self.config.num_inference_steps:
-            log.warning(
-                "--cfg_truncation_step %d changes nothing: there are %d steps",
-                truncated,
-                self.config.num_inference_steps,
-            )
+        truncated, steps = self.config.cfg_truncation_step, self.config.num_inference_steps or self.subject.steps
+        if truncated is not None and truncated >= steps:
+            log.warning("--cfg_truncation_step %d changes nothing: there are %d steps", truncated, steps)
+        misuse = self.subject.misuse(steps)
+        if misuse:
+            log.warning("--num_inference_steps: %s", misuse)
         if prompts.ignored:
             log.warning("%s: columns that are not read: %s", prompts.name, ", ".join(prompts.ignored))
         counts = self.ledger.counts()
@@ -127,7 +126,7 @@ class Session:
             height=config.height or 0,
             width=config.width or 0,
             num_frames=config.num_frames,
-            steps=config.num_inference_steps,
+            steps=config.num_inference_steps or self.subject.steps,
             guidance_scale=config.guidance_scale or 0.0,
             negative_prompt=config.negative_prompt,
         )

@@ -180,7 +180,7 @@ def open_live(config: EvaluateConfig, device: str) -> Live:
         height=subject.height if config.height is None else config.height,
         width=subject.width if config.width is None else config.width,
         num_frames=1,
-        steps=config.num_inference_steps,
+        steps=config.num_inference_steps or subject.steps,
         guidance_scale=subject.guidance_scale if config.guidance_scale is None else config.guidance_scale,
         negative_prompt=config.negative_prompt,
     )

@@ -48,7 +48,11 @@ class Scoring:
     def _generated(self) -> Source | Live:
         config = self.config
         if config.model_path:
-            return open_live(config, self.device)
+            live = open_live(config, self.device)
+            misuse = live.subject.misuse(config.num_inference_steps or live.subject.steps)
+            if misuse and self.world.first:
+                log.warning("--num_inference_steps: %s", misuse)
+            return live
         return generated_files(config)
 
     def _agree(self, key: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from halation.errors import InputError
 from halation.generation.identity import EXPORT_FILE, fingerprint
 from halation.generation.testcard import pace_of
 
-HEIGHT, WIDTH, GUIDANCE = 480, 832, 7.5
+HEIGHT, WIDTH, GUIDANCE, STEPS = 480, 832, 7.5, 20
 PIPELINE_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
 
@@ -26,6 +27,19 @@ class Subject:
     height: int = HEIGHT
     width: int = WIDTH
     guidance_scale: float = GUIDANCE
+    steps: int = STEPS
+    distilled: str = ""
+    """The objective by which it learned to draw in that many steps and no other number, if it did."""
+
+    def misuse(self, num_steps: int) -> str:
+        """What there is to say to another number of steps than a model was distilled for."""
+        if not self.distilled or num_steps == self.steps:
+            return ""
+        return few_steps_words(num_steps, self.steps, self.distilled)
+
+
+def few_steps_words(num_steps: int, learned: int, objective: str) -> str:
+    return f"{num_steps} steps, but the model was distilled ({objective}) to draw in {learned}; expect worse pictures"
 
 
 def subject_of(model_path: str, *, raw: bool) -> Subject:
@@ -48,19 +62,29 @@ def subject_of(model_path: str, *, raw: bool) -> Subject:
 
 
 def _exported_with(folder: Path) -> dict[str, Any]:
-    """Size and guidance of the run that exported a pipeline, so that it draws what its run drew; nothing for others' pipelines."""
+    """Size, guidance and few steps of the run that exported a pipeline, so that it draws what its run drew; nothing for others'
+    pipelines."""
     if not (folder / EXPORT_FILE).exists():
         return {}
     try:
         sampling = json.loads((folder / EXPORT_FILE).read_bytes())["sampling"]
         height, width, guidance_scale = (sampling[name] for name in ("height", "width", "guidance_scale"))
-        return {"height": int(height), "width": int(width), "guidance_scale": float(guidance_scale)}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        size = {"height": int(height), "width": int(width)}
+        return {**size, "guidance_scale": float(guidance_scale), **distilled_steps(sampling)}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(
             f"{folder / EXPORT_FILE} cannot be read: {type(error).__name__}: {error}",
             "how the run that exported this pipeline drew its samples",
             "export it again; or delete the file, and give --height, --width and --guidance_scale yourself",
         ) from error
+
+
+def distilled_steps(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """The steps of a student of few, and by what objective it learned them."""
+    distilled = sampling.get("distilled") or {}
+    if not distilled.get("steps"):
+        return {}
+    return {"steps": int(distilled["steps"]), "distilled": str(distilled.get("objective", ""))}
 
 
 def _checkpoint(folder: Path, raw: bool) -> Subject:
@@ -87,6 +111,7 @@ def _checkpoint(folder: Path, raw: bool) -> Subject:
         height=sampling["height"],
         width=sampling["width"],
         guidance_scale=sampling["guidance_scale"],
+        **distilled_steps(sampling),
     )
 
 

@@ -196,8 +196,9 @@ class Watch:
     def _drawing(self, model: Path, drawn: Path) -> list[str]:
         config = self.config
         words = ["generate", "--prompts_csv", str(self.prompts), "--model_path", str(model), "--output_dir", str(drawn)]
-        words += _flags(config, "num_samples", "seed_start", "num_inference_steps", "batch_size")
-        words += _flags(config, *_given(config, "guidance_scale", "height", "width", "dtype", "gpu_ids", "nproc"))
+        words += _flags(config, "num_samples", "seed_start", "batch_size")
+        given = ("num_inference_steps", "guidance_scale", "height", "width", "dtype", "gpu_ids", "nproc")
+        words += _flags(config, *_given(config, *given))
         return [*words, *(["--raw"] if config.raw else []), "--progress", "json"]
 
     def _scoring(self, drawn: Path, scores: Path) -> list[str]:

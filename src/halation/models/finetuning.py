@@ -191,6 +191,11 @@ class PipelineDenoiser:
         )
 
     @property
+    def scheduler(self) -> Any:
+        """The pipeline's own, or that of a student's few steps."""
+        return self._pipe.scheduler
+
+    @property
     def guides(self) -> Guides:
         return self.family.guides
 

@@ -24,6 +24,7 @@ from halation.models.finetuning import PipelineDenoiser
 from halation.models.lora import Lora, base_name, is_adapter_name, merged, published
 from halation.models.pipeline_files import PipelineFiles, inspect_folder, read_json
 from halation.models.pipeline_opening import pipeline_modules
+from halation.models.student_pipelines import PipelineStudent
 from halation.runs import sync_folder, temporary_for
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
@@ -41,7 +42,8 @@ def export_pipeline(
     """Write the pipeline of `denoiser` with the average of the trained weights in `transformer` and those as they are in
     `transformer_raw`; adapters are merged into the transformer, and lie beside it as LORA_FILE too.
 
-    Both mappings are by the names of the module's trained parameters. All other components are copied from the base folder.
+    Both mappings are by the names of the module's trained parameters. All other components are copied from the base folder; a
+    student brings a config and, where it is drawn in few steps, a scheduler of its own.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     for left in folder.parent.glob(f".{folder.name}.*.tmp"):
@@ -59,17 +61,21 @@ def export_pipeline(
 def _write(
     denoiser: PipelineDenoiser, building: Path, averaged: Mapping[str, Tensor], raw: Mapping[str, Tensor] | None
 ) -> None:
-    files, lora = denoiser.files, denoiser.lora
+    files, lora, student = denoiser.files, denoiser.lora, denoiser.student
+    own = {"transformer"} if student is None else student.replaces
     building.mkdir()
     for name in files.components:
-        if name != "transformer":
+        if name not in own:
             _copy_component(files.path / name, building / name, files.variant)
             fault_point("export.component")
     for name, trained in (("transformer", averaged), ("transformer_raw", raw)):
         if trained is not None:
             place = building / name
             place.mkdir()
-            _copy(files.path / "transformer" / "config.json", place / "config.json")
+            if student is None:
+                _copy(files.path / "transformer" / "config.json", place / "config.json")
+            else:
+                _write_json(place / "config.json", dict(student.config))
             _write_weights(place, _tensors(denoiser, trained))
             fault_point("export.weights")
     if lora is not None:
@@ -77,10 +83,29 @@ def _write(
     for licence in sorted(files.path.glob("LICENSE*")):
         if licence.is_file():
             _copy(licence, building / licence.name)
-    _copy(files.path / _INDEX, building / _INDEX)
+    if student is None:
+        _copy(files.path / _INDEX, building / _INDEX)
+    else:
+        _write_student(denoiser, student, building)
     inspect_folder(building, pipeline_modules())
     for inner in (building, *(path for path in building.iterdir() if path.is_dir())):
         sync_folder(inner)
+
+
+def _write_student(denoiser: PipelineDenoiser, student: PipelineStudent, building: Path) -> None:
+    """The scheduler that the student was trained for, and an index that knows it and no second expert."""
+    index = read_json(denoiser.files.path / _INDEX)
+    if student.few_steps:
+        scheduler = denoiser.scheduler
+        place = building / "scheduler"
+        scheduler.save_pretrained(str(place))
+        for file in place.iterdir():
+            with file.open("rb+") as written:
+                os.fsync(written.fileno())
+        index["scheduler"] = ["diffusers", type(scheduler).__name__]
+    if student.base == "transformer_2":
+        index = {key: value for key, value in index.items() if key not in ("transformer_2", "boundary_ratio")}
+    _write_json(building / _INDEX, index)
 
 
 def _take_place(building: Path, folder: Path) -> None:
@@ -147,7 +172,7 @@ def _to_disk(file: Any) -> None:
 
 def _tensors(denoiser: PipelineDenoiser, trained: Mapping[str, Tensor]) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     """Each tensor of the transformer's files by name, made when it is asked for: trained, merged, or the base's own."""
-    base = _base_weights(denoiser.files)
+    base = _kept_weights(denoiser)
     lora = denoiser.lora
     for name in denoiser.module.state_dict():
         if is_adapter_name(name):
@@ -167,9 +192,18 @@ def _merged(name: str, base: Callable[[], Tensor], adapters: Mapping[str, Tensor
     return merged(name, base(), adapters, scale)
 
 
-def _base_weights(files: PipelineFiles) -> dict[str, Callable[[], Tensor]]:
+def _kept_weights(denoiser: PipelineDenoiser) -> dict[str, Callable[[], Tensor]]:
+    """What training leaves as it is: the base's own, and of a student of another shape its buffers."""
+    student = denoiser.student
+    if student is None or student.is_copy:
+        return _base_weights(denoiser.files, "transformer" if student is None else student.base)
+    buffers = {name: buffer.detach() for name, buffer in denoiser.module.named_buffers()}
+    return {name: functools.partial(buffers.__getitem__, name) for name in buffers}
+
+
+def _base_weights(files: PipelineFiles, component: str) -> dict[str, Callable[[], Tensor]]:
     found: dict[str, Callable[[], Tensor]] = {}
-    for file in _weights(files.path / "transformer", files.variant):
+    for file in _weights(files.path / component, files.variant):
         if file.suffix == ".safetensors":
             with safe_open(file, framework="pt") as reader:
                 found |= {name: functools.partial(_one_tensor, file, name) for name in reader.keys()}  # noqa: SIM118

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from halation.models.dit import TEXT_HEADS, DiTConfig
 from halation.models.student_shapes import Family
 
-INPUT_POWER = 0.5
-QUERY_POWER = 0.5
 _FROM_HEADS = ("to_out.0", "to_add_out", "out")
 _HEADS = (
     *("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj", "qkv", "q", "kv"),
@@ -108,8 +106,7 @@ def shrunk(teacher: nn.Module, student: nn.Module, cut: Cut) -> dict[str, Tensor
         else:
             owner = student.get_submodule(name.rpartition(".")[0])
             reads = name.endswith(".weight") and isinstance(owner, (nn.Linear, nn.Conv2d, nn.Conv3d))
-            fitted = _fitted(name, source.detach().float(), own.shape, cut, reads=reads)
-            weights[name] = fitted * _sharpening(name, there, cut)
+            weights[name] = _fitted(name, source.detach().float(), own.shape, cut, reads=reads)
     return weights
 
 
@@ -145,15 +142,21 @@ def _is_proportional(tensor: Tensor, own: Tensor, cut: Cut) -> bool:
 
 
 def _fitted(name: str, tensor: Tensor, shape: torch.Size, cut: Cut, *, reads: bool) -> Tensor:
-    """`reads` says that the second axis is what a layer reads, and not what it holds."""
+    """`reads` says that the second axis is what a layer reads, and not what it holds.
+
+    What fewer channels are read from is not scaled up, nor are queries of narrower heads. Tried on a DiT of 3.1 M parameters trained
+    on streets (mean square of its answer 1.11) and its student of 96 of 160 channels and 3 of 5 blocks, 0.9 M: as they are, inputs
+    leave an error of 0.45, and 0.038 after 120 steps of learning; scaled by the root of the ratio 0.43 and 0.040, by the ratio 0.58
+    and 0.051. A random student begins at 1.11 and is at 0.149 by then.
+    """
     tensor = _repatched(name, tensor, cut)
     for axis, size in enumerate(shape):
         before = tensor.shape[axis]
         if before == size:
             continue
         tensor = tensor.index_select(axis, _kept(name, axis, before, size, cut))
-        if reads and axis == 1:
-            tensor = tensor * (before / size) ** INPUT_POWER
+        if reads and axis == 1 and size > before:  # channels that are there several times count once
+            tensor = tensor * (before / size)
     return tensor
 
 
@@ -228,15 +231,3 @@ def _resized(tensor: Tensor, before: Patches, after: Patches) -> Tensor:
     grid = F.interpolate(grid, size=(after.size, after.size), mode="area")
     grid = grid if before.channels_first else grid.movedim(1, -1)
     return grid.reshape(*tensor.shape[:-1], -1)
-
-
-def _sharpening(name: str, there: Mapping[str, Tensor], cut: Cut) -> float:
-    """A product of queries and keys over fewer channels is smaller than attention expects it; where queries are normed, only the
-    norm's own scale can make up for it."""
-    teacher, student = (heads.width for heads in _heads_of(name, cut))
-    layer = name.removesuffix(".weight").removesuffix(".bias")
-    stem, _, last = layer.rpartition(".")
-    norms = {"to_q": f"{stem}.norm_q.weight", "add_q_proj": f"{stem}.norm_added_q.weight"}
-    if last in ("norm_q", "norm_added_q", "q_scale") or (last in norms and norms[last] not in there):
-        return (teacher / student) ** QUERY_POWER
-    return 1.0

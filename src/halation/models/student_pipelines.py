@@ -83,6 +83,12 @@ class PipelineStudent:
             "few_steps": self.few_steps,
         }
 
+    @property
+    def replaces(self) -> set[str]:
+        """Components of the folder that are not the student's: it has its own, or none."""
+        own = {"scheduler"} if self.few_steps else set()
+        return own | {"transformer", self.base}
+
     def opened(self, files: PipelineFiles, dtype: torch.dtype) -> Any:
         """The teacher's pipeline with the student in it, without text encoders."""
         transformer = self._transformer(files, dtype)
