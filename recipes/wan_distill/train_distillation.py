@@ -27,7 +27,13 @@ DEFAULTS: dict[str, Any] = {
     "sample_names": "rank",
     "sample_steps": 10,
 }
-FOR_TINY: dict[str, Any] = {"image_size": (64, 64), "teacher_steps": 10, "lr": 2e-3, "ema_decay": 0.98}
+FOR_TINY: dict[str, Any] = {
+    "image_size": (64, 64),
+    "teacher_steps": 10,
+    "teacher_guidance": 2.0,
+    "lr": 2e-3,
+    "ema_decay": 0.98,
+}
 
 RENAMED = {
     "--num_steps": "--n_steps",
