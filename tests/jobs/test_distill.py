@@ -47,6 +47,8 @@ def student(folder: Path, **values: Any) -> str:
         ({"objective": "trajectory", "teacher_cache": False}, ["--no_teacher_cache"]),
         ({"objective": "dmd", "feature_weight": 1.0}, ["--feature_weight", "dmd"]),
         ({"objective": "dmd", "engine": "deepspeed"}, ["dmd", "deepspeed"]),
+        ({"feature_weight": 1.0, "teacher_batch_size": 2}, ["--feature_weight", "--teacher_batch_size"]),
+        ({"objective": "dmd", "eval_steps": 8}, ["--eval_steps 8", "4"]),
         ({"student_steps": 0}, ["--student_steps 0"]),
         ({"student_steps": 65}, ["--student_steps 65"]),
         ({"fake_updates": 0}, ["--fake_updates 0"]),

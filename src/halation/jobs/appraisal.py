@@ -64,7 +64,7 @@ class Appraisal:
             samples,
             self.compared.prompts,
             num=config.eval_pictures,
-            steps=config.eval_steps or config.sample_steps,
+            steps=config.eval_steps or samples.steps,
             sheet_size=config.eval_batch_size,
         )
         asked = EvaluateConfig(

@@ -91,6 +91,18 @@ def _refuse_combinations(config: DistillConfig) -> None:
         raise InputError(
             f"--feature_weight with --objective {config.objective}", "--objective velocity", "leave one of them out"
         )
+    if config.feature_weight and config.teacher_batch_size:
+        raise InputError(
+            "--feature_weight with --teacher_batch_size",
+            "features of a whole batch at once",
+            "use a smaller --batch_size with --accumulate instead",
+        )
+    if config.eval_steps and config.objective != "velocity" and config.eval_steps != config.student_steps:
+        raise InputError(
+            f"--eval_steps {config.eval_steps} with --student_steps {config.student_steps}",
+            "the steps that the student learns to draw in",
+            "leave --eval_steps out",
+        )
     if config.engine == "deepspeed" and (config.objective == "dmd" or config.feature_weight):
         what = "--objective dmd" if config.objective == "dmd" else "--feature_weight"
         raise InputError(

@@ -70,9 +70,25 @@ class Distillation(Task):
         self.guidance = self._guidance(student)
         self.has_pictures = has_pictures(config.data_path)
         assembly.confirm_device(world, config, self.run, student.space)  # type: ignore[attr-defined]
-        if self.has_pictures:
-            return student, assembly.open_source(world, config, self.run, student.space)  # type: ignore[attr-defined]
-        return student, self._prompts()
+        source = (
+            assembly.open_source(world, config, self.run, student.space)  # type: ignore[attr-defined]
+            if self.has_pictures
+            else self._prompts()
+        )
+        self._refuse_other_classes(student, source)
+        return student, source
+
+    def _refuse_other_classes(self, student: Denoiser, source: Pictures) -> None:
+        """A teacher that knows classes is told of pictures by the numbers of theirs."""
+        known = getattr(student, "class_names", ())
+        if known and self.has_pictures and known != source.class_names:
+            raise InputError(
+                f"the teacher knows {len(known)} classes, --data_path {self.config.data_path} has {len(source.class_names)} others",
+                "pictures in the classes the teacher was trained on",
+                "choose other data, or a text file of class names",
+            )
+        if known and not self.has_pictures:
+            student.encode_prompts(list(source.every_caption()))  # an unknown class is refused now
 
     def _student(self, shape: StudentConfig, init: str, *, lora: bool = True) -> Denoiser:
         config = self.config

@@ -140,12 +140,13 @@ class DistributionMatching:
 
     def _drawn(self, module: nn.Module, rows: Rows) -> Tensor:
         """The picture that the student sees at one of its times; which one follows from the step, since ranks make equal forwards."""
-        num_steps = len(self.times) - 1
-        chosen = (rows.step + rows.step // (self.fake_updates + 1)) % num_steps
+        cycle = rows.step // (self.fake_updates + 1)
+        number = cycle if self.turn(rows.step) == (MODEL,) else rows.step - cycle  # of the turns of this network
+        chosen = number % (len(self.times) - 1)
         x = rows.noise
         with torch.no_grad():
-            for number in range(chosen):
-                t, s = (torch.full_like(rows.t, time) for time in self.times[number : number + 2])
+            for before in range(chosen):
+                t, s = (torch.full_like(rows.t, time) for time in self.times[before : before + 2])
                 answer = self.student.forward(self.student.module, x, t, rows.condition).float()
                 x = self.student.path.step(x, answer, t, s)
         t = torch.full_like(rows.t, self.times[chosen])
