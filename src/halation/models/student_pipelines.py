@@ -53,6 +53,7 @@ class PipelineStudent:
             for name, parameter in inspect.signature(_kind(files, base).__init__).parameters.items()
             if parameter.default is not inspect.Parameter.empty
         }
+        own.pop("_name_or_path", None)  # somebody's folder
         whole = {name: list(value) if isinstance(value, tuple) else value for name, value in {**usual, **own}.items()}
         config, layers = transformer_config(files.class_name, whole, shape)
         return cls(
