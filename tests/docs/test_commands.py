@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from halation.config.distill import DistillConfig
 from halation.config.evaluate import EvaluateConfig
 from halation.config.generate import GenerateConfig
 from halation.config.train import TrainConfig
@@ -27,8 +28,8 @@ def blocks(page: Path) -> list[tuple[str, int]]:
 
 
 RUN = [page for page in PAGES if blocks(page)]
-SLOW = {"finetuning.md"}
-"""Pages whose commands open pipelines, which takes seconds each."""
+SLOW = {"finetuning.md", "distillation.md"}
+"""Pages with commands that take seconds each."""
 
 
 @pytest.mark.ranks
@@ -72,6 +73,7 @@ def test_every_mark_has_its_block() -> None:
         "watch.md",
         "evaluation.md",
         "finetuning.md",
+        "distillation.md",
     }
 
 
@@ -100,10 +102,20 @@ def test_a_page_lists_exactly_what_a_later_call_may_change(page: str, config: An
     assert set(re.findall(r"`(\w+)`", row.group(1))) == fields
 
 
+@pytest.mark.parametrize(("words", "change"), [("may change", "free"), ("may grow", "grows")])
+def test_the_page_on_distillation_lists_what_of_its_own_a_later_call_may_change(words: str, change: str) -> None:
+    row = re.search(rf"^\| {words} \| (.*) \|$", (ROOT / "docs" / "distillation.md").read_text(), re.MULTILINE)
+    assert row is not None
+    inherited = {field.name for field in dataclasses.fields(TrainConfig)}
+    own = [field for field in dataclasses.fields(DistillConfig) if field.name not in inherited]
+    told = set(re.findall(r"`(\w+)`", row.group(1)))
+    assert told == {field.name for field in own if field.metadata.get("change") == change}
+
+
 def test_flags_that_pages_name_exist() -> None:
     known = {
         field.name
-        for config in (TrainConfig, GenerateConfig, EvaluateConfig, WatchConfig)
+        for config in (TrainConfig, DistillConfig, GenerateConfig, EvaluateConfig, WatchConfig)
         for field in dataclasses.fields(config)
     }
     foreign = {
@@ -111,9 +123,11 @@ def test_flags_that_pages_name_exist() -> None:
         "nproc_per_node", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "master_port", "master_addr", "nnodes", "node_rank", "standalone",
         "nodes", "ntasks_per_node", "gres", "cpus_per_task", "gpus_per_task", "time", "signal", "requeue", "open_mode", "job_name",
         "kill_on_bad_exit", "head", "port", "address", "only", "bf16", "logdir",
+        "distributed", "save_samples", "sample_dir", "num_steps", "mixed_precision", "gradient_checkpointing",
     }  # fmt: skip
     for page in PAGES:
         if page.name == "log.md":
             continue
         for flag in re.findall(r"(?<![\w-])--([a-z][\w-]*\w)", page.read_text()):
-            assert flag.replace("-", "_") in known | foreign, f"{page}: --{flag}"
+            name = flag.replace("-", "_")
+            assert name in known | foreign or name.removeprefix("no_") in known, f"{page}: --{flag}"
