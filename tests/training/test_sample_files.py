@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from halation.evaluation.sources import files_below
 from halation.png import encode_png, read_png
 from halation.specs import Spec
 from halation.training.sample_files import Beside, ByRank, Place, Writer, forget_after, publish_index
@@ -134,3 +135,13 @@ def test_captions_say_whose_picture_it_is(tmp_path: Path) -> None:
     assert where[0].min() >= 140
     assert where[1].min() >= 150
     assert encode_png(shown[1], {}) == (tmp_path / "grid.png").read_bytes()
+
+
+def test_who_scores_a_folder_of_epochs_leaves_the_grids_out(tmp_path: Path) -> None:
+    for epoch in (1, 2):
+        place = by_rank(tmp_path, epoch, num_prompts=2)
+        publish_index(place, drawn(place, 2), {"step": epoch})
+    stems = [f"epoch_000{epoch}_rank_{rank}_sample_00.png" for epoch in (1, 2) for rank in (0, 1)]
+    assert list(files_below(tmp_path, "--generated").names) == stems
+    (tmp_path / "a_grid.png").write_bytes((tmp_path / stems[0]).read_bytes())
+    assert "a_grid.png" in files_below(tmp_path, "--generated").names, "somebody's picture that is called so"
