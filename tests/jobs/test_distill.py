@@ -49,6 +49,7 @@ def student(folder: Path, **values: Any) -> str:
         ({"objective": "dmd", "engine": "deepspeed"}, ["dmd", "deepspeed"]),
         ({"feature_weight": 1.0, "teacher_batch_size": 2}, ["--feature_weight", "--teacher_batch_size"]),
         ({"objective": "dmd", "eval_steps": 8}, ["--eval_steps 8", "4"]),
+        ({"eval_every": 2}, ["--eval_every", "prompts.txt"]),
         ({"student_steps": 0}, ["--student_steps 0"]),
         ({"student_steps": 65}, ["--student_steps 65"]),
         ({"fake_updates": 0}, ["--fake_updates 0"]),

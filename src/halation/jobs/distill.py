@@ -12,6 +12,7 @@ from typing import Any
 from halation import runs
 from halation.config.distill import DistillConfig
 from halation.config.fields import as_json, fixed
+from halation.data.prompt_list import has_pictures
 from halation.errors import InputError
 from halation.generation.identity import fingerprint
 from halation.jobs import finetuning, train
@@ -57,6 +58,12 @@ def resolved(config: DistillConfig) -> DistillConfig:
     check_ranges(config, RANGES)
     _refuse_combinations(config)
     StudentConfig.read(config.student_config)
+    if config.eval_every and not has_pictures(config.data_path):
+        raise InputError(
+            f"--eval_every with the prompts of {config.data_path}",
+            "pictures to compare with",
+            "give pictures as --data_path, or score the export with `halation evaluate --reference`",
+        )
     config = dataclasses.replace(
         config,
         data=config.data_path,
