@@ -18,7 +18,7 @@ from halation.models.denoiser import DiTDenoiser
 from halation.models.dit import sincos_positions
 from halation.models.shrinking import Cut, Heads, _within_head, evenly, shrunk
 from halation.models.student_config import StudentConfig
-from halation.models.student_shapes import FAMILIES, dit_config, transformer_config
+from halation.models.student_shapes import DIALECTS, dit_config, transformer_config
 from halation.models.students import open_student
 
 PIPELINES = {
@@ -171,7 +171,7 @@ def modules(family: str, **shape: Any) -> tuple[nn.Module, nn.Module, Cut]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         student = kind.from_config(after)
-    return kind.from_pretrained(str(folder)), student, Cut.between(FAMILIES[name], before, after, layers)
+    return kind.from_pretrained(str(folder)), student, Cut.between(DIALECTS[name], before, after, layers)
 
 
 @pytest.mark.parametrize("family", PIPELINES)

@@ -67,6 +67,7 @@ TEACHERS = {
     "WanPipeline": WAN,
     "HunyuanDiTPipeline": HUNYUAN,
     "PixArtSigmaPipeline": PIXART,
+    "PixArtAlphaPipeline": {**PIXART, "sample_size": 128},
     "StableDiffusion3Pipeline": SD3,
     "FluxPipeline": FLUX,
 }
@@ -142,6 +143,7 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
         ("WanPipeline", {"width": 60, "heads": 20}, "heads 3 wide"),
         ("FluxPipeline", {"width": 96, "heads": 24}, "heads 4 wide"),
         ("PixArtSigmaPipeline", {"width": 90, "heads": 15}, "a student 90 wide"),
+        ("PixArtAlphaPipeline", {"width": 1136}, "a student 1136 wide"),
         ("WanPipeline", {"layers": (0, 40)}, "layer 40 of a teacher that has 40"),
         ("FluxPipeline", {"layers": (19, 56)}, "of FLUX"),
         ("FluxPipeline", {"layers": (0, 30, 1)}, "of FLUX"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,29 @@ def test_what_cannot_be_a_student_is_refused(denoiser: DiTDenoiser) -> None:
         open_student(denoiser, StudentConfig(), lora=None, height=32, width=16, **common)
     with pytest.raises(TypeError, match="number of steps"):
         open_student(denoiser, StudentConfig(), lora=None, height=16, width=16, few_steps=True, **common)
+
+
+def test_folders_that_cannot_have_such_a_student_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_pipelines.built("wan"), folder)
+    index = json.loads((folder / "model_index.json").read_text())
+
+    def refused(changes: dict[str, Any], shape: dict[str, Any]) -> str:
+        (folder / "model_index.json").write_text(json.dumps({**index, **changes}))
+        with pytest.raises(InputError) as caught:
+            student_of(folder, shape)
+        return caught.value.found
+
+    assert "patches of 4, the teacher 2" in refused({"expand_timesteps": True}, {"patch_size": 4})
+    assert "WanTransformer9DModel" in refused({"transformer": ["diffusers", "WanTransformer9DModel"]}, {})
+    assert "has no transformer" in refused({"transformer": [None, None]}, {})
+
+
+def test_a_number_of_steps_that_a_students_scheduler_cannot_make_is_refused() -> None:
+    denoiser = student_of("sd3")
+    sheet = Sheet(specs=tuple(specs("a red cat", steps=1, guidance_scale=1.0)), num_real=1)
+    with pytest.raises(InputError, match="--num_inference_steps 1 with FlowMatchEulerDiscreteScheduler"):
+        denoiser.prepare(sheet, "cpu")
 
 
 def test_a_student_of_a_dit_describes_itself_whole(denoiser: DiTDenoiser) -> None:

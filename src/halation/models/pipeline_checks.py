@@ -250,6 +250,8 @@ class Checks:
             raise InputError(f"--num_inference_steps {spec.steps}", "at least 1", "use more steps")
         try:
             scheduler = self._trial(spec.steps)
+            if not torch.as_tensor(scheduler.timesteps).isfinite().all():
+                raise ValueError("its times would be no numbers")
         except (ValueError, IndexError, RuntimeError, ZeroDivisionError) as error:
             raise InputError(
                 f"--num_inference_steps {spec.steps} with {name}: {error}",

@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 import diffusers
+import numpy as np
 
 from halation.errors import InputError
 from halation.models.pipeline_family import Family
@@ -106,5 +107,6 @@ def trial(scheduler: Any, num_steps: int) -> Any:
     """A copy of the scheduler with its timesteps set for `num_steps`; the scheduler itself is left alone."""
     copy = type(scheduler).from_config(scheduler.config)
     shifting = {"mu": 1.0} if scheduler.config.get("use_dynamic_shifting") else {}
-    copy.set_timesteps(num_steps, **shifting)
+    with np.errstate(all="ignore"):  # a number of steps that it cannot make gives times that are none
+        copy.set_timesteps(num_steps, **shifting)
     return copy

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halation.models.dit import TEXT_HEADS, DiTConfig
-from halation.models.student_shapes import Family
+from halation.models.student_shapes import Dialect
 
 _FROM_HEADS = ("to_out.0", "to_add_out", "out")
 _HEADS = (
@@ -59,21 +59,21 @@ class Cut:
 
     @classmethod
     def between(
-        cls, family: Family, teacher: Mapping[str, Any], student: Mapping[str, Any], layers: Sequence[int]
+        cls, dialect: Dialect, teacher: Mapping[str, Any], student: Mapping[str, Any], layers: Sequence[int]
     ) -> Cut:
         """For the configs of two transformers of a pipeline."""
 
         def heads(config: Mapping[str, Any]) -> Heads:
-            shape = family.read(config)
+            shape = dialect.read(config)
             axes = config.get("axes_dims_rope")
-            return Heads(num=shape.heads, parts=family.rotary(shape.head_width) if axes is None else tuple(axes))
+            return Heads(num=shape.heads, parts=dialect.rotary(shape.head_width) if axes is None else tuple(axes))
 
         return cls(
             layers=tuple(layers),
             heads=(heads(teacher), heads(student)),
-            patches=(Patches(size=family.read(teacher).patch_size), Patches(size=family.read(student).patch_size)),
-            lists=family.lists,
-            firsts=(0, int(teacher["num_layers"]))[: len(family.lists)],
+            patches=(Patches(size=dialect.read(teacher).patch_size), Patches(size=dialect.read(student).patch_size)),
+            lists=dialect.lists,
+            firsts=(0, int(teacher["num_layers"]))[: len(dialect.lists)],
         )
 
     @classmethod

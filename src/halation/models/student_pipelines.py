@@ -19,7 +19,7 @@ from halation.models.pipeline_opening import load_parts
 from halation.models.pipeline_texts import others
 from halation.models.shrinking import Cut, shrunk
 from halation.models.student_config import StudentConfig
-from halation.models.student_shapes import FAMILIES, transformer_config
+from halation.models.student_shapes import DIALECTS, refuse_other_patches, transformer_config
 
 FirstWeights = Literal["teacher", "random", "none"]
 """A copy of the teacher's, cut to size; random ones; or, where a checkpoint follows, whatever comes."""
@@ -55,13 +55,15 @@ class PipelineStudent:
         }
         own.pop("_name_or_path", None)  # somebody's folder
         whole = {name: list(value) if isinstance(value, tuple) else value for name, value in {**usual, **own}.items()}
+        if read_json(files.path / "model_index.json").get("expand_timesteps"):
+            refuse_other_patches(files.class_name, whole, shape)
         config, layers = transformer_config(files.class_name, whole, shape)
         return cls(
             base=base,
             config=config,
             is_copy=config == whole,
             few_steps=few_steps,
-            cut=Cut.between(FAMILIES[family_of(files.class_name).name], whole, config, layers),
+            cut=Cut.between(DIALECTS[family_of(files.class_name).name], whole, config, layers),
             init=init,
             seed=seed,
         )
@@ -135,6 +137,6 @@ def _kind(files: PipelineFiles, base: str) -> Any:
 
 def num_tokens(pipe: Any, height: int, width: int) -> int:
     """Patches of a picture, by which some pipelines shift their times."""
-    shape = FAMILIES[family_of(type(pipe).__name__).name].read(pipe.transformer.config)
+    shape = DIALECTS[family_of(type(pipe).__name__).name].read(pipe.transformer.config)
     factor = getattr(pipe, "vae_scale_factor_spatial", None) or pipe.vae_scale_factor
     return (height // factor // shape.patch_size) * (width // factor // shape.patch_size)

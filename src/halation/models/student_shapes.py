@@ -34,7 +34,7 @@ class Shape:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Family:
+class Dialect:
     """How a family writes a shape down. `rotary` are the channels of a head that turn together, one number an axis."""
 
     read: Callable[[Mapping[str, Any]], Shape]
@@ -142,8 +142,8 @@ def _write_wan(teacher: Mapping[str, Any], shape: Shape, layers: Sequence[int]) 
     }
 
 
-FAMILIES: Mapping[str, Family] = {
-    "HunyuanDiT": Family(
+DIALECTS: Mapping[str, Dialect] = {
+    "HunyuanDiT": Dialect(
         read=_read(
             {
                 "patch_size": "patch_size",
@@ -157,21 +157,21 @@ FAMILIES: Mapping[str, Family] = {
         head_multiple=4,
         fixed=_ALWAYS,
     ),
-    "PixArt": Family(
+    "PixArt": Dialect(
         read=_read({"patch_size": "patch_size", "latent_channels": "in_channels", "text_width": "caption_channels"}),
         write=_write_pixart,
         width_multiple=4,
         lists=("transformer_blocks",),
         fixed={**_ALWAYS, "mlp_ratio": _FOUR},
     ),
-    "SD3": Family(
+    "SD3": Dialect(
         read=_read({"patch_size": "patch_size", "latent_channels": "in_channels", "text_width": "joint_attention_dim"}),
         write=_write_sd3,
         width_multiple=4,
         lists=("transformer_blocks",),
         fixed={**_ALWAYS, "mlp_ratio": _FOUR},
     ),
-    "FLUX": Family(
+    "FLUX": Dialect(
         read=_read(
             {"text_width": "joint_attention_dim"},
             patch_size=lambda config: 2,
@@ -183,7 +183,7 @@ FAMILIES: Mapping[str, Family] = {
         lists=("transformer_blocks", "single_transformer_blocks"),
         fixed={**_ALWAYS, "mlp_ratio": _FOUR, "patch_size": "the pipeline itself packs latents two by two"},
     ),
-    "Wan": Family(
+    "Wan": Dialect(
         read=_read(
             {"latent_channels": "in_channels", "text_width": "text_dim"},
             patch_size=lambda config: config["patch_size"][-1],
@@ -200,10 +200,10 @@ FAMILIES: Mapping[str, Family] = {
 # What becomes of it
 
 
-def resolved(student: StudentConfig, teacher: Shape, name: str, family: Family) -> tuple[Shape, tuple[int, ...]]:
+def resolved(student: StudentConfig, teacher: Shape, name: str, dialect: Dialect) -> tuple[Shape, tuple[int, ...]]:
     """The student's shape and, for each of its blocks, the teacher's block that it stands for; or why there is none."""
     _refuse_family(student, name)
-    for key, why in family.fixed.items():
+    for key, why in dialect.fixed.items():
         _refuse_other(key, getattr(student, key), getattr(teacher, key), why)
     said = {
         field.name: getattr(student, field.name)
@@ -213,7 +213,7 @@ def resolved(student: StudentConfig, teacher: Shape, name: str, family: Family) 
     if student.layers is not None:
         said["depth"] = len(student.layers)
     shape = dataclasses.replace(teacher, **said)
-    _refuse_width(shape, teacher, name, family)
+    _refuse_width(shape, teacher, name, dialect)
     return shape, () if student.layers is None else _refuse_layers(student.layers, teacher.depth)
 
 
@@ -231,16 +231,24 @@ def transformer_config(
 ) -> tuple[dict[str, Any], tuple[int, ...]]:
     """The config of a pipeline's transformer in the student's shape, and which of the teacher's blocks each of its own stands for."""
     name = family_of(class_name).name
-    family = FAMILIES[name]
-    before = family.read(teacher)
-    shape, layers = resolved(student, before, name, family)
+    dialect = _with_sizes(DIALECTS[name], name, teacher)
+    before = dialect.read(teacher)
+    shape, layers = resolved(student, before, name, dialect)
     if not layers:
         layers = _flux_spread(teacher, shape.depth) if name == "FLUX" else spread(shape.depth, before.depth)
     if name == "FLUX":
         _refuse_mixed(layers, teacher["num_layers"])
     if shape == before and layers == tuple(range(before.depth)):
         return dict(teacher), layers
-    return {**teacher, **family.write(teacher, shape, layers)}, layers
+    return {**teacher, **dialect.write(teacher, shape, layers)}, layers
+
+
+def _with_sizes(dialect: Dialect, name: str, teacher: Mapping[str, Any]) -> Dialect:
+    """PixArt-Alpha at 1,024 puts three embeddings of sizes beside each other, which together are as wide as the model."""
+    told = teacher.get("use_additional_conditions")
+    if name == "PixArt" and (told or (told is None and teacher.get("sample_size") == 128)):
+        return dataclasses.replace(dialect, width_multiple=3 * dialect.width_multiple)
+    return dialect
 
 
 def _flux_spread(teacher: Mapping[str, Any], num: int) -> tuple[int, ...]:
@@ -273,7 +281,7 @@ def dit_config(teacher: DiTConfig, student: StudentConfig) -> tuple[DiTConfig, t
         text_width=teacher.text_hidden,
         mlp_ratio=4.0,
     )
-    shape, layers = resolved(student, before, DIT, DIT_FAMILY)
+    shape, layers = resolved(student, before, DIT, DIT_DIALECT)
     config = dataclasses.replace(
         teacher,
         hidden=shape.width,
@@ -289,7 +297,7 @@ def _no_dictionary(*_: Any) -> Any:
     raise TypeError("a DiT has a config of its own")
 
 
-DIT_FAMILY = Family(
+DIT_DIALECT = Dialect(
     read=_no_dictionary,
     write=_no_dictionary,
     width_multiple=4,
@@ -314,6 +322,12 @@ def _refuse_family(student: StudentConfig, name: str) -> None:
     )
 
 
+def refuse_other_patches(class_name: str, teacher: Mapping[str, Any], student: StudentConfig) -> None:
+    """For pipelines that tell the transformer a time for each token, and so know how many there are."""
+    own = DIALECTS[family_of(class_name).name].read(teacher).patch_size
+    _refuse_other("patch_size", student.patch_size, own, "the pipeline tells each token of that size its time")
+
+
 _WORDS = {
     "latent_channels": "{} latent channels",
     "text_width": "texts of {} channels",
@@ -333,7 +347,7 @@ def _refuse_other(key: str, student: Any, teacher: Any, why: str) -> None:
     )
 
 
-def _refuse_width(shape: Shape, teacher: Shape, name: str, family: Family) -> None:
+def _refuse_width(shape: Shape, teacher: Shape, name: str, dialect: Dialect) -> None:
     if shape.width % shape.heads:
         near = max(1, round(shape.width / teacher.head_width))
         hint = f"heads to {near}" if shape.width % near == 0 else f"width to {shape.heads * max(1, shape.head_width)}"
@@ -342,18 +356,18 @@ def _refuse_width(shape: Shape, teacher: Shape, name: str, family: Family) -> No
             "a width that the heads divide",
             f"set {hint}; the teacher's are {teacher.head_width} wide each",
         )
-    least = family.head_multiple * (3 if name in ("Wan", "FLUX") else 1)
-    if shape.head_width % family.head_multiple or shape.head_width < least:
+    least = dialect.head_multiple * (3 if name in ("Wan", "FLUX") else 1)
+    if shape.head_width % dialect.head_multiple or shape.head_width < least:
         raise InputError(
             f"heads {shape.head_width} wide ({shape.width} over {shape.heads})",
-            f"a multiple of {family.head_multiple} from {least} on, which the rotary positions of {name} can take",
+            f"a multiple of {dialect.head_multiple} from {least} on, which the rotary positions of {name} can take",
             f"change width or heads; the teacher's are {teacher.head_width} wide",
         )
-    if shape.width % family.width_multiple:
+    if shape.width % dialect.width_multiple:
         raise InputError(
             f"a student {shape.width} wide",
-            f"a multiple of {family.width_multiple}: its positions are sines and cosines of two axes",
-            f"set width to {-(-shape.width // family.width_multiple) * family.width_multiple}",
+            f"a multiple of {dialect.width_multiple}, which its positions and sizes are embedded in",
+            f"set width to {-(-shape.width // dialect.width_multiple) * dialect.width_multiple}",
         )
 
 

@@ -104,14 +104,17 @@ def _pipeline(
     from halation.models.library_messages import silence
 
     silence()
+    from halation.models.experts import transformer_names
     from halation.models.finetuning import PipelineDenoiser
     from halation.models.pipeline_files import inspect_folder
-    from halation.models.pipeline_opening import pipeline_modules
+    from halation.models.pipeline_opening import pipeline_class, pipeline_modules
     from halation.models.student_pipelines import PipelineStudent
     from halation.models.trained_families import trained_family
 
     files = inspect_folder(folder, pipeline_modules())
+    pipeline_class(files)
     trained_family(files.class_name, folder)
+    transformer_names(files, experts=True)
     student = PipelineStudent.planned(files, shape, few_steps=few_steps, init=init, seed=seed)
     if lora is not None and not student.is_copy:
         raise InputError(
