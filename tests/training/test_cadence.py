@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -72,17 +74,21 @@ def test_a_run_of_ten_thousand_steps_on_fifty_pictures_does_not_only_save() -> N
     assert dates[0] == 2
 
 
-@given(CADENCES, st.integers(1, 400))
-def test_the_epoch_of_a_step_is_the_one_that_ended_in_it_or_else_the_one_it_is_in(cadence: Cadence, step: int) -> None:
-    before, after = ((step - 1) * cadence.global_batch, step * cadence.global_batch)
-    epoch = cadence.epoch(step)
-    ended = [number for number in range(1, epoch + 2) if before < number * cadence.num_pictures <= after]
-    if ended:
-        assert epoch == ended[-1]
-    else:
-        assert (epoch - 1) * cadence.num_pictures <= before < after < epoch * cadence.num_pictures
+@given(CADENCES, st.integers(1, 4), st.integers(1, 50))
+def test_counted_epochs_have_whole_steps_and_each_that_counts_ends_with_its_own_date(
+    cadence: Cadence, every: int, epoch: int
+) -> None:
+    counted = dataclasses.replace(cadence, epochs_every=every)
+    last = epoch * counted.steps_an_epoch
+    assert (counted.steps_an_epoch - 1) * counted.global_batch < counted.num_pictures
+    assert counted.steps_an_epoch * counted.global_batch >= counted.num_pictures
+    assert counted.epoch(last) == epoch
+    assert counted.epoch(last + 1) == epoch + 1
+    assert counted.epoch_end(last) == (epoch % every == 0)
+    assert not any(counted.epoch_end(step) for step in range(last + 1, last + counted.steps_an_epoch))
 
 
-def test_a_batch_across_two_epochs_ends_the_first() -> None:
-    cadence = Cadence(n_steps=6, ckpt_every=0, ckpt_latest_every=0, num_pictures=10, global_batch=4)
-    assert [cadence.epoch(step) for step in range(1, 7)] == [1, 1, 1, 2, 2, 3]
+def test_a_batch_larger_than_the_data_is_an_epoch() -> None:
+    cadence = Cadence(n_steps=4, ckpt_every=0, ckpt_latest_every=0, num_pictures=5, global_batch=16, epochs_every=1)
+    assert [cadence.epoch(step) for step in range(1, 5)] == [1, 2, 3, 4]
+    assert [cadence.due(step) for step in range(1, 5)] == ["latest", "latest", "latest", "kept"]

@@ -11,13 +11,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from halation import runs
 from halation.config.distill import DistillConfig
 from halation.data.base import Pictures
 from halation.data.prompt_list import Prompts, has_pictures
-from halation.errors import HalationError, InputError, refused_by_system
+from halation.errors import InputError
 from halation.flow.ema import Ema
 from halation.flow.samplers import schedule
 from halation.jobs import assembly, teaching
@@ -33,10 +31,10 @@ from halation.training import distillation, lessons
 from halation.training.batches import Items, LessonPreparer, NoisePreparer
 from halation.training.distillation import FAKE, PROJECTION, DistributionMatching, FeatureMatching
 from halation.training.loop import MODEL, Objective, Part, Rows
-from halation.training.sample_files import Place, is_drawn
-from halation.training.sampling import Drawing, SampleSettings
+from halation.training.sample_files import Place
+from halation.training.sampling import SampleSettings
 from halation.world.engines import Engine
-from halation.world.ranks import Vigil, alive, on_first
+from halation.world.ranks import alive, on_first
 
 log = logging.getLogger(__name__)
 
@@ -159,7 +157,9 @@ class Distillation(Task):
     def sampling(self, prompts: tuple[str, ...]) -> SampleSettings:
         """As the objective was trained: guidance is in the student where it was in the teacher's answers."""
         config, settings = self.config, super().sampling(prompts)
-        if config.guidance_scale is None and (self.few_steps or self.guidance != 1.0):
+        # The family's own scale is for a student that has learned both branches, with no guidance in either.
+        guided = self.denoiser.guides == "pair" and self.guidance == 1.0 and config.caption_dropout > 0
+        if config.guidance_scale is None and (self.few_steps or not guided):
             settings = dataclasses.replace(settings, guidance_scale=1.0)
         steps = config.student_steps if self.few_steps else settings.steps
         if self.few_steps and isinstance(self.denoiser, DiTDenoiser):
@@ -170,8 +170,8 @@ class Distillation(Task):
     def dated(self, global_batch: int) -> DistillConfig:
         config = self.config
         if config.num_epochs:
-            steps = -(-config.num_epochs * self.source.num_train // global_batch)
-            self.config = dataclasses.replace(config, n_steps=steps)
+            steps = -(-self.source.num_train // global_batch)  # an epoch has one at least, and ends with a step
+            self.config = dataclasses.replace(config, n_steps=config.num_epochs * steps)
         return self.config
 
     @property
@@ -184,13 +184,16 @@ class Distillation(Task):
     def prepare(self, settings: SampleSettings) -> None:
         """Ask the teacher what it need say only once; it stays only where it will be asked again."""
         missing = self._missing()
-        undrawn = self._undrawn(settings)
+        portfolio = self._portfolio(settings)
+        undrawn = portfolio is not None and portfolio.is_open()
         if missing or undrawn or self._asks:
             self.teacher = teaching.open_teacher(self.world, self.config, self.denoiser, self.guidance)
         if missing:
             self._write_lessons(missing)
-        if undrawn:
-            self._draw_teacher(settings)
+        if portfolio is not None:
+            self.beside = portfolio.place
+            if undrawn and self.teacher is not None:
+                portfolio.draw(self.teacher)
         if self._keeps:
             self.kept = lessons.open(self._book, self._fingerprint, verify=False)  # read through while looking
         if not self._asks:
@@ -245,63 +248,27 @@ class Distillation(Task):
         return list(on_first(self.world, "looking for lessons", look, self.config.dist_timeout_s))
 
     def _write_lessons(self, items: list[int]) -> None:
-        world, config, teacher = self.world, self.config, self.teacher
-        assert teacher is not None
-        log.warning("asking the teacher once about %d items, into %s", len(items), self._book)
-        sharded = config.teacher_placement == "fsdp"
-        items_of = Items(self.denoiser, self.source, world.device, self._plan.dropped)
-        self.denoiser.to(world.device, module=False)  # pictures become latents there
-        with (
-            Vigil(world, "asking the teacher", config.dist_timeout_s) as vigil,
-            assembly.bar(world, config, "asking the teacher", vigil.beat, "items") as tell,
-        ):
-            error = ""
-            try:
-                lessons.build(
-                    self._plan,
-                    self._book,
-                    items,
-                    path=self.denoiser.path,
-                    predict=teacher.predict,
-                    condition=items_of.condition,
-                    x0=items_of.x0 if self.has_pictures else None,
-                    prompt=items_of.prompt,
-                    fingerprint=self._fingerprint,
-                    device=world.device,
-                    part=(world.rank, world.size),
-                    encode_size=config.teacher_batch_size or ENCODE_SIZE,
-                    agree=self._agree if sharded else None,
-                    on_progress=tell,
-                )
-            except (HalationError, OSError) as problem:
-                error = refused_by_system(problem) or str(problem)
-            except (torch.OutOfMemoryError, MemoryError):
-                error = (
-                    f"the teacher does not fit into the memory of {world.device}; use --teacher_dtype bf16, "
-                    "--teacher_batch_size 1, or --teacher_placement fsdp, layers or cpu"
-                )
-            words = [word for word in vigil.finish(error) if word]
-        if words:
-            failure = HalationError(words[0])
-            failure.exit_code = InputError.exit_code
-            raise failure
-
-    def _agree(self, problem: str) -> str:
-        return next((word for word in self.world.exchange(problem) if word), "")
+        assert self.teacher is not None
+        log.warning("asking the teacher once about %d %ss, into %s", len(items), self.item, self._book)
+        self.denoiser.to(self.world.device, module=False)  # pictures become latents there
+        known = Items(self.denoiser, self.source, self.world.device, self._plan.dropped)
+        teaching.write_lessons(
+            self.world, self.config, self.teacher, known, self._plan, self._book, self._fingerprint, items
+        )
 
     # -- the teacher's own pictures
 
-    def _undrawn(self, settings: SampleSettings) -> bool:
-        """Whether pictures of the teacher are wanted that are not there; its place is known from now on."""
+    def _portfolio(self, settings: SampleSettings) -> teaching.Portfolio | None:
+        """Where the teacher's pictures go, and what they are made by; none where none are wanted."""
         if not (self.config.teacher_samples and self.config.sample and settings.prompts):
-            return False
-        self.beside = Place(folder=self.run.samples / "teacher", label="teacher")
-        place, specs = self.beside, self._teachers(settings).specs()
-
-        def look(beat: Callable[[], None]) -> bool:
-            return not alive(lambda: all(is_drawn(place, spec) for spec in specs), beat)
-
-        return bool(on_first(self.world, "looking for the teacher's pictures", look, self.config.dist_timeout_s))
+            return None
+        return teaching.Portfolio(
+            self.world,
+            self.config,
+            Place(folder=self.run.samples / "teacher", label="teacher"),
+            self._teachers(settings),
+            {"teacher": runs.read_record(self.run)["fixed"]["teacher"], "dtype": self.config.teacher_dtype},
+        )
 
     def _teachers(self, settings: SampleSettings) -> SampleSettings:
         """The same prompts and seeds, drawn as the teacher is."""
@@ -314,21 +281,6 @@ class Distillation(Task):
             dtype=self.config.teacher_dtype,
             distilled=None,
         )
-
-    def _draw_teacher(self, settings: SampleSettings) -> None:
-        assert self.teacher is not None
-        assert self.beside is not None
-        drawing = Drawing(
-            teaching.where_it_draws(self.world, self.teacher),
-            self.teacher.denoiser,
-            self._teachers(settings),
-            sharded=self.config.teacher_placement == "fsdp",
-            timeout_s=self.config.sample_timeout_s or self.config.dist_timeout_s,
-            stop=lambda: 0,
-        )
-        rows = drawing.run(self.beside, "teacher")
-        failed = sum(row["state"] == "failed" for row in rows)
-        log.info("samples of the teacher: %d done, %d failed", len(rows) - failed, failed)
 
     # -- what learns
 

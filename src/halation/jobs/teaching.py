@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
+import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from halation.config.distill import DistillConfig
-from halation.errors import InputError
+from halation.errors import HalationError, InputError, RankFailure, refused_by_system
+from halation.jobs.assembly import bar
 from halation.jobs.models import load_denoiser
 from halation.models.base import Denoiser
 from halation.models.compiling import compile_units
 from halation.models.denoiser import DiTDenoiser
 from halation.models.teacher import Teacher, spread_by_layers
+from halation.runs import publish_json
+from halation.training import lessons
+from halation.training.batches import Items
 from halation.training.loop import AUTOCAST
+from halation.training.sample_files import Place, is_drawn
+from halation.training.sampling import Drawing, SampleSettings
 from halation.world.engines import Fsdp
-from halation.world.launch import num_gpus
-from halation.world.ranks import World
+from halation.world.launch import about_peers, num_gpus
+from halation.world.ranks import Vigil, World, alive, on_first
 
 if TYPE_CHECKING:
     from halation.models.finetuning import PipelineDenoiser
+
+
+log = logging.getLogger(__name__)
+
+ENCODE_SIZE = 8
+"""Items that the teacher takes at once where no batch size was asked for."""
 
 
 def open_dit(config: DistillConfig) -> DiTDenoiser:
@@ -38,7 +53,38 @@ def open_dit(config: DistillConfig) -> DiTDenoiser:
 
 
 def open_teacher(world: World, config: DistillConfig, student: Denoiser, guidance: float) -> Teacher:
-    """The teacher in its place, frozen, reading the texts that were encoded for the student."""
+    """The teacher in its place on all ranks, or what keeps it from there on one of them."""
+    with Vigil(world, "opening the teacher", config.dist_timeout_s) as vigil:
+        error, teacher = "", None
+        try:
+            teacher = alive(lambda: _opened(world, config, student, guidance), vigil.beat)
+        except (torch.OutOfMemoryError, MemoryError):
+            error = _too_large(world)
+        except InputError as problem:
+            error = str(problem)
+        _refuse(vigil.finish(error))
+    assert teacher is not None
+    return teacher
+
+
+def _too_large(world: World) -> str:
+    return (
+        f"the teacher does not fit into the memory of {world.device}; use --teacher_dtype bf16, --teacher_batch_size 1, "
+        "or --teacher_placement fsdp, layers or cpu"
+    )
+
+
+def _refuse(words: Sequence[str]) -> None:
+    """Any rank's problem is everybody's, and no reason to start all of them again."""
+    for word in words:
+        if word:
+            failure = HalationError(word)
+            failure.exit_code = InputError.exit_code
+            raise failure
+
+
+def _opened(world: World, config: DistillConfig, student: Denoiser, guidance: float) -> Teacher:
+    """Frozen, reading the texts that were encoded for the student."""
     denoiser: Denoiser = _pipeline(config, student) if config.model_path else open_dit(config)
     device = torch.device("cpu") if config.teacher_placement == "cpu" else world.device
     teacher = Teacher(
@@ -100,9 +146,96 @@ def _own_gpus(world: World) -> list[torch.device]:
     return [world.device, *(torch.device("cuda", number) for number in mine)]
 
 
-def where_it_draws(world: World, teacher: Teacher) -> World:
-    """The same ranks, computing where the teacher does."""
-    return dataclasses.replace(world, device=teacher.device)
+def write_lessons(
+    world: World,
+    config: DistillConfig,
+    teacher: Teacher,
+    known: Items,
+    plan: lessons.Plan,
+    folder: Path,
+    fingerprint: dict[str, Any],
+    items: list[int],
+) -> None:
+    """Ask the teacher about these items, all ranks together."""
+    sharded = config.teacher_placement == "fsdp"
+
+    def agree(problem: str) -> str:
+        return next((word for word in world.exchange(problem) if word), "")
+
+    with (
+        Vigil(world, "asking the teacher", config.dist_timeout_s) as vigil,
+        bar(world, config, "asking the teacher", vigil.beat, "items") as tell,
+    ):
+        error = ""
+        try:
+            lessons.build(
+                plan,
+                folder,
+                items,
+                path=teacher.path,
+                predict=teacher.predict,
+                condition=known.condition,
+                x0=known.x0 if plan.pictures else None,
+                prompt=known.prompt,
+                fingerprint=fingerprint,
+                device=world.device,
+                part=(world.rank, world.size),
+                encode_size=config.teacher_batch_size or ENCODE_SIZE,
+                agree=agree if sharded else None,
+                on_progress=tell,
+            )
+        except (HalationError, OSError) as problem:
+            error = refused_by_system(problem) or str(problem)
+        except (torch.OutOfMemoryError, MemoryError) as problem:
+            error = _too_large(world)
+            if sharded:  # the others wait inside a forward for this rank, and would not hear a word
+                vigil.fail(error)
+                raise RankFailure(error) from problem
+        except RuntimeError as problem:
+            if sharded and about_peers(str(problem)):
+                raise RankFailure(
+                    f"a sharded forward of the teacher could not be completed: {vigil.blame()}"
+                ) from problem
+            raise
+        _refuse(vigil.finish(error))
+
+
+@dataclasses.dataclass(frozen=True)
+class Portfolio:
+    """The teacher's own pictures for the prompts of the samples: drawn once, and drawn again for another teacher."""
+
+    world: World
+    config: DistillConfig
+    place: Place
+    settings: SampleSettings
+    made_by: dict[str, Any]
+
+    def is_open(self) -> bool:
+        """Whether a picture is missing; what somebody else drew is removed."""
+
+        def look(beat: Callable[[], None]) -> bool:
+            if self.place.recorded().get("made_by") != self.made_by:
+                self.place.clear()
+            return not alive(lambda: all(is_drawn(self.place, spec) for spec in self.settings.specs()), beat)
+
+        return bool(on_first(self.world, "looking for the teacher's pictures", look, self.config.dist_timeout_s))
+
+    def draw(self, teacher: Teacher) -> None:
+        if self.world.first:
+            with contextlib.suppress(OSError):  # a disk that cannot be written costs the samples, not the training
+                self.place.folder.mkdir(parents=True, exist_ok=True)
+                publish_json(self.place.index, {"made_by": self.made_by})
+        drawing = Drawing(
+            dataclasses.replace(self.world, device=teacher.device),  # which need not be where the student computes
+            teacher.denoiser,
+            self.settings,
+            sharded=self.config.teacher_placement == "fsdp",
+            timeout_s=self.config.sample_timeout_s or self.config.dist_timeout_s,
+            stop=lambda: 0,
+        )
+        rows = drawing.run(self.place, "teacher")
+        failed = sum(row["state"] == "failed" for row in rows)
+        log.info("samples of the teacher: %d done, %d failed", len(rows) - failed, failed)
 
 
 def forget(device: torch.device) -> None:

@@ -19,28 +19,32 @@ class Cadence:
     global_batch: int
     eval_every: int = 0
     epochs_every: int = 0
-    """Every how many epochs an epoch's end is a date, where somebody said so; 0 thins them out by the other intervals."""
+    """Every how many epochs an epoch's end is a date, where somebody counts in epochs: whole steps then, and one at least. 0 thins
+    them out by the other intervals."""
+
+    @property
+    def steps_an_epoch(self) -> int:
+        return -(-self.num_pictures // self.global_batch)
 
     @property
     def epochs_between(self) -> int:
         """Every how many epochs an epoch's end is a date: at least the shortest interval apart."""
-        if self.epochs_every:
-            return self.epochs_every
         intervals = [every for every in (self.ckpt_every, self.ckpt_latest_every) if every > 0]
         apart = min(intervals, default=self.n_steps) * self.global_batch
         return max(1, -(-apart // self.num_pictures))
 
     def epoch_end(self, step: int) -> bool:
         """Whether an epoch that counts ended during this step."""
+        if self.epochs_every:
+            return step % (self.steps_an_epoch * self.epochs_every) == 0
         pictures = self.num_pictures * self.epochs_between
-        if self.epochs_every or pictures == self.num_pictures or self.num_pictures <= (step - 1) * self.global_batch:
+        if pictures == self.num_pictures or self.num_pictures <= (step - 1) * self.global_batch:
             return step * self.global_batch // pictures > (step - 1) * self.global_batch // pictures
         return step * self.global_batch >= self.num_pictures  # the first epoch always counts
 
     def epoch(self, step: int) -> int:
-        """The epoch that ended during this step, the last one of several, or else the one the step is in; the first is 1."""
-        ended = step * self.global_batch // self.num_pictures
-        return ended if ended > (step - 1) * self.global_batch // self.num_pictures else ended + 1
+        """The epoch in whole steps that this step belongs to; the first is 1."""
+        return -(-step // self.steps_an_epoch)
 
     def due(self, step: int) -> Kind | None:
         """What to save after this step; samples are drawn whenever something is."""
