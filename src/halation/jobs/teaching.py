@@ -57,7 +57,11 @@ def open_teacher(world: World, config: DistillConfig, student: Denoiser, guidanc
     with Vigil(world, "opening the teacher", config.dist_timeout_s) as vigil:
         error, teacher = "", None
         try:
-            teacher = alive(lambda: _opened(world, config, student, guidance), vigil.beat)
+            denoiser: Denoiser = alive(
+                lambda: _pipeline(config, student) if config.model_path else open_dit(config), vigil.beat
+            )
+            # Here and not in that thread: which GPU is meant is a matter of the thread.
+            teacher = _placed(world, config, denoiser, guidance)
         except (torch.OutOfMemoryError, MemoryError):
             error = _too_large(world)
         except InputError as problem:
@@ -83,9 +87,7 @@ def _refuse(words: Sequence[str]) -> None:
             raise failure
 
 
-def _opened(world: World, config: DistillConfig, student: Denoiser, guidance: float) -> Teacher:
-    """Frozen, reading the texts that were encoded for the student."""
-    denoiser: Denoiser = _pipeline(config, student) if config.model_path else open_dit(config)
+def _placed(world: World, config: DistillConfig, denoiser: Denoiser, guidance: float) -> Teacher:
     device = torch.device("cpu") if config.teacher_placement == "cpu" else world.device
     teacher = Teacher(
         denoiser,
