@@ -54,14 +54,16 @@ def open_dit(config: DistillConfig) -> DiTDenoiser:
 
 def open_teacher(world: World, config: DistillConfig, student: Denoiser, guidance: float) -> Teacher:
     """The teacher in its place on all ranks, or what keeps it from there on one of them."""
+    by_layers = config.teacher_placement == "layers" and world.device.type == "cuda"
+    spare = _spare_gpus(world) if by_layers else []
     with Vigil(world, "opening the teacher", config.dist_timeout_s) as vigil:
         error, teacher = "", None
         try:
             denoiser: Denoiser = alive(
-                lambda: _pipeline(config, student) if config.model_path else open_dit(config), vigil.beat
+                lambda: _pipeline(world, config, student) if config.model_path else open_dit(config), vigil.beat
             )
             # Here and not in that thread: which GPU is meant is a matter of the thread.
-            teacher = _placed(world, config, denoiser, guidance)
+            teacher = _placed(world, config, denoiser, guidance, spare)
         except (torch.OutOfMemoryError, MemoryError):
             error = _too_large(world)
         except InputError as problem:
@@ -87,7 +89,9 @@ def _refuse(words: Sequence[str]) -> None:
             raise failure
 
 
-def _placed(world: World, config: DistillConfig, denoiser: Denoiser, guidance: float) -> Teacher:
+def _placed(
+    world: World, config: DistillConfig, denoiser: Denoiser, guidance: float, spare: list[torch.device]
+) -> Teacher:
     device = torch.device("cpu") if config.teacher_placement == "cpu" else world.device
     teacher = Teacher(
         denoiser,
@@ -102,13 +106,13 @@ def _placed(world: World, config: DistillConfig, denoiser: Denoiser, guidance: f
             "a teacher with one transformer, whose middle can be compared with",
             "leave --feature_weight out",
         )
-    _place(world, config, denoiser, device)
+    _place(world, config, denoiser, device, spare)
     if config.compile and device.type == "cuda":
         compile_units(denoiser.shard_units())
     return teacher
 
 
-def _pipeline(config: DistillConfig, student: Denoiser) -> PipelineDenoiser:
+def _pipeline(world: World, config: DistillConfig, student: Denoiser) -> PipelineDenoiser:
     from halation.models.finetuning import PipelineDenoiser
 
     assert isinstance(student, PipelineDenoiser)
@@ -120,32 +124,34 @@ def _pipeline(config: DistillConfig, student: Denoiser) -> PipelineDenoiser:
         lora=None,
         height=height,
         width=width,
+        stays_on_cpu=world.device.type == "cpu",
         experts=True,
     )
     denoiser.read_texts_of(student)
     return denoiser
 
 
-def _place(world: World, config: DistillConfig, denoiser: Denoiser, device: torch.device) -> None:
+def _place(
+    world: World, config: DistillConfig, denoiser: Denoiser, device: torch.device, spare: list[torch.device]
+) -> None:
     module, units = denoiser.module, denoiser.shard_units()
     if config.teacher_placement == "fsdp":
         denoiser.to(device, module=False)
         if hasattr(module, "in_step"):  # experts: ranks must ask for the shards of both equally often
             module.in_step = True  # type: ignore[assignment]
         Fsdp(world, module, units)
-    elif config.teacher_placement == "layers" and device.type == "cuda":
+    elif spare:
         denoiser.to(device, module=False)
-        spread_by_layers(module, units, _own_gpus(world))
+        spread_by_layers(module, units, [device, *spare])
     else:
         denoiser.to(device)
 
 
-def _own_gpus(world: World) -> list[torch.device]:
-    """This rank's GPU and its share of those that no rank computes on."""
-    used = world.exchange([world.device.index or 0])
-    free = [number for number in range(num_gpus()) if [number] not in used]
-    mine = free[world.local_rank :: max(1, len(used))]
-    return [world.device, *(torch.device("cuda", number) for number in mine)]
+def _spare_gpus(world: World) -> list[torch.device]:
+    """This rank's share of the GPUs that no rank computes on."""
+    used = world.exchange(world.device.index or 0)
+    free = [number for number in range(num_gpus()) if number not in used]
+    return [torch.device("cuda", number) for number in free[world.local_rank :: len(set(used))]]
 
 
 def write_lessons(
