@@ -42,6 +42,8 @@ GUIDANCE = 3.0
 SMALL_SHAPE = {"family": "dit", "width": 96, "depth": 3, "heads": 3, "text_width": 48}
 GOAL_CLOSED, GOAL_CACHE = 0.8, 2.0
 PARTS = ("small", "few", "cache")
+DTYPE = "bf16"
+"""Of every training and every drawing, on both sides: twice as fast on the CPUs that know it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +74,8 @@ class Size:
 
 
 FULL = Size(
-    batch=32, teacher_steps=2800, many=50, num_scored=1000, num_reference=5000, small_steps=1500, small_pictures=12000, small_states=4,
-    small_draws=20, small_guidances=(1.0, 2.0, GUIDANCE), few_steps=2000, num_trajectories=2000, num_states=12, cache_steps=40, rounds=3,
+    batch=32, teacher_steps=2800, many=50, num_scored=500, num_reference=5000, small_steps=1000, small_pictures=4000, small_states=2,
+    small_draws=20, small_guidances=(1.0, GUIDANCE), few_steps=800, num_trajectories=600, num_states=12, cache_steps=40, rounds=3,
 )  # fmt: skip
 QUICK = Size(
     batch=8, teacher_steps=20, many=8, num_scored=16, num_reference=64, small_steps=4, small_pictures=16, small_states=1, small_draws=8,
@@ -91,7 +93,8 @@ class Place:
 
     @property
     def jury(self) -> Jury:
-        return Jury(work=self.work, num_pictures=self.size.num_scored, num_reference=self.size.num_reference)
+        size = self.size
+        return Jury(work=self.work, num_pictures=size.num_scored, num_reference=size.num_reference, dtype=DTYPE)
 
     @property
     def small_shape(self) -> Path:
@@ -108,7 +111,7 @@ def rates(lr: float, num_steps: int) -> tuple[object, ...]:
     warm_up = max(1, num_steps // 25)
     return (
         "--n_steps", num_steps, "--lr", lr, "--warmup_steps", warm_up, "--decay_steps", num_steps - warm_up, "--betas", 0.9, 0.95,
-        "--ema_decay", 0.995, "--heldout_pictures", 0, "--report_to", "none", "--progress", "none", "--nproc", 1, "--ckpt_every", 0, "--no_sample",
+        "--ema_decay", 0.995, "--dtype", DTYPE, "--heldout_pictures", 0, "--report_to", "none", "--progress", "none", "--nproc", 1, "--ckpt_every", 0, "--no_sample",
     )  # fmt: skip
 
 

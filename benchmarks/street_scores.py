@@ -36,6 +36,7 @@ class Jury:
     work: Path
     num_pictures: int
     num_reference: int
+    dtype: str = "fp32"
 
     def score(self, name: str, model: Path, seed: int, *, steps: int, guidance: float) -> Score:
         label = f"{name}_steps{steps}_guidance{guidance:g}_seed{seed}"
@@ -45,7 +46,7 @@ class Jury:
             "evaluate", "--model_path", model, "--prompts", prompts, "--reference", "streets", "--metrics", "fd", "agreement",
             "--num_reference", self.num_reference, "--num_inference_steps", steps, "--guidance_scale", guidance,
             "--seed_start", 1_000_000 * (seed + 1), "--sheet_size", 50, "--nproc", 1, "--cache_dir", self.work / "features",
-            "--allow_few", "--progress", "none", "--output", output,
+            "--allow_few", "--dtype", self.dtype, "--progress", "none", "--output", output,
         ]  # fmt: skip
         run(self.work, f"score_{label}", words)
         found = json.loads(output.read_text())["metrics"]
