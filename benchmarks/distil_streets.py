@@ -111,7 +111,8 @@ def rates(lr: float, num_steps: int) -> tuple[object, ...]:
     warm_up = max(1, num_steps // 25)
     return (
         "--n_steps", num_steps, "--lr", lr, "--warmup_steps", warm_up, "--decay_steps", num_steps - warm_up, "--betas", 0.9, 0.95,
-        "--ema_decay", 0.995, "--dtype", DTYPE, "--heldout_pictures", 0, "--report_to", "none", "--progress", "none", "--nproc", 1, "--ckpt_every", 0, "--no_sample",
+        "--ema_decay", 0.995, "--dtype", DTYPE, "--heldout_pictures", 0,
+        "--report_to", "none", "--progress", "none", "--nproc", 1, "--ckpt_every", 0, "--no_sample",
     )  # fmt: skip
 
 

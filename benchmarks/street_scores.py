@@ -46,7 +46,7 @@ class Jury:
             "evaluate", "--model_path", model, "--prompts", prompts, "--reference", "streets", "--metrics", "fd", "agreement",
             "--num_reference", self.num_reference, "--num_inference_steps", steps, "--guidance_scale", guidance,
             "--seed_start", 1_000_000 * (seed + 1), "--sheet_size", 50, "--nproc", 1, "--cache_dir", self.work / "features",
-            "--allow_few", "--dtype", self.dtype, "--progress", "none", "--output", output,
+            "--allow_few", "--model_dtype", self.dtype, "--progress", "none", "--output", output,
         ]  # fmt: skip
         run(self.work, f"score_{label}", words)
         found = json.loads(output.read_text())["metrics"]
