@@ -1,6 +1,7 @@
 """Does `halation distill` distil? A teacher of the embedded street scenes, and three questions about its students.
 
-(a) small: is a student of a quarter of the parameters better by `--objective velocity` than by a training of its own, all else equal?
+(a) small: is a student of a quarter of the parameters better by `--objective velocity` than by a training of its own with equal steps and data?
+    Once beginning with what it can keep of the teacher's weights, as `halation distill` does, and once with the random ones of that training.
 (b) few:   how much of the gap between the teacher at 4 and at 50 steps does a student close that draws in 4, and how much faster is it?
 (c) cache: how much faster is an epoch when the teacher was asked once, before?
 
@@ -169,15 +170,25 @@ def small(place: Place, teacher: Path) -> tuple[list[Score], list[str]]:
     scores: list[Score] = []
     for seed in place.seeds:
         settings = ("--max_pictures", size.small_pictures, *rates(2e-3, size.small_steps))
-        distilled = distil(
-            place, f"small_distilled_{seed}", teacher, seed, "--data", "streets", "--objective", "velocity", "--student_config", place.small_shape,
-            "--teacher_states", size.small_states, "--cache_dir", place.work / f"small_lessons_{seed}", *settings,
-        )  # fmt: skip
+        lessons = ("--teacher_states", size.small_states, "--cache_dir", place.work / f"small_lessons_{seed}")
+        words = (
+            "--data",
+            "streets",
+            "--objective",
+            "velocity",
+            "--student_config",
+            place.small_shape,
+            *lessons,
+            *settings,
+        )
+        distilled = distil(place, f"small_distilled_{seed}", teacher, seed, *words)
+        anew = distil(place, f"small_anew_{seed}", teacher, seed, *words, "--student_init", "random")
         first = random_copy(distilled, seed, place.work / f"small_first_{seed}")
         scratch = train(place, f"small_scratch_{seed}", seed, "--model", first, *settings)
         steps = size.small_draws
         scores.append(jury.score("teacher", teacher, seed, steps=steps, guidance=GUIDANCE))
         scores.append(jury.score("small_distilled", distilled, seed, steps=steps, guidance=1.0))
+        scores.append(jury.score("small_anew", anew, seed, steps=steps, guidance=1.0))
         scores += [
             jury.score("small_scratch", scratch, seed, steps=steps, guidance=value) for value in size.small_guidances
         ]
@@ -193,15 +204,18 @@ def _gains(scores: Sequence[Score], seeds: Sequence[int]) -> list[str]:
     def of(name: str, seed: int) -> list[Score]:
         return [each for each in scores if (each.name, each.seed) == (name, seed)]
 
-    distances, shares = [], []
-    for seed in seeds:
-        ours, theirs = of("small_distilled", seed)[0], of("small_scratch", seed)
-        distances.append(min(each.fd for each in theirs) / ours.fd)
-        shares.append(ours.agreement - max(each.agreement for each in theirs))
-    return [
-        f"RATIO distil_streets | small: FD-streets, scratch over distilled | {with_interval(distances, 3)}",
-        f"GAIN distil_streets | small: agreement, distilled less scratch | {with_interval(shares, 3)}",
-    ]
+    lines = []
+    for name, words in (("small_distilled", "distilled"), ("small_anew", "distilled from random weights")):
+        distances, shares = [], []
+        for seed in seeds:
+            ours, theirs = of(name, seed)[0], of("small_scratch", seed)
+            distances.append(min(each.fd for each in theirs) / ours.fd)
+            shares.append(ours.agreement - max(each.agreement for each in theirs))
+        lines += [
+            f"RATIO distil_streets | small: FD-streets, scratch over {words} | {with_interval(distances, 3)}",
+            f"GAIN distil_streets | small: agreement, {words} less scratch | {with_interval(shares, 3)}",
+        ]
+    return lines
 
 
 # (b) Four steps
