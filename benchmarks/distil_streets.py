@@ -112,14 +112,16 @@ def rates(lr: float, num_steps: int) -> tuple[object, ...]:
     warm_up = max(1, num_steps // 25)
     return (
         "--n_steps", num_steps, "--lr", lr, "--warmup_steps", warm_up, "--decay_steps", num_steps - warm_up, "--betas", 0.9, 0.95,
-        "--ema_decay", 0.995, "--dtype", DTYPE, "--heldout_pictures", 0,
+        "--ema_decay", 0.995, "--dtype", DTYPE,
         "--report_to", "none", "--progress", "none", "--nproc", 1, "--ckpt_every", 0, "--no_sample",
     )  # fmt: skip
 
 
 def train(place: Place, name: str, seed: int, *words: object) -> Path:
     folder = place.work / name
-    common = ("--output_dir", folder, "--data", "streets", "--image_size", PIXELS, "--batch_size", place.size.batch)
+    common = (
+        "--output_dir", folder, "--data", "streets", "--image_size", PIXELS, "--batch_size", place.size.batch, "--heldout_pictures", 0,
+    )  # fmt: skip
     run(place.work, name, ["train", *common, "--seed", seed, *words])
     return folder
 

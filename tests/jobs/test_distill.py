@@ -50,6 +50,8 @@ def student(folder: Path, **values: Any) -> str:
         ({"feature_weight": 1.0, "teacher_batch_size": 2}, ["--feature_weight", "--teacher_batch_size"]),
         ({"objective": "dmd", "eval_steps": 8}, ["--eval_steps 8", "4"]),
         ({"eval_every": 2}, ["--eval_every", "prompts.txt"]),
+        ({"heldout_pictures": 8}, ["--heldout_pictures"]),
+        ({"objective": "trajectory", "guidance_scale": 4.0}, ["--guidance_scale 4", "--teacher_guidance"]),
         ({"student_steps": 0}, ["--student_steps 0"]),
         ({"student_steps": 65}, ["--student_steps 65"]),
         ({"fake_updates": 0}, ["--fake_updates 0"]),

@@ -47,7 +47,7 @@ class DistillConfig(TrainConfig):
     feature_weight: float = setting(0.0)
     """Weight of matching the teacher's features in the middle of the network, through a learned projection; for velocity."""
     fake_updates: int = setting(5)
-    """dmd: steps of the second network for each step of the student."""
+    """dmd: steps of the second network for each step of the student; --n_steps counts both."""
     fake_lr: float = setting(0.0)
     """dmd: learning rate of the second network; 0 is --lr."""
 
@@ -61,7 +61,7 @@ class DistillConfig(TrainConfig):
     teacher_cache: bool = setting(True)
     """Ask the teacher once, before training, and keep what it says; --no_teacher_cache asks it at every step."""
     teacher_dtype: Literal["", "fp32", "bf16", "fp16"] = setting("")
-    """Precision of the teacher's weights and forwards; by default --dtype."""
+    """Precision of the teacher's forwards, and of a pipeline's weights; by default --dtype."""
     teacher_placement: Placement = free("gpu")
     """Where the teacher is: whole on every rank's GPU, in shards over the ranks (fsdp), layer by layer over a rank's spare GPUs
     (layers), or in host memory, computed there (cpu)."""
@@ -74,13 +74,11 @@ class DistillConfig(TrainConfig):
 
     # -- what is written when
     num_epochs: int = setting(0, change="grows")
-    """Passes over the data; instead of --n_steps."""
+    """Passes over the data, each of whole steps and one at least; instead of --n_steps. Of dmd the second network's steps count too."""
     sample_interval: int = free(1)
     """Epochs between samples and checkpoints, with --num_epochs or --sample_names rank."""
     caption_dropout: float = setting(0.0)
     """Share of rows that are learned without their caption; only a student that is to be drawn with guidance needs it."""
-    heldout_pictures: int = setting(0)
-    """Pictures kept out of training for the held-out loss (of a folder at most 5 %)."""
 
     # -- of a training that has no teacher
     data: UnusedText = setting("")
@@ -95,3 +93,5 @@ class DistillConfig(TrainConfig):
     """In --student_config."""
     num_register_tokens: UnusedNumber = setting(0)
     """The teacher's."""
+    heldout_pictures: UnusedNumber = setting(0)
+    """A student is measured against its teacher."""

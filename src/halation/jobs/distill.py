@@ -35,6 +35,7 @@ NOT_HERE = {
     "patch_size": "it is in --student_config",
     "num_register_tokens": "the teacher's are kept",
     "aspect_buckets": "a teacher's states have one shape",
+    "heldout_pictures": "a student is measured against its teacher, not against pictures it never learned from",
 }
 
 
@@ -98,6 +99,12 @@ def _refuse_combinations(config: DistillConfig) -> None:
         raise InputError(
             f"--feature_weight with --objective {config.objective}", "--objective velocity", "leave one of them out"
         )
+    if config.objective != "velocity" and config.guidance_scale not in (None, 1.0):
+        raise InputError(
+            f"--guidance_scale {config.guidance_scale:g} with --objective {config.objective}",
+            "none: the teacher's guidance is in the student, which is drawn as it was trained",
+            "leave it out; --teacher_guidance is the teacher's",
+        )
     if config.feature_weight and config.teacher_batch_size:
         raise InputError(
             "--feature_weight with --teacher_batch_size",
@@ -141,6 +148,13 @@ def _of_pipeline(config: DistillConfig) -> DistillConfig:
     from halation.jobs.subject import pipeline_folder
 
     folder = pipeline_folder(config.teacher_path, flag="teacher_path")
+    output = config.output_dir.resolve()
+    if output == folder.resolve() or folder.resolve() in output.parents:
+        raise InputError(
+            f"--output_dir {config.output_dir} lies in the teacher's folder {folder}",
+            "a folder outside of it, since what lies in it is the teacher",
+            "choose another",
+        )
     config = train.written_out(config, finetuning.native_size(folder) if not config.image_size else (1, 1))
     return dataclasses.replace(config, model_path=str(folder.resolve()), teacher_path=str(folder.resolve()))
 
@@ -166,7 +180,8 @@ def _of_dit(config: DistillConfig, folder: Path) -> DistillConfig:
         )
     return dataclasses.replace(
         config,
-        teacher_path=str(folder.resolve()),
+        # The checkpoint itself: a run that trains on would give ranks, and the next call, other teachers.
+        teacher_path=str(found.resolve()),
         vae=str(space.get("path", "")),
         time_sampling=config.time_sampling or "logit_normal",
         time_shift=config.time_shift or float(sampling.get("time_shift", 1.0)),

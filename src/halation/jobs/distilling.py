@@ -124,9 +124,15 @@ class Distillation(Task):
         return opened()
 
     def _guidance(self, student: Denoiser) -> float:
-        if student.guides == "none":
-            return 1.0
         asked = self.config.teacher_guidance
+        if student.guides == "none":
+            if asked not in (None, 1.0):
+                raise InputError(
+                    f"--teacher_guidance {asked:g} with {student.name}, which knows no guidance",
+                    "1, or nothing",
+                    "leave it out",
+                )
+            return 1.0
         return student.habits.guidance_scale if asked is None else asked
 
     # -- what follows from the settings
@@ -267,7 +273,7 @@ class Distillation(Task):
             self.config,
             Place(folder=self.run.samples / "teacher", label="teacher"),
             self._teachers(settings),
-            {"teacher": runs.read_record(self.run)["fixed"]["teacher"], "dtype": self.config.teacher_dtype},
+            runs.read_record(self.run)["fixed"]["teacher"],
         )
 
     def _teachers(self, settings: SampleSettings) -> SampleSettings:

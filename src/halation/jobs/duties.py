@@ -50,6 +50,8 @@ class Duties:
     epoch_of: Callable[[int], int]
     appraisal: Appraisal | None = None
     beside: Place | None = None
+    others: tuple[Engine, ...] = ()
+    """Engines of networks that are trained and not drawn from."""
 
     def __post_init__(self) -> None:
         self.num_heldout = min(self.config.heldout_pictures, self.source.num_heldout)
@@ -182,9 +184,13 @@ class Duties:
             self.engine.weights_changed()  # an evaluation fails on all ranks or on none
             return None
 
-    def _room(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def _room(self) -> Iterator[None]:
         """Memory for drawing where it is scarce."""
-        return self.engine.parked() if self.config.sample_offload else contextlib.nullcontext()
+        with contextlib.ExitStack() as stack:
+            for engine in (self.engine, *self.others) if self.config.sample_offload else ():
+                stack.enter_context(engine.parked())
+            yield
 
     @contextlib.contextmanager
     def _averaged(self) -> Iterator[None]:

@@ -74,15 +74,17 @@ def probe(session: Session) -> None:
     What the optimizer will hold from its first step on is set aside meanwhile.
     """
     config, device = session.config, session.world.device
-    parked = session.engine.parked() if config.sample_offload else contextlib.nullcontext()
-    taken = [] if config.sample_offload else session.engine.reserve()
+    engines = [part.engine for part in session.parts.values()]
+    taken = [] if config.sample_offload else [tensor for engine in engines for tensor in engine.reserve()]
     rows = 2 * config.sample_batch_size if config.sample and session.sample_settings.prompts else 0
     checks = [(rows, f"try --sample_batch_size {max(1, config.sample_batch_size // 2)}, or --no_sample")]
     if min(config.heldout_pictures, session.source.num_heldout):
         checks.append((heldout.SHEET, "try --heldout_pictures 0"))
     if config.eval_every:
         checks.append((2 * config.eval_batch_size, f"try --eval_batch_size {max(1, config.eval_batch_size // 2)}"))
-    with parked:
+    with contextlib.ExitStack() as stack:
+        for engine in engines if config.sample_offload else ():
+            stack.enter_context(engine.parked())
         for num_rows, advice in checks:
             if num_rows:
                 _refuse_forward(session, num_rows, advice)

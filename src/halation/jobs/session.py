@@ -115,14 +115,14 @@ class Session:
         return self.task.sampling(prompts)
 
     def saved_bytes(self) -> Iterator[int]:
-        """Bytes of the tensors of a save, in its order: weights, averages, and two moments of each weight."""
-        pieces = [piece.local for part in self.parts.values() for piece in part.engine.pieces()["model"].values()]
-        weights = [
-            (local.numel(), local.element_size()) for local in pieces if local.is_cuda
-        ]  # others need no pinned copy
-        yield from (num * size for num, size in weights)
-        yield from (num * 4 for num, _ in weights)
-        yield from (num * size for num, size in weights for _ in range(2))
+        """Bytes of the tensors of a save, in its order: weights, averages where there are any, and two moments of each weight."""
+        for part in self.parts.values():
+            pieces = [piece.local for piece in part.engine.pieces()["model"].values()]
+            # What does not lie on a GPU needs no pinned copy.
+            weights = [(local.numel(), local.element_size()) for local in pieces if local.is_cuda]
+            yield from (num * size for num, size in weights)
+            yield from (num * 4 for num, _ in weights if part.ema is not None)
+            yield from (num * size for num, size in weights for _ in range(2))
 
     def __enter__(self) -> Session:
         return self
@@ -344,6 +344,7 @@ class Session:
             epoch_of=self.cadence.epoch,
             appraisal=self.appraisal,
             beside=self.task.beside,
+            others=tuple(part.engine for part in self.parts.values() if part.engine is not self.engine),
         )
 
     def drawn_settings(self) -> SampleSettings:

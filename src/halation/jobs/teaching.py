@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import json
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -216,7 +217,15 @@ class Portfolio:
     config: DistillConfig
     place: Place
     settings: SampleSettings
-    made_by: dict[str, Any]
+    teacher: str
+    """Its identity."""
+
+    @property
+    def made_by(self) -> dict[str, Any]:
+        """What decides the pictures, as JSON gives it back; which of them are wanted does not."""
+        settings = dataclasses.asdict(self.settings) | {"prompts": None}
+        words: dict[str, Any] = json.loads(json.dumps({"teacher": self.teacher, "settings": settings}))
+        return words
 
     def is_open(self) -> bool:
         """Whether a picture is missing; what somebody else drew is removed."""
