@@ -157,7 +157,8 @@ def test_rows_that_fill_a_batch_up_weigh_nothing_and_micro_batches_are_the_whole
     tmp_path: Path, denoiser: DiTDenoiser
 ) -> None:
     source = prompts(tmp_path)
-    prepare = NoisePreparer(denoiser, seed=1, dropout=0.0, size=SIZE, drawn=True, num_real=5, pin=False)
+    common: dict[str, Any] = {"seed": 1, "dropout": 0.0, "time_shift": 1.0, "size": SIZE, "drawn": True, "pin": False}
+    prepare = NoisePreparer(denoiser, num_real=5, **common)
     whole = [rows for _, rows in rows_of(denoiser, source, prepare, rows=6)]
     parts = [rows for _, rows in rows_of(denoiser, source, prepare, rows=2)]
     assert [rows.weight.tolist() for rows in whole] == [[1, 1, 1, 1, 1, 0]] * 2
@@ -171,7 +172,8 @@ def test_noise_to_draw_from_is_that_of_the_position_and_pictures_are_left_alone(
     tmp_path: Path, denoiser: DiTDenoiser, pictures: bool
 ) -> None:
     source: Pictures = Streets(32, 32, num_train=12) if pictures else prompts(tmp_path)
-    prepare = NoisePreparer(denoiser, seed=1, dropout=0.5, size=SIZE, drawn=not pictures, num_real=6, pin=False)
+    common: dict[str, Any] = {"seed": 1, "dropout": 0.5, "time_shift": 3.0, "size": SIZE, "pin": False}
+    prepare = NoisePreparer(denoiser, drawn=not pictures, num_real=6, **common)
     times = []
     for number, (items, rows) in enumerate(rows_of(denoiser, source, prepare, rows=6)):
         draws = [training_draw(1, 6 * number + row, (3, 32, 32)) for row in range(6)]
@@ -184,9 +186,10 @@ def test_noise_to_draw_from_is_that_of_the_position_and_pictures_are_left_alone(
             for draw, item in zip(draws, items.tolist(), strict=True)
         ]
         assert torch.equal(rows.condition["tokens"], denoiser.encode_prompts(captions)["tokens"])
+        shifted = [3 * draw.u_time / (1 + 2 * draw.u_time) for draw in draws]
+        assert rows.t.tolist() == pytest.approx([min(max(t, 0.02), 0.98) for t in shifted])
         times += rows.t.tolist()
-    assert all(0.02 <= t <= 0.98 for t in times)
-    assert len(set(times)) == 12
+    assert len(set(times)) > 6
 
 
 def test_pictures_of_a_training_become_what_the_model_learns(denoiser: DiTDenoiser) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import Counter
 
@@ -142,6 +143,33 @@ def test_features_are_those_of_the_prompts_branch_and_reach_student_and_projecti
     assert features.projection.weight.grad.abs().sum() > 0
     blocks = [parameter for name, parameter in student.module.named_parameters() if name.startswith("blocks.0")]
     assert any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in blocks)
+
+
+def test_what_was_kept_of_a_guided_teacher_is_not_asked_again_and_features_take_one_forward() -> None:
+    student, teacher = dit(), Teacher(dit(), guidance=2.0, device=torch.device("cpu"), dtype=torch.float32)
+    features = FeatureMatching(student, teacher, 1.0)
+    asked = with_state(rows(student, 0))
+    kept = dataclasses.replace(
+        asked, extra=asked.extra | {"target": teacher.predict(asked.extra["state"], asked.t, asked.condition)}
+    )
+    num_forwards = []
+    teacher.denoiser.module.register_forward_hook(lambda *_: num_forwards.append(1))
+    live = velocity(student, teacher, features)(student.module, asked)
+    assert len(num_forwards) == 2
+    torch.testing.assert_close(velocity(student, teacher, features)(student.module, kept), live)
+    assert len(num_forwards) == 3
+    velocity(student, teacher)(student.module, kept)
+    assert len(num_forwards) == 3
+
+
+def test_a_teacher_gives_a_sign_of_life_after_every_branch_of_every_piece() -> None:
+    teacher = Teacher(dit(), guidance=2.0, device=torch.device("cpu"), dtype=torch.float32, batch_size=2)
+    happened: list[str] = []
+    teacher.denoiser.module.register_forward_hook(lambda *_: happened.append("forward"))
+    teacher.beat = lambda: happened.append("beat")
+    batch = rows(_DIT, 0, num=3)
+    teacher.predict(batch.noise, batch.t, batch.condition)
+    assert happened == ["forward", "beat"] * 4
 
 
 def with_state(batch: Rows) -> Rows:

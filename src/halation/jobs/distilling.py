@@ -345,8 +345,14 @@ class Distillation(Task):
         if self.kept is not None:
             return LessonPreparer(self.denoiser, self.kept, self._plan, **common)
         if config.objective == "dmd":
-            drawn = not self.has_pictures
-            return NoisePreparer(self.denoiser, seed=config.seed, dropout=config.caption_dropout, drawn=drawn, **common)
+            return NoisePreparer(
+                self.denoiser,
+                seed=config.seed,
+                dropout=config.caption_dropout,
+                time_shift=config.time_shift or self.denoiser.habits.time_shift,
+                drawn=not self.has_pictures,
+                **common,
+            )
         return super().preparer(num_real)
 
     def idle(self, rows: int) -> Rows:

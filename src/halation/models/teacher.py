@@ -30,6 +30,8 @@ class Teacher:
         self.device = device
         self.dtype = dtype
         self.batch_size = batch_size
+        self.beat: Callable[[], None] = lambda: None
+        """Called after every forward: on a CPU one answer of a large model takes longer than others wait for a sign of life."""
         self._null: Condition = {}
         denoiser.module.requires_grad_(False).eval()
         denoiser.tell_guidance(guidance)
@@ -48,18 +50,30 @@ class Teacher:
         ]
         return torch.cat(pieces).to(x.device)
 
+    @torch.no_grad()
+    def look(self, x: Tensor, t: Tensor, condition: Condition) -> None:
+        """One forward of the prompt's branch at once, for whoever listens to features; the answer is known already."""
+        condition = {name: value.to(self.device) for name, value in condition.items()}
+        with self._precision():
+            self._answer(x.to(self.device), t.to(self.device), condition)
+
+    def _precision(self) -> torch.autocast:
+        return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
+
     def _guided(self, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
         x, t = x.to(self.device), t.to(self.device)
         condition = {name: value.to(self.device) for name, value in condition.items()}
         pairs = self.denoiser.guides == "pair" and self.guidance != 1.0
-        with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32):
+        with self._precision():
             # One after the other: half the memory of a doubled batch. The prompt's comes last, for whoever listens to features.
             without = self._answer(x, t, condition | self._null_rows(len(x))) if pairs else None
             answer = self._answer(x, t, condition)
         return answer if without is None else without + self.guidance * (answer - without)
 
     def _answer(self, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
-        return self.denoiser.forward(self.denoiser.module, x, t, condition).float()
+        answer = self.denoiser.forward(self.denoiser.module, x, t, condition).float()
+        self.beat()
+        return answer
 
     def _null_rows(self, num: int) -> Condition:
         """The texts of the null branch; what a condition says of sizes is left as it is."""

@@ -122,15 +122,17 @@ class NoisePreparer:
         *,
         seed: int,
         dropout: float,
+        time_shift: float,
         size: tuple[int, int],
         drawn: bool,
         num_real: int,
         pin: bool,
     ) -> None:
-        """`drawn` as in `conditioned`."""
+        """`drawn` as in `conditioned`. `time_shift` is that of the family: what is decided at much noise is looked at there."""
         self.denoiser = denoiser
         self.seed = seed
         self.dropout = dropout
+        self.time_shift = time_shift
         self.size = size
         self.drawn = drawn
         self.num_real = num_real
@@ -145,7 +147,7 @@ class NoisePreparer:
         dropped = torch.tensor([d.u_drop < self.dropout for d in draws])
         tensors = {
             "noise": torch.from_numpy(np.stack([d.noise for d in draws])),
-            "t": (LEAST_NOISE + (MOST_NOISE - LEAST_NOISE) * u_time).float(),
+            "t": times_from_uniform(u_time, "uniform", self.time_shift).clamp(LEAST_NOISE, MOST_NOISE).float(),
             "extra/renoise": torch.from_numpy(np.stack([d.noise for d in others])),
         }
         condition = conditioned(self.denoiser, batch, dropped, self.size, drawn=self.drawn)
@@ -182,6 +184,9 @@ class Items:
         self._device = device
         self._dropped = dropped
         self._last: tuple[list[int], Stack] | None = None
+
+    def __len__(self) -> int:
+        return self._source.num_train
 
     def condition(self, items: Sequence[int]) -> Condition:
         size = (self._source.height, self._source.width)

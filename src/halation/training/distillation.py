@@ -32,12 +32,16 @@ def matching(student: Denoiser) -> Objective:
 
 
 def velocity(student: Denoiser, teacher: Teacher, features: FeatureMatching | None = None) -> Objective:
-    """The teacher's guided answer, asked for now, at noised pictures or at states that were kept of its own way."""
+    """The teacher's guided answer, asked for now at noised pictures; where it was kept, the teacher only shows its features."""
     path = student.path
 
     def losses(module: nn.Module, rows: Rows) -> Tensor:
         state = rows.extra["state"] if "state" in rows.extra else path.noised(rows.x0, rows.noise, rows.t)
-        target = teacher.predict(state, rows.t, rows.condition)
+        target = rows.extra.get("target")
+        if target is None:
+            target = teacher.predict(state, rows.t, rows.condition)
+        elif features is not None:
+            teacher.look(state, rows.t, rows.condition)
         answer = student.forward(module, state, rows.t, rows.condition)
         result = _squared(answer, target)
         return result if features is None else result + features.losses()
