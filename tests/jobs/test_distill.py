@@ -45,6 +45,11 @@ def student(folder: Path, **values: Any) -> str:
         ({"objective": "trajectory", "student_steps": 8, "teacher_states": 4}, ["4", "8", "--teacher_states 16"]),
         ({"objective": "trajectory", "student_steps": 8, "teacher_steps": 4}, ["--teacher_steps 4", "8"]),
         ({"objective": "trajectory", "teacher_cache": False}, ["--no_teacher_cache"]),
+        ({"teacher_cache": False}, ["--no_teacher_cache", "a list of prompts"]),
+        ({"teacher_steps": 1}, ["--teacher_steps 1", "pure noise", "--teacher_steps 50"]),
+        ({"caption_dropout": 0.1}, ["--caption_dropout 0.1", "5 ways of 5 prompts", "--trajectories 50"]),
+        ({"caption_dropout": 0.1, "trajectories": 9}, ["9 ways of 5 prompts", "2 ways a prompt"]),
+        ({"caption_dropout": 0.1, "trajectories": 3, "max_pictures": 2}, ["3 ways of 2 prompts", "--trajectories 20"]),
         ({"objective": "dmd", "feature_weight": 1.0}, ["--feature_weight", "dmd"]),
         ({"objective": "dmd", "engine": "deepspeed"}, ["dmd", "deepspeed"]),
         ({"feature_weight": 1.0, "teacher_batch_size": 2}, ["--feature_weight", "--teacher_batch_size"]),
@@ -66,6 +71,19 @@ def test_what_does_not_go_together_is_refused_with_what_to_do(
         distill.resolved(asked(tmp_path, **changes))
     for word in words:
         assert word in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"data_path": "streets", "teacher_steps": 1, "teacher_cache": False, "caption_dropout": 0.1},
+        {"objective": "dmd", "teacher_steps": 1, "caption_dropout": 0.1},
+        {"caption_dropout": 0.1, "trajectories": 10},
+        {"caption_dropout": 0.1, "trajectories": 4, "max_pictures": 2},
+    ],
+)
+def test_what_pictures_dmd_or_many_ways_make_sense_of_is_not_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    distill.resolved(asked(tmp_path, **changes))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import tiny_pipelines
+from halation.errors import InputError
 from halation.flow.noise import spec_noise
 from halation.flow.paths import Discrete
 from halation.flow.samplers import schedule
@@ -110,6 +111,24 @@ def test_few_steps_of_a_flow_are_equal_steps_of_shifted_time(pipeline: str, shif
         torch.testing.assert_close(times, tuple(schedule(num_steps, shift).tolist()), rtol=0, atol=1e-6)
         again = type(scheduler).from_config(scheduler.config)
         assert visited(again, family, num_steps, num_tokens=64) == times, "what an export says is all there is to it"
+
+
+@pytest.mark.parametrize(("levels", "refused"), [(1000, {3, 6, 7}), (960, {7}), (500, {3, 6, 7, 8})])
+def test_steps_that_do_not_divide_a_table_are_refused_and_others_land_where_they_look_next(
+    levels: int, refused: set[int]
+) -> None:
+    family, table = family_of("HunyuanDiTPipeline"), diffusers.DDPMScheduler(num_train_timesteps=levels)
+    for num_steps in range(1, 9):
+        if num_steps in refused:
+            even = ", ".join(str(number) for number in range(1, 9) if number not in refused)
+            with pytest.raises(InputError, match=f"--student_steps {num_steps} of a table of {levels}") as refusal:
+                few_step_scheduler(table, family, num_steps, num_tokens=64)
+            assert refusal.value.action == f"use one of {even}"
+            continue
+        scheduler = few_step_scheduler(table, family, num_steps, num_tokens=64)
+        scheduler.set_timesteps(num_steps)
+        looked = scheduler.timesteps.tolist()
+        assert [level - levels // num_steps for level in looked] == [*looked[1:], -1], "DDIM's own next level"
 
 
 def test_the_times_of_a_teacher_are_those_of_its_own_scheduler_but_for_the_first() -> None:

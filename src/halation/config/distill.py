@@ -59,7 +59,7 @@ class DistillConfig(TrainConfig):
     trajectories: int = setting(0)
     """Ways drawn for a list of prompts, from different noise; 0 is one a prompt."""
     teacher_cache: bool = setting(True)
-    """Ask the teacher once, before training, and keep what it says; --no_teacher_cache asks it at every step."""
+    """Ask the teacher once, before training, and keep what it says; --no_teacher_cache asks it at every step, about pictures."""
     teacher_dtype: Literal["", "fp32", "bf16", "fp16"] = setting("")
     """Precision of the teacher's forwards, and of a pipeline's weights; by default --dtype."""
     teacher_placement: Placement = free("gpu")
@@ -78,7 +78,8 @@ class DistillConfig(TrainConfig):
     sample_interval: int = free(1)
     """Epochs between samples and checkpoints, with --num_epochs or --sample_names rank."""
     caption_dropout: float = setting(0.0)
-    """Share of rows that are learned without their caption; only a student that is to be drawn with guidance needs it."""
+    """Share of rows that are learned without their caption; only a student that is to be drawn with guidance needs it. Of what is kept
+    of a teacher it is drawn by item, once for the whole training: prompts need --trajectories."""
 
     # -- of a training that has no teacher
     data: UnusedText = setting("")

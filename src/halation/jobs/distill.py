@@ -12,7 +12,7 @@ from typing import Any
 from halation import runs
 from halation.config.distill import DistillConfig
 from halation.config.fields import as_json, fixed
-from halation.data.prompt_list import has_pictures
+from halation.data.prompt_list import Prompts, has_pictures
 from halation.errors import InputError
 from halation.generation.identity import fingerprint
 from halation.jobs import finetuning, train
@@ -65,6 +65,8 @@ def resolved(config: DistillConfig) -> DistillConfig:
             "pictures to compare with",
             "give pictures as --data_path, or score the export with `halation evaluate --reference`",
         )
+    if config.objective != "dmd" and not has_pictures(config.data_path):
+        _refuse_for_prompts(config)
     config = dataclasses.replace(
         config,
         data=config.data_path,
@@ -142,6 +144,30 @@ def _refuse_combinations(config: DistillConfig) -> None:
             "a teacher that takes at least as many steps as its student",
             f"use --teacher_steps {8 * config.student_steps} or more",
         )
+
+
+def _refuse_for_prompts(config: DistillConfig) -> None:
+    """Of prompts the teacher's own ways are learned from, and kept."""
+    if config.objective == "velocity" and config.teacher_steps < 2:
+        raise InputError(
+            f"--teacher_steps {config.teacher_steps} with a list of prompts",
+            "a way of 2 steps at least: with fewer nothing but pure noise is on it",
+            f"use --teacher_steps {DistillConfig().teacher_steps}",
+        )
+    if not config.teacher_cache:
+        raise InputError(
+            "--no_teacher_cache with a list of prompts",
+            "lessons that are kept: asked again at the same states the teacher says the same",
+            "leave --no_teacher_cache out",
+        )
+    if config.caption_dropout:
+        num = len(Prompts(config.data_path, 1, 1, max_prompts=config.max_pictures).texts)
+        if config.trajectories < 2 * num:
+            raise InputError(
+                f"--caption_dropout {config.caption_dropout:g} with {max(config.trajectories, num)} ways of {num} prompts",
+                "2 ways a prompt at least: a way is learned with its prompt or without, all through the training",
+                f"use --trajectories {10 * num}, or leave --caption_dropout out",
+            )
 
 
 def _of_pipeline(config: DistillConfig) -> DistillConfig:

@@ -8,6 +8,7 @@ from typing import Any
 import diffusers
 import numpy as np
 
+from halation.errors import InputError
 from halation.models.pipeline_family import Family
 from halation.models.pipeline_schedulers import is_flow, shift_of
 
@@ -32,10 +33,10 @@ def few_step_scheduler(scheduler: Any, family: Family, num_steps: int, num_token
     """A first-order solver that goes from pure noise to the picture in `num_steps` steps of equal (shifted) time.
 
     Rectified flow is drawn by Euler at the shift the teacher has for this size; a table of noise levels by DDIM without noise of its
-    own, from the last level on. DDIM counts whole levels: where the steps do not divide them (3, 6 and 7 of 1,000) it lands one level
-    beside where it looks next.
+    own, from the last level on.
     """
     if not is_flow(scheduler):
+        _refuse_uneven(num_steps, int(scheduler.config.num_train_timesteps))
         return diffusers.DDIMScheduler.from_config(
             scheduler.config,
             timestep_spacing="trailing",
@@ -50,6 +51,17 @@ def few_step_scheduler(scheduler: Any, family: Family, num_steps: int, num_token
     if "sigmas" not in family.timesteps_take and num_steps > 1:
         settings |= _ending_at_a_step(shift, num_steps, levels)
     return diffusers.FlowMatchEulerDiscreteScheduler(**settings)
+
+
+def _refuse_uneven(num_steps: int, levels: int) -> None:
+    """DDIM counts whole levels: steps that do not divide them land one level beside where the next one looks."""
+    if levels % num_steps:
+        even = [str(number) for number in range(1, 9) if levels % number == 0]
+        raise InputError(
+            f"--student_steps {num_steps} of a table of {levels} noise levels",
+            "steps that divide it, so that each lands where the next one begins",
+            f"use one of {', '.join(even)}",
+        )
 
 
 def _ending_at_a_step(shift: float, num_steps: int, levels: int) -> dict[str, float]:
