@@ -71,3 +71,14 @@ def test_checkpointing_keeps_less_and_ranks_share_a_machine() -> None:
     assert cost(checkpointing=True).activation_bytes() < cost().activation_bytes() / 3
     alone, shared = memory.free_bytes(CPU, 1), memory.free_bytes(CPU, 4)
     assert 0 < shared < alone
+
+
+def test_weights_that_cannot_be_trained_on_a_device_are_refused_and_shared_out_they_are_not() -> None:
+    billions = 14_300_000_000
+    refusal = memory.refuse_weights(billions, 0, 4, 1, 141e9)
+    assert refusal is not None
+    assert "266 GiB" in str(refusal)
+    assert "--engine fsdp" in str(refusal)
+    assert memory.refuse_weights(billions, 0, 4, 8, 141e9) is None
+    assert memory.refuse_weights(20_000_000, billions, 2, 1, 141e9) is None, "adapters"
+    assert memory.refuse_weights(1_400_000_000, 0, 4, 1, 40e9) is None

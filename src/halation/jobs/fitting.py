@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import os
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import torch
@@ -49,6 +50,25 @@ def warm_up(session: Session) -> None:
         ) from error
     finally:
         session.checkpoints.copies.ready()
+
+
+def refuse_weights(session: Session) -> None:
+    """A model that cannot be trained on these GPUs is told so before texts are encoded or a teacher is asked for hours."""
+    config, device = session.config, session.world.device
+    if device.type != "cuda" or config.engine == "deepspeed" or config.offload_optimizer:
+        return
+    sizes = Counter[bool]()
+    for parameter in session.denoiser.module.parameters():
+        sizes[parameter.requires_grad] += parameter.numel()
+    error = memory.refuse_weights(
+        sizes[True],
+        sizes[False],
+        2 if config.weights_dtype == "bf16" else 4,
+        session.world.size if config.engine == "fsdp" else 1,
+        float(torch.cuda.get_device_properties(device).total_memory),
+    )
+    if error:
+        raise error
 
 
 def _refuse_hopeless(session: Session, rows: int) -> None:

@@ -61,6 +61,7 @@ class Session:
         self.task = task_of(world, config, self.folder)
         self.denoiser, self.source = self.task.open()
         self.config = config = self.task.dated(self.global_batch)
+        fitting.refuse_weights(self)
         self.sample_settings = self._sample_settings()
         self.appraisal = (
             appraisal.Appraisal(world, config, self.folder, self.source, self.sample_settings)

@@ -75,6 +75,21 @@ def _held(place: Path) -> float:
     return float((place / "memory.current").read_text()) - cached
 
 
+def refuse_weights(
+    num_trained: int, num_frozen: int, weight_bytes: int, num_shards: int, capacity: float
+) -> InputError | None:
+    """The error for a model whose training cannot fit into a device of `capacity` bytes, whatever the batch: weights, their gradients,
+    two moments, and an average in float32."""
+    needed = num_trained * (4 * weight_bytes + 4) / num_shards + num_frozen * weight_bytes
+    if needed <= capacity:
+        return None
+    return InputError(
+        f"training {num_trained / 1e9:.1f} billion parameters takes {needed / 2**30:.0f} GiB on each device before any picture",
+        f"at most the {capacity / 2**30:.0f} GiB of one",
+        "share them out with --engine fsdp or deepspeed on more GPUs, train adapters (--lora_rank 16), use --weights_dtype bf16, or a smaller model",
+    )
+
+
 def refuse_batch(rows: int, accumulate: int, cost: PictureCost, device: torch.device, free: float) -> InputError | None:
     """The error for a batch that cannot fit into `free` bytes, with one that should; None where it may fit."""
     each = cost.on(device)
