@@ -88,8 +88,8 @@ class School:
     def missing(self) -> list[int]:
         return lessons.missing(self.num_items, self.folder, self.fingerprint)
 
-    def build(self, items: Sequence[int] | None = None, **changes: Any) -> None:
-        lessons.build(
+    def build(self, items: Sequence[int] | None = None, **changes: Any) -> int:
+        return lessons.build(
             self.plan,
             self.folder,
             self.missing() if items is None else items,
@@ -424,3 +424,12 @@ def test_a_way_keeps_no_more_states_than_it_has_and_a_folder_without_lessons_is_
         school.everything()
     school.build()
     assert lessons.open(school.folder, school.fingerprint).num_states == 6
+
+
+def test_a_build_that_is_asked_to_stop_writes_what_it_has_and_says_how_much(tmp_path: Path, teacher: Teacher) -> None:
+    school = School(tmp_path, teacher, plan("velocity"))
+    stops_at = 2 * school.plan.num_steps + 1
+    assert school.build(stop=lambda: school.num_asked >= stops_at) == 4
+    assert (school.num_asked, school.missing()) == (stops_at, [4, 5, 6])
+    assert school.build() == 3
+    assert school.missing() == []

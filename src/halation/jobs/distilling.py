@@ -50,6 +50,8 @@ class Distillation(Task):
     kept: lessons.Lessons | None = None
     _turn: tuple[str, ...] = (MODEL,)
     _dmd: DistributionMatching | None = None
+    _num_rows: int = 0
+    """That the student will have learned from in the end."""
 
     @property
     def title(self) -> str:
@@ -143,8 +145,8 @@ class Distillation(Task):
 
     @property
     def _keeps(self) -> bool:
-        """Whether lessons are kept: always of prompts, where no picture could be noised instead."""
-        return self.config.objective != "dmd" and (self.config.teacher_cache or not self.has_pictures)
+        """Whether lessons are kept."""
+        return self.config.objective != "dmd" and self.config.teacher_cache
 
     @property
     def _asks(self) -> bool:
@@ -178,6 +180,7 @@ class Distillation(Task):
         if config.num_epochs:
             steps = -(-self.source.num_train // global_batch)  # an epoch has one at least, and ends with a step
             self.config = dataclasses.replace(config, n_steps=config.num_epochs * steps)
+        self._num_rows = self.config.n_steps * global_batch
         return self.config
 
     @property
@@ -202,6 +205,8 @@ class Distillation(Task):
                 portfolio.draw(self.teacher)
         if self._keeps:
             self.kept = lessons.open(self._book, self._fingerprint, verify=False)  # read through while looking
+            if not self.has_pictures:
+                teaching.warn_of_few(len(self.kept) * self.kept.num_states, self._num_rows)
         if not self._asks:
             self.teacher = None
             teaching.forget(self.world.device)
@@ -255,7 +260,13 @@ class Distillation(Task):
 
     def _write_lessons(self, items: list[int]) -> None:
         assert self.teacher is not None
-        log.warning("asking the teacher once about %d %ss, into %s", len(items), self.item, self._book)
+        log.warning(
+            "asking the teacher once about %d %ss, which takes %d answers, into %s",
+            len(items),
+            "picture" if self.has_pictures else "way",
+            len(items) * self._plan.num_steps,
+            self._book,
+        )
         self.denoiser.to(self.world.device, module=False)  # pictures become latents there
         known = Items(self.denoiser, self.source, self.world.device, self._plan.dropped)
         teaching.write_lessons(

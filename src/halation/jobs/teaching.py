@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from halation.config.distill import DistillConfig
-from halation.errors import HalationError, InputError, RankFailure, refused_by_system
+from halation.errors import HalationError, InputError, Interrupted, RankFailure, refused_by_system
 from halation.jobs.assembly import bar
 from halation.jobs.models import load_denoiser
 from halation.models.base import Denoiser
@@ -30,6 +31,7 @@ from halation.training.sampling import Drawing, SampleSettings
 from halation.world.engines import Fsdp
 from halation.world.launch import about_peers, num_gpus
 from halation.world.ranks import Vigil, World, alive, on_first
+from halation.world.signals import StopSignals, exit_code
 
 if TYPE_CHECKING:
     from halation.models.finetuning import PipelineDenoiser
@@ -39,6 +41,8 @@ log = logging.getLogger(__name__)
 
 ENCODE_SIZE = 8
 """Items that the teacher takes at once where no batch size was asked for."""
+SEEN_OFTEN = 50
+"""Times a lesson is learned from, above which more of them would be better than more steps."""
 
 
 def open_dit(config: DistillConfig) -> DiTDenoiser:
@@ -165,48 +169,89 @@ def write_lessons(
     fingerprint: dict[str, Any],
     items: list[int],
 ) -> None:
-    """Ask the teacher about these items, all ranks together."""
+    """Ask the teacher about these items, all ranks together. Asked to stop, they write what they have, and say so."""
     sharded = config.teacher_placement == "fsdp"
+    signals = StopSignals()
 
     def agree(problem: str) -> str:
         return next((word for word in world.exchange(problem) if word), "")
 
     with (
+        contextlib.nullcontext() if sharded else signals,  # ranks that go in step would not stop at one answer
         Vigil(world, "asking the teacher", config.dist_timeout_s) as vigil,
         bar(world, config, "asking the teacher", vigil.beat, "items") as tell,
+        _beating(teacher, vigil.beat),
     ):
-        error = ""
-        try:
-            lessons.build(
-                plan,
-                folder,
-                items,
-                path=teacher.path,
-                predict=teacher.predict,
-                condition=known.condition,
-                x0=known.x0 if plan.pictures else None,
-                prompt=known.prompt,
-                fingerprint=fingerprint,
-                device=world.device,
-                part=(world.rank, world.size),
-                encode_size=config.teacher_batch_size or ENCODE_SIZE,
-                agree=agree if sharded else None,
-                on_progress=tell,
-            )
-        except (HalationError, OSError) as problem:
-            error = refused_by_system(problem) or str(problem)
-        except (torch.OutOfMemoryError, MemoryError) as problem:
-            error = _too_large(world)
-            if sharded:  # the others wait inside a forward for this rank, and would not hear a word
-                vigil.fail(error)
-                raise RankFailure(error) from problem
-        except RuntimeError as problem:
-            if sharded and about_peers(str(problem)):
-                raise RankFailure(
-                    f"a sharded forward of the teacher could not be completed: {vigil.blame()}"
-                ) from problem
-            raise
-        _refuse(vigil.finish(error))
+        build = functools.partial(
+            lessons.build,
+            plan,
+            folder,
+            items,
+            path=teacher.path,
+            predict=teacher.predict,
+            condition=known.condition,
+            x0=known.x0 if plan.pictures else None,
+            prompt=known.prompt,
+            fingerprint=fingerprint,
+            device=world.device,
+            part=(world.rank, world.size),
+            encode_size=config.teacher_batch_size or items_at_once(teacher.device, world.device),
+            agree=agree if sharded else None,
+            on_progress=tell,
+            stop=lambda: signals.number > 0,
+        )
+        words = vigil.finish(_outcome(build, world, vigil, sharded=sharded))
+        _refuse([error for error, _ in words])
+        stop = (
+            0 if sharded else max(world.exchange(signals.number))
+        )  # one that was done may have heard it while it waited
+    if stop:
+        kept = len(known) - len(items) + sum(num for _, num in words)
+        message = f"asked to stop: {kept} of {len(known)} items are kept; the same command goes on"
+        raise Interrupted(message, exit_code(stop))
+
+
+def items_at_once(teacher: torch.device, student: torch.device) -> int:
+    """How many items the teacher takes where no batch size was asked for: of one that is on a CPU for want of room an answer takes minutes."""
+    return 1 if teacher.type == "cpu" and student.type != "cpu" else ENCODE_SIZE
+
+
+@contextlib.contextmanager
+def _beating(teacher: Teacher, beat: Callable[[], None]) -> Iterator[None]:
+    """While entered, the teacher gives a sign of life after every forward."""
+    before, teacher.beat = teacher.beat, beat
+    try:
+        yield
+    finally:
+        teacher.beat = before
+
+
+def _outcome(build: Callable[[], int], world: World, vigil: Vigil, *, sharded: bool) -> tuple[str, int]:
+    """What went wrong, and how many items were kept."""
+    try:
+        return "", build()
+    except (HalationError, OSError) as problem:
+        return refused_by_system(problem) or str(problem), 0
+    except (torch.OutOfMemoryError, MemoryError) as problem:
+        error = _too_large(world)
+        if sharded:  # the others wait inside a forward for this rank, and would not hear a word
+            vigil.fail(error)
+            raise RankFailure(error) from problem
+        return error, 0
+    except RuntimeError as problem:
+        if sharded and about_peers(str(problem)):
+            raise RankFailure(f"a sharded forward of the teacher could not be completed: {vigil.blame()}") from problem
+        raise
+
+
+def warn_of_few(num_lessons: int, num_rows: int) -> None:
+    """A student that sees the same few ways again and again learns them by heart."""
+    if num_rows > SEEN_OFTEN * num_lessons:
+        log.warning(
+            "each of the %d lessons that are kept will be learned from %d times: more --trajectories are more to learn",
+            num_lessons,
+            num_rows // num_lessons,
+        )
 
 
 @dataclasses.dataclass(frozen=True)

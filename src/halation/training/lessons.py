@@ -6,6 +6,7 @@ teacher.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path as FilePath
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from halation.data.base import JSON
 from halation.data.rows import CachedRows, RowFolder, Writer, row_bytes
 from halation.errors import HalationError, InputError
+from halation.faults import fault_point
 from halation.flow.paths import Discrete, Path
 from halation.plan import share
 from halation.training.lesson_plan import Condition, Plan, Predict, taught
@@ -27,6 +29,10 @@ _PATIENCE_S = 60.0
 """What a killed build loses at most, besides the batch it was at: a large teacher takes minutes for a batch."""
 
 Problem = HalationError | OSError | None
+
+
+class _Stopped(Exception):
+    """Somebody asked to stop, between two answers of the teacher."""
 
 
 def _folder(path: str | FilePath) -> RowFolder:
@@ -65,7 +71,8 @@ def build(
     shard_size: int = 64,
     agree: Callable[[str], str] | None = None,
     on_progress: Callable[[int, int], None] | None = None,
-) -> None:
+    stop: Callable[[], bool] = lambda: False,
+) -> int:
     """Make the lessons of this rank's share of `items`, which are what is `missing`, the same list on all ranks.
 
     `condition` and `x0` give what the teacher sees of items, on `device`; `prompt` names one in a message. The teacher always gets
@@ -73,6 +80,7 @@ def build(
 
     With `agree` ranks go in step, each as often to the teacher as the others, as a sharded one needs: it is given this rank's problem
     (or nothing) and returns any rank's. `on_progress(done, total)` counts this rank's items and is called after every forward.
+    `stop` is asked after every answer, where ranks do not go in step; how many items were kept until then is returned.
     """
     if fingerprint.get("plan") != plan.as_json():
         raise ValueError('a fingerprint holds the plan it was made for, under "plan"')
@@ -90,22 +98,27 @@ def build(
 
     def heard(x: Tensor, t: Tensor, conditions: Condition) -> Tensor:
         answer = predict(x, t, conditions)
+        fault_point("lessons.answer")
         tell(done, len(mine))
+        if stop():
+            raise _Stopped
         return answer
 
     tell(0, len(mine))
     problem: Problem = None
-    for start in range(0, num_rows, encode_size):
-        batch = mine[start : start + encode_size]
-        filled = _filled(batch or items[:1], encode_size)
-        inputs: list[tuple[Condition, Tensor | None]] = []
-        problem = problem or _tried(lambda: inputs.append((condition(filled), x0(filled) if x0 else None)))  # noqa: B023
-        _settle(problem, agree)
-        rows = taught(plan, path, heard, filled, inputs[0][0], device=device, x0=inputs[0][1])
-        problem = _tried(lambda: keeper.keep(batch, rows))  # noqa: B023
-        done += len(batch)
-        tell(done, len(mine))
+    with contextlib.suppress(_Stopped):  # what was kept before that is written
+        for start in range(0, num_rows, encode_size):
+            batch = mine[start : start + encode_size]
+            filled = _filled(batch or items[:1], encode_size)
+            inputs: list[tuple[Condition, Tensor | None]] = []
+            problem = problem or _tried(lambda: inputs.append((condition(filled), x0(filled) if x0 else None)))  # noqa: B023
+            _settle(problem, agree)
+            rows = taught(plan, path, heard, filled, inputs[0][0], device=device, x0=inputs[0][1])
+            problem = _tried(lambda: keeper.keep(batch, rows))  # noqa: B023
+            done += len(batch)
+            tell(done, len(mine))
     _settle(problem or _tried(keeper.close), agree)
+    return done
 
 
 def _filled(batch: Sequence[int], size: int) -> list[int]:

@@ -1,0 +1,66 @@
+"""Laws of what comes before the first step of a distillation: a teacher is asked once, may be interrupted, and is let go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import teaching_jobs
+import tiny_teachers
+from halation.config.distill import DistillConfig
+from halation.world.testing import RankPool
+
+pytestmark = pytest.mark.ranks
+
+PATIENCE = {"timeout_s": 120.0, "world_timeout_s": 60.0}
+
+
+def asked(folder: Path, **changes: Any) -> DistillConfig:
+    usual: dict[str, Any] = {"teacher_guidance": 1.0, "teacher_batch_size": 1, "sample": False}
+    return tiny_teachers.small_config(folder, **usual | changes)
+
+
+def test_a_build_that_one_rank_was_asked_to_stop_keeps_what_all_have_and_goes_on_with_the_rest(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    config = asked(tmp_path / "run", trajectories=6)
+    first = ranks.run(2, teaching_jobs.prepared, config, 6, 1, **PATIENCE)
+    said = "asked to stop: 4 of 6 items are kept; the same command goes on"
+    assert [one.stopped for one in first] == [(143, said)] * 2
+    assert [one.num_forwards for one in first] == [3 * 4, 6], (
+        "the rank that was not asked was busy, the other stops at once"
+    )
+    again = ranks.run(2, teaching_jobs.prepared, config, **PATIENCE)
+    assert [(one.stopped, one.num_forwards) for one in again] == [((0, ""), 4)] * 2, "one item is left for each"
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_alive"),
+    [
+        ({}, 0),
+        ({"sample": True}, 0),
+        ({"objective": "trajectory"}, 0),
+        ({"feature_weight": 0.5, "teacher_batch_size": 0}, 1),
+    ],
+)
+def test_a_teacher_is_freed_where_it_is_not_asked_again(
+    ranks: RankPool, tmp_path: Path, changes: dict[str, Any], num_alive: int
+) -> None:
+    (one,) = ranks.run(1, teaching_jobs.prepared, asked(tmp_path / "run", **changes), **PATIENCE)
+    assert one.num_forwards >= 4
+    assert one.num_alive == num_alive
+
+
+def test_what_a_teacher_is_asked_is_told_before_and_few_lessons_for_many_steps_too(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    for name, num_steps in (("few", 500), ("many", 501)):
+        config = asked(tmp_path / name, trajectories=5, n_steps=num_steps)  # 5 x 4 lessons, 2 rows a step
+        (one,) = ranks.run(1, teaching_jobs.prepared, config, **PATIENCE)
+        assert "about 5 ways, which takes 20 answers" in one.told[0]
+        assert one.num_forwards == 20
+        assert len(one.told) == (1 if name == "few" else 2)
+    assert "each of the 20 lessons" in one.told[1]
+    assert "--trajectories" in one.told[1]
