@@ -96,6 +96,7 @@ def numbers(report: dict[str, Any]) -> dict[str, Any]:
 # -- the same bits
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_three_ranks_with_decoding_processes_give_the_bits_of_one_rank_without(
     scenes: Path, tmp_path: Path, score: Callable[..., dict[str, Any]]
@@ -108,6 +109,7 @@ def test_three_ranks_with_decoding_processes_give_the_bits_of_one_rank_without(
     assert numbers(report) == numbers(score())
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.faults
 def test_killed_in_the_middle_and_run_again_gives_the_same_bits_and_computes_only_what_is_missing(

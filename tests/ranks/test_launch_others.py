@@ -28,6 +28,7 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
+@pytest.mark.slow
 def test_two_torchrun_agents_on_two_nodes_train_one_run_to_the_launchers_bits(tmp_path: Path) -> None:
     run = tmp_path / "run"
     port = str(free_port())

@@ -37,7 +37,7 @@ def distilled(folder: Path, objective: str, **changes: Any) -> DistillConfig:
     ("objective", "engine", "size"),
     [
         ("dmd", "ddp", 2),
-        ("trajectory", "fsdp", 2),
+        pytest.param("trajectory", "fsdp", 2, marks=SLOW),
         pytest.param("features", "fsdp", 3, marks=SLOW),
         pytest.param("features", "ddp", 2, marks=SLOW),
         pytest.param("dmd", "fsdp", 3, marks=SLOW),
@@ -64,7 +64,7 @@ def test_a_student_whose_samples_are_drawn_at_every_step_has_the_bits_of_one_tha
     ("objective", "engine"),
     [
         ("dmd", "fsdp"),
-        ("features", "ddp"),
+        pytest.param("features", "ddp", marks=SLOW),
         pytest.param("dmd", "ddp", marks=SLOW),
         pytest.param("velocity", "fsdp", marks=SLOW),
         pytest.param("asked", "ddp", marks=SLOW),
