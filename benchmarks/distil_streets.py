@@ -75,7 +75,7 @@ class Size:
 
 
 FULL = Size(
-    batch=32, teacher_steps=2800, many=50, num_scored=500, num_reference=5000, small_steps=1000, small_pictures=4000, small_states=2,
+    batch=32, teacher_steps=2800, many=50, num_scored=500, num_reference=5000, small_steps=400, small_pictures=2000, small_states=2,
     small_draws=20, small_guidances=(1.0, GUIDANCE), few_steps=800, num_trajectories=600, num_states=12, cache_steps=40, rounds=3,
 )  # fmt: skip
 QUICK = Size(
