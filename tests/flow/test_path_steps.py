@@ -120,3 +120,14 @@ def test_straight_steps_are_those_of_diffusers_flow_matching_euler(shift: float)
         ours = Straight().step(ours, answer, t, s)
         theirs = scheduler.step(answer, timestep, theirs, return_dict=False)[0]
         assert torch.equal(ours, theirs)
+
+
+@every_path
+def test_leverage_is_how_far_an_error_of_the_answer_moves_the_end_of_a_step(path: Path) -> None:
+    x, answer, _ = draws(4)
+    t, s = torch.tensor([1.0, 1.0, 0.6, 0.3]), torch.tensor([0.75, 0.0, 0.31, 0.0])
+    moved = path.step(x, answer + 1, t, s) - path.step(x, answer, t, s)
+    expected = moved.abs().flatten(1).mean(1)
+    torch.testing.assert_close(path.leverage(t, s), expected, rtol=1e-4, atol=1e-4)
+    if path is PATHS["epsilon"]:
+        assert expected[1] > 10, "a picture in one step from pure noise"

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import teaching_jobs
 import tiny_teachers
 from halation.config.distill import DistillConfig
+from halation.jobs.teaching import ENCODE_SIZE, items_at_once
 from halation.world.testing import RankPool
 
 pytestmark = pytest.mark.ranks
@@ -64,3 +66,9 @@ def test_what_a_teacher_is_asked_is_told_before_and_few_lessons_for_many_steps_t
         assert len(one.told) == (1 if name == "few" else 2)
     assert "each of the 20 lessons" in one.told[1]
     assert "--trajectories" in one.told[1]
+
+
+def test_a_teacher_on_the_cpu_beside_a_student_on_a_gpu_is_asked_one_item_at_a_time() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    assert items_at_once(cpu, gpu) == 1
+    assert items_at_once(cpu, cpu) == items_at_once(gpu, gpu) == ENCODE_SIZE > 1

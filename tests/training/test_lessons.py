@@ -433,3 +433,56 @@ def test_a_build_that_is_asked_to_stop_writes_what_it_has_and_says_how_much(tmp_
     assert (school.num_asked, school.missing()) == (stops_at, [4, 5, 6])
     assert school.build() == 3
     assert school.missing() == []
+
+
+def known_way(name: str) -> tuple[NoisePath, Callable[..., Tensor]]:
+    """A teacher of numbers that are normal with mean 1 and deviation 0.3, whose answers are known."""
+    table = (1 - torch.linspace(1e-4, 0.02, 1000)).cumprod(0)
+    path: NoisePath = Straight() if name == "straight" else Discrete(table, name)
+
+    def answer(x: Tensor, t: Tensor, _condition: object = None) -> Tensor:
+        one, nothing = torch.ones(len(t), 1), torch.zeros(len(t), 1)
+        signal, spread = path.noised(one, nothing, t), path.noised(nothing, one, t)
+        share = (x - signal) / ((0.3 * signal) ** 2 + spread**2)
+        return path.target(1 + 0.09 * signal * share, spread * share, t)
+
+    return path, answer
+
+
+@pytest.mark.parametrize("name", ["epsilon", "v_prediction", "straight"])
+def test_a_student_that_cannot_learn_all_draws_better_by_lessons_that_count_by_what_they_move(name: str) -> None:
+    """The student is linear in the state and in the time, so that what it learns is a least-squares problem."""
+    times = tuple(schedule(4, 3.0).tolist()) if name == "straight" else (1.0, 0.7495, 0.4995, 0.2495, 0.0)
+    wanted = plan(times=times, teacher_steps=40, num_states=8, sample_shape=(1,))
+    path, answer = known_way(name)
+    made = taught(wanted, path, answer, range(64), {}, device=CPU)
+    x, t, target = (made[key].flatten(0, 1).double() for key in ("state", "t", "target"))
+    noise = torch.linspace(-2, 2, 41).reshape(-1, 1)
+    wanted_end = drawn(path, answer, noise, [time for piece in wanted.segments for time in piece[:-1]] + [0.0])
+    weigh = lessons.weights(wanted, path)
+    assert weigh is not None
+    weight = weigh(t.float()).double()
+    assert float(weight.mean()) == pytest.approx(1.0, abs=0.03), "a loss is as large as it would be"
+    errors = []
+    for counts in (torch.ones_like(t), weight):
+        root = counts.sqrt()[:, None]
+        learned = torch.linalg.lstsq(features(x, t) * root, target * root, driver="gelsd").solution.float()
+        end = drawn(path, lambda x, t, learned=learned: features(x, t) @ learned, noise, wanted.times)
+        errors.append(float((end - wanted_end).square().mean().sqrt()))
+    assert errors[1] < 0.75 * errors[0]
+
+
+def features(x: Tensor, t: Tensor) -> Tensor:
+    time = t.reshape(-1, 1)
+    return torch.cat([x, torch.ones_like(x), time * x, time.expand_as(x)], dim=1)
+
+
+def drawn(path: NoisePath, answer: Callable[..., Tensor], x: Tensor, times: Sequence[float]) -> Tensor:
+    for now, after in itertools.pairwise(times):
+        t, s = torch.full((len(x),), now), torch.full((len(x),), after)
+        x = path.step(x, answer(x, t), t, s)
+    return x
+
+
+def test_only_lessons_of_a_trajectory_are_weighed() -> None:
+    assert lessons.weights(plan("velocity"), Straight()) is None

@@ -66,6 +66,9 @@ class Path(Protocol):
     def leading(self, x: Tensor, t: Tensor, end: Tensor, s: Tensor) -> Tensor:
         """The answer at `x` and `t` whose `step` to `s` lands on `end`; s < t."""
 
+    def leverage(self, t: Tensor, s: Tensor) -> Tensor:
+        """How far an error of 1 in the answer at `t` moves the end of a `step` to `s`; one number a picture."""
+
 
 class Straight:
     """Rectified flow (Liu et al. 2022): a straight line, and its velocity."""
@@ -85,6 +88,9 @@ class Straight:
 
     def leading(self, x: Tensor, t: Tensor, end: Tensor, s: Tensor) -> Tensor:
         return (end - x) / _per_picture(s - t, x)
+
+    def leverage(self, t: Tensor, s: Tensor) -> Tensor:
+        return t - s
 
 
 class Discrete:
@@ -137,6 +143,14 @@ class Discrete:
         if self.prediction == "sample":
             return (spread_after * x - spread * end) / turn
         return (end - (signal_after * signal + spread_after * spread) * x) / turn
+
+    def leverage(self, t: Tensor, s: Tensor) -> Tensor:
+        signal, spread = self._shares(t, t)
+        signal_after, spread_after = self._shares_after(s, s)
+        turn = (signal * spread_after - signal_after * spread).abs()
+        if self.prediction == "v_prediction":
+            return turn
+        return turn / (signal if self.prediction == "epsilon" else spread)
 
     def _shares_after(self, s: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Shares where a step ends: at 0 there is no noise left, though the table's first row has some."""

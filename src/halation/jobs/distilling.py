@@ -226,7 +226,7 @@ class Distillation(Task):
             time_sampling=config.time_sampling or habits.time_sampling,
             time_shift=shift,
             caption_dropout=config.caption_dropout,
-            exact=config.dtype == "fp32",
+            exact=config.dtype == "fp32" or (self.few_steps and lessons.is_steep(self.denoiser.path)),
         )
 
     @cached_property
@@ -308,7 +308,7 @@ class Distillation(Task):
         objective: Objective
         beside: dict[str, Part] = {}
         if teacher is None:
-            objective = distillation.matching(self.denoiser)
+            objective = distillation.matching(self.denoiser, lessons.weights(self._plan, self.denoiser.path))
         else:
             features = FeatureMatching(self.denoiser, teacher, config.feature_weight) if config.feature_weight else None
             if features is not None:

@@ -21,12 +21,16 @@ def _squared(answer: Tensor, target: Tensor) -> Tensor:
     return (answer.float() - target.float()).square().flatten(1).mean(1)
 
 
-def matching(student: Denoiser) -> Objective:
-    """The answers that were kept of the teacher: its own at a state, or those that lead to where its way ends."""
+def matching(student: Denoiser, weight: Callable[[Tensor], Tensor] | None = None) -> Objective:
+    """The answers that were kept of the teacher: its own at a state, or those that lead to where its way ends.
+
+    `weight` says by times how much a row counts.
+    """
 
     def losses(module: nn.Module, rows: Rows) -> Tensor:
         answer = student.forward(module, rows.extra["state"], rows.t, rows.condition)
-        return _squared(answer, rows.extra["target"])
+        result = _squared(answer, rows.extra["target"])
+        return result if weight is None else result * weight(rows.t)
 
     return losses
 

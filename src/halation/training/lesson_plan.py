@@ -14,7 +14,7 @@ from torch import Tensor
 from halation.data.base import JSON
 from halation.errors import InputError
 from halation.flow.noise import TrainingDraw, training_draw
-from halation.flow.paths import Path, TimeKind, times_from_uniform
+from halation.flow.paths import Discrete, Path, TimeKind, times_from_uniform
 from halation.flow.trajectories import segments, solve, spread, starts_and_others
 
 STREAM = 2
@@ -106,6 +106,34 @@ class Plan:
             "dtype": "float32" if self.exact else "float16",
             **(way if self.is_way else looked),
         }
+
+
+def is_steep(path: Path) -> bool:
+    """Whether a small error of an answer is a large one of what is drawn: from much noise, where the noise is predicted."""
+    return isinstance(path, Discrete) and path.prediction == "epsilon"
+
+
+def weights(plan: Plan, path: Path) -> Callable[[Tensor], Tensor] | None:
+    """How much lessons of a trajectory count, by their times, 1 on the average; None where all count the same.
+
+    A lesson counts by how far its error moves the end of the student's step: where noise is predicted, from pure noise many times as
+    far as from little; and from states that only lie between two steps less far than from those where steps begin. Not by the square,
+    which is the error of the states that steps end at: later steps make good some of what early ones miss, and would be learned badly.
+    """
+    if plan.objective != "trajectory":
+        return None
+    ends = torch.tensor(sorted(plan.times))
+
+    def leverage(t: Tensor) -> Tensor:
+        following = torch.searchsorted(ends.to(t.device), t - 1e-6) - 1  # the end of the segment that `t` is in
+        return path.leverage(t, ends.to(t.device)[following])
+
+    starts = torch.tensor([piece[0] for piece in plan.segments])
+    others = torch.tensor([time for piece in plan.segments for time in piece[1:-1]])
+    share = min(1.0, (plan.num_states - len(starts)) / max(1, len(others)))  # of the others that are lessons
+    total = leverage(starts).sum() + share * leverage(others).sum()
+    mean = float(total) / (len(starts) + share * len(others))
+    return lambda t: leverage(t) / mean
 
 
 @torch.no_grad()

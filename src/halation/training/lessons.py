@@ -20,9 +20,9 @@ from halation.errors import HalationError, InputError
 from halation.faults import fault_point
 from halation.flow.paths import Discrete, Path
 from halation.plan import share
-from halation.training.lesson_plan import Condition, Plan, Predict, taught
+from halation.training.lesson_plan import Condition, Plan, Predict, is_steep, taught, weights
 
-__all__ = ["Lessons", "Plan", "build", "missing", "open", "taught"]
+__all__ = ["Lessons", "Plan", "build", "is_steep", "missing", "open", "taught", "weights"]
 
 FORMAT = 1
 _PATIENCE_S = 60.0
