@@ -12,7 +12,7 @@ import tiny_teachers
 from faults import commands
 from faults.commands import finish, halation, started
 
-pytestmark = [pytest.mark.ranks, pytest.mark.faults, pytest.mark.slow]
+pytestmark = [pytest.mark.ranks, pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(600)]
 
 NUM_ITEMS, NUM_STEPS = 40, 4
 
@@ -46,5 +46,7 @@ def test_a_signal_while_the_teacher_is_asked_costs_one_item_a_rank(
     )
     assert 4 <= kept < NUM_ITEMS
     (tmp_path / "fired").unlink()
-    assert finish(words, tmp_path / "log", "lessons.answer:1+:sleep=0") == 0, (tmp_path / "log").read_text()
+    assert finish(words, tmp_path / "log", "lessons.answer:1+:sleep=0", timeout_s=300) == 0, (
+        tmp_path / "log"
+    ).read_text()
     assert answers(tmp_path) == NUM_STEPS * (NUM_ITEMS - kept), "it goes on with the rest alone"
