@@ -116,11 +116,11 @@ def is_steep(path: Path) -> bool:
 def weights(plan: Plan, path: Path) -> Callable[[Tensor], Tensor] | None:
     """How much lessons of a trajectory count, by their times, 1 on the average; None where all count the same.
 
-    A lesson counts by how far its error moves the end of the student's step: where noise is predicted, from pure noise many times as
-    far as from little; and from states that only lie between two steps less far than from those where steps begin. Not by the square,
-    which is the error of the states that steps end at: later steps make good some of what early ones miss, and would be learned badly.
+    Where noise is predicted, a lesson counts by how far its error moves the end of the student's step: from pure noise many times as
+    far as from little. Not by the square, which is the error of the states that steps end at: later steps make good some of what
+    early ones miss, and would be learned badly. Of velocities no step moves an end much farther than another, and all count the same.
     """
-    if plan.objective != "trajectory":
+    if plan.objective != "trajectory" or not is_steep(path):
         return None
     ends = torch.tensor(sorted(plan.times))
 
