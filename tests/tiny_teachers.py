@@ -71,4 +71,7 @@ def small_config(folder: Path, teacher: Path | None = None, **changes: Any) -> D
         "progress": "none",
         "dist_timeout_s": 30.0,
     }
-    return distill.resolved(DistillConfig(**settings | changes))
+    settings |= changes
+    if settings.get("objective", "velocity") == "velocity":
+        settings["student_steps"] = None
+    return distill.resolved(DistillConfig(**settings))

@@ -46,7 +46,7 @@ PRECISIONS = {
     "--mixed_precision": {"no": "fp32", "fp16": "fp16", "bf16": "bf16"},
     "--teacher_dtype": {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"},
 }
-HELP = """flags of this recipe, besides those above:
+HELP = """flags of this recipe, besides those of `halation distill`:
   --save_samples            draw samples at the ends of epochs (--sample); without it none are drawn
   --sample_dir DIR          folder of the samples, empty or this run's own; by default OUTPUT_DIR/samples
   --num_steps INT           optimizer steps in all (--n_steps), instead of --num_epochs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,10 @@ def student(folder: Path, **values: Any) -> str:
         ({"eval_every": 2}, ["--eval_every", "prompts.txt"]),
         ({"heldout_pictures": 8}, ["--heldout_pictures"]),
         ({"objective": "trajectory", "guidance_scale": 4.0}, ["--guidance_scale 4", "--teacher_guidance"]),
-        ({"student_steps": 0}, ["--student_steps 0"]),
-        ({"student_steps": 65}, ["--student_steps 65"]),
+        ({"objective": "dmd", "student_steps": 0}, ["--student_steps 0"]),
+        ({"objective": "dmd", "student_steps": 65}, ["--student_steps 65"]),
+        ({"student_steps": 4}, ["--student_steps 4", "--objective trajectory"]),
+        ({"num_epochs": 2, "n_steps": 4}, ["--n_steps 4", "--num_epochs 2"]),
         ({"fake_updates": 0}, ["--fake_updates 0"]),
         ({"teacher_guidance": -1.0}, ["--teacher_guidance -1"]),
         ({"student_config": "no/student.json"}, ["no/student.json"]),
@@ -116,8 +119,24 @@ def test_an_empty_list_of_prompts_is_refused_by_its_name(tmp_path: Path, capsys:
     assert "empty.txt" in capsys.readouterr().err
 
 
+def test_a_student_as_a_teacher_is_not_guided_again_and_one_of_few_steps_is_none(tmp_path: Path) -> None:
+    """What a model is drawn with is what it answers with, unless somebody says otherwise."""
+    assert distill.resolved(asked(tmp_path)).teacher_guidance == 2.0
+    folder = Path(shutil.copytree(tiny_teachers.dit(), tmp_path / "student"))
+    description = json.loads((folder / "config.json").read_text())
+    description["sampling"] |= {"guidance_scale": 1.0, "distilled": {"objective": "velocity"}}
+    (folder / "config.json").write_text(json.dumps(description))
+    assert distill.resolved(asked(tmp_path, teacher_path=str(folder))).teacher_guidance == 1.0
+    assert distill.resolved(asked(tmp_path, teacher_path=str(folder), teacher_guidance=3.0)).teacher_guidance == 3.0
+    description["sampling"]["distilled"] = {"objective": "trajectory", "steps": 4}
+    (folder / "config.json").write_text(json.dumps(description))
+    with pytest.raises(InputError, match="4 steps"):
+        distill.resolved(asked(tmp_path, teacher_path=str(folder)))
+
+
 def test_short_forms_are_written_out(tmp_path: Path) -> None:
-    config = distill.resolved(asked(tmp_path, teacher_on_cpu=True, dtype="bf16"))
+    config = distill.resolved(asked(tmp_path, teacher_on_cpu=True, dtype="bf16", objective="trajectory"))
+    assert config.student_steps == 4
     assert config.teacher_placement == "cpu"
     assert config.teacher_dtype == "bf16"
     assert config.image_size == (tiny_teachers.SIDE, tiny_teachers.SIDE)

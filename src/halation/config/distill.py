@@ -40,10 +40,11 @@ class DistillConfig(TrainConfig):
     objective: Objective = setting("velocity")
     """velocity: the teacher's prediction at every noise level. trajectory: the end points of the teacher's way, in --student_steps steps.
     dmd: the teacher's distribution, in --student_steps steps, with a second network that learns the student's."""
-    student_steps: int = setting(4)
-    """Steps the student draws in, for trajectory and dmd."""
+    student_steps: Annotated[int | None, tyro.conf.arg(metavar="INT")] = setting(None)
+    """Steps the student draws in, for trajectory and dmd; by default 4."""
     teacher_guidance: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = setting(None)
-    """Guidance of the teacher, which the student learns to do without; 1 is none. By default what the teacher's family uses."""
+    """Guidance of the teacher, which the student learns to do without; 1 is none. By default what the teacher is drawn with: by its run, or its
+    family."""
     feature_weight: float = setting(0.0)
     """Weight of matching the teacher's features in the middle of the network, through a learned projection; for velocity."""
     fake_updates: int = setting(5)
@@ -77,6 +78,8 @@ class DistillConfig(TrainConfig):
     """Passes over the data, each of whole steps and one at least; instead of --n_steps. Of dmd the second network's steps count too."""
     sample_interval: int = free(1)
     """Epochs between samples and checkpoints, with --num_epochs or --sample_names rank."""
+    warmup_steps: int = setting(20)
+    """Steps over which the learning rate rises from zero: a student that begins as its teacher has something to lose."""
     caption_dropout: float = setting(0.0)
     """Share of rows that are learned without their caption; only a student that is to be drawn with guidance needs it. Of what is kept
     of a teacher it is drawn by item, once for the whole training: prompts need --trajectories."""

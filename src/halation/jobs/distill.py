@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from halation.errors import InputError
 from halation.generation.identity import fingerprint
 from halation.jobs import finetuning, train
 from halation.jobs.ranges import check_ranges
+from halation.jobs.subject import distilled_steps, exported_with, fine_tuned, fine_tuned_run, pipeline_folder
 from halation.models.student_config import StudentConfig
 from halation.runs import Run
 from halation.world import deepspeed_config
@@ -28,6 +30,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "fake_updates": (1, math.inf),
     "student_steps": (1, 64),
 }
+FEW_STEPS = 4
 NOT_HERE = {
     "model": "the student comes from the teacher: --student_config and --student_init",
     "model_path": "it is --teacher_path here",
@@ -57,6 +60,8 @@ def resolved(config: DistillConfig) -> DistillConfig:
     """The config with its short forms written out, or an error for what can be refused without opening teacher and data."""
     _refuse_missing(config)
     check_ranges(config, RANGES)
+    if config.objective != "velocity" and config.student_steps is None:
+        config = dataclasses.replace(config, student_steps=FEW_STEPS)
     _refuse_combinations(config)
     StudentConfig.read(config.student_config)
     if config.eval_every and not has_pictures(config.data_path):
@@ -75,6 +80,9 @@ def resolved(config: DistillConfig) -> DistillConfig:
         teacher_dtype=config.teacher_dtype or config.dtype,
     )
     folder = Path(config.teacher_path).expanduser()
+    run = fine_tuned_run(folder) if folder.is_dir() and not (folder / "model_index.json").is_file() else None
+    if run is not None:
+        raise fine_tuned("teacher_path", folder, run)
     if (folder / "model_index.json").is_file() or not folder.is_dir():
         return _of_pipeline(config)
     return _of_dit(config, folder)
@@ -97,6 +105,18 @@ def _refuse_missing(config: DistillConfig) -> None:
 
 
 def _refuse_combinations(config: DistillConfig) -> None:
+    if config.objective == "velocity" and config.student_steps is not None:
+        raise InputError(
+            f"--student_steps {config.student_steps} with --objective velocity",
+            "an objective of few steps",
+            "add --objective trajectory (or dmd); by velocity a student draws in as many steps as its teacher",
+        )
+    if config.num_epochs and config.n_steps != DistillConfig.n_steps:
+        raise InputError(
+            f"--n_steps {config.n_steps} with --num_epochs {config.num_epochs}",
+            "one of them: each says when it ends",
+            "leave one out",
+        )
     if config.feature_weight and config.objective != "velocity":
         raise InputError(
             f"--feature_weight with --objective {config.objective}", "--objective velocity", "leave one of them out"
@@ -132,17 +152,18 @@ def _refuse_combinations(config: DistillConfig) -> None:
             "lessons that are kept: the end of a way takes the teacher many steps",
             "leave --no_teacher_cache out",
         )
-    if config.objective == "trajectory" and config.teacher_states < config.student_steps:
+    steps = config.student_steps or FEW_STEPS
+    if config.objective == "trajectory" and config.teacher_states < steps:
         raise InputError(
-            f"--teacher_states {config.teacher_states} with --student_steps {config.student_steps}",
+            f"--teacher_states {config.teacher_states} with --student_steps {steps}",
             "at least one state for each of the student's steps",
-            f"use --teacher_states {2 * config.student_steps}",
+            f"use --teacher_states {2 * steps}",
         )
-    if config.objective == "trajectory" and config.teacher_steps < config.student_steps:
+    if config.objective == "trajectory" and config.teacher_steps < steps:
         raise InputError(
-            f"--teacher_steps {config.teacher_steps} with --student_steps {config.student_steps}",
+            f"--teacher_steps {config.teacher_steps} with --student_steps {steps}",
             "a teacher that takes at least as many steps as its student",
-            f"use --teacher_steps {8 * config.student_steps} or more",
+            f"use --teacher_steps {8 * steps} or more",
         )
 
 
@@ -171,8 +192,6 @@ def _refuse_for_prompts(config: DistillConfig) -> None:
 
 
 def _of_pipeline(config: DistillConfig) -> DistillConfig:
-    from halation.jobs.subject import pipeline_folder
-
     folder = pipeline_folder(config.teacher_path, flag="teacher_path")
     output = config.output_dir.resolve()
     if output == folder.resolve() or folder.resolve() in output.parents:
@@ -181,7 +200,12 @@ def _of_pipeline(config: DistillConfig) -> DistillConfig:
             "a folder outside of it, since what lies in it is the teacher",
             "choose another",
         )
-    config = train.written_out(config, finetuning.native_size(folder) if not config.image_size else (1, 1))
+    drawn = exported_with(folder)
+    config = _drawn_as(config, folder, drawn)
+    size = (drawn.get("height", 1), drawn.get("width", 1))
+    if not drawn and not config.image_size:
+        size = finetuning.native_size(folder)
+    config = train.written_out(config, size)
     return dataclasses.replace(config, model_path=str(folder.resolve()), teacher_path=str(folder.resolve()))
 
 
@@ -197,6 +221,7 @@ def _of_dit(config: DistillConfig, folder: Path) -> DistillConfig:
                 f"--{name} with a DiT of Halation as the teacher", "a diffusers pipeline", f"leave --{name} out"
             )
     size = (int(sampling["height"]), int(sampling["width"]))
+    config = _drawn_as(config, folder, {"guidance_scale": sampling["guidance_scale"], **distilled_steps(sampling)})
     config = train.written_out(config, size)
     if config.image_size != size:
         raise InputError(
@@ -212,6 +237,19 @@ def _of_dit(config: DistillConfig, folder: Path) -> DistillConfig:
         time_sampling=config.time_sampling or "logit_normal",
         time_shift=config.time_shift or float(sampling.get("time_shift", 1.0)),
     )
+
+
+def _drawn_as(config: DistillConfig, folder: Path, drawn: Mapping[str, Any]) -> DistillConfig:
+    """With the guidance that a teacher of Halation's own is drawn with, which a student has in it already."""
+    if drawn.get("distilled"):
+        raise InputError(
+            f"{folder} was distilled to draw in {drawn['steps']} steps, and between them it has nothing to say",
+            "a teacher that answers at every noise level",
+            "give its own teacher, or a student of --objective velocity",
+        )
+    if config.teacher_guidance is None and "guidance_scale" in drawn:
+        return dataclasses.replace(config, teacher_guidance=float(drawn["guidance_scale"]))
+    return config
 
 
 def begin(config: DistillConfig, place: str) -> bool:

@@ -59,7 +59,9 @@ class Distillation(Task):
 
     @property
     def item(self) -> str:  # type: ignore[override]
-        return "picture" if self.has_pictures else "prompt"
+        if isinstance(self.source, Prompts):
+            return "prompt" if self.source.num_train == len(self.source.texts) else "way"
+        return "picture"
 
     # -- opening
 
@@ -106,7 +108,7 @@ class Distillation(Task):
             lora=adapters,
             height=height,
             width=width,
-            few_steps=config.student_steps if self.few_steps else 0,
+            few_steps=self.num_steps,
             stays_on_cpu=self.world.device.type == "cpu",
         )
 
@@ -144,6 +146,11 @@ class Distillation(Task):
         return self.config.objective != "velocity"
 
     @property
+    def num_steps(self) -> int:
+        """Steps the student learns to draw in; 0 where it learns to be drawn like its teacher."""
+        return self.config.student_steps or 0
+
+    @property
     def _keeps(self) -> bool:
         """Whether lessons are kept."""
         return self.config.objective != "dmd" and self.config.teacher_cache
@@ -160,7 +167,7 @@ class Distillation(Task):
         config = self.config
         height, width = config.image_size
         shift = config.time_shift or self.denoiser.habits.time_shift
-        return self.denoiser.times(config.student_steps, height, width, shift)
+        return self.denoiser.times(self.num_steps, height, width, shift)
 
     def sampling(self, prompts: tuple[str, ...]) -> SampleSettings:
         """As the objective was trained: guidance is in the student where it was in the teacher's answers."""
@@ -169,7 +176,7 @@ class Distillation(Task):
         guided = self.denoiser.guides == "pair" and self.guidance == 1.0 and config.caption_dropout > 0
         if config.guidance_scale is None and (self.few_steps or not guided):
             settings = dataclasses.replace(settings, guidance_scale=1.0)
-        steps = config.student_steps if self.few_steps else settings.steps
+        steps = self.num_steps or settings.steps
         if self.few_steps and isinstance(self.denoiser, DiTDenoiser):
             settings = dataclasses.replace(settings, sampler="euler")
         distilled = {"objective": config.objective, **({"steps": steps} if self.few_steps else {})}

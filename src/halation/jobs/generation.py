@@ -87,6 +87,10 @@ class Session:
         misuse = self.subject.misuse(steps)
         if misuse:
             log.warning("--num_inference_steps: %s", misuse)
+        guidance = self.config.guidance_scale
+        misguided = self.subject.misguided(guidance) if guidance is not None else ""
+        if misguided:
+            log.warning("--guidance_scale %s", misguided)
         if prompts.ignored:
             log.warning("%s: columns that are not read: %s", prompts.name, ", ".join(prompts.ignored))
         counts = self.ledger.counts()

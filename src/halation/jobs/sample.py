@@ -154,7 +154,7 @@ def _draw(world: World, config: SampleConfig, folder: Path) -> None:
     import torch
 
     from halation.jobs.models import load_denoiser, sampling_of
-    from halation.jobs.subject import distilled_steps, few_steps_words
+    from halation.jobs.subject import distilled_steps, few_steps_words, guidance_words
     from halation.models.compiling import compile_units
     from halation.training.sample_files import Place, publish_index
     from halation.training.sampling import Drawing, SampleSettings
@@ -167,6 +167,9 @@ def _draw(world: World, config: SampleConfig, folder: Path) -> None:
     if learned and settings.steps != learned["steps"] and world.first:
         words = few_steps_words(settings.steps, learned["steps"], learned["distilled"])
         sys.stderr.write(f"halation: --sample_steps: {words}\n")
+    if recorded.get("distilled") and settings.guidance_scale != recorded["guidance_scale"] and world.first:
+        words = guidance_words(settings.guidance_scale, recorded["guidance_scale"])
+        sys.stderr.write(f"halation: --guidance_scale {words}\n")
     if settings.deterministic:  # read by cuBLAS when it is first used
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.set_num_threads(settings.threads)

@@ -52,6 +52,9 @@ class Scoring:
             misuse = live.subject.misuse(config.num_inference_steps or live.subject.steps)
             if misuse and self.world.first:
                 log.warning("--num_inference_steps: %s", misuse)
+            misguided = live.subject.misguided(config.guidance_scale) if config.guidance_scale is not None else ""
+            if misguided and self.world.first:
+                log.warning("--guidance_scale %s", misguided)
             return live
         return generated_files(config)
 

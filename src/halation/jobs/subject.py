@@ -31,11 +31,24 @@ class Subject:
     distilled: str = ""
     """The objective by which it learned to draw in that many steps and no other number, if it did."""
 
+    student: bool = False
+    """Whether it was distilled, with guidance in it or none to be drawn with."""
+
     def misuse(self, num_steps: int) -> str:
         """What there is to say to another number of steps than a model was distilled for."""
         if not self.distilled or num_steps == self.steps:
             return ""
         return few_steps_words(num_steps, self.steps, self.distilled)
+
+    def misguided(self, guidance_scale: float) -> str:
+        """What there is to say to another guidance than a student is drawn with."""
+        if not self.student or guidance_scale == self.guidance_scale:
+            return ""
+        return guidance_words(guidance_scale, self.guidance_scale)
+
+
+def guidance_words(asked: float, learned: float) -> str:
+    return f"{asked:g}, but the model was distilled to be drawn with {learned:g}; expect worse pictures"
 
 
 def few_steps_words(num_steps: int, learned: int, objective: str) -> str:
@@ -57,11 +70,11 @@ def subject_of(model_path: str, *, raw: bool) -> Subject:
     if (folder / "model_index.json").exists():
         order = {"kind": "pipeline", "path": str(folder.resolve())}
         name = Path(model_path).resolve().name
-        return Subject(order=order, name=name, digest=fingerprint(folder), **_exported_with(folder))
+        return Subject(order=order, name=name, digest=fingerprint(folder), **exported_with(folder))
     return _checkpoint(folder, raw)
 
 
-def _exported_with(folder: Path) -> dict[str, Any]:
+def exported_with(folder: Path) -> dict[str, Any]:
     """Size, guidance and few steps of the run that exported a pipeline, so that it draws what its run drew; nothing for others'
     pipelines."""
     if not (folder / EXPORT_FILE).exists():
@@ -70,7 +83,8 @@ def _exported_with(folder: Path) -> dict[str, Any]:
         sampling = json.loads((folder / EXPORT_FILE).read_bytes())["sampling"]
         height, width, guidance_scale = (sampling[name] for name in ("height", "width", "guidance_scale"))
         size = {"height": int(height), "width": int(width)}
-        return {**size, "guidance_scale": float(guidance_scale), **distilled_steps(sampling)}
+        student = bool(sampling.get("distilled"))
+        return {**size, "guidance_scale": float(guidance_scale), "student": student, **distilled_steps(sampling)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(
             f"{folder / EXPORT_FILE} cannot be read: {type(error).__name__}: {error}",
@@ -111,6 +125,7 @@ def _checkpoint(folder: Path, raw: bool) -> Subject:
         height=sampling["height"],
         width=sampling["width"],
         guidance_scale=sampling["guidance_scale"],
+        student=bool(sampling.get("distilled")),
         **distilled_steps(sampling),
     )
 
