@@ -72,6 +72,8 @@ def small_config(folder: Path, teacher: Path | None = None, **changes: Any) -> D
         "dist_timeout_s": 30.0,
     }
     settings |= changes
+    if settings.get("num_epochs"):
+        del settings["n_steps"]
     if settings.get("objective", "velocity") == "velocity":
         settings["student_steps"] = None
     return distill.resolved(DistillConfig(**settings))
