@@ -44,7 +44,7 @@ SMALL_SHAPE = {"family": "dit", "width": 96, "depth": 3, "heads": 3, "text_width
 GOAL_CLOSED, GOAL_CACHE = 0.8, 2.0
 PARTS = ("small", "few", "cache")
 DTYPE = "bf16"
-"""Of every training and every drawing, on both sides: twice as fast on the CPUs that know it."""
+"""Of every training and every drawing, on both sides."""
 
 
 @dataclass(frozen=True, kw_only=True)
