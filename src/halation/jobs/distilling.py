@@ -38,9 +38,6 @@ from halation.world.ranks import alive, on_first
 
 log = logging.getLogger(__name__)
 
-ENCODE_SIZE = 8
-"""Items that the teacher takes at once where no batch size was asked for."""
-
 
 class Distillation(Task):
     """A student and its teacher; everything the teacher need say only once is kept, and then it may go."""
@@ -55,7 +52,9 @@ class Distillation(Task):
 
     @property
     def title(self) -> str:
-        return f"distilling {Path(self.config.teacher_path).name} ({self.config.objective})"
+        path = Path(self.config.teacher_path)
+        name = path.parent.parent.name if path.parent.name == "checkpoints" else path.name  # a run goes by its own name
+        return f"distilling {name} ({self.config.objective})"
 
     @property
     def item(self) -> str:  # type: ignore[override]

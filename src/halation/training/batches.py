@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
@@ -37,27 +38,18 @@ def positions(
         yield step, padded + (start + (step - start_step) * global_batch)
 
 
+@dataclass(frozen=True)
 class Preparer:
     """Turns a host batch into tensors: noise, times, dropped captions. Runs in the loader's threads, ahead of the step."""
 
-    def __init__(
-        self,
-        denoiser: Denoiser,
-        *,
-        seed: int,
-        dropout: float,
-        time_sampling: str,
-        time_shift: float,
-        num_real: int,
-        pin: bool,
-    ) -> None:
-        self.denoiser = denoiser
-        self.seed = seed
-        self.dropout = dropout
-        self.time_sampling = time_sampling
-        self.time_shift = time_shift
-        self.num_real = num_real
-        self.pin = pin
+    denoiser: Denoiser
+    _: KW_ONLY
+    seed: int
+    dropout: float
+    time_sampling: str
+    time_shift: float
+    num_real: int
+    pin: bool
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         height, width, shape = self._sizes(batch["pixels"])
@@ -81,26 +73,18 @@ class Preparer:
         return pixels.shape[2] * factor, pixels.shape[3] * factor, pixels.shape[1:]
 
 
+@dataclass(frozen=True)
 class LessonPreparer:
     """Turns a host batch into lessons that a teacher gave on its items: of each item one, chosen by its position."""
 
-    def __init__(
-        self,
-        denoiser: Denoiser,
-        lessons: Lessons,
-        lesson_plan: Plan,
-        *,
-        size: tuple[int, int],
-        num_real: int,
-        pin: bool,
-    ) -> None:
-        """`size` is that of the pictures, in pixels."""
-        self.denoiser = denoiser
-        self.lessons = lessons
-        self.plan = lesson_plan
-        self.size = size
-        self.num_real = num_real
-        self.pin = pin
+    denoiser: Denoiser
+    lessons: Lessons
+    plan: Plan
+    _: KW_ONLY
+    size: tuple[int, int]
+    """Of the pictures, in pixels."""
+    num_real: int
+    pin: bool
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         uniforms = [training_draw(self.plan.seed, int(position), ()).u_time for position in batch["positions"]]
@@ -112,31 +96,22 @@ class LessonPreparer:
         return _finished(batch["step"], tensors, condition, self.num_real, self.pin)
 
 
+@dataclass(frozen=True)
 class NoisePreparer:
     """Turns a host batch into what a student draws from, where nothing but captions is learned from: noise to begin with, and
     times with noise to look at its pictures."""
 
-    def __init__(
-        self,
-        denoiser: Denoiser,
-        *,
-        seed: int,
-        dropout: float,
-        time_shift: float,
-        size: tuple[int, int],
-        drawn: bool,
-        num_real: int,
-        pin: bool,
-    ) -> None:
-        """`drawn` as in `conditioned`. `time_shift` is that of the family: what is decided at much noise is looked at there."""
-        self.denoiser = denoiser
-        self.seed = seed
-        self.dropout = dropout
-        self.time_shift = time_shift
-        self.size = size
-        self.drawn = drawn
-        self.num_real = num_real
-        self.pin = pin
+    denoiser: Denoiser
+    _: KW_ONLY
+    seed: int
+    dropout: float
+    time_shift: float
+    """That of the family: what is decided at much noise is looked at there."""
+    size: tuple[int, int]
+    drawn: bool
+    """As in `conditioned`."""
+    num_real: int
+    pin: bool
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         shape = self.denoiser.sample_shape(*self.size)
