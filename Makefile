@@ -9,7 +9,7 @@ RUN := $(VENV)/bin/python -m
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint format clean
+.PHONY: help demo test test-slow browser lint format clean
 .DELETE_ON_ERROR:
 
 # The scripts of a virtual environment hold its path: one that was moved or copied is made again.
@@ -17,8 +17,9 @@ $(shell [ ! -e $(STAMP) ] || [ "$$(cat $(STAMP))" = "$$(pwd -P)" ] || mv $(STAMP
 
 help:
 	@echo "make demo       train a small DiT on two ranks, with samples at every checkpoint (no network, no GPU)"
-	@echo "make test       ruff, mypy, import-linter and the fast tests"
+	@echo "make test       ruff, mypy, import-linter and the fast tests, those of the page in Chromium too where it is there"
 	@echo "make test-slow  the laws that take long"
+	@echo "make browser    install Chromium for the tests of the page, or say how"
 	@echo "make lint       ruff, mypy and import-linter alone"
 	@echo "make format     put the code in order"
 	@echo "make clean      remove caches and build folders (.venv and runs stay)"
@@ -65,12 +66,27 @@ lint: $(STAMP)
 	$(RUN) mypy
 	$(VENV)/bin/lint-imports
 
-test: lint
-	$(RUN) pytest -m "not slow and not gpu and not browser" $(PYTEST_ARGS)
+test: lint browser
+	$(RUN) pytest -m "not slow and not gpu" $(PYTEST_ARGS)
 
 # pytest ends with 5 where no test is marked slow.
-test-slow: $(STAMP)
-	$(RUN) pytest -m "slow and not gpu and not browser" $(PYTEST_ARGS) || [ $$? -eq 5 ]
+test-slow: $(STAMP) browser
+	$(RUN) pytest -m "slow and not gpu" $(PYTEST_ARGS) || [ $$? -eq 5 ]
+
+# Never fails: without Chromium the browser tests are skipped, and say so.
+browser:
+	@found() { command -v chromium || command -v chromium-browser || command -v google-chrome; }; \
+	found > /dev/null && exit 0; \
+	if [ "$$(id -u)" = 0 ] && [ -e /etc/debian_version ] && command -v apt-get > /dev/null; then \
+	    echo "Installing Debian's Chromium for the browser tests"; \
+	    export DEBIAN_FRONTEND=noninteractive; \
+	    (apt-get update -qq && apt-get install -qq -y chromium) > /dev/null || true; \
+	fi; \
+	found > /dev/null || { \
+	    echo "make: no Chromium is there: the browser tests will be skipped"; \
+	    echo "  expected: chromium, chromium-browser or google-chrome on the PATH"; \
+	    echo "  to do:    install one (Debian: apt install chromium; as root, make browser does it)"; \
+	}
 
 format: $(STAMP)
 	$(RUN) ruff check --fix

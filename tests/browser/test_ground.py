@@ -1,0 +1,79 @@
+"""The ground that browser tests stand on: pages of this machine open, complaints are heard, nothing else is reached."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import pytest
+from complaints import Complaints
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+pytestmark = pytest.mark.browser
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    policy: ClassVar[str] = "default-src 'none'; script-src 'self'"
+
+    def end_headers(self) -> None:
+        self.send_header("Content-Security-Policy", self.policy)
+        super().end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=tmp_path))
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}", tmp_path
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_page_of_this_machine_opens_at_its_size_and_runs_its_script(site: tuple[str, Path], page: Page) -> None:
+    url, folder = site
+    (folder / "index.html").write_text("<title>ground</title><p>before</p><script src='a.js'></script>")
+    (folder / "a.js").write_text("document.querySelector('p').textContent = `${innerWidth}x${innerHeight}`")
+    page.goto(url)
+    assert page.title() == "ground"
+    assert page.inner_text("p") == "1280x800"
+
+
+def test_what_the_browser_complains_of_is_heard(site: tuple[str, Path], page: Page, complaints: Complaints) -> None:
+    url, folder = site
+    (folder / "index.html").write_text("<script>inline</script><script src='a.js'></script>")
+    (folder / "a.js").write_text("console.error('said aloud'); fetch('http://1.1.1.1/far').catch(() => 0); nowhere()")
+    page.goto(url)
+    page.evaluate("fetch('http://1.1.1.1/near').catch(() => 0)")
+    with pytest.raises(AssertionError, match="said aloud"):
+        complaints.settle()
+    complaints.expect("^console: said aloud")
+    complaints.expect("^uncaught: nowhere is not defined")
+    complaints.expect("^content policy: script-src-elem forbids inline")
+    complaints.expect("^content policy: connect-src forbids http://1.1.1.1")
+    complaints.expect("^console: .*Content Security Policy")
+
+
+def test_an_expected_complaint_that_never_comes_fails(complaints: Complaints) -> None:
+    complaints.settle()
+    complaints.expect("a word")
+    with pytest.raises(AssertionError, match="never came"):
+        complaints.settle()
+
+
+def test_other_machines_are_not_reached(page: Page, complaints: Complaints) -> None:
+    page.set_content("<img src='http://1.1.1.1/far.png'>")
+    page.wait_for_function("document.images[0].complete")
+    assert page.evaluate("document.images[0].naturalWidth") == 0
+    complaints.expect("^asked for http://1.1.1.1/far.png")
+    complaints.expect("ERR_NAME_NOT_RESOLVED")
