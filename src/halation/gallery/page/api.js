@@ -1,0 +1,108 @@
+// Asks the server for JSON and names the URLs of pictures; in an exported page the same calls answer from what is embedded.
+
+const embeddedNode = document.getElementById("embedded");
+const embedded = embeddedNode === null ? null : JSON.parse(embeddedNode.textContent);
+
+/** True in a page written by `halation gallery --export`: nothing is live and there is no server. */
+export const exported = embedded !== null;
+
+/** What a request came back with when it was not an answer: status 0 is "no connection". */
+export class ApiError extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+async function reasonOf(response) {
+  try {
+    const body = await response.json();
+    return body.error ?? body.detail ?? response.statusText;
+  } catch {
+    return response.statusText;
+  }
+}
+
+async function request(path, options) {
+  let response;
+  try {
+    response = await fetch(path, { credentials: "same-origin", ...options });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ApiError(0, "The gallery does not answer.");
+  }
+  if (!response.ok) throw new ApiError(response.status, await reasonOf(response));
+  return response.json();
+}
+
+/** The JSON of "/api/..."; `options` may hold an AbortSignal as `signal`. */
+export async function get(path, options) {
+  if (!exported) return request(path, options);
+  const plain = path.split("?")[0];
+  const found = embedded.responses[path] ?? embedded.responses[plain];
+  if (found === undefined) throw new ApiError(404, "This is not part of the exported page.");
+  return found;
+}
+
+/** Asks for something to be done (only a gallery started with --allow_control answers). */
+export async function post(path) {
+  if (exported) throw new ApiError(405, "An exported page cannot control a run.");
+  return request(path, { method: "POST" });
+}
+
+function pathOf(run, picture) {
+  return `${encodeURIComponent(run)}/${encodeURIComponent(picture.key)}`;
+}
+
+/** URL of a thumbnail; `size` over 256 asks for the 512 one. */
+export function thumb(run, picture, size) {
+  if (exported) return embedded.pictures[`${run}/${picture.key}`] ?? "";
+  const large = size > 256 ? "&s=512" : "";
+  return `/thumbs/${pathOf(run, picture)}?v=${encodeURIComponent(picture.v ?? "")}${large}`;
+}
+
+/** URL of the picture itself; in an export the file beside it, or the thumbnail where there is none. */
+export function full(run, picture) {
+  const name = `${run}/${picture.key}`;
+  if (exported) return embedded.links?.[name] ?? embedded.pictures[name] ?? "";
+  return `/pictures/${pathOf(run, picture)}?v=${encodeURIComponent(picture.v ?? "")}`;
+}
+
+/** What an export carries inside for a picture ("" where it has none): shown where the linked file is not beside it. */
+export function inside(run, picture) {
+  return exported ? (embedded.pictures[`${run}/${picture.key}`] ?? "") : "";
+}
+
+/**
+ * Runs `work` whenever it is asked to, one at a time and at most every `pauseMs`; asking meanwhile runs it once more after.
+ * Returns the function to ask with; its `.stop()` ends it.
+ */
+export function steadily(work, pauseMs) {
+  let busy = false;
+  let again = false;
+  let timer = null;
+  let last = -Infinity;
+  let stopped = false;
+  async function go() {
+    timer = null;
+    busy = true;
+    again = false;
+    last = performance.now();
+    try {
+      await work();
+    } finally {
+      busy = false;
+      if (again && !stopped) trigger();
+    }
+  }
+  function trigger() {
+    if (stopped) return;
+    if (busy) again = true;
+    else if (timer === null) timer = setTimeout(go, Math.max(0, last + pauseMs - performance.now()));
+  }
+  trigger.stop = () => {
+    stopped = true;
+    clearTimeout(timer);
+  };
+  return trigger;
+}
