@@ -1,0 +1,235 @@
+"""Which runs there are below some folders: found, kept, looked at again; what is in a run its entry knows, not this file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from halation.runs import CONFIG_FILE, METRICS_FILE
+
+log = logging.getLogger(__name__)
+
+KINDS = ("train", "distill", "sample", "generate", "watch")
+MAX_DEPTH = 6
+MAX_CHILDREN = 2_000
+WALK_EVERY_S = 3.0
+REST_EVERY_S = 5.0
+"""How often a run that is not running is looked at."""
+OWN_FOLDERS = ("checkpoints", "samples", "logs", "export", "evaluation", "cache", "tensorboard", "wandb", "control")
+"""Folders of a training that hold no runs; any other one below it may be a run that somebody put there."""
+FRESH_S = 2.0
+"""A folder that changed so recently may change again within the same tick of its clock, so it is read once more."""
+
+
+class Entry(Protocol):
+    """A run as a page sees it. Getters are called from other threads than `refresh`: each entry guards itself by a lock."""
+
+    id: str
+    folder: Path
+    kind: str
+    version: int
+    """Counts up whenever anything a page shows has changed."""
+    name: str
+    """Path relative to the folder it was found below; the catalog sets it, as it does `parent`, right after the entry was made."""
+    parent: str | None
+    """Id of the run it belongs to (the pictures of a watch)."""
+
+    def refresh(self) -> bool:
+        """Look at the disk, by stats alone where nothing changed; whether anything a page shows has changed."""
+
+    def summary(self) -> dict[str, Any]: ...
+
+    def detail(self) -> dict[str, Any]: ...
+
+    def picture(self, key: str) -> Path | None:
+        """The file of a key this entry has given out itself, never one outside of its folder."""
+
+    def log(self, num_lines: int) -> list[str]: ...
+
+    def config(self) -> dict[str, Any]: ...
+
+
+Maker = Callable[[Path, str], Entry]
+
+
+def id_of(folder: Path) -> str:
+    """Stable between restarts, and says nothing."""
+    return hashlib.blake2b(os.fsencode(folder.resolve()), digest_size=5).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A run on the disk."""
+
+    folder: Path
+    kind: str
+    name: str
+    parent: str | None
+
+
+@dataclass(kw_only=True)
+class _Looked:
+    """What a folder held when it was last read."""
+
+    mtime_ns: int
+    settled: bool
+    children: tuple[str, ...] = ()
+    kind: str | None = None
+
+
+class Catalog:
+    """The runs below `roots`. One thread calls `refresh`, any thread the rest."""
+
+    def __init__(self, roots: Sequence[Path], makers: Mapping[str, Maker]) -> None:
+        self.roots = [root.resolve() for root in roots]
+        self.makers = dict(makers)
+        self._folders: dict[Path, _Looked] = {}
+        self._entries: dict[str, Entry] = {}
+        self._looked_at: dict[str, float] = {}
+        self._walked_at = -float("inf")
+        self._lock = threading.Lock()
+
+    def refresh(self, now: float | None = None) -> list[str]:
+        """Ids of the runs that changed since the last call, and "" where the list itself did; `now` is a clock in seconds."""
+        now = time.monotonic() if now is None else now
+        changed = []
+        if now - self._walked_at >= WALK_EVERY_S:
+            self._walked_at = now
+            if self._settle(self._walk()):
+                changed.append("")
+        for entry in list(self._entries.values()):
+            if self._is_due(entry, now):
+                self._looked_at[entry.id] = now
+                if entry.refresh():
+                    changed.append(entry.id)
+        return changed
+
+    def entries(self) -> list[Entry]:
+        """All of them, the newest change first."""
+        with self._lock:
+            entries = list(self._entries.values())
+        return sorted(entries, key=lambda entry: -float(entry.summary().get("changed") or 0))
+
+    def get(self, id: str) -> Entry | None:
+        with self._lock:
+            return self._entries.get(id)
+
+    def _is_due(self, entry: Entry, now: float) -> bool:
+        last = self._looked_at.get(entry.id)
+        return last is None or entry.summary().get("state") == "running" or now - last >= REST_EVERY_S
+
+    def _settle(self, found: Mapping[str, Found]) -> bool:
+        """Make entries of what is new and forget what is gone; whether there was either."""
+        gone = [id for id, entry in self._entries.items() if id not in found or found[id].kind != entry.kind]
+        fresh = {id: run for id, run in found.items() if id not in self._entries or id in gone}
+        made = {}
+        for id, run in fresh.items():
+            entry = self.makers[run.kind](run.folder, id)
+            entry.name, entry.parent = run.name, run.parent
+            made[id] = entry
+        with self._lock:
+            for id in gone:
+                del self._entries[id]
+                self._looked_at.pop(id, None)
+            self._entries |= made
+        return bool(gone or fresh)
+
+    # -- finding
+
+    def _walk(self) -> dict[str, Found]:
+        """All runs, by id; only folders whose time changed are read again."""
+        seen: set[Path] = set()
+        found: dict[str, Found] = {}
+        for root in self.roots:
+            for run in self._below(root, root, 0, None, seen):
+                if run.kind in self.makers:
+                    found.setdefault(id_of(run.folder), run)
+        for path in self._folders.keys() - seen:
+            del self._folders[path]
+        return found
+
+    def _below(self, folder: Path, root: Path, depth: int, parent: str | None, seen: set[Path]) -> Iterator[Found]:
+        if folder in seen or depth > MAX_DEPTH:
+            return
+        seen.add(folder)
+        looked = self._look(folder)
+        if looked is None:
+            return
+        if looked.kind is not None:
+            yield Found(folder=folder, kind=looked.kind, name=self._name(folder, root), parent=parent)
+        inside = id_of(folder) if looked.kind == "watch" else parent
+        for name in looked.children:
+            yield from self._below(folder / name, root, depth + 1, inside, seen)
+
+    def _look(self, folder: Path) -> _Looked | None:
+        try:
+            mtime_ns = folder.stat().st_mtime_ns
+            known = self._folders.get(folder)
+            if known is not None and known.mtime_ns == mtime_ns and known.settled:
+                return known
+            looked = _read(folder, mtime_ns)
+        except OSError:
+            self._folders.pop(folder, None)
+            return None
+        self._folders[folder] = looked
+        return looked
+
+    def _name(self, folder: Path, root: Path) -> str:
+        below = folder.relative_to(root)
+        if below == Path():
+            return root.name or str(root)
+        return str(Path(root.name) / below if len(self.roots) > 1 else below)
+
+
+def _read(folder: Path, mtime_ns: int) -> _Looked:
+    """One pass over a folder; a run's own folders are not searched but where runs may be inside it."""
+    settled = time.time() - mtime_ns / 1e9 > FRESH_S
+    kind = kind_of(folder)
+    if kind in ("generate", "sample"):  # nothing but pictures, and these may be many
+        return _Looked(mtime_ns=mtime_ns, settled=settled, kind=kind)
+    children = []
+    with os.scandir(folder) as entries:
+        for number, entry in enumerate(entries):
+            if number >= MAX_CHILDREN:
+                return _Looked(mtime_ns=mtime_ns, settled=settled, kind=kind)
+            if (
+                not entry.name.startswith(".")
+                and entry.is_dir(follow_symlinks=False)
+                and _may_hold_runs(kind, entry.name)
+            ):
+                children.append(entry.name)
+    return _Looked(mtime_ns=mtime_ns, settled=settled, children=tuple(sorted(children)), kind=kind)
+
+
+def _may_hold_runs(kind: str | None, name: str) -> bool:
+    return name.startswith("step_") if kind == "watch" else kind is None or name not in OWN_FOLDERS
+
+
+def kind_of(folder: Path) -> str | None:
+    """What kind of run a folder is, by its record, and where that is damaged by its files; None for any other folder."""
+    try:
+        record = json.loads((folder / CONFIG_FILE).read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError):
+        return _kind_by_files(folder)
+    job = record.get("job") if isinstance(record, dict) else None
+    return job if job in KINDS else None
+
+
+def _kind_by_files(folder: Path) -> str | None:
+    signs = {
+        "generate": ("ledger.sqlite", "ledger"),
+        "watch": ("best_checkpoint",),
+        "train": (METRICS_FILE, "checkpoints"),
+        "sample": ("samples.json",),
+    }
+    return next((kind for kind, names in signs.items() if any((folder / name).exists() for name in names)), None)
