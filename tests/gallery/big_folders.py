@@ -1,0 +1,199 @@
+"""Run folders of any size, made in seconds: the real ledger, config, metrics and samples.json, with few distinct pictures linked to all names."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from halation import runs
+from halation.config.fields import as_json, fixed
+from halation.config.generate import GenerateConfig
+from halation.config.train import TrainConfig
+from halation.generation.ledger import LEDGER_FILE, Ledger, Outcome
+from halation.generation.requests import Request
+from halation.generation.results import digest
+from halation.png import encode_png, picture_text
+from halation.specs import Spec
+
+NUM_DISTINCT = 32
+"""A file takes at most 65,000 names on ext4, so 32 serve for two million pictures."""
+REASONS = ("RuntimeError: CUDA out of memory", "NanError: the picture has values that are no numbers")
+SUBJECTS = ("street", "harbour", "bridge", "forest", "station", "market", "lighthouse", "kitchen", "desert", "library")
+LIGHTS = ("at dawn", "at noon", "in the rain", "under snow", "by night", "in fog", "after a storm")
+MANNERS = ("oil on canvas", "35 mm film", "a woodcut", "a watercolour", "a blueprint", "an engraving")
+
+
+def prompt_of(index: int) -> str:
+    """A prompt of a few words that many rows share, and one word that only this row has."""
+    subject = SUBJECTS[index % len(SUBJECTS)]
+    light, manner = LIGHTS[index // 10 % len(LIGHTS)], MANNERS[index // 70 % len(MANNERS)]
+    return f"a {subject} {light}, {manner}, number{index}"
+
+
+def pictures(size: int, number: int = NUM_DISTINCT) -> list[bytes]:
+    """Distinct PNGs with a gradient, a disc and some grain, about as large as a drawn picture of this size."""
+    random = np.random.default_rng(0)
+    y, x = np.mgrid[0:size, 0:size] / max(1, size - 1)
+    files = []
+    for index in range(number):
+        hue = index / number * 2 * math.pi
+        colour = np.stack([0.5 + 0.5 * np.cos(hue + shift + 2 * x + y) for shift in (0.0, 2.1, 4.2)], axis=-1)
+        disc = ((x - 0.5 - 0.3 * math.cos(hue)) ** 2 + (y - 0.5 - 0.3 * math.sin(hue)) ** 2 < 0.03)[..., None]
+        values = np.where(disc, 1.0, 0.7 * colour) * 255 + random.normal(0, 4, (size, size, 3))
+        text = picture_text(spec_of(index, size, "").as_json())
+        files.append(encode_png(values.clip(0, 255).astype(np.uint8), text))
+    return files
+
+
+def spec_of(index: int, size: int, prompt: str) -> Spec:
+    return Spec(
+        index=index, id=f"{index + 1:06d}", prompt=prompt or prompt_of(index), seed=42 + index, height=size, width=size,
+        steps=20, guidance_scale=7.5,
+    )  # fmt: skip
+
+
+def generation_folder(
+    folder: Path,
+    num_rows: int,
+    *,
+    num_done: int | None = None,
+    failed_every: int = 97,
+    workers: Sequence[str] = ("0", "1"),
+    size: int = 64,
+    prompts: Sequence[str] = (),
+) -> Path:
+    """A folder as `halation generate` leaves it with `num_done` rows settled (by default all), every `failed_every`th of them failed.
+
+    The first rows take `prompts`, the others `prompt_of`. Workers drew in turns of four, as sheets are dealt out.
+    """
+    folder.mkdir(parents=True)
+    config = GenerateConfig(
+        prompts_csv="prompts.csv", model_path="testcard", output_dir=folder, height=size, width=size, dtype="fp32",
+        num_inference_steps=20, guidance_scale=7.5,
+    )  # fmt: skip
+    settings = fixed(config) | {"model": "testcard 1", "model name": "testcard", "device": "cpu"}
+    runs.begin(runs.Run(folder), "generate", as_json(config), settings | {"png coder": "zlib"}, False)
+    files = pictures(size)
+    requests = [
+        Request(spec=spec, name=f"{spec.id}_seed{spec.seed}")
+        for spec in (spec_of(index, size, prompts[index] if index < len(prompts) else "") for index in range(num_rows))
+    ]
+    with Ledger(folder / LEDGER_FILE) as ledger:
+        ledger.plan(requests, {"prompts": "0" * 64})
+        settled = requests[: num_rows if num_done is None else num_done]
+        settle(folder, ledger, settled, failed_every, workers, files)
+    (folder / "logs" / "generate.log").write_text("2026-01-02 03:04:05,678 INFO every picture is as the ledger says\n")
+    return folder
+
+
+def settle(
+    folder: Path,
+    ledger: Ledger,
+    requests: Sequence[Request],
+    failed_every: int,
+    workers: Sequence[str],
+    files: Sequence[bytes],
+) -> None:
+    """Record outcomes of these rows as a running command does, and put their pictures there first."""
+    digests = [digest([data]) for data in files]
+    names = _distinct(folder / "logs" / ".distinct", files)
+    outcomes = []
+    for request in requests:
+        index = request.spec.index
+        worker = workers[index // 4 % len(workers)]
+        if failed_every and index % failed_every == failed_every - 1:
+            reason = REASONS[index // failed_every % len(REASONS)]
+            outcomes.append(Outcome(index=index, state="failed", worker=worker, attempts=3, reason=reason))
+            continue
+        number = index % len(files)
+        os.link(names[number], folder / f"{request.name}.png")
+        outcomes.append(
+            Outcome(
+                index=index, state="done", sha256=digests[number], num_bytes=len(files[number]), worker=worker,
+                seconds=0.25,
+            )
+        )  # fmt: skip
+    ledger.record(outcomes)
+
+
+def _distinct(folder: Path, files: Sequence[bytes]) -> list[Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{number}.png" for number in range(len(files))]
+    for path, data in zip(paths, files, strict=True):
+        if not path.exists():
+            path.write_bytes(data)
+    return paths
+
+
+def training_folder(
+    folder: Path,
+    num_steps: int,
+    num_prompts: int,
+    *,
+    every: int = 100,
+    size: int = 64,
+    raw: bool = False,
+    prompts: Sequence[str] = (),
+) -> Path:
+    """A folder as `halation train` leaves it after `num_steps` times of sampling, one each `every` steps, with a checkpoint at every tenth."""
+    folder.mkdir(parents=True)
+    texts = tuple(prompts[index] if index < len(prompts) else prompt_of(index) for index in range(num_prompts))
+    config = TrainConfig(
+        output_dir=folder, data="streets", image_size=(size, size), model="tiny", n_steps=num_steps * every,
+        sample_prompts=texts, sample_raw=raw,
+    )  # fmt: skip
+    runs.begin(runs.Run(folder), "train", as_json(config), fixed(config), False)
+    names = _distinct(folder / "logs" / ".distinct", pictures(size))
+    for number in range(1, num_steps + 1):
+        sample(folder, number * every, texts, names, raw)
+        if number % 10 == 0:
+            (folder / "checkpoints" / runs.step_name(number * every)).mkdir(parents=True)
+    write_metrics(folder, num_steps * every, every)
+    (folder / "logs" / "train.log").write_text("2026-01-02 03:04:05,678 INFO [rank 0] trained\n")
+    return folder
+
+
+def sample(folder: Path, step: int, prompts: Sequence[str], names: Sequence[Path], raw: bool = False) -> None:
+    """One step's samples: the pictures first and samples.json last, as training publishes them."""
+    place = folder / "samples" / runs.step_name(step)
+    place.mkdir(parents=True)
+    rows = []
+    for suffix in ("", "_raw") if raw else ("",):
+        for index, prompt in enumerate(prompts):
+            file = f"sample_{index:02d}{suffix}.png"
+            os.link(names[(step + 7 * index + 3 * len(suffix)) % len(names)], place / file)
+            rows.append(
+                {
+                    "index": index, "prompt": prompt, "seed": 42 + index, "rank": 0, "seconds": 0.02, "state": "done",
+                    "reason": "", "file": file, "raw": bool(suffix),
+                }
+            )  # fmt: skip
+    (place / "samples.json").write_text(json.dumps({"step": step, "loss": loss_at(step), "samples": rows}, indent=2))
+
+
+def loss_at(step: int) -> float:
+    return 0.2 + math.exp(-step / 5000) + 0.02 * math.sin(step * 12.9898)
+
+
+def write_metrics(folder: Path, num_steps: int, every: int) -> None:
+    """Ten lines of numbers between two samples."""
+    lines = [json.dumps(metrics_row(step)) + "\n" for step in range(1, num_steps + 1, max(1, every // 10))]
+    (folder / runs.METRICS_FILE).write_text("".join(lines))
+
+
+def metrics_row(step: int) -> dict[str, Any]:
+    return {
+        "step": step, "time_s": round(0.1 * step, 3), "loss": loss_at(step), "lr": 0.0001, "grad_norm": 0.3,
+        "pictures_per_s": 41.5, "mfu": 0.31, "memory_gb": 0.45, "data_s": 0.0002, "epoch": round(step / 8000, 4),
+    }  # fmt: skip
+
+
+def distinct(folder: Path) -> list[Path]:
+    """The pictures that `generation_folder` and `training_folder` link to, to add more with `sample`."""
+    return sorted((folder / "logs" / ".distinct").iterdir(), key=lambda path: int(path.stem))
