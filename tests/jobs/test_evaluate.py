@@ -104,9 +104,10 @@ def test_three_ranks_with_decoding_processes_give_the_bits_of_one_rank_without(
     settings = defaults(scenes) | {"nproc": 3, "decode_workers": 2, "output": tmp_path / "three.json"}
     words = command(settings | {"cache_dir": tmp_path / "other", "progress": "none"})
     assert finish(words, tmp_path / "log") == 0, (tmp_path / "log").read_text()
-    report = json.loads((tmp_path / "three.json").read_text())
+    report, alone = json.loads((tmp_path / "three.json").read_text()), score()
     assert report["num_ranks"] == 3
-    assert numbers(report) == numbers(score())
+    assert numbers(report) == numbers(alone)
+    assert report["extremes"] == alone["extremes"]
 
 
 @pytest.mark.slow
@@ -150,6 +151,10 @@ def test_a_live_model_gives_the_bits_of_its_pictures_on_disk(
     assert stored["generated"]["kind"] == "run"
     for metric in ("fd", "kid", "clip"):
         assert live["metrics"][metric]["value"] == stored["metrics"][metric]["value"]
+    assert "--model_path" in live["extremes"]["left_out"]
+    first = stored["extremes"]["farthest"][0]
+    assert (tmp_path / "run" / first["name"]).is_file()
+    assert first["caption"] == f"{first['index']}, a prompt"
 
 
 def test_nothing_is_computed_twice_and_a_new_metric_computes_only_its_own_features(
@@ -267,6 +272,26 @@ def test_how_a_model_wants_its_pictures_is_part_of_what_features_are_filed_under
 
 
 # -- what comes out
+
+
+def test_a_picture_of_the_reference_is_the_nearest_and_noise_the_farthest(
+    scenes: Path, tmp_path: Path, score: Callable[..., dict[str, Any]]
+) -> None:
+    shutil.copytree(scenes / "generated", tmp_path / "drawn")
+    shutil.copy(scenes / "real" / "021.png", tmp_path / "drawn" / "030.png")
+    noise = np.random.default_rng(0).integers(0, 256, (SIZE, SIZE, 3), dtype=np.uint8)
+    (tmp_path / "drawn" / "below").mkdir()
+    (tmp_path / "drawn" / "below" / "noise.png").write_bytes(encode_png(noise, {}))
+    wanted = {"generated": str(tmp_path / "drawn"), "extractor": "streets"}
+    found = score(**wanted)["extremes"]
+    assert "euclidean" in found["distance"]
+    assert found["extractor"] == "streets"
+    assert found["nearest"][0] == {"index": 30, "name": "030.png", "caption": None, "distance": 0.0}
+    assert found["farthest"][0]["name"] == "below/noise.png"
+    assert [len(found[side]) for side in ("nearest", "farthest")] == [24, 24]
+    assert "--keep_features" in score(**wanted, keep_features=10, metrics=("fd",))["extremes"]["left_out"]
+    alone = score(extractor="streets", metrics=("agreement",), prompts=str(scenes / "prompts.csv"), num_samples=4)
+    assert alone["extremes"] is None
 
 
 def test_json_is_one_object_on_standard_output_with_every_metric_and_its_provenance(

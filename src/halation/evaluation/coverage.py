@@ -41,7 +41,7 @@ def coverage(
         raise ValueError(f"features of shapes {reference.shape} and {generated.shape}")
     if not 1 <= nearest_k < min(len(reference), len(generated)):
         raise ValueError(f"{nearest_k} neighbours in sets of {len(reference)} and {len(generated)} rows")
-    real, made = (_Rows(checked(features), device, tile) for features in (reference, generated))
+    real, made = (Rows(checked(features), device, tile) for features in (reference, generated))
     real_radius, made_radius = _squared_radii(real, nearest_k), _squared_radii(made, nearest_k)
     made_in_real, real_in_made, reached = (
         torch.zeros(num, dtype=torch.bool, device=device) for num in (made.num, real.num, real.num)
@@ -49,7 +49,7 @@ def coverage(
     num_inside = 0
     for mine, rows, lengths in real.tiles():
         for theirs, others, other_lengths in made.tiles():
-            distances = _squared_distances(rows, others, lengths, other_lengths, 1.0 - ROUNDING)
+            distances = squared_distances(rows, others, lengths, other_lengths, 1.0 - ROUNDING)
             inside = distances <= real_radius[mine, None]
             made_in_real[theirs] |= inside.any(dim=0)
             reached[mine] |= inside.any(dim=1)
@@ -68,7 +68,7 @@ def _share(flags: torch.Tensor) -> float:
     return int(flags.sum()) / len(flags)
 
 
-class _Rows:
+class Rows:
     """Features on a device in the precision they came in; a tile of them in float64."""
 
     def __init__(self, features: Features, device: str, tile: int) -> None:
@@ -83,7 +83,7 @@ class _Rows:
             yield slice(start, start + len(rows)), rows, rows.square().sum(dim=1)
 
 
-def _squared_radii(rows: _Rows, nearest_k: int) -> torch.Tensor:
+def _squared_radii(rows: Rows, nearest_k: int) -> torch.Tensor:
     """Of every row's ball. A tile serves the rows on both of its sides, so half of them are made."""
     nearest: dict[int, torch.Tensor] = {}
 
@@ -95,7 +95,7 @@ def _squared_radii(rows: _Rows, nearest_k: int) -> torch.Tensor:
 
     for mine, values, lengths in rows.tiles():
         for theirs, others, other_lengths in rows.tiles(mine.start):
-            distances = _squared_distances(values, others, lengths, other_lengths)
+            distances = squared_distances(values, others, lengths, other_lengths)
             if theirs.start == mine.start:
                 distances.fill_diagonal_(torch.inf)  # a row is no neighbour of itself
             else:
@@ -109,12 +109,13 @@ def _smallest(values: torch.Tensor, num: int) -> torch.Tensor:
     return values.topk(min(num, values.shape[1]), dim=1, largest=False, sorted=True).values
 
 
-def _squared_distances(
+def squared_distances(
     one: torch.Tensor,
     other: torch.Tensor,
     one_lengths: torch.Tensor,
     other_lengths: torch.Tensor,
     share_of_lengths: float = 1.0,
 ) -> torch.Tensor:
+    """Of every pair of rows, never below 0; to rounding of the lengths, so those of equal rows are only nearly 0."""
     lengths = (one_lengths[:, None] + other_lengths).mul_(share_of_lengths)
     return lengths.addmm_(one, other.T, alpha=-2.0).clamp_(min=0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from halation.data.streets import LARGEST, SMALLEST
 from halation.errors import HalationError, InputError
 from halation.evaluation import measures
 from halation.evaluation.extraction import Desk
+from halation.evaluation.extremes import extremes
 from halation.evaluation.sources import Files, Scenes, Source, files_below
 from halation.evaluation.statistics import Statistics, write_statistics
 from halation.jobs.cast import FLAGS, cast, facts_of, rules_of, saved_reference, versions
@@ -180,11 +182,36 @@ class Scoring:
             "generated": {**self._generated_facts(), "num": len(self.generated)},
             "reference": self._reference_facts(reference),
             "metrics": found,
+            "extremes": self._extremes(sides),
             "versions": versions(),
             "computed_on": self.device,
             "num_ranks": self.world.size,
             "seconds": round(time.perf_counter() - self.began, 2),
         }
+
+    def _extremes(self, sides: Mapping[str, Mapping[str, measures.Side]]) -> dict[str, Any] | None:
+        """The pictures most and least like the reference; None where nothing is compared, and why where they cannot be told."""
+        labels = self.cast.with_reference
+        if not labels:
+            return None
+        label = "main" if "main" in labels else labels[0]
+        about = {"distance": "euclidean, to the nearest reference feature", "extractor": self.extractors[label].name}
+        if not isinstance(self.generated, Files):
+            return about | {"left_out": "pictures of --model_path are scored and not kept"}
+        drawn, real = sides["generated"][label].features, self._reference_side(sides, label).features
+        if drawn is None:
+            return about | {"left_out": "there are more pictures than --keep_features"}
+        if real is None:
+            return about | {"left_out": "the reference has no features"}
+        names = self.generated.names
+        found = extremes(
+            real,
+            drawn,
+            name=lambda index: os.fsencode(names[index]).decode("utf-8", "replace"),  # a name need not be text
+            captions=self.generated.captions,
+            device=self.rules.device,
+        )
+        return about | found
 
     def _num_truncated(self, label: str) -> int:
         from halation.models.extractor_transformers import ClipExtractor
