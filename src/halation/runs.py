@@ -13,10 +13,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from halation.errors import HalationError, InputError
+from halation.errors import HalationError, InputError, Interrupted
 from halation.faults import fault_point
 
 CONFIG_FILE = "config.json"
+ENDED_FILE = "ended.json"
+OWNER_FILE = ".owner.json"
 METRICS_FILE = "metrics.jsonl"
 _num_temporaries = itertools.count()
 
@@ -140,11 +142,12 @@ def held(folder: Path, what: str) -> Iterator[None]:
     """Hold a run folder alone; a second command on it is refused and told who holds it, a dead owner's hold is taken over.
 
     The operating system drops the lock with its owner, so a lock left by a killed command never has to be guessed about.
+    How it ended is told in ended.json, which is there while nobody holds the folder.
     """
     from filelock import FileLock, Timeout
 
     path = folder / ".lock"
-    owner_path = folder / ".owner.json"
+    owner_path = folder / OWNER_FILE
     lock = FileLock(path)
     try:
         lock.acquire(timeout=0.2)
@@ -162,13 +165,63 @@ def held(folder: Path, what: str) -> Iterator[None]:
             "command": what,
             "since": time.strftime("%Y-%m-%d %H:%M:%S"),
         }
+        before = _end_before(folder)
         publish_json(owner_path, owner)
-        yield
+        with contextlib.suppress(FileNotFoundError):
+            (folder / ENDED_FILE).unlink()
+        with _telling_the_end(folder, what, before):
+            yield
     finally:
         for leftover in (owner_path, path):
             with contextlib.suppress(OSError):
                 leftover.unlink()
         lock.release()
+
+
+@contextlib.contextmanager
+def _telling_the_end(folder: Path, what: str, before: Mapping[str, Any] | None) -> Iterator[None]:
+    """ended.json of what happens inside; a start that was refused leaves the run what it was."""
+    began = _traces(folder)
+    try:
+        yield
+    except BaseException as error:
+        refused = isinstance(error, InputError | GeneratorExit) and _traces(folder) == began
+        _tell_end(folder, before if refused and before else _end(what, error))
+        raise
+    _tell_end(folder, _end(what, None))
+
+
+def _end(what: str, error: BaseException | None) -> dict[str, Any]:
+    stopped = isinstance(error, Interrupted | KeyboardInterrupt | GeneratorExit)
+    words = str(error).strip().split("\n")[0] if error is not None else ""
+    return {
+        "state": "finished" if error is None else "stopped" if stopped else "failed",
+        "reason": words or (type(error).__name__ if error is not None else ""),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": what,
+    }
+
+
+def _tell_end(folder: Path, end: Mapping[str, Any]) -> None:
+    with contextlib.suppress(OSError):  # a full disk has an error of its own; a folder may be gone
+        publish(folder / ENDED_FILE, (json.dumps(end, indent=2, ensure_ascii=False) + "\n").encode(), "ended")
+
+
+def _end_before(folder: Path) -> dict[str, Any] | None:
+    """How the last hold of this folder ended; an owner's card alone is that of a killed one."""
+    try:
+        end = json.loads((folder / ENDED_FILE).read_bytes())
+        return end if isinstance(end, dict) else None
+    except (OSError, ValueError):
+        killed = {**_end("", None), "state": "stopped", "reason": "killed"}
+        return killed if (folder / OWNER_FILE).exists() else None
+
+
+def _traces(folder: Path) -> list[tuple[int, int, int]]:
+    """What changes with the first thing that a command makes in its folder."""
+    names = (METRICS_FILE, "ledger.sqlite", "metadata.jsonl", "samples.json", "summary.json")
+    found = [path.stat() for path in map(folder.joinpath, names) if path.exists()]
+    return [(stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in found]
 
 
 def _owner(path: Path) -> str:
