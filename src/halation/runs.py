@@ -203,6 +203,8 @@ def _end(what: str, error: BaseException | None) -> dict[str, Any]:
 
 
 def _tell_end(folder: Path, end: Mapping[str, Any]) -> None:
+    if not (folder / CONFIG_FILE).exists():
+        return  # it never became a run, and a start that was refused leaves nothing
     with contextlib.suppress(OSError):  # a full disk has an error of its own; a folder may be gone
         publish(folder / ENDED_FILE, (json.dumps(end, indent=2, ensure_ascii=False) + "\n").encode(), "ended")
 
