@@ -26,6 +26,8 @@ COMMANDS = {
         "score pictures: FID, KID, precision and recall, CLIP score, on every GPU, or an error",
     ),
     "watch": ("WatchConfig", "follow a folder of checkpoints: draw from each, score it, plot it, keep the best"),
+    "ctl": ("CtlConfig", "ask a running training to sample, save or stop at its next step"),
+    "gallery": ("GalleryConfig", "look at runs in a browser: samples by step, pictures, losses and scores, live"),
     "demo": ("DemoConfig", "train a small model on embedded data and show its progress"),
     "doctor": ("DoctorConfig", "show devices, versions, backends, and what is missing"),
 }

@@ -1,0 +1,182 @@
+"""What changed, told to every page that is open: one thread looks at the disk, each page hears at its own pace."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import secrets
+import sqlite3
+import threading
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from halation.gallery.security import Receive, Scope, Send
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 1.0
+HEARTBEAT_S = 15.0
+RETRY_MS = 2000
+DAMAGE = (OSError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError, sqlite3.Error)
+
+
+class Versioned(Protocol):
+    @property
+    def version(self) -> int: ...
+
+
+class Watched(Protocol):
+    """What is looked at: the catalog of runs."""
+
+    def refresh(self) -> list[str]: ...
+
+    def get(self, id: str, /) -> Versioned | None: ...
+
+
+class Changes:
+    """Numbers every change, and remembers only the last one of each run.
+
+    A page knows the number up to which it has heard. So a slow page, or one that was away, misses what has been overtaken and
+    never the last of anything, and needs no queue.
+    """
+
+    def __init__(self, catalog: Watched, *, look_every_s: float = LOOK_EVERY_S, heartbeat_s: float = HEARTBEAT_S):
+        self.catalog = catalog
+        self.look_every_s = look_every_s
+        self.heartbeat_s = heartbeat_s
+        self.looked = threading.Event()
+        """Set once the first look is over."""
+        self.era = secrets.token_hex(4)
+        """Numbers of another server, from before it was started again, mean nothing here."""
+        self._number = 0
+        self._last: dict[str, int] = {}
+        self._listeners: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._complained = False
+
+    @property
+    def num_listeners(self) -> int:
+        return len(self._listeners)
+
+    @property
+    def closed(self) -> bool:
+        return self._closed.is_set()
+
+    def start(self) -> None:
+        """Look every second from now on. A daemon, because a disk that hangs must not keep the command from ending."""
+        threading.Thread(target=self._watch, name="gallery watcher", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop looking and end every page's stream."""
+        self._closed.set()
+        self._wake()
+
+    def publish(self, ids: list[str]) -> None:
+        with self._lock:
+            for id in ids:
+                self._number += 1
+                self._last[id] = self._number
+        if ids:
+            self._wake()
+
+    def since(self, number: int) -> tuple[int, list[str]]:
+        """The number of the newest change, and what changed after `number`, oldest first."""
+        with self._lock:
+            later = sorted((at, id) for id, at in self._last.items() if at > number)
+            return self._number, [id for _, id in later]
+
+    def heard_by(self, last_event_id: str) -> int:
+        """The number a page has heard up to, by what its browser says when it connects: nothing the first time."""
+        era, _, number = last_event_id.partition(".")
+        if era == self.era and number.isascii() and number.isdigit() and len(number) < 16:
+            return int(number)
+        return 0 if last_event_id else self.since(0)[0]
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[asyncio.Event]:
+        """An event that is set at each change."""
+        listener = (asyncio.get_running_loop(), asyncio.Event())
+        with self._lock:
+            self._listeners.add(listener)
+        try:
+            yield listener[1]
+        finally:
+            with self._lock:
+                self._listeners.discard(listener)
+
+    def _watch(self) -> None:
+        while not self.closed:
+            try:
+                self.publish(self.catalog.refresh())
+            except DAMAGE:  # what one folder holds must not end the page; said once, not every second
+                if not self._complained:
+                    log.exception("could not look at the runs; trying again every second")
+                self._complained = True
+            self.looked.set()
+            self._closed.wait(self.look_every_s)
+
+    def _wake(self) -> None:
+        with self._lock:
+            listeners = list(self._listeners)
+        for loop, event in listeners:
+            with contextlib.suppress(RuntimeError):  # its loop has ended since
+                loop.call_soon_threadsafe(event.set)
+
+
+class EventStream:
+    """The answer to GET /api/events. Ends when the page goes, at once, and when the server does."""
+
+    def __init__(self, changes: Changes, *, last_event_id: str, only_head: bool) -> None:
+        self.changes = changes
+        self.last_event_id = last_event_id
+        self.only_head = only_head
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"x-accel-buffering", b"no")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        if not self.only_head:
+            left = asyncio.ensure_future(_left(receive))
+            try:
+                with self.changes.listening() as woken:
+                    await self._speak(send, woken, left)
+            finally:
+                left.cancel()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _speak(self, send: Send, woken: asyncio.Event, left: asyncio.Future[Any]) -> None:
+        number = self.changes.heard_by(self.last_event_id)
+        await _say(send, f"retry: {RETRY_MS}\nid: {self.changes.era}.{number}\n\n")
+        while not self.changes.closed and not left.done():
+            woken.clear()
+            number, ids = self.changes.since(number)
+            for id in ids:
+                await _say(send, self._event(id, number if id == ids[-1] else None))
+            if ids or self.changes.closed:
+                continue
+            waiting: asyncio.Future[Any] = asyncio.ensure_future(woken.wait())
+            try:
+                done, _ = await asyncio.wait(
+                    {waiting, left}, timeout=self.changes.heartbeat_s, return_when=asyncio.FIRST_COMPLETED
+                )
+            finally:
+                waiting.cancel()
+            if not done:
+                await _say(send, ": still here\n\n")
+
+    def _event(self, id: str, number: int | None) -> str:
+        entry = self.changes.catalog.get(id) if id else None
+        data: dict[str, Any] = {"id": id} if entry is None else {"id": id, "version": entry.version}
+        # Numbered at the end of a batch only: a page that goes in the middle of it hears the whole batch again.
+        return f"event: change\n{'' if number is None else f'id: {self.changes.era}.{number}' + chr(10)}data: {json.dumps(data)}\n\n"
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _say(send: Send, text: str) -> None:
+    await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
