@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from halation import runs
+from halation import plan, runs
 from halation.config.train import TrainConfig
 from halation.data import latents
 from halation.data.base import Pictures
@@ -28,9 +28,11 @@ from halation.models.autoencoder import Space
 from halation.models.base import OWN, Habits
 from halation.models.denoiser import DiTDenoiser, new_dit
 from halation.models.dit import SIZES
+from halation.training.loop import StepSettings
 from halation.training.sampling import SampleSettings
 from halation.training.trackers import Progress
 from halation.world import launch
+from halation.world.engines import EngineSettings
 from halation.world.launch import computes_on
 from halation.world.ranks import Vigil, World, join, on_first
 
@@ -294,4 +296,31 @@ def sample_settings(config: TrainConfig, prompts: tuple[str, ...], habits: Habit
         threads=config.threads,
         compile=config.compile,
         deterministic=config.deterministic,
+    )
+
+
+def engine_settings(world: World, config: TrainConfig, global_batch: int) -> EngineSettings:
+    """What an engine wants to know besides the module."""
+    number, rows = plan.micro_batches(global_batch, world.size, config.batch_size)
+    return EngineSettings(
+        offload_optimizer=config.offload_optimizer,
+        zero_stage=config.zero_stage,
+        deepspeed_config=config.deepspeed_config,
+        global_batch=global_batch,
+        num_micro_batches=number,
+        rows=rows,
+        grad_clip=config.grad_clip,
+        dtype=config.dtype,
+    )
+
+
+def step_settings(config: TrainConfig, global_batch: int) -> StepSettings:
+    return StepSettings(
+        global_batch=global_batch,
+        lr=config.lr,
+        warmup_steps=config.warmup_steps,
+        decay_steps=config.decay_steps,
+        grad_clip=config.grad_clip,
+        dtype=config.dtype,
+        nan_policy=config.nan_policy,
     )

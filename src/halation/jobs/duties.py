@@ -9,7 +9,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 from halation import runs
 from halation.config.train import TrainConfig
@@ -60,7 +60,16 @@ class Duties:
     def do(self, step: int, loss: float) -> None:
         """Everything that is open for this step."""
         wanted, num_ranks = self.world.from_first(self._open(step) if self.world.first else None)
-        place = self._place(step, num_ranks)
+        self._do(step, loss, wanted, self._place(step, num_ranks))
+
+    def sample(self, step: int, loss: float) -> None:
+        """The samples of a step that is no date, and nothing else, in a folder of its own: names by the epoch belong to its date."""
+        place = Place(folder=self.run.samples_at(step), names=self._names(), label=self._label())
+        if self.world.first:
+            place.clear()  # what a start that never saved this step may have left
+        self._do(step, loss, ["samples", *(["raw"] if self.config.sample_raw else [])], place)
+
+    def _do(self, step: int, loss: float, wanted: list[str], place: Place) -> None:
         if "samples" in wanted and self.world.first:
             self._claim(step, place)
         drawn: list[tuple[Place, list[Row]]] = []
@@ -99,12 +108,16 @@ class Duties:
         return wanted, said.get("ranks", self.world.size)
 
     def _place(self, step: int, num_ranks: int) -> Place:
-        names: str = self.config.sample_names
-        label = "student" if self.beside else ""
-        if names == "rank":
+        if self.config.sample_names == "rank":
             by = ByRank(epoch=self.epoch_of(step), num_prompts=len(self.settings.prompts), num_ranks=num_ranks)
-            return Place(folder=self.run.samples, names=by, label=label)
-        return Place(folder=self.run.samples_at(step), names="gpu" if names == "gpu" else "index", label=label)
+            return Place(folder=self.run.samples, names=by, label=self._label())
+        return Place(folder=self.run.samples_at(step), names=self._names(), label=self._label())
+
+    def _names(self) -> Literal["index", "gpu"]:
+        return "gpu" if self.config.sample_names == "gpu" else "index"
+
+    def _label(self) -> str:
+        return "student" if self.beside else ""
 
     def _claim(self, step: int, place: Place) -> None:
         """Say how the pictures of this folder are drawn before the first is there: a kill may leave some of them behind."""

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import math
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from halation import plan, runs
+from halation import controls, plan, runs
 from halation.config.distill import DistillConfig
 from halation.config.fields import as_json
 from halation.config.train import TrainConfig
@@ -29,12 +30,12 @@ from halation.jobs.task import Task
 from halation.models.compiling import compile_units
 from halation.training import batches, sample_files, state, trackers
 from halation.training.cadence import Cadence
-from halation.training.loop import Position, StepReport, StepSettings, train_steps
+from halation.training.loop import Position, StepReport, train_steps
 from halation.training.sampling import SampleSettings
 from halation.training.speed import Window, matrix_rate
 from halation.world import rng
 from halation.world.checkpoint import Checkpoints, Found, newest_good
-from halation.world.engines import Engine, EngineSettings, check, spread
+from halation.world.engines import Engine, check, spread
 from halation.world.ranks import Vigil, World, alive, check_ranks_agree, on_first
 from halation.world.reading import Reader
 from halation.world.signals import StopSignals, exit_code
@@ -57,7 +58,7 @@ class Session:
         if config.deterministic:
             torch.use_deterministic_algorithms(True)
         self.global_batch = assembly.global_batch(world, config, self.folder)
-        check(config.engine, world, self._engine_settings())
+        check(config.engine, world, assembly.engine_settings(world, config, self.global_batch))
         self.task = task_of(world, config, self.folder)
         self.denoiser, self.source = self.task.open()
         self.config = config = self.task.dated(self.global_batch)
@@ -98,11 +99,13 @@ class Session:
         )
         self.metrics = runs.Metrics(self.folder.metrics)
         self.trackers: list[trackers.Tracker] = []
+        self.inbox = controls.Inbox(config.output_dir, listens=world.first)
         self.last_loss = 0.0
 
     def _spread(self, module: torch.nn.Module, units: list[torch.nn.Module]) -> Engine:
         config = self.config
-        engine = spread(config.engine, self.world, module, units, self._engine_settings())
+        settings = assembly.engine_settings(self.world, config, self.global_batch)
+        engine = spread(config.engine, self.world, module, units, settings)
         engine.prepare_optimizer(config.lr, config.betas, config.weight_decay)
         return engine
 
@@ -131,6 +134,8 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is None or isinstance(error, Interrupted):  # ranks that are started again still take what was asked
+            self.inbox.close(self.position.step)
         if error is not None:
             self.checkpoints.hurry()
         self.checkpoints.wait()
@@ -203,12 +208,13 @@ class Session:
             world,
             self.parts,
             (batches.on_device(self.denoiser, batch, rows, world.device) for batch in loader),
-            self._step_settings(),
+            assembly.step_settings(config, self.global_batch),
             self.position,
             stop=lambda: self.signals.number,
             save_failed=lambda: self.checkpoints.error is not None,
             let_change=self.checkpoints.let_change,
             turn=self.task.turn,
+            asked=self.inbox.look,
         )
         window = Window()
         for report in steps:
@@ -218,42 +224,23 @@ class Session:
                 self.checkpoints.raise_error()
                 raise RankFailure("another rank could not save its part of a checkpoint; its log says why")
             due = self.cadence.due(report.step)
-            if due or report.stop:
+            asked = self._granted(report) if report.asked else frozenset()
+            if due or report.stop or asked & {"save", "stop"}:
                 self._save(due or "latest")
                 window.reset()
             if report.stop:
                 self._interrupt(report.step, report.stop)
-            if due:
+            if due and asked != {"stop"}:
                 self._after_save(report.step)
                 window.reset()
+            elif "sample" in asked:
+                self.checkpoints.let_change()
+                self.duties.sample(report.step, self.last_loss)
+                window.reset()
+            if "stop" in asked:
+                self._interrupt(report.step)
             if self._evaluate(report.step, saved=bool(due)):
                 window.reset()
-
-    def _engine_settings(self) -> EngineSettings:
-        config = self.config
-        number, rows = plan.micro_batches(self.global_batch, self.world.size, config.batch_size)
-        return EngineSettings(
-            offload_optimizer=config.offload_optimizer,
-            zero_stage=config.zero_stage,
-            deepspeed_config=config.deepspeed_config,
-            global_batch=self.global_batch,
-            num_micro_batches=number,
-            rows=rows,
-            grad_clip=config.grad_clip,
-            dtype=config.dtype,
-        )
-
-    def _step_settings(self) -> StepSettings:
-        config = self.config
-        return StepSettings(
-            global_batch=self.global_batch,
-            lr=config.lr,
-            warmup_steps=config.warmup_steps,
-            decay_steps=config.decay_steps,
-            grad_clip=config.grad_clip,
-            dtype=config.dtype,
-            nan_policy=config.nan_policy,
-        )
 
     def _log(self, report: StepReport, window: Window) -> None:
         if report.skipped:
@@ -322,11 +309,23 @@ class Session:
         if errors:
             raise HalationError(errors[0])
 
-    def _interrupt(self, step: int, stop: int) -> None:
+    def _granted(self, report: StepReport) -> frozenset[str]:
+        """What of the wishes that came with this step is done; every rank finds the same."""
+        asked = controls.actions(report.asked)
+        refused = {}
+        if report.step == self.config.n_steps:
+            refused = dict.fromkeys(asked, "the run ends with this step, which is saved anyway")
+        elif not (self.config.sample and self.sample_settings.prompts):
+            refused = {"sample": "this run draws no samples (--sample False, or no prompts)"}
+        self.inbox.answer(report.step, refused)
+        return asked - refused.keys()
+
+    def _interrupt(self, step: int, stop: int = 0) -> None:
+        """End after a save, because of a signal or (0) because `halation ctl` said so."""
         self._await_save()
-        raise Interrupted(
-            f"asked to stop (signal {stop}): saved at step {step}; the same command goes on from there", exit_code(stop)
-        )
+        by = f"(signal {stop})" if stop else "by `halation ctl`"
+        code = exit_code(stop) if stop else exit_code(signal.SIGINT)
+        raise Interrupted(f"asked to stop {by}: saved at step {step}; the same command goes on from there", code)
 
     def _make_duties(self) -> Duties:
         return Duties(

@@ -105,6 +105,8 @@ class StepReport:
     skipped: bool
     stop: int
     save_failed: bool
+    asked: int = 0
+    """What the first rank was asked for before this step, as the caller numbers it."""
 
 
 def autocast(device: torch.device, dtype: str) -> contextlib.AbstractContextManager[object]:
@@ -122,10 +124,12 @@ def train_steps(
     save_failed: Callable[[], bool],
     let_change: Callable[[], None] = lambda: None,
     turn: Callable[[int], Sequence[str]] = model_alone,
+    asked: Callable[[], int] = lambda: 0,
 ) -> Iterator[StepReport]:
     """Take one step for each list of micro-batches. Every decision is made from numbers that all ranks share.
 
     `turn` names the parts that a step (counted from 0) moves; the first of them says what is learned.
+    `asked` is a number on the first rank, 0 elsewhere; all ranks find it in the report of the same step.
     """
     words = _Words(world)
     skipped_in_a_row = 0
@@ -139,7 +143,7 @@ def train_steps(
         local_loss = _gradients(world, moving, rows, settings, position.loss_scale)
         # Launched before the loss is read, so that a GPU does not stand still between the two.
         norms = [part.engine.grad_norm(settings.grad_clip, position.loss_scale) for part in moving]
-        loss, stopping, failed, not_finite = words.share(local_loss, stop(), save_failed())
+        loss, stopping, failed, not_finite, wishes = words.share(local_loss, stop(), save_failed(), asked())
         norm = math.hypot(*map(float, norms))
         finite = math.isfinite(loss) and math.isfinite(norm)
         if finite:
@@ -165,6 +169,7 @@ def train_steps(
             skipped=not finite,
             stop=stopping,
             save_failed=failed,
+            asked=wishes,
         )
         waiting_since = time.perf_counter()
 
@@ -222,18 +227,19 @@ def _adapt_scale(settings: StepSettings, position: Position, finite: bool) -> No
 
 
 class _Words:
-    """The few numbers that ranks share at every step, in one small reduction: loss, who is not finite, who was asked to stop."""
+    """The few numbers that ranks share at every step, in one small reduction: loss, who is not finite, who was asked to stop, what else was asked."""
 
     def __init__(self, world: World) -> None:
         self.world = world
 
-    def share(self, loss: Tensor, stop: int, save_failed: bool) -> tuple[float, int, bool, list[int]]:
+    def share(self, loss: Tensor, stop: int, save_failed: bool, asked: int) -> tuple[float, int, bool, list[int], int]:
         world = self.world
-        numbers = torch.zeros(2 + 2 * world.size, dtype=torch.float64, device=world.device)
+        numbers = torch.zeros(3 + 2 * world.size, dtype=torch.float64, device=world.device)
         numbers[0] = loss
         numbers[1] = float(save_failed)
         numbers[2 + world.rank] = (~torch.isfinite(loss)).double()
         numbers[2 + world.size + world.rank] = stop
+        numbers[-1] = asked
         shared = world.sum(numbers).tolist()
         not_finite = [rank for rank in range(world.size) if shared[2 + rank] > 0]
-        return shared[0], int(max(shared[2 + world.size :])), shared[1] > 0, not_finite
+        return shared[0], int(max(shared[2 + world.size : -1])), shared[1] > 0, not_finite, int(shared[-1])
