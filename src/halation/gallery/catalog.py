@@ -122,6 +122,10 @@ class Catalog:
         with self._lock:
             return self._entries.get(id)
 
+    def walked(self) -> list[Path]:
+        """The folders that were looked into for runs, those of runs included."""
+        return list(self._folders)
+
     def _is_due(self, entry: Entry, now: float) -> bool:
         last = self._looked_at.get(entry.id)
         return last is None or entry.summary().get("state") == "running" or now - last >= REST_EVERY_S
