@@ -66,7 +66,7 @@ def test_a_prompt_that_raises_once_is_drawn_the_second_time(tmp_path: Path) -> N
 def test_a_prompt_that_hangs_is_noticed_tried_twice_and_set_aside(tmp_path: Path) -> None:
     began = time.monotonic()
     assert run(tmp_path, "paint.000006:1+:sleep=1000", stall_timeout_s=1.5) == 1
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 50
     assert 2 <= len(fired(tmp_path / "log")) <= 3  # an idle worker may try what the other one is overdue with
     assert_set_aside(tmp_path, {5: "no sign of life"}, tries=2)
     assert_completed_by_the_same_command(tmp_path)

@@ -40,7 +40,7 @@ def test_two_torchrun_agents_on_two_nodes_train_one_run_to_the_launchers_bits(tm
             agents.append(stack.enter_context(started(words, tmp_path / f"log_{node}")))
         for agent in agents:
             assert agent.process.wait(120) == 0, agent.said()
-            agent.until_gone(1.0)
+            agent.until_gone(5.0)
     assert commands.last_bits(run) == commands.unbroken()
     assert (run / "logs" / "rank_1.log").exists()
 
@@ -75,7 +75,7 @@ def test_torchrun_told_to_end_saves_first(tmp_path: Path) -> None:
         until(lambda: last_step(run) >= 1, command=command)
         command.process.send_signal(signal.SIGTERM)
         assert command.process.wait(60) != 0
-        command.until_gone(1.0)
+        command.until_gone(5.0)
     assert len(checker.good(run / "checkpoints")) == 1
     assert checker.leftovers(run) == []
 

@@ -26,6 +26,9 @@ def main(folder: Path, backend: str, timeout_s: float) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     _say(folder, rank, "joining the group")
+    # The limit of a group is for talking: on a busy machine one rank imports torch seconds before another. Our parent ends us if one never comes.
+    while not all((folder / f"phase_{other}").exists() for other in range(world_size)):
+        time.sleep(0.02)
     store = dist.FileStore(str(folder / "store"), world_size)
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
