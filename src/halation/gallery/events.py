@@ -9,7 +9,7 @@ import logging
 import secrets
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from halation.gallery.security import Receive, Scope, Send
@@ -42,8 +42,17 @@ class Changes:
     never the last of anything, and needs no queue.
     """
 
-    def __init__(self, catalog: Watched, *, look_every_s: float = LOOK_EVERY_S, heartbeat_s: float = HEARTBEAT_S):
+    def __init__(
+        self,
+        catalog: Watched,
+        *,
+        beside: Callable[[], bool] = lambda: False,
+        look_every_s: float = LOOK_EVERY_S,
+        heartbeat_s: float = HEARTBEAT_S,
+    ) -> None:
         self.catalog = catalog
+        self.beside = beside
+        """Looks at what belongs to no single run, after the catalog did; whether that changed."""
         self.look_every_s = look_every_s
         self.heartbeat_s = heartbeat_s
         self.looked = threading.Event()
@@ -110,7 +119,10 @@ class Changes:
     def _watch(self) -> None:
         while not self.closed:
             try:
-                self.publish(self.catalog.refresh())
+                changed = self.catalog.refresh()
+                self.publish(changed)
+                if self.beside() and "" not in changed:
+                    self.publish([""])
             except DAMAGE:  # what one folder holds must not end the page; said once, not every second
                 if not self._complained:
                     log.exception("could not look at the runs; trying again every second")

@@ -24,6 +24,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from halation.errors import InputError
 from halation.gallery.catalog import Catalog, Entry
 from halation.gallery.events import Changes, EventStream
 from halation.gallery.security import App, Guard, Names
@@ -62,12 +63,12 @@ class Gallery:
     changes: Changes
     roots: tuple[str, ...]
     version: str
-    thumbnail: Callable[[Path, int], bytes]
-    """Bytes of a small picture of a file; raises OSError or ValueError where it is none."""
+    thumbnail: Callable[[Path, int], bytes | None]
+    """Bytes of a small picture of a file; None where it is no picture."""
     scores: Callable[[], Mapping[str, Any]]
     """What /api/scores answers."""
     score_picture: Callable[[str, str], Path | None]
-    """The file of a key that a report gave out, by the report's or run's id."""
+    """The file of a key that a report gave out, by the id of its run or of the report."""
     ask: Callable[[Path, str], object] | None = None
     """Asks a running training for something; None where the page may only look."""
 
@@ -234,10 +235,9 @@ def _thumbs(gallery: Gallery) -> Callable[[Request], Awaitable[Response]]:
         size = _number(request, "s", THUMBNAIL_SIZES[0])
         if size not in THUMBNAIL_SIZES:
             raise HTTPException(400, f"s is one of {', '.join(map(str, THUMBNAIL_SIZES))}")
-        try:
-            body = gallery.thumbnail(_file(gallery, request), size)
-        except (OSError, ValueError) as error:
-            raise HTTPException(404, "the picture is gone or cannot be read") from error
+        body = gallery.thumbnail(_file(gallery, request), size)
+        if body is None:
+            raise HTTPException(404, "the picture is gone or cannot be read")
         return _image(body, request)
 
     async def answer(request: Request) -> Response:
@@ -255,7 +255,10 @@ def _control(gallery: Gallery, request: Request) -> Response:
         raise HTTPException(404, "there is no such request")
     if entry.kind not in CONTROLLED or entry.summary()["state"] != "running":
         raise HTTPException(409, "only a training that is running can be asked")
-    gallery.ask(entry.folder, action)
+    try:
+        gallery.ask(entry.folder, action)
+    except InputError as error:  # it has ended in this moment, or its folder is another person's
+        raise HTTPException(409, error.found) from error
     return _json({"asked": action}, 202)
 
 

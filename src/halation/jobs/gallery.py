@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
+import functools
 import getpass
 import html
+import importlib
 import importlib.util
+import json
 import shlex
 import socket
 import sys
 import tempfile
 import threading
 import webbrowser
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from halation import __version__
+from halation import __version__, controls
 from halation.config.gallery import GalleryConfig
 from halation.errors import InputError
 
 if TYPE_CHECKING:
     from halation.gallery.catalog import Catalog, Maker
     from halation.gallery.events import Changes
+    from halation.gallery.scores import Scores
     from halation.gallery.security import Names
     from halation.gallery.server import Gallery
 
@@ -55,20 +60,22 @@ def _serve(config: GalleryConfig) -> int:
         if importlib.util.find_spec(name) is None:
             raise InputError(f"{name} is not installed", "what a web page needs", "pip install 'halation[web]'")
     from halation.gallery.events import Changes
+    from halation.gallery.scores import Scores
     from halation.gallery.security import Names, new_token
     from halation.gallery.server import Server, application
 
     with _listening(config.host, config.port) as listener:
         port = listener.getsockname()[1]
         token = new_token()
-        catalog = _catalog(config)
-        changes = Changes(catalog)
+        catalog = catalog_of(config.dirs)
+        scores = Scores(catalog)
+        changes = Changes(catalog, beside=scores.refresh)
         changes.start()
         names = Names(config.host, _own_names())
         if names.everywhere:
             print(WARNING.format(host=config.host), file=sys.stderr, flush=True)
             threading.Thread(target=lambda: names.add(socket.getfqdn()), daemon=True).start()
-        app = application(_gallery(config, catalog, changes), token=token, names=names)
+        app = application(_gallery(config, changes, scores), token=token, names=names)
         server = Server(app, changes)
         changes.looked.wait(FIRST_LOOK_S)
         print(_greeting(config, catalog, port, token, names, done=changes.looked.is_set()), flush=True)
@@ -78,33 +85,64 @@ def _serve(config: GalleryConfig) -> int:
 
 
 def _export(config: GalleryConfig, file: Path) -> int:
-    raise InputError(f"--export {file}", "the page that is served", "leave --export away")
+    from halation.gallery import export
+    from halation.gallery.scores import Scores
+
+    if config.export_pictures < 0:
+        raise InputError(f"--export_pictures {config.export_pictures}", "0 or more", "leave it away for the default")
+    export.check_target(file)
+    catalog = catalog_of(config.dirs)
+    scores = Scores(catalog)
+    catalog.refresh()
+    scores.refresh()
+    made = export.export(export.only_run(catalog), catalog, scores, file, config.export_pictures)
+    counted = f"{made.num_pictures} picture" + ("" if made.num_pictures == 1 else "s")
+    print(f"halation gallery: {made.path} ({counted}, {made.num_bytes / 1e6:.1f} MB)")
+    for sentence in made.left_out:
+        print(f"  {sentence}")
+    return 0
 
 
-def _catalog(config: GalleryConfig) -> Catalog:
+def catalog_of(dirs: Sequence[Path]) -> Catalog:
+    """The runs below some folders, with what only the commands know of their settings."""
     from halation.gallery.catalog import Catalog
+    from halation.gallery.generation_runs import GenerationRun
+    from halation.gallery.training_runs import TrainingRun
 
-    makers: dict[str, Maker] = {}
-    with contextlib.suppress(ModuleNotFoundError):
-        training = importlib.import_module("halation.gallery.training_runs")
-        for kind in ("train", "distill", "sample"):
-            makers[kind] = training.TrainingRun
-    with contextlib.suppress(ModuleNotFoundError):
-        makers["generate"] = importlib.import_module("halation.gallery.generation_runs").GenerationRun
-    return Catalog(config.dirs, makers)
+    defaults = {kind: _defaults(kind) for kind in ("train", "distill", "generate")}
+
+    def differs(settings: Mapping[str, Any]) -> list[str]:
+        return [name for name, value in settings.items() if value != defaults["generate"].get(name)]
+
+    training = functools.partial(TrainingRun, defaults=defaults)
+    makers: dict[str, Maker] = dict.fromkeys(("train", "distill", "sample", "watch"), training)
+    makers["generate"] = functools.partial(GenerationRun, differs=differs)
+    return Catalog(dirs, makers)
 
 
-def _gallery(config: GalleryConfig, catalog: Catalog, changes: Changes) -> Gallery:
+def _defaults(command: str) -> dict[str, Any]:
+    """Settings that nobody chose, as they stand in a run's record."""
+    config_type = getattr(importlib.import_module(f"halation.config.{command}"), f"{command.capitalize()}Config")
+    fields = dataclasses.fields(config_type)
+    values = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
+    values |= {f.name: f.default_factory() for f in fields if f.default_factory is not dataclasses.MISSING}
+    plain: dict[str, Any] = json.loads(json.dumps(values, default=str))
+    return plain
+
+
+def _gallery(config: GalleryConfig, changes: Changes, scores: Scores) -> Gallery:
     from halation.gallery.server import Gallery
+    from halation.gallery.thumbnails import Thumbnails
 
     return Gallery(
-        catalog=catalog,
+        catalog=scores.catalog,
         changes=changes,
         roots=tuple(map(str, config.dirs)),
         version=__version__,
-        thumbnail=lambda path, size: path.read_bytes(),
-        scores=lambda: {"scores": [], "reports": []},
-        score_picture=lambda id, key: None,
+        thumbnail=Thumbnails().get,
+        scores=scores.answer,
+        score_picture=scores.picture,
+        ask=functools.partial(controls.ask, by="the gallery") if config.allow_control else None,
     )
 
 
