@@ -98,16 +98,16 @@ class Scores:
         """What /api/scores answers; of one run alone where its id is given."""
         with self._lock:
             reports, lines = list(self._reports.values()), dict(self._lines)
-        entries = {entry.id: entry for entry in self.catalog.entries()}
-        owners = {report.id: self._owner(report, entries) for report in reports}
+        owners = {report.id: self._owner(report) for report in reports}
         found: dict[tuple[Any, ...], Score] = {}
         for report in sorted(reports, key=lambda report: report.changed):
             for score in self._scores_of(report, owners[report.id]):
                 found[identity(score)] = score
         told = {(score["run"], score["step"], score["title"]) for score in found.values()}
         for id, rows in lines.items():
-            if id in entries:
-                for score in _scores_of_lines(entries[id], rows):
+            entry = self.catalog.get(id)
+            if entry is not None:
+                for score in _scores_of_lines(entry, rows):
                     if (id, score["step"], score["title"]) not in told:
                         found[identity(score)] = score
         chosen = [score for score in found.values() if only is None or score["run"] == only]
@@ -118,12 +118,18 @@ class Scores:
             "reports": [one for one in shown if one and (only is None or one["run"] == only)],
         }
 
-    def picture(self, key: str) -> Path | None:
-        """The file of a key that a report gave out; never one outside of the folders the catalog is of."""
+    def picture(self, id: str, key: str) -> Path | None:
+        """The file of a key that a report gave out, asked for under the id of its run, or its own where it has none.
+
+        Never one outside of the folders the catalog is of.
+        """
         match = KEY.fullmatch(key)
         with self._lock:
             report = self._reports.get(match[1]) if match else None
         if match is None or report is None:
+            return None
+        owner = self._owner(report)
+        if id not in (report.id, owner.id if owner else ""):
             return None
         rows = [row for side in SIDES for row in report.extremes(side)]
         place = place_of(report, self.catalog.roots)
@@ -131,15 +137,14 @@ class Scores:
             return None
         return picture_of(place, rows[int(match[2])]["name"], self.catalog.roots)
 
-    def _owner(self, report: Report, entries: Mapping[str, Entry]) -> Entry | None:
+    def _owner(self, report: Report) -> Entry | None:
         """The run that was scored: the training or the watch that wrote the report, or the generation whose pictures it is of."""
         folder = report.path.parent
-        for above, kinds in ((folder.parent, ("watch",)), (folder.parent, TRAINED)):
-            entry = entries.get(id_of(above))
-            if entry is not None and entry.kind in kinds and (folder.name == EVALUATION or entry.kind == "watch"):
-                return entry
+        above = self.catalog.get(id_of(folder.parent))
+        if above is not None and (above.kind == "watch" or (above.kind in TRAINED and folder.name == EVALUATION)):
+            return above
         place = place_of(report, self.catalog.roots)
-        return entries.get(id_of(place)) if place is not None else None
+        return self.catalog.get(id_of(place)) if place is not None else None
 
     def _name(self, report: Report, owner: Entry | None) -> str:
         if owner is not None:
