@@ -74,7 +74,7 @@ export function inside(run, picture) {
 }
 
 /**
- * Runs `work` whenever it is asked to, one at a time and at most every `pauseMs`; asking meanwhile runs it once more after.
+ * Runs `work` whenever it is asked to, one at a time and at most every `pauseMs` (a number, or a function that says); asking meanwhile runs it once more after.
  * Returns the function to ask with; its `.stop()` ends it.
  */
 export function steadily(work, pauseMs) {
@@ -98,7 +98,7 @@ export function steadily(work, pauseMs) {
   function trigger() {
     if (stopped) return;
     if (busy) again = true;
-    else if (timer === null) timer = setTimeout(go, Math.max(0, last + pauseMs - performance.now()));
+    else if (timer === null) timer = setTimeout(go, Math.max(0, last + (typeof pauseMs === "function" ? pauseMs() : pauseMs) - performance.now()));
   }
   trigger.stop = () => {
     stopped = true;

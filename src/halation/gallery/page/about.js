@@ -1,0 +1,108 @@
+// What a run was told and what it says: its settings, its environment, what was changed on the way, and the end of its log.
+
+import { get } from "./api.js";
+import { fill, h } from "./dom.js";
+import { valueText } from "./format.js";
+import { emptyState, errorState, skeleton } from "./parts.js";
+
+/** {a: {b: 1}} as [["a.b", 1]]; lists stay values. */
+export function flatPairs(value, prefix = "") {
+  if (value === null || typeof value !== "object" || Array.isArray(value)) return [[prefix, value]];
+  return Object.entries(value).flatMap(([name, inner]) => {
+    const path = prefix ? `${prefix}.${name}` : name;
+    const nested = inner !== null && typeof inner === "object" && !Array.isArray(inner) && Object.keys(inner).length > 0;
+    return nested ? flatPairs(inner, path) : [[path, inner]];
+  });
+}
+
+function differsFrom(names, path) {
+  return names.includes(path) || names.some((name) => path.startsWith(`${name}.`));
+}
+
+export class Settings {
+  constructor(host, run) {
+    this.run = run;
+    this.search = h("input", { class: "field field-search", id: "config-search", type: "search", placeholder: "Search settings  ( / )", "aria-label": "Search settings", dataset: { search: "" }, oninput: () => this.show() });
+    this.tables = h("div", { class: "config", id: "config" }, skeleton(8, "skeleton-line"));
+    fill(host, h("div", { class: "toolbar" }, this.search), this.tables);
+    this.config = null;
+  }
+
+  async refresh() {
+    try {
+      this.config = await get(`/api/runs/${encodeURIComponent(this.run)}/config`);
+      this.show();
+    } catch (error) {
+      if (this.config === null) fill(this.tables, errorState(error, () => this.refresh()));
+    }
+  }
+
+  show() {
+    const { settings, fixed, changes, differs } = this.config;
+    const names = differs ?? [];
+    const pairs = flatPairs(settings ?? {});
+    const [own, rest] = [pairs.filter(([path]) => differsFrom(names, path)), pairs.filter(([path]) => !differsFrom(names, path))];
+    const list = Array.isArray(changes) ? changes : Object.entries(changes ?? {}).map(([name, value]) => ({ [name]: value }));
+    const tables = [
+      this.table(own.length ? "Not the default" : "", own, "differs"),
+      this.table(own.length ? "As by default" : "Settings", rest, "settings"),
+      this.table("Environment", flatPairs(fixed ?? {}), "fixed"),
+      this.table("Changes on the way", list.flatMap((change, index) => flatPairs(change, typeof change === "object" ? "" : `change ${index + 1}`)), "changes"),
+    ].filter(Boolean);
+    fill(this.tables, tables.length ? tables : emptyState("Nothing matches", "Clear the search to see every setting."));
+  }
+
+  table(title, pairs, part) {
+    const words = this.search.value.toLowerCase().split(/\s+/).filter(Boolean);
+    const shown = pairs.filter(([path, value]) => words.every((word) => `${path} ${valueText(value)}`.toLowerCase().includes(word)));
+    if (shown.length === 0 || title === "") return null;
+    const rows = shown.map(([path, value]) => h("tr", { dataset: { setting: path } }, h("th", { scope: "row", class: "mono" }, path), h("td", { class: "mono" }, valueText(value))));
+    return h("section", { class: "config-part", dataset: { part } }, h("h3", null, `${title} (${shown.length})`), h("table", { class: "table" }, h("tbody", null, rows)));
+  }
+}
+
+function kindOfLine(line) {
+  if (/\b(error|critical|traceback|exception|failed)\b/i.test(line)) return "error";
+  if (/\bwarn(ing)?\b/i.test(line)) return "warning";
+  return "";
+}
+
+export class Log {
+  constructor(host, run) {
+    this.run = run;
+    this.box = h("div", { class: "log", id: "log", role: "log", tabindex: 0, "aria-label": "The end of the log" });
+    fill(host, this.box);
+    this.lines = null;
+  }
+
+  async refresh() {
+    try {
+      const { lines } = await get(`/api/runs/${encodeURIComponent(this.run)}/log`);
+      this.show(lines);
+    } catch (error) {
+      if (this.lines === null) fill(this.box, errorState(error, () => this.refresh()));
+    }
+  }
+
+  /** Follows the end, unless the reader scrolled up; then what is read stays where it is. */
+  show(lines) {
+    const text = lines.join("\n");
+    if (this.text === text) return;
+    const first = this.lines === null;
+    const atEnd = first || this.box.scrollTop + this.box.clientHeight >= this.box.scrollHeight - 24;
+    const fromEnd = this.box.scrollHeight - this.box.scrollTop;
+    const added = first ? 0 : this.numNew(lines);
+    this.lines = lines;
+    this.text = text;
+    if (lines.length === 0) fill(this.box, h("p", { class: "muted" }, "Nothing was logged yet."));
+    else fill(this.box, lines.map((line) => h("div", { class: "log-line", dataset: { kind: kindOfLine(line) } }, line === "" ? " " : line)));
+    const height = added > 0 ? [...this.box.children].slice(-added).reduce((sum, node) => sum + node.offsetHeight, 0) : 0;
+    this.box.scrollTop = atEnd ? this.box.scrollHeight : this.box.scrollHeight - fromEnd - height;
+  }
+
+  numNew(lines) {
+    const last = this.lines.at(-1);
+    const at = last === undefined ? -1 : lines.lastIndexOf(last);
+    return at < 0 ? 0 : lines.length - 1 - at;
+  }
+}

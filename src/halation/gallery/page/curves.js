@@ -1,0 +1,192 @@
+// Curves of a training run: one plot for every number it writes, checkpoints marked; pointing shows the samples of that step.
+
+import { get, thumb } from "./api.js";
+import { fill, h, setText } from "./dom.js";
+import { countText, numberText } from "./format.js";
+import { teacherCells } from "./matrix.js";
+import { emptyState, errorState, skeleton } from "./parts.js";
+import { plot } from "./plot.js";
+import { recall, remember } from "./prefs.js";
+
+const NOT_CURVES = new Set(["step", "time_s", "time", "epoch"]);
+const ABOUT = {
+  loss: ["Loss", ""],
+  lr: ["Learning rate", ""],
+  grad_norm: ["Gradient norm", ""],
+  pictures_per_s: ["Throughput", "pictures/s"],
+  mfu: ["MFU", "of peak"],
+  memory_gb: ["Memory", "GB"],
+  data_s: ["Waiting for data", "s/step"],
+};
+const FIRST = Object.keys(ABOUT);
+const NEVER_SMOOTH = new Set(["lr", "memory_gb"]);
+
+/** A running mean that forgets at `weight`, without the pull of its start. */
+export function smoothPoints(points, weight) {
+  if (weight <= 0) return points;
+  let [sum, norm] = [0, 0];
+  return points.flatMap(([x, y]) => {
+    if (!Number.isFinite(y)) return [];
+    sum = sum * weight + y * (1 - weight);
+    norm = norm * weight + (1 - weight);
+    return [[x, sum / norm]];
+  });
+}
+
+function curveNames(rows, told) {
+  const names = new Set(told ?? []);
+  for (const row of rows.length > 200 ? [...rows.slice(0, 100), ...rows.slice(-100)] : rows) {
+    for (const [name, value] of Object.entries(row)) if (typeof value === "number") names.add(name);
+  }
+  const rank = (name) => (FIRST.includes(name) ? FIRST.indexOf(name) : FIRST.length);
+  return [...names].filter((name) => !NOT_CURVES.has(name)).sort((a, b) => rank(a) - rank(b) || a.localeCompare(b));
+}
+
+class Figure {
+  constructor(name, title, onHover) {
+    this.title = h("h3", null, title);
+    this.value = h("span", { class: "figure-value number" });
+    this.host = h("div");
+    this.node = h("section", { class: "figure", dataset: { metric: name }, "aria-label": title }, h("div", { class: "figure-head" }, this.title, this.value), this.host);
+    this.onHover = onHover;
+    this.plot = null;
+  }
+
+  show(options) {
+    const last = options.series.find((series) => !series.faint)?.points.at(-1);
+    setText(this.value, last ? `${numberText(last[1])}${last[2] ? ` ± ${numberText(last[2], 2)}` : ""}${options.unit ? ` ${options.unit}` : ""}` : "");
+    const whole = { label: this.title.textContent, onHover: this.onHover, ...options };
+    if (this.plot) this.plot.update(whole);
+    else this.plot = plot(this.host, whole);
+  }
+}
+
+export class Curves {
+  constructor(host, detail) {
+    this.detail = detail;
+    this.run = detail.summary.id;
+    this.rows = [];
+    this.after = 0;
+    this.figures = new Map();
+    this.smoothing = recall("curves.smoothing", 0.6);
+    this.log = recall("curves.log", false);
+    this.grid = h("div", { class: "figures", id: "curves" }, skeleton(4, "skeleton-plot"));
+    this.strip = h("div", { class: "strip", id: "strip", role: "group", "aria-label": "Samples of the step pointed at" });
+    fill(host, this.bar(), this.grid, this.strip);
+    this.loaded = false;
+  }
+
+  bar() {
+    const word = h("output", { class: "number" }, this.smoothing.toFixed(2));
+    const slider = h("input", { type: "range", id: "smoothing", min: 0, max: 0.99, step: 0.01, value: this.smoothing, oninput: () => {
+      this.smoothing = Number(slider.value);
+      setText(word, this.smoothing.toFixed(2));
+      remember("curves.smoothing", this.smoothing);
+      this.show();
+    } });
+    const log = h("input", { type: "checkbox", id: "log-scale", checked: this.log, onchange: () => {
+      this.log = log.checked;
+      remember("curves.log", this.log);
+      this.show();
+    } });
+    return h("div", { class: "toolbar", role: "group", "aria-label": "How curves are drawn" }, h("label", { class: "range" }, "Smoothing", slider, word), h("label", { class: "check" }, log, "Log scale"), h("span", { class: "muted small" }, h("span", { class: "checkpoint-mark", "aria-hidden": "true" }, "▲"), " checkpoint"));
+  }
+
+  async refresh(detail) {
+    this.detail = detail;
+    try {
+      const more = await get(`/api/runs/${encodeURIComponent(this.run)}/metrics?after=${this.after}`);
+      if (more.reset) this.rows = [];
+      this.rows.push(...more.rows);
+      this.after = more.next;
+      this.loaded = true;
+      this.show();
+    } catch (error) {
+      if (!this.loaded) fill(this.grid, errorState(error, () => this.refresh(this.detail)));
+      else console.warn(error);
+    }
+  }
+
+  show() {
+    if (!this.loaded) return;
+    const names = curveNames(this.rows, []);
+    const scores = [...new Set((this.detail.scores ?? []).map(({ metric }) => metric))];
+    const wanted = [...names.map((name) => `m.${name}`), ...scores.map((name) => `s.${name}`)];
+    if (wanted.length === 0) {
+      fill(this.grid, emptyState("No numbers yet", "The run writes its first line of metrics after its first steps."));
+      this.figures.clear();
+      return;
+    }
+    if (wanted.join() !== [...this.figures.keys()].join()) this.makeFigures(names, scores);
+    const marks = (this.detail.checkpoints ?? []).map(({ step, kind }) => ({ x: step, label: `checkpoint at step ${countText(step)}${kind ? ` (${kind})` : ""}` }));
+    const xs = this.rows.map(({ step }) => step);
+    const xRange = xs.length > 1 ? [xs[0], Math.max(xs.at(-1), ...(this.detail.scores ?? []).map(({ step }) => step ?? 0))] : undefined;
+    for (const name of names) this.figures.get(`m.${name}`).show({ ...this.seriesOf(name), marks, log: this.log, xRange });
+    for (const name of scores) this.figures.get(`s.${name}`).show({ ...this.scoreSeries(name), marks, log: this.log });
+    this.showStrip(this.pointed ?? null);
+  }
+
+  makeFigures(names, scores) {
+    for (const figure of this.figures.values()) figure.plot?.destroy();
+    this.figures.clear();
+    const hover = (x) => this.hover(x);
+    for (const name of names) this.figures.set(`m.${name}`, new Figure(name, ABOUT[name]?.[0] ?? name, hover));
+    for (const name of scores) this.figures.set(`s.${name}`, new Figure(name, this.detail.scores.find((one) => one.metric === name).name ?? name, hover));
+    fill(this.grid, [...this.figures.values()].map((figure) => figure.node));
+  }
+
+  seriesOf(name) {
+    const points = this.rows.filter((row) => typeof row[name] === "number").map((row) => [row.step, row[name]]);
+    const title = ABOUT[name]?.[0] ?? name;
+    const unit = ABOUT[name]?.[1] ?? "";
+    if (this.smoothing <= 0 || NEVER_SMOOTH.has(name) || points.length < 8) return { series: [{ name: title, points }], unit };
+    return { series: [{ name: title, points, faint: true, colour: 1 }, { name: title, points: smoothPoints(points, this.smoothing), colour: 1 }], unit };
+  }
+
+  scoreSeries(name) {
+    const points = this.detail.scores.filter((one) => one.metric === name && one.step !== null).map((one) => [one.step, one.value, one.std ?? undefined]).sort((a, b) => a[0] - b[0]);
+    const better = this.detail.scores.find((one) => one.metric === name).better;
+    return { series: [{ name, points, dots: true }], unit: "", label: `${name}${better ? `, ${better} is best` : ""}` };
+  }
+
+  hover(x) {
+    this.pointed = x;
+    for (const figure of this.figures.values()) if (figure.plot && figure.plot.at !== x) figure.plot.setCursor(x);
+    if (x !== null) this.showStrip(x);
+  }
+
+  /** The samples of the sampled step nearest to x; without x, of the newest. */
+  showStrip(x) {
+    const { steps, variants, prompts } = this.detail;
+    this.strip.hidden = steps.length === 0;
+    if (steps.length === 0) return;
+    const near = x === null ? steps.at(-1) : steps.reduce((a, b) => (Math.abs(b.step - x) < Math.abs(a.step - x) ? b : a));
+    const wanted = recall("matrix.variant", "ema");
+    const variant = variants.includes(wanted) ? wanted : variants[0];
+    const name = `${near.step} ${variant} ${near.cells[variant]?.map((cell) => cell?.v).join()}`;
+    if (this.stripName === name) return;
+    this.stripName = name;
+    this.fillStrip(near, near.cells[variant] ?? teacherCells(this.detail) ?? [], prompts);
+  }
+
+  fillStrip(near, cells, prompts) {
+    if (!this.stripImages || this.stripImages.length !== prompts.length) {
+      this.stripImages = prompts.map(({ prompt }) => h("img", { alt: prompt, title: prompt, width: 88, height: 88, decoding: "async" }));
+      this.stripHead = h("a", { class: "strip-head number" });
+      fill(this.strip, this.stripHead, h("div", { class: "strip-pictures" }, this.stripImages));
+    }
+    fill(this.stripHead, h("strong", null, `step ${countText(near.step)}`), near.loss === null || near.loss === undefined ? null : h("span", { class: "muted" }, `loss ${numberText(near.loss)}`));
+    this.stripHead.href = `#/run/${encodeURIComponent(this.run)}/samples/${near.step}`;
+    prompts.forEach(({ size }, index) => {
+      const cell = cells[index];
+      const image = this.stripImages[index];
+      image.classList.toggle("pixelated", size?.[0] > 0 && size[0] < 64);
+      if (cell?.key) image.src = thumb(this.run, cell, 128);
+      else image.removeAttribute("src");
+    });
+  }
+
+  unmount() {
+    for (const figure of this.figures.values()) figure.plot?.destroy();
+  }
+}

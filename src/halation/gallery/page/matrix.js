@@ -1,0 +1,316 @@
+// Samples as a matrix: rows are steps, columns are prompts. Only rows in sight exist, and new ones never move what one looks at.
+
+import { thumb } from "./api.js";
+import { fill, h, setStyle, setText } from "./dom.js";
+import { countText, numberText } from "./format.js";
+import { ago } from "./parts.js";
+
+const OVERSCAN = 3;
+const GAP_PX = 6;
+const SETTLE_MS = 90;
+
+function hasPicture(cell) {
+  return cell !== null && cell !== undefined && cell.key !== undefined;
+}
+
+/** The newest picture of the teacher for each prompt (it does not change from step to step), or null where there is no teacher. */
+export function teacherCells(detail) {
+  if (!detail.variants.includes("teacher")) return null;
+  return detail.prompts.map((_, index) => {
+    const step = detail.steps.findLast((one) => hasPicture(one.cells.teacher?.[index]));
+    return step ? step.cells.teacher[index] : null;
+  });
+}
+
+class Cell {
+  constructor(matrix, prompt) {
+    this.matrix = matrix;
+    this.image = h("img", { alt: "", decoding: "async", loading: "lazy", draggable: "false" });
+    this.word = h("span", { class: "cell-word" });
+    this.button = h("button", { class: "cell", type: "button", tabindex: -1, dataset: { prompt } }, this.image, this.word);
+    this.node = h("div", { class: "matrix-cell", role: "gridcell", "aria-colindex": prompt + 2 }, this.button);
+  }
+
+  update(cell, label, pixelated) {
+    this.source = hasPicture(cell) ? thumb(this.matrix.run, cell, this.matrix.size * Math.min(2, window.devicePixelRatio)) : "";
+    const failed = cell?.failed ?? "";
+    setText(this.word, failed || (this.source === "" ? "·" : ""));
+    this.image.hidden = this.source === "";
+    this.button.dataset.kind = failed ? "failed" : this.source === "" ? "none" : "picture";
+    this.button.classList.toggle("pixelated", pixelated);
+    const spoken = failed ? `${label}: failed, ${failed}` : this.source === "" ? `${label}: not drawn` : label;
+    this.button.setAttribute("aria-label", spoken);
+    this.button.title = failed;
+  }
+
+  load() {
+    if (this.source !== "" && this.image.getAttribute("src") !== this.source) this.image.src = this.source;
+  }
+}
+
+class Row {
+  constructor(matrix, step) {
+    this.step = step;
+    this.head = h("div", { class: "matrix-step", role: "rowheader", "aria-colindex": 1 });
+    this.node = h("div", { class: "matrix-row", role: "row", dataset: { step } }, this.head);
+    this.cells = [];
+    this.matrix = matrix;
+  }
+
+  update(cells, head, label) {
+    const { prompts } = this.matrix.detail;
+    while (this.cells.length < prompts.length) {
+      const cell = new Cell(this.matrix, this.cells.length);
+      this.cells.push(cell);
+      this.node.append(cell.node);
+    }
+    fill(this.head, head);
+    prompts.forEach((prompt, index) => this.cells[index].update(cells?.[index] ?? null, `${label}, ${prompt.prompt}`, this.matrix.isPixelated(prompt)));
+  }
+
+  load() {
+    for (const cell of this.cells) cell.load();
+  }
+}
+
+export class Matrix {
+  constructor(host, { run, onOpen, onPin, onFocus }) {
+    Object.assign(this, { run, onOpen, onPin, onFocus });
+    this.rows = new Map();
+    this.columns = h("div", { class: "matrix-row matrix-columns", role: "row", "aria-rowindex": 1 });
+    this.teacher = new Row(this, "teacher");
+    this.teacher.node.classList.add("matrix-teacher");
+    this.head = h("div", { class: "matrix-head", role: "rowgroup" }, this.columns, this.teacher.node);
+    this.body = h("div", { class: "matrix-body", role: "rowgroup" });
+    this.scroller = h("div", { class: "matrix", id: "matrix", role: "grid", "aria-label": "Samples: rows are steps, columns are prompts" }, this.head, this.body);
+    this.more = h("button", { class: "button matrix-more", id: "matrix-more", type: "button", hidden: true, onclick: () => this.toNewest() });
+    fill(host, h("div", { class: "matrix-wrap" }, this.scroller, this.more));
+    this.focused = null;
+    this.numUnseen = 0;
+    this.lastTop = 0;
+    this.scroller.addEventListener("scroll", () => this.scrolled(), { passive: true });
+    this.scroller.addEventListener("click", (event) => this.clicked(event));
+    this.scroller.addEventListener("keydown", (event) => this.key(event));
+    this.scroller.addEventListener("focusin", (event) => this.focusCame(event));
+    this.observer = new ResizeObserver(() => this.render());
+    this.observer.observe(this.scroller);
+  }
+
+  isPixelated(prompt) {
+    return prompt.size?.[0] > 0 && prompt.size[0] * 1.5 <= this.size;
+  }
+
+  /** Shows a run's steps: {variant, size (px), newestFirst, showTeacher}. What is in sight stays where it is. */
+  update(detail, { variant, size, newestFirst, showTeacher }) {
+    const anchor = this.anchor();
+    const known = this.detail ? new Set(this.detail.steps.map(({ step }) => step)) : null;
+    const fresh = known ? detail.steps.filter(({ step }) => !known.has(step)).map(({ step }) => step) : [];
+    Object.assign(this, { detail, variant, size, newestFirst });
+    this.order = newestFirst ? [...detail.steps].reverse() : detail.steps;
+    this.indexOf = new Map(this.order.map(({ step }, index) => [step, index]));
+    this.checkpoints = new Map((detail.checkpoints ?? []).map((one) => [one.step, one.kind ?? "checkpoint"]));
+    this.measure();
+    this.showHead(showTeacher);
+    this.scroller.setAttribute("aria-rowcount", this.order.length + 1);
+    this.scroller.setAttribute("aria-colcount", detail.prompts.length + 1);
+    setStyle(this.body, { height: `${this.order.length * this.rowHeight}px` });
+    if (this.focused === null || !this.indexOf.has(this.focused.step)) this.focused = this.order.length ? { step: this.order[0].step, prompt: 0 } : null;
+    this.keep(anchor);
+    for (const [step, row] of this.rows) if (!this.indexOf.has(step)) this.drop(step, row);
+    this.render(true);
+    this.count(fresh);
+  }
+
+  measure() {
+    const shapes = this.detail.prompts.map(({ size }) => (size?.[0] > 0 ? size[1] / size[0] : 1));
+    const tallest = Math.min(1.8, Math.max(0.4, ...shapes));
+    const height = Math.round(this.size * tallest);
+    this.rowHeight = Math.max(height, 52) + GAP_PX;
+    setStyle(this.scroller, { "--cell": `${this.size}px`, "--cell-height": `${Math.max(height, 52)}px`, "--columns": String(this.detail.prompts.length) });
+  }
+
+  showHead(showTeacher) {
+    const heads = this.detail.prompts.map(({ prompt, seed }, index) =>
+      h("div", { class: "matrix-prompt", role: "columnheader", tabindex: 0, "aria-colindex": index + 2, title: `${prompt}\nseed ${seed}`, dataset: { prompt: index } }, h("span", null, prompt === "" ? "(empty prompt)" : prompt)),
+    );
+    const text = JSON.stringify(this.detail.prompts);
+    if (this.headText !== text) fill(this.columns, h("div", { class: "matrix-step matrix-corner", role: "columnheader", "aria-colindex": 1 }, "step"), heads);
+    this.headText = text;
+    const cells = showTeacher ? teacherCells(this.detail) : null;
+    this.teacher.node.hidden = cells === null;
+    if (cells === null) return;
+    this.teacher.update(cells, h("strong", null, "teacher"), "teacher");
+    this.teacher.load();
+  }
+
+  anchor() {
+    if (!this.order || this.order.length === 0) return null;
+    const top = this.scroller.scrollTop;
+    const atEnd = top + this.scroller.clientHeight >= this.scroller.scrollHeight - 3;
+    if (this.newestFirst ? top <= 2 : atEnd && top > 2) return { follow: true };
+    const index = Math.min(this.order.length - 1, Math.floor(top / this.rowHeight));
+    return { step: this.order[index].step, share: top / this.rowHeight - index };
+  }
+
+  keep(anchor) {
+    if (anchor === null) return;
+    if (anchor.follow) this.scroller.scrollTop = this.newestFirst ? 0 : this.scroller.scrollHeight;
+    else if (this.indexOf.has(anchor.step)) this.scroller.scrollTop = Math.round((this.indexOf.get(anchor.step) + anchor.share) * this.rowHeight);
+  }
+
+  count(fresh) {
+    const away = this.newestFirst ? this.scroller.scrollTop > this.rowHeight : false;
+    this.numUnseen = away ? this.numUnseen + fresh.length : 0;
+    this.showMore();
+    for (const step of fresh) this.rows.get(step)?.node.classList.add("matrix-fresh");
+  }
+
+  showMore() {
+    this.more.hidden = this.numUnseen === 0;
+    setText(this.more, `↑ ${countText(this.numUnseen)} new`);
+  }
+
+  toNewest() {
+    this.numUnseen = 0;
+    this.showMore();
+    this.scroller.scrollTop = this.newestFirst ? 0 : this.scroller.scrollHeight;
+  }
+
+  scrolled() {
+    if (this.pending) return;
+    this.pending = requestAnimationFrame(() => {
+      this.pending = null;
+      if (this.numUnseen > 0 && this.scroller.scrollTop < this.rowHeight) {
+        this.numUnseen = 0;
+        this.showMore();
+      }
+      this.render();
+    });
+  }
+
+  drop(step, row) {
+    row.node.remove();
+    this.rows.delete(step);
+  }
+
+  /** Makes the rows in sight (and the one with the focus), drops the others; pictures wait while one flies past. */
+  render(again = false) {
+    if (!this.order) return;
+    const top = this.scroller.scrollTop;
+    const first = Math.max(0, Math.floor(top / this.rowHeight) - OVERSCAN);
+    const last = Math.min(this.order.length - 1, Math.ceil((top + this.scroller.clientHeight) / this.rowHeight) + OVERSCAN);
+    const wanted = new Set();
+    for (let index = first; index <= last; index += 1) wanted.add(index);
+    if (this.focused) wanted.add(this.indexOf.get(this.focused.step));
+    for (const [step, row] of this.rows) if (!wanted.has(this.indexOf.get(step))) this.drop(step, row);
+    for (const index of wanted) this.showRow(index, again);
+    const fast = Math.abs(top - this.lastTop) > this.scroller.clientHeight * 0.8;
+    this.lastTop = top;
+    clearTimeout(this.settle);
+    if (fast) this.settle = setTimeout(() => this.loadRows(), SETTLE_MS);
+    else this.loadRows();
+  }
+
+  loadRows() {
+    for (const row of this.rows.values()) row.load();
+  }
+
+  showRow(index, again) {
+    const data = this.order[index];
+    let row = this.rows.get(data.step);
+    if (!row) row = this.makeRow(data.step, index);
+    else if (!again) return;
+    row.update(data.cells[this.variant], this.headOf(data), `step ${data.step}`);
+    row.node.setAttribute("aria-rowindex", index + 2);
+    setStyle(row.node, { transform: `translateY(${index * this.rowHeight}px)` });
+    this.markFocus(row);
+  }
+
+  /** Rows stand in the document in their order on screen, for readers that go by it. */
+  makeRow(step, index) {
+    const row = new Row(this, step);
+    const after = [...this.rows.values()].filter((one) => this.indexOf.get(one.step) > index).sort((a, b) => this.indexOf.get(a.step) - this.indexOf.get(b.step))[0];
+    this.body.insertBefore(row.node, after ? after.node : null);
+    this.rows.set(step, row);
+    return row;
+  }
+
+  headOf({ step, loss, time }) {
+    const kind = this.checkpoints.get(step);
+    return [
+      h("strong", { class: "number" }, countText(step), kind ? h("span", { class: "checkpoint-mark", title: `checkpoint (${kind})`, role: "img", "aria-label": "checkpoint" }, "◆") : null),
+      loss === null || loss === undefined ? null : h("span", { class: "number", title: "mean loss" }, numberText(loss)),
+      time ? ago(time) : null,
+    ];
+  }
+
+  markFocus(row) {
+    row.cells.forEach((cell, prompt) => (cell.button.tabIndex = this.focused && row.step === this.focused.step && prompt === this.focused.prompt ? 0 : -1));
+  }
+
+  placeOf(target) {
+    const button = target instanceof Element ? target.closest("button.cell") : null;
+    if (!button) return null;
+    const step = button.closest(".matrix-row").dataset.step;
+    return { step: step === "teacher" ? "teacher" : Number(step), prompt: Number(button.dataset.prompt) };
+  }
+
+  clicked(event) {
+    const place = this.placeOf(event.target);
+    if (place) this.onOpen(place);
+  }
+
+  focusCame(event) {
+    const place = this.placeOf(event.target);
+    if (!place || place.step === "teacher") return;
+    const before = this.focused && this.rows.get(this.focused.step);
+    this.focused = place;
+    if (before) this.markFocus(before);
+    this.markFocus(this.rows.get(place.step));
+    if (this.onFocus) this.onFocus(place);
+  }
+
+  key(event) {
+    const place = this.placeOf(event.target);
+    if (!place || place.step === "teacher" || event.ctrlKey || event.metaKey || event.altKey) return;
+    const index = this.indexOf.get(place.step);
+    const page = Math.max(1, Math.floor(this.scroller.clientHeight / this.rowHeight) - 1);
+    const moves = { ArrowUp: [index - 1, place.prompt], ArrowDown: [index + 1, place.prompt], ArrowLeft: [index, place.prompt - 1], ArrowRight: [index, place.prompt + 1],
+      PageUp: [index - page, place.prompt], PageDown: [index + page, place.prompt], Home: [0, place.prompt], End: [this.order.length - 1, place.prompt] };
+    if (event.key === "c") this.onPin(place);
+    else if (event.key in moves) this.focus(...moves[event.key]);
+    else return;
+    event.preventDefault();
+  }
+
+  /** Moves the focus to a row and a column, in sight and below the sticky heads. */
+  focus(index, prompt) {
+    const row = Math.min(this.order.length - 1, Math.max(0, index));
+    this.focused = { step: this.order[row].step, prompt: Math.min(this.detail.prompts.length - 1, Math.max(0, prompt)) };
+    const top = row * this.rowHeight;
+    const room = this.scroller.clientHeight - this.head.offsetHeight;
+    if (top < this.scroller.scrollTop) this.scroller.scrollTop = top;
+    else if (top + this.rowHeight > this.scroller.scrollTop + room) this.scroller.scrollTop = top + this.rowHeight - room;
+    this.render();
+    const button = this.rows.get(this.focused.step).cells[this.focused.prompt].button;
+    button.focus({ preventScroll: true });
+    this.intoSight(button.parentElement);
+  }
+
+  intoSight(cell) {
+    const head = this.columns.firstChild.offsetWidth;
+    const [left, right] = [cell.offsetLeft, cell.offsetLeft + cell.offsetWidth];
+    if (left - head < this.scroller.scrollLeft) this.scroller.scrollLeft = left - head;
+    else if (right > this.scroller.scrollLeft + this.scroller.clientWidth) this.scroller.scrollLeft = right - this.scroller.clientWidth;
+  }
+
+  /** Focus on a step and prompt (after the viewer was closed there). */
+  focusPlace({ step, prompt }) {
+    if (this.indexOf.has(step)) this.focus(this.indexOf.get(step), prompt);
+  }
+
+  destroy() {
+    this.observer.disconnect();
+    clearTimeout(this.settle);
+  }
+}

@@ -1,0 +1,248 @@
+// Lines over steps as crisp SVG: axes with readable ticks, a crosshair that keyboard and pointer move, points with error bars.
+
+import { append, fill, h, setStyle, svg } from "./dom.js";
+import { countText, numberText, shortText } from "./format.js";
+
+const MARGIN = { left: 52, right: 12, top: 10, bottom: 24 };
+const NUM_COLOURS = 6;
+
+/** Round numbers that cover [low, high] with about `count` ticks. */
+export function linearTicks(low, high, count) {
+  const rough = (high - low) / Math.max(1, count);
+  if (!(rough > 0)) return [low];
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 2.5, 5, 10].map((times) => times * power).find((size) => size >= rough * 0.999);
+  const ticks = [];
+  for (let index = Math.ceil(low / step - 1e-9); index * step <= high + step * 1e-9; index += 1) ticks.push(Number((index * step).toPrecision(12)));
+  return ticks;
+}
+
+function logTicks(low, high, count) {
+  const [first, last] = [Math.floor(Math.log10(low)), Math.ceil(Math.log10(high))];
+  const factors = last - first <= 2 ? [1, 2, 5] : [1];
+  const every = Math.max(1, Math.ceil((last - first) / count));
+  const ticks = [];
+  for (let power = first; power <= last; power += every) for (const factor of factors) ticks.push(factor * 10 ** power);
+  const inside = ticks.filter((tick) => tick >= low * 0.999 && tick <= high * 1.001);
+  return inside.length >= 2 ? inside : linearTicks(low, high, count).filter((tick) => tick > 0);
+}
+
+/** At most four points a pixel column (first, lowest, highest, last): looks the same, draws fast. */
+export function thinPoints(points, toX) {
+  const kept = [];
+  let column = null;
+  let bucket = [];
+  const flush = () => {
+    if (bucket.length <= 4) kept.push(...bucket);
+    else {
+      const low = bucket.reduce((a, b) => (b[1] < a[1] ? b : a));
+      const high = bucket.reduce((a, b) => (b[1] > a[1] ? b : a));
+      const middle = low[0] <= high[0] ? [low, high] : [high, low];
+      kept.push(bucket[0], ...middle, bucket[bucket.length - 1]);
+    }
+  };
+  for (const point of points) {
+    const at = Math.round(toX(point[0]));
+    if (at !== column) {
+      flush();
+      bucket = [];
+      column = at;
+    }
+    bucket.push(point);
+  }
+  flush();
+  return kept;
+}
+
+function nearestIndex(points, x) {
+  let [low, high] = [0, points.length - 1];
+  while (high - low > 1) {
+    const middle = (low + high) >> 1;
+    if (points[middle][0] < x) low = middle;
+    else high = middle;
+  }
+  return Math.abs(points[low]?.[0] - x) <= Math.abs(points[high]?.[0] - x) ? low : high;
+}
+
+function extent(values) {
+  let [low, high] = [Infinity, -Infinity];
+  for (const value of values) {
+    if (value < low) low = value;
+    if (value > high) high = value;
+  }
+  return [low, high];
+}
+
+class Plot {
+  constructor(host, options) {
+    this.host = host;
+    this.picture = svg("svg", { class: "plot-picture", tabindex: 0, role: "img" });
+    this.tip = h("div", { class: "plot-tip", hidden: true, role: "status" });
+    this.legend = h("div", { class: "plot-legend" });
+    fill(host, this.legend, h("div", { class: "plot-frame" }, this.picture, this.tip));
+    host.classList.add("plot");
+    this.picture.addEventListener("pointermove", (event) => this.pointed(event));
+    this.picture.addEventListener("pointerdown", (event) => this.pointed(event));
+    this.picture.addEventListener("pointerleave", () => this.hover(null));
+    this.picture.addEventListener("blur", () => this.hover(null));
+    this.picture.addEventListener("keydown", (event) => this.key(event));
+    this.observer = new ResizeObserver(() => this.draw());
+    this.observer.observe(this.picture.parentElement);
+    this.update(options);
+  }
+
+  update(options) {
+    this.options = { marks: [], log: false, unit: "", xName: "step", label: "", ...options };
+    this.all = this.options.series.map((series, index) => ({
+      colour: (index % NUM_COLOURS) + 1,
+      ...series,
+      points: series.points.filter(([x, y]) => Number.isFinite(x) && Number.isFinite(y) && (!this.options.log || y > 0)),
+    }));
+    this.main = this.all.filter((series) => !series.faint && series.points.length > 0);
+    this.dataXs = [...new Set(this.main.flatMap((series) => series.points.map(([x]) => x)))].sort((a, b) => a - b);
+    this.draw();
+  }
+
+  scales() {
+    const shown = this.all.filter((series) => series.points.length > 0);
+    const [x0, x1] = this.options.xRange ?? extent(shown.flatMap((series) => series.points.map(([x]) => x)));
+    // Early spikes and noise would flatten the line that matters: faint series may leave the frame when a smooth one is there.
+    const ruling = shown.some((series) => series.faint) ? this.main : shown;
+    let [y0, y1] = extent(ruling.flatMap((series) => series.points.flatMap(([, y, spread]) => (spread ? [y - spread, y + spread] : [y]))));
+    const log = this.options.log && y0 > 0;
+    if (log) [y0, y1] = y0 === y1 ? [y0 / 2, y1 * 2] : [y0 / 1.08, y1 * 1.08];
+    else {
+      const pad = (y1 - y0) * 0.06 || Math.abs(y1) * 0.05 || 1;
+      [y0, y1] = [y0 - pad, y1 + pad];
+    }
+    const inner = { width: this.width - MARGIN.left - MARGIN.right, height: this.height - MARGIN.top - MARGIN.bottom };
+    const place = log ? Math.log : (value) => value;
+    this.toX = (x) => MARGIN.left + ((x - x0) / (x1 - x0 || 1)) * inner.width;
+    this.toY = (y) => MARGIN.top + inner.height * (1 - (place(y) - place(y0)) / (place(y1) - place(y0)));
+    this.fromX = (pixel) => x0 + ((pixel - MARGIN.left) / inner.width) * (x1 - x0);
+    return { x0, x1, y0, y1, log };
+  }
+
+  draw() {
+    this.width = this.picture.parentElement.clientWidth;
+    this.height = this.picture.parentElement.clientHeight;
+    if (this.width < 60 || this.height < 40) return;
+    this.picture.setAttribute("viewBox", `0 0 ${this.width} ${this.height}`);
+    this.picture.setAttribute("aria-label", this.description());
+    fill(this.legend, this.main.length > 1 ? this.main.map((series) => h("span", { class: "legend-item", dataset: { series: series.colour } }, h("span", { class: "legend-line", "aria-hidden": "true" }), series.name)) : null);
+    if (this.dataXs.length === 0) {
+      fill(this.picture, svg("text", { class: "plot-none", x: this.width / 2, y: this.height / 2 }, "no points yet"));
+      return;
+    }
+    const range = this.scales();
+    this.cursor = svg("g", { class: "plot-cursor" });
+    const clip = `clip-${(Plot.count = (Plot.count ?? 0) + 1)}`;
+    const lines = svg("g", { "clip-path": `url(#${clip})` }, this.all.map((series) => this.lineOf(series)));
+    const box = svg("clipPath", { id: clip }, svg("rect", { x: MARGIN.left - 3, y: MARGIN.top - 4, width: this.width - MARGIN.left - MARGIN.right + 6, height: this.height - MARGIN.top - MARGIN.bottom + 8 }));
+    fill(this.picture, svg("defs", null, box), this.axes(range), this.marks(range), lines, this.cursor);
+    if (this.at !== undefined && this.at !== null) this.setCursor(this.at);
+  }
+
+  description() {
+    const last = this.main[0]?.points.at(-1);
+    const text = `${this.options.label || this.main[0]?.name || "Plot"} over ${this.options.xName}s`;
+    return last ? `${text}; last ${numberText(last[1])}${this.options.unit ? ` ${this.options.unit}` : ""} at ${this.options.xName} ${countText(last[0])}. Arrow keys read the values.` : text;
+  }
+
+  axes({ x0, x1, y0, y1, log }) {
+    const group = svg("g", { class: "plot-axes", "aria-hidden": "true" });
+    const [right, bottom] = [this.width - MARGIN.right, this.height - MARGIN.bottom];
+    const ys = log ? logTicks(y0, y1, 5) : linearTicks(y0, y1, Math.max(2, Math.floor(this.height / 48)));
+    for (const tick of ys) {
+      const y = Math.round(this.toY(tick)) + 0.5;
+      append(group, [svg("line", { class: "plot-grid", x1: MARGIN.left, x2: right, y1: y, y2: y }), svg("text", { class: "plot-y", x: MARGIN.left - 8, y: y + 4 }, shortText(tick))]);
+    }
+    for (const tick of linearTicks(x0, x1, Math.max(2, Math.floor(this.width / 110)))) {
+      append(group, [svg("text", { class: "plot-x", x: this.toX(tick), y: bottom + 16 }, shortText(tick))]);
+    }
+    append(group, [svg("line", { class: "plot-base", x1: MARGIN.left, x2: right, y1: bottom + 0.5, y2: bottom + 0.5 })]);
+    return group;
+  }
+
+  marks({ x0, x1 }) {
+    const bottom = this.height - MARGIN.bottom;
+    const inside = this.options.marks.filter(({ x }) => x >= x0 && x <= x1);
+    return svg("g", { class: "plot-marks" }, inside.map(({ x, label }) => svg("path", { d: `M${this.toX(x)},${bottom - 5} l3.5,6 h-7 z`, dataset: { mark: x } }, svg("title", null, label))));
+  }
+
+  lineOf(series) {
+    const group = svg("g", { class: series.faint ? "plot-series plot-faint" : "plot-series", dataset: { series: series.colour } });
+    const path = thinPoints(series.points, this.toX).map(([x, y]) => `${this.toX(x).toFixed(1)},${this.toY(y).toFixed(1)}`).join(" ");
+    append(group, [svg("polyline", { points: path })]);
+    if (series.dots || series.points.length === 1) append(group, series.points.map((point) => this.dotOf(point)));
+    return group;
+  }
+
+  dotOf([x, y, spread]) {
+    const [cx, cy] = [this.toX(x), this.toY(y)];
+    const low = spread ? this.toY(this.options.log ? Math.max(y - spread, y / 1e3) : y - spread) : cy;
+    const bar = spread ? svg("path", { class: "plot-error", d: `M${cx},${this.toY(y + spread)} V${low} M${cx - 3},${this.toY(y + spread)} h6 M${cx - 3},${low} h6` }) : null;
+    return svg("g", null, bar, svg("circle", { cx, cy, r: 3 }));
+  }
+
+  pointed(event) {
+    if (this.dataXs.length === 0 || !this.fromX) return;
+    const box = this.picture.getBoundingClientRect();
+    const x = this.fromX(((event.clientX - box.left) / box.width) * this.width);
+    const pairs = this.dataXs.map((value) => [value]);
+    this.hover(this.dataXs[nearestIndex(pairs, x)]);
+  }
+
+  key(event) {
+    const size = this.dataXs.length;
+    if (size === 0) return;
+    const now = this.at === null || this.at === undefined ? size - 1 : nearestIndex(this.dataXs.map((x) => [x]), this.at);
+    const jump = Math.max(1, Math.round(size / 100));
+    const next = { ArrowLeft: now - jump, ArrowRight: now + jump, PageUp: now - jump * 10, PageDown: now + jump * 10, Home: 0, End: size - 1 }[event.key];
+    if (event.key === "Escape") this.hover(null);
+    if (next === undefined) return;
+    event.preventDefault();
+    this.hover(this.dataXs[Math.min(size - 1, Math.max(0, next))]);
+  }
+
+  hover(x) {
+    this.setCursor(x, true);
+    if (this.options.onHover) this.options.onHover(x);
+  }
+
+  /** Shows the crosshair at x (null hides it); the tip only where the reader points, so that linked plots stay quiet. */
+  setCursor(x, withTip = false) {
+    this.at = x;
+    if (!this.cursor) return;
+    fill(this.cursor);
+    this.tip.hidden = true;
+    if (x === null || this.dataXs.length === 0) return;
+    const found = this.main.map((series) => [series, series.points[nearestIndex(series.points, x)]]);
+    const px = this.toX(found.length === 1 ? found[0][1][0] : x);
+    append(this.cursor, [svg("line", { x1: px, x2: px, y1: MARGIN.top, y2: this.height - MARGIN.bottom }), found.map(([series, [sx, sy]]) => svg("circle", { cx: this.toX(sx), cy: this.toY(sy), r: 3.5, dataset: { series: series.colour } }))]);
+    if (withTip) this.showTip(px, found.length === 1 ? found[0][1][0] : x, found);
+  }
+
+  showTip(px, x, found) {
+    fill(
+      this.tip,
+      h("span", { class: "muted" }, `${this.options.xName} ${countText(x)}`),
+      found.map(([series, [, y, spread]]) => h("span", { class: "tip-row", dataset: { series: series.colour } }, found.length > 1 ? h("span", { class: "legend-line", "aria-hidden": "true" }) : null, found.length > 1 ? `${series.name} ` : null, h("strong", null, `${numberText(y)}${spread ? ` ± ${numberText(spread, 2)}` : ""}${this.options.unit ? ` ${this.options.unit}` : ""}`))),
+    );
+    this.tip.hidden = false;
+    const left = px + this.tip.offsetWidth + 14 > this.width ? px - this.tip.offsetWidth - 10 : px + 10;
+    setStyle(this.tip, { left: `${Math.max(0, left)}px` });
+  }
+
+  destroy() {
+    this.observer.disconnect();
+  }
+}
+
+/**
+ * Draws into host: {series: [{name, points: [[x, y, spread?]], faint, dots}], marks: [{x, label}], onHover(x | null), log, unit, label, xName}.
+ * Returns {update(options), setCursor(x), destroy()}.
+ */
+export function plot(host, options) {
+  return new Plot(host, options);
+}

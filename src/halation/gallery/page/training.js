@@ -1,0 +1,152 @@
+// The page of a training run: what it is and how far, and its samples, curves, config and log.
+
+import { exported, get, post, steadily } from "./api.js";
+import { Log, Settings } from "./about.js";
+import { Curves } from "./curves.js";
+import { fill, h, isTyping, setText } from "./dom.js";
+import { countText, durationText, numberText, percentText, pluralText, rateText } from "./format.js";
+import { ago, announce, confirmDialog, notify, progressBar, stateChip } from "./parts.js";
+import { Samples } from "./samples.js";
+
+const TABS = [["samples", "Samples"], ["curves", "Curves"], ["config", "Config"], ["log", "Log"]];
+const ACTIONS = [["sample", "Sample now"], ["save", "Save now"], ["stop", "Stop"]];
+const QUICK_MS = 1000;
+
+/** The head that every page of a run has: name, state, how far, how fast; `actions` are nodes on its right. Returns {node, update(summary)}. */
+export function runHead(summary) {
+  const line = h("p", { class: "run-line" });
+  const reason = h("p", { class: "run-why", id: "run-reason" });
+  const chip = h("span");
+  const bar = h("div", { class: "run-bar" });
+  const actions = h("div", { class: "run-actions", id: "run-actions" });
+  const node = h("header", { class: "run-head" }, h("div", { class: "run-heading" }, h("h1", { title: summary.name }, summary.name), chip, h("span", { class: "spacer" }), actions), line, reason, bar);
+  function update(now) {
+    fill(chip, stateChip(now.state));
+    const far = now.planned > 0 ? `${countText(now.done)} of ${countText(now.planned)} ${now.unit} (${percentText(now.done, now.planned)})` : `${countText(now.done)} ${now.unit}`;
+    const running = now.state === "running";
+    const words = [now.kind, now.title, far, now.loss === null || now.loss === undefined ? null : `loss ${numberText(now.loss)}`, running && now.rate ? rateText(now.rate, now.unit) : null, running && now.left_s !== null && now.left_s !== undefined ? `${durationText(now.left_s)} left` : null];
+    fill(line, words.filter(Boolean).map((word) => h("span", null, word)), h("span", null, "changed ", ago(now.changed)));
+    setText(reason, now.reason ?? "");
+    reason.hidden = !now.reason;
+    reason.dataset.state = now.state;
+    fill(bar, now.planned > 0 ? progressBar(now.done, now.planned, now.state, "Done") : null);
+  }
+  update(summary);
+  return { node, actions, update };
+}
+
+class TrainingView {
+  constructor(main, route, detail) {
+    this.id = detail.summary.id;
+    this.detail = detail;
+    this.head = runHead(detail.summary);
+    this.links = TABS.map(([tab, text], index) => h("a", { href: `#/run/${encodeURIComponent(this.id)}/${tab}`, id: `tab-${tab}`, dataset: { tab }, title: `${text} (${index + 1})` }, text));
+    this.panels = new Map(TABS.map(([tab, text]) => [tab, h("section", { class: `panel-${tab}`, id: `panel-${tab}`, "aria-label": text, hidden: true })]));
+    fill(main, h("div", { class: "training" }, this.head.node, h("nav", { class: "tabs", "aria-label": "Parts of the run" }, this.links), [...this.panels.values()]));
+    this.parts = new Map();
+    this.control = false;
+    this.cost = 0;
+    // A long run's detail is large: the slower it comes, the rarer it is asked for.
+    this.refresh = steadily(() => this.load(), () => Math.max(QUICK_MS, this.cost * 10));
+    this.onKey = (event) => this.key(event);
+    document.addEventListener("keydown", this.onKey);
+    this.routed(route);
+    this.askControl();
+  }
+
+  async askControl() {
+    if (exported) return;
+    try {
+      this.control = (await get("/api/state")).control === true;
+    } catch (error) {
+      console.warn(error);
+    }
+    this.showControl();
+  }
+
+  showControl() {
+    const able = this.control && this.detail.summary.state === "running" && ["train", "distill"].includes(this.detail.summary.kind);
+    if (able === this.shownControl) return;
+    this.shownControl = able;
+    fill(this.head.actions, able ? ACTIONS.map(([action, text]) => h("button", { class: action === "stop" ? "button button-danger" : "button", type: "button", dataset: { control: action }, onclick: () => this.ask(action) }, text)) : null);
+  }
+
+  async ask(action) {
+    if (action === "stop" && !(await confirmDialog("Stop this run?", "It saves a checkpoint after its current step and ends. The same command goes on from there.", "Stop the run"))) return;
+    try {
+      await post(`/api/runs/${encodeURIComponent(this.id)}/control/${action}`);
+      notify("Asked; the run does it at its next step.", "good");
+    } catch (error) {
+      notify(error.status === 409 ? "The run is not running any more." : `Not asked: ${error.message}`, "bad");
+    }
+  }
+
+  routed(route) {
+    this.tab = TABS.some(([tab]) => tab === route.tab) ? route.tab : "samples";
+    for (const link of this.links) {
+      if (link.dataset.tab === this.tab) link.setAttribute("aria-current", "page");
+      else link.removeAttribute("aria-current");
+    }
+    for (const [tab, panel] of this.panels) panel.hidden = tab !== this.tab;
+    if (!this.parts.has(this.tab)) this.parts.set(this.tab, this.make(this.tab));
+    this.refreshTab();
+    const step = Number(route.rest[0]);
+    if (this.tab === "samples" && route.rest[0] !== undefined && Number.isFinite(step)) this.parts.get("samples").matrix.focusPlace({ step, prompt: 0 });
+  }
+
+  make(tab) {
+    const host = this.panels.get(tab);
+    if (tab === "samples") return new Samples(host, this.detail);
+    if (tab === "curves") return new Curves(host, this.detail);
+    return tab === "config" ? new Settings(host, this.id) : new Log(host, this.id);
+  }
+
+  refreshTab() {
+    const part = this.parts.get(this.tab);
+    if (this.tab === "samples") {
+      if (part.detail !== this.detail) part.update(this.detail);
+    } else part.refresh(this.detail);
+  }
+
+  async load() {
+    const began = performance.now();
+    try {
+      const before = this.detail;
+      this.detail = await get(`/api/runs/${encodeURIComponent(this.id)}`);
+      this.cost = performance.now() - began;
+      this.tellNew(before);
+      this.head.update(this.detail.summary);
+      this.showControl();
+      this.refreshTab();
+    } catch (error) {
+      console.warn(error);
+    }
+  }
+
+  tellNew(before) {
+    const more = this.detail.steps.length - before.steps.length;
+    if (more > 0) announce(`${pluralText(more, "new row")} of samples, up to step ${countText(this.detail.steps.at(-1).step)}`);
+    if (this.detail.summary.state !== before.summary.state) announce(`The run is now ${this.detail.summary.state}`);
+  }
+
+  key(event) {
+    if (event.ctrlKey || event.metaKey || event.altKey || isTyping(event) || document.querySelector("dialog[open]")) return;
+    const tab = TABS[Number(event.key) - 1];
+    if (tab) location.hash = `#/run/${encodeURIComponent(this.id)}/${tab[0]}`;
+  }
+
+  changed(event) {
+    if (event.id === this.id) this.refresh();
+  }
+
+  unmount() {
+    this.refresh.stop();
+    document.removeEventListener("keydown", this.onKey);
+    for (const part of this.parts.values()) part.unmount?.();
+  }
+}
+
+/** Shows a training run (train, distill, sample). */
+export function mountTraining(main, route, detail) {
+  return new TrainingView(main, route, detail);
+}
