@@ -21,7 +21,7 @@ from halation.gallery.states import State, state_of
 from halation.gallery.tail import last_lines, read_object, stamp_of
 from halation.runs import CONFIG_FILE, ENDED_FILE, OWNER_FILE
 
-KEY = re.compile(r"g(\d{1,12})")
+KEY = re.compile(r"g([0-9]{1,12})")
 MAX_ROWS = 500
 MAX_REASONS = 100
 RECENT_S = 60.0
@@ -150,7 +150,7 @@ class GenerationRun:
         if self._index is not None:
             done |= {f"worker {name}": numbers[0] for name, numbers in self._index.by_worker().items()}
         self._pace.append((now, done))
-        while len(self._pace) > 2 and now - self._pace[1][0] > RECENT_S:
+        while len(self._pace) > 2 and now - self._pace[0][0] > RECENT_S:
             self._pace.popleft()
 
     def _rate(self, key: str = "") -> float | None:
@@ -202,17 +202,22 @@ class GenerationRun:
 
     def _title(self) -> str:
         settings = self._record.get("settings") or {}
-        words = [self._model(), f"{settings.get('width')}x{settings.get('height')}"]
-        num_frames = settings.get("num_frames") or 1
-        return ", ".join(words + ([f"{num_frames} frames"] if num_frames != 1 else []))
+        width, height, num_frames = (settings.get(name) for name in ("width", "height", "num_frames"))
+        words = [
+            self._model(),
+            f"{width}x{height}" if width and height else "",
+            f"{num_frames} frames" if num_frames else "",
+        ]
+        return ", ".join(word for word in words if word and word != "1 frames")
 
     def _model(self) -> str:
         return str((self._record.get("fixed") or {}).get("model name") or "a model")
 
     def _first_logged(self) -> float | None:
         """When its first command began to speak; remembered, for a log's beginning stays."""
-        if self._started is None:
-            with contextlib.suppress(OSError, ValueError, OverflowError), open(self._logs()[-1], "rb") as file:
+        paths = self._logs() if self._started is None else []
+        if paths:
+            with contextlib.suppress(OSError, ValueError, OverflowError), open(paths[-1], "rb") as file:
                 self._started = time.mktime(time.strptime(file.read(19).decode(), "%Y-%m-%d %H:%M:%S"))
         return self._started
 
