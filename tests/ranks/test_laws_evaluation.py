@@ -104,7 +104,7 @@ def numbers(folder: Path, step: int) -> dict[str, Any]:
     ("engine", "size"),
     [
         pytest.param("single", 1, marks=pytest.mark.slow),
-        ("ddp", 2),
+        pytest.param("ddp", 2, marks=pytest.mark.slow),
         ("fsdp", 2),
         pytest.param("ddp", 3, marks=pytest.mark.slow),
         pytest.param("fsdp", 3, marks=pytest.mark.slow),
@@ -198,7 +198,7 @@ def test_halation_evaluate_finds_the_same_numbers_for_the_same_pictures_of_the_r
 @pytest.mark.parametrize(
     ("engine", "point", "culprit"),
     [
-        ("auto", "evaluate.features:2:raise", 1),
+        pytest.param("auto", "evaluate.features:2:raise", 1, marks=pytest.mark.slow),
         ("fsdp", "evaluate.features:2:raise", 0),
         pytest.param("fsdp", "sample.decode:2:raise", 1, marks=pytest.mark.slow),
         pytest.param("auto", "sample.forward:2:raise", 1, marks=pytest.mark.slow),

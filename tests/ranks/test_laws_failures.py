@@ -43,7 +43,6 @@ def unharmed(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Calla
 
 FAST = [
     ("ddp", 3, "sample.forward", 2),
-    ("ddp", 2, "sample.write", 1),
     ("fsdp", 2, "sample.decode", 1),
 ]
 GRID = [
