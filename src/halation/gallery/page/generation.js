@@ -1,0 +1,285 @@
+// The page of a generation: how far it is, its pictures under a filter, its failures, its config and log.
+
+import { Log, Settings } from "./about.js";
+import { get, steadily, thumb } from "./api.js";
+import { fill, h, setText } from "./dom.js";
+import { countText, pluralText } from "./format.js";
+import { addressOf, filterOf, FilterBar, isFiltered } from "./filters.js";
+import { Grid } from "./grid.js";
+import { emptyState, notify } from "./parts.js";
+import { PictureDialog } from "./picture.js";
+import { recall, remember } from "./prefs.js";
+import { ProgressHead } from "./progress.js";
+import { NO_FILTER, RowPages } from "./rows.js";
+
+const LOOK_AGAIN_MS = 1000;
+const GENERATION_TABS = [["pictures", "Pictures"], ["failures", "Failures"], ["config", "Config"], ["log", "Log"]];
+const CELL_SIZES = { min: 56, max: 420, step: 4, usual: 148 };
+
+/** What a cell shows of a row. */
+function cellOf(run, row, size) {
+  const name = row.id ?? String(row.index + 1);
+  const words = { done: "", failed: `failed: ${row.reason ?? ""}`, open: "not drawn yet" }[row.state] ?? row.state;
+  const url = row.state === "done" ? thumb(run, row, size * (window.devicePixelRatio || 1) * 0.9) : "";
+  const absent = row.state === "done" && !url ? "not in this export" : "";
+  return {
+    key: `${row.key}:${row.v ?? ""}`,
+    state: row.state,
+    url,
+    label: [`${row.index + 1}`, words, row.prompt, `seed ${row.seed}`].filter(Boolean).join(", "),
+    title: `${row.prompt}\n${name}, seed ${row.seed}${row.reason ? `\n${row.reason}` : ""}`,
+    caption: row.prompt,
+    note: row.state === "failed" ? `failed\n${row.reason ?? ""}` : row.state === "open" ? countText(row.index + 1) : absent,
+    badge: row.frames > 1 ? `${row.frames} frames` : "",
+    pixelated: Math.max(row.w ?? 0, row.h ?? 0) <= 128 && (row.w ?? 0) < size,
+  };
+}
+
+class GenerationView {
+  constructor(main, route, detail) {
+    this.main = main;
+    this.run = route.id;
+    this.detail = detail;
+    this.filter = filterOf(location.hash);
+    this.tab = null;
+    this.head = new ProgressHead({ onState: (state) => this.goTo({ state }), onWorker: (worker) => this.goTo({ worker }) });
+    this.tabs = h("nav", { class: "tabs", "aria-label": "Parts of this run" });
+    this.panel = h("div", { class: "gen-panel" });
+    fill(main, this.head.node, this.tabs, this.panel);
+    this.lookAgain = steadily(() => this.look(), LOOK_AGAIN_MS);
+    this.head.show(detail);
+    this.openTab(route.tab);
+    this.loadSettings();
+  }
+
+  async loadSettings() {
+    try {
+      const { settings } = await get(`/api/runs/${encodeURIComponent(this.run)}/config`);
+      this.head.settings = settings;
+      this.above(() => this.head.show(this.detail));
+    } catch {
+      return; // The head stands without its settings; the Config tab says what is wrong.
+    }
+  }
+
+  /** Changes what is above the pictures without moving them. */
+  above(change) {
+    if (this.pictures) this.pictures.grid.keepBelow(change);
+    else change();
+  }
+
+  routed(route) {
+    const filter = filterOf(location.hash);
+    const same = Object.keys(filter).every((name) => filter[name] === this.filter[name]);
+    this.filter = filter;
+    this.openTab(route.tab);
+    if (!same && this.pictures) this.pictures.take(filter);
+  }
+
+  goTo(part) {
+    location.hash = addressOf(this.run, "pictures", { ...NO_FILTER, ...part });
+  }
+
+  openTab(text) {
+    const asked = (text ?? "").split("?")[0];
+    const name = GENERATION_TABS.some(([key]) => key === asked) ? asked : "pictures";
+    if (name !== this.tab) {
+      this.leaveTab();
+      this.tab = name;
+      fill(this.panel);
+      if (name === "pictures") this.pictures = new PicturesPart(this);
+      else this.part = partOf(name, this);
+    }
+    this.showTabs();
+  }
+
+  showTabs() {
+    const number = { failures: this.detail.counts.failed };
+    fill(this.tabs, GENERATION_TABS.map(([key, text]) => h("a", { id: `tab-${key}`, href: addressOf(this.run, key, key === "pictures" ? this.filter : NO_FILTER), "aria-current": key === this.tab ? "page" : null }, text, number[key] > 0 ? h("span", { class: "tab-count" }, countText(number[key])) : null)));
+  }
+
+  leaveTab() {
+    this.pictures?.close();
+    this.pictures = null;
+    this.part?.close?.();
+    this.part = null;
+  }
+
+  changed(event) {
+    if (event.id === this.run) this.lookAgain();
+  }
+
+  async look() {
+    try {
+      const detail = await get(`/api/runs/${encodeURIComponent(this.run)}`);
+      if (this.gone) return;
+      this.detail = detail;
+    } catch (error) {
+      if (error.status === 404 && !this.gone) notify("This run's folder has gone.", "bad");
+      return;
+    }
+    this.above(() => this.head.show(this.detail));
+    const focused = this.tabs.contains(document.activeElement) ? document.activeElement.id : null;
+    this.showTabs();
+    if (focused) document.getElementById(focused)?.focus({ preventScroll: true });
+    this.pictures?.refresh();
+    this.part?.refresh?.();
+  }
+
+  unmount() {
+    this.gone = true;
+    this.lookAgain.stop();
+    this.leaveTab();
+  }
+}
+
+/** The grid with its filters. */
+class PicturesPart {
+  constructor(view) {
+    this.view = view;
+    this.bar = new FilterBar(view.filter, (filter) => this.pick(filter));
+    const size = recall("cellSize", CELL_SIZES.usual);
+    this.slider = h("input", { type: "range", id: "cell-size", min: CELL_SIZES.min, max: CELL_SIZES.max, step: CELL_SIZES.step, value: size, "aria-label": "Size of the pictures", oninput: () => this.resize() });
+    this.bar.node.append(h("span", { class: "spacer" }), h("label", { class: "range" }, h("span", null, "Size"), this.slider));
+    this.host = h("div", { id: "grid" });
+    this.none = h("div", { id: "grid-none" });
+    this.sticky = h("div", { class: "gen-sticky" }, this.bar.node);
+    fill(view.panel, this.sticky, this.none, this.host);
+    const [width, height] = view.detail.size?.[0] ?? [1, 1];
+    this.grid = new Grid(this.host, {
+      label: "Pictures",
+      size,
+      aspect: height / width || 1,
+      inset: () => this.sticky.getBoundingClientRect().height + document.getElementById("top").offsetHeight,
+      describe: (index) => this.describe(index),
+      onLook: (first, last) => this.pages.need(first, last),
+      onOpen: (index) => this.open(index),
+    });
+    this.start();
+  }
+
+  describe(index) {
+    const row = this.pages.row(index);
+    return row ? cellOf(this.view.run, row, this.grid.layout.cellWidth) : null;
+  }
+
+  start() {
+    this.pages?.close();
+    this.started = false;
+    this.host.setAttribute("aria-busy", "true");
+    this.pages = new RowPages(this.view.run, this.view.filter, { onArrival: () => this.arrived(), onTrouble: (error) => this.trouble(error) });
+    this.bar.setWorkers((this.view.detail.workers ?? []).map((worker) => String(worker.name)));
+    this.bar.setCount(null, this.view.detail.counts.planned);
+  }
+
+  arrived() {
+    const { total } = this.pages;
+    this.bar.setCount(total, this.view.detail.counts.planned);
+    this.host.removeAttribute("aria-busy");
+    this.host.hidden = total === 0;
+    fill(this.none, total === 0 ? this.emptyText() : null);
+    if (this.started) {
+      this.grid.setCount(total);
+      this.grid.repaint();
+      this.dialog?.refresh();
+    } else this.grid.restart(total);
+    this.started = true;
+  }
+
+  emptyText() {
+    if (isFiltered(this.view.filter)) return emptyState("No picture matches", "Fewer words, or another state, show more.");
+    return emptyState("Nothing planned yet", "The pictures appear here as soon as the command has read its prompts.");
+  }
+
+  trouble(error) {
+    setText(this.bar.count, error.message);
+    if (error.status === 403) notify("The link is no longer valid: open the one that `halation gallery` printed.", "bad");
+  }
+
+  /** A filter from the bar: the address follows without a step back for each letter typed. */
+  pick(filter) {
+    this.view.filter = filter;
+    history.replaceState(null, "", addressOf(this.view.run, "pictures", filter));
+    this.view.showTabs();
+    this.start();
+  }
+
+  take(filter) {
+    this.bar.take(filter);
+    this.start();
+  }
+
+  resize() {
+    remember("cellSize", Number(this.slider.value));
+    this.grid.setSize(Number(this.slider.value));
+    this.grid.repaint();
+  }
+
+  refresh() {
+    this.bar.setWorkers((this.view.detail.workers ?? []).map((worker) => String(worker.name)));
+    const [width, height] = this.view.detail.size?.[0] ?? [1, 1];
+    this.grid.setAspect(height / width || 1);
+    this.pages.refresh();
+  }
+
+  open(index) {
+    if (!this.pages.row(index) || this.dialog) return;
+    this.dialog = new PictureDialog({
+      run: this.view.run,
+      pages: this.pages,
+      at: index,
+      onMove: (at) => {
+        this.grid.active = at;
+      },
+      onClose: (at) => {
+        this.dialog = null;
+        // The dialog gives the focus back to where it came from; it belongs to the picture that was looked at last.
+        queueMicrotask(() => this.view.gone || this.grid.focusCell(at));
+      },
+    });
+  }
+
+  close() {
+    this.bar.close();
+    this.pages.close();
+    this.dialog?.dialog.close();
+    this.grid.close();
+  }
+}
+
+/** Reasons with how many failed of each; a click shows them. */
+class FailuresPart {
+  constructor(view) {
+    this.view = view;
+    this.refresh();
+  }
+
+  refresh() {
+    const { reasons, counts } = this.view.detail;
+    if (!counts.failed) {
+      fill(this.view.panel, emptyState("No failures", counts.open > 0 ? "Nothing has failed so far." : "Every picture was drawn."));
+      return;
+    }
+    const show = (reason) => this.view.goTo({ state: "failed", reason });
+    const told = reasons.reduce((sum, [, count]) => sum + count, 0);
+    fill(
+      this.view.panel,
+      h("p", { class: "muted failures-say" }, `${pluralText(counts.failed, "picture")} failed, for ${pluralText(reasons.length, "reason")}. The same command again draws what is missing.`),
+      h("ul", { class: "reasons", id: "reasons" }, reasons.map(([reason, count]) =>
+        h("li", null, h("button", { class: "reason", type: "button", dataset: { reason }, onclick: () => show(reason) }, h("strong", { class: "number" }, countText(count)), h("span", { class: "reason-text mono" }, reason || "no reason was written"), h("span", { class: "reason-bar", "aria-hidden": "true", style: { width: `${((100 * count) / Math.max(1, told)).toFixed(1)}%` } }))),
+      )),
+    );
+  }
+}
+
+function partOf(name, view) {
+  if (name === "failures") return new FailuresPart(view);
+  const part = name === "config" ? new Settings(view.panel, view.run) : new Log(view.panel, view.run);
+  part.refresh();
+  return part;
+}
+
+/** Fills main with a generation's page. */
+export function mountGeneration(main, route, detail) {
+  return new GenerationView(main, route, detail);
+}
