@@ -1,0 +1,160 @@
+"""A watch as the gallery lists it: how many checkpoints it has scored and which is best; its pictures are runs of their own below it."""
+
+from __future__ import annotations
+
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+from halation.gallery.metric_rows import evenly
+from halation.gallery.states import State, state_of
+from halation.gallery.tail import Lines, Stamp, last_lines, read_object, stamp_of
+from halation.runs import CONFIG_FILE, ENDED_FILE, METRICS_FILE, OWNER_FILE
+
+KEY = re.compile(r"s(\d{1,15})\.0")
+NUM_SPARK = 60
+FILES = (CONFIG_FILE, OWNER_FILE, ENDED_FILE, "best", "failed.json")
+
+
+class WatchRun:
+    """The verdicts of `halation watch`; a grid of pictures stands for each step that was scored."""
+
+    kind = "watch"
+
+    def __init__(self, folder: Path, id: str) -> None:
+        self.id = id
+        self.folder = folder
+        self.version = 0
+        self.name = folder.name
+        self.parent: str | None = None
+        self._lock = threading.RLock()
+        self._lines = Lines(folder / METRICS_FILE)
+        self._scores: list[dict[str, Any]] = []
+        self._record: dict[str, Any] = {}
+        self._failed: dict[str, Any] = {}
+        self._best = ""
+        self._stamps: dict[str, Stamp | None] = {}
+        self._state = State(word="stopped")
+
+    def refresh(self) -> bool:
+        with self._lock:
+            stamps = {name: stamp_of(self.folder / name) for name in FILES}
+            changed = stamps != self._stamps
+            if changed:
+                self._stamps = stamps
+                self._record = read_object(self.folder / CONFIG_FILE)
+                self._failed = read_object(self.folder / "failed.json")
+                self._best = "".join(last_lines(self.folder / "best", 1)).strip()
+            rewritten, rows = self._lines.new()
+            if rewritten:
+                self._scores = []
+            self._scores += [score for row in rows if (score := _score(row)) is not None]
+            state = state_of(self.folder, self._changed())
+            changed |= rewritten or bool(rows) or state != self._state
+            self._state = state
+            self.version += changed or not self.version
+            return changed
+
+    def _changed(self) -> float:
+        stamps = (*self._stamps.values(), self._lines.stamp)
+        return max((stamp.mtime for stamp in stamps if stamp is not None), default=0.0)
+
+    def _steps(self) -> list[int]:
+        return sorted({score["step"] for score in self._scores})
+
+    def summary(self) -> dict[str, Any]:
+        with self._lock:
+            steps = self._steps()
+            first = self._scores[0]["metric"] if self._scores else ""
+            line = [[score["step"], score["value"]] for score in self._scores if score["metric"] == first]
+            best = f"best: {self._best}" if self._best else "nothing scored yet"
+            return {
+                "id": self.id,
+                "name": self.name,
+                "parent": self.parent,
+                "kind": self.kind,
+                "state": self._state.word,
+                "reason": self._state.reason,
+                "started": self._state.since,
+                "changed": self._changed(),
+                "title": f"{best}, by {first}" if first and self._best else best,
+                "done": len(steps),
+                "planned": len(steps) + len(self._failed),
+                "unit": "steps",
+                "failed": len(self._failed),
+                "rate": None,
+                "left_s": None,
+                "last": self._grid(steps[-1]) if steps else None,
+                "spark": evenly(line, NUM_SPARK),
+                "loss": None,
+                "version": self.version,
+            }
+
+    def detail(self) -> dict[str, Any]:
+        """In the form of a training, with one column: the grid of each step."""
+        with self._lock:
+            steps = [
+                {
+                    "step": step,
+                    "epoch": None,
+                    "loss": None,
+                    "time": self._changed(),
+                    "cells": {"ema": [self._grid(step)]},
+                }
+                for step in self._steps()
+            ]
+            return {
+                "summary": self.summary(),
+                "prompts": [{"prompt": "pictures that were scored", "seed": 0, "size": None}] if steps else [],
+                "variants": ["ema"],
+                "steps": steps,
+                "checkpoints": [],
+                "metrics": [],
+                "scores": list(self._scores),
+                "best": self._best,
+            }
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step_{step:07d}" / "grid.png"
+
+    def _grid(self, step: int) -> dict[str, Any] | None:
+        stamp = stamp_of(self._path(step))
+        return {"key": f"s{step}.0", "v": f"{stamp.mtime_ns:x}"} if stamp is not None else None
+
+    def picture(self, key: str) -> Path | None:
+        found = KEY.fullmatch(key)
+        with self._lock:
+            if found is None or int(found[1]) not in self._steps():
+                return None
+        real = self._path(int(found[1])).resolve()
+        return real if real.is_relative_to(self.folder.resolve()) and real.is_file() else None
+
+    def metrics(self, after: int) -> dict[str, Any]:
+        return {"reset": False, "next": after, "rows": []}
+
+    def log(self, num_lines: int) -> list[str]:
+        """The newest step's own words, or what it said while it looked at the reference."""
+        with self._lock:
+            steps = self._steps()
+        newest = self.folder / f"step_{steps[-1]:07d}" / "evaluate.log" if steps else self.folder / "check.log"
+        return last_lines(newest, num_lines)
+
+    def config(self) -> dict[str, Any]:
+        with self._lock:
+            told: dict[str, Any] = {name: self._record.get(name) or {} for name in ("settings", "fixed")}
+            return told | {"changes": self._record.get("changes") or []}
+
+
+def _score(row: dict[str, Any]) -> dict[str, Any] | None:
+    if not isinstance(row.get("step"), int) or not isinstance(row.get("value"), int | float):
+        return None
+    name = str(row.get("name") or row.get("metric"))
+    return {
+        "step": row["step"],
+        "metric": str(row.get("metric")),
+        "name": name,
+        "value": row["value"],
+        "std": row.get("std"),
+        "better": row.get("better"),
+    }
