@@ -68,7 +68,7 @@ export class Curves {
     this.rows = [];
     this.after = 0;
     this.figures = new Map();
-    this.smoothing = recall("curves.smoothing", 0.6);
+    this.smoothing = recall("curves.smoothing", 0.9);
     this.log = recall("curves.log", false);
     this.grid = h("div", { class: "figures", id: "curves" }, skeleton(4, "skeleton-plot"));
     this.strip = h("div", { class: "strip", id: "strip", role: "group", "aria-label": "Samples of the step pointed at" });

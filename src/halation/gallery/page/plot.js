@@ -167,7 +167,9 @@ class Plot {
   marks({ x0, x1 }) {
     const bottom = this.height - MARGIN.bottom;
     const inside = this.options.marks.filter(({ x }) => x >= x0 && x <= x1);
-    return svg("g", { class: "plot-marks" }, inside.map(({ x, label }) => svg("path", { d: `M${this.toX(x)},${bottom - 5} l3.5,6 h-7 z`, dataset: { mark: x } }, svg("title", null, label))));
+    const dense = inside.length * 12 > this.width;
+    const shape = (x) => (dense ? `M${this.toX(x).toFixed(1)},${bottom} v-4` : `M${this.toX(x).toFixed(1)},${bottom - 5} l3,5 h-6 z`);
+    return svg("g", { class: "plot-marks" }, inside.map(({ x, label }) => svg("path", { d: shape(x), dataset: { mark: x } }, svg("title", null, label))));
   }
 
   lineOf(series) {
