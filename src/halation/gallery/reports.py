@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import math
@@ -16,8 +17,9 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 MAX_BYTES = 8 << 20
-MAX_CHILDREN = 2_000
-"""Names of a folder that are looked at: reports lie among few files, generated pictures among many."""
+MAX_CHILDREN = 200_000
+LARGE = 2_000
+"""Names in a folder above which it is read only once nothing came for a while: pictures are being drawn into it."""
 MAX_EXTREMES = 64
 FRESH_S = 2.0
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
@@ -70,6 +72,7 @@ def is_number(value: object) -> bool:
 class _Folder:
     mtime_ns: int
     settled: bool
+    num_names: int = 0
     reports: dict[str, tuple[tuple[int, int], Report | None]] = field(default_factory=dict)
     """By name: size and time of the file, and what it is; None for other JSON, which is not read again."""
 
@@ -100,13 +103,15 @@ class Shelf:
         known = self._folders.get(folder)
         try:
             mtime_ns = folder.stat().st_mtime_ns
-            if known is not None and known.mtime_ns == mtime_ns and known.settled:
+            settled = time.time() - mtime_ns / 1e9 > FRESH_S
+            if known is not None and (
+                (known.mtime_ns == mtime_ns and known.settled) or (known.num_names > LARGE and not settled)
+            ):
                 return known
-            fresh = _Folder(mtime_ns=mtime_ns, settled=time.time() - mtime_ns / 1e9 > FRESH_S)
+            fresh = _Folder(mtime_ns=mtime_ns, settled=settled)
             with os.scandir(folder) as entries:
-                for number, entry in enumerate(entries):
-                    if number >= MAX_CHILDREN:
-                        break
+                for entry in itertools.islice(entries, MAX_CHILDREN):
+                    fresh.num_names += 1
                     if entry.name.endswith(".json") and not entry.name.startswith(".") and entry.is_file():
                         stat = entry.stat()
                         seen = (stat.st_size, stat.st_mtime_ns)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -94,8 +94,8 @@ class Scores:
 
     # -- answers
 
-    def answer(self, only: str | None = None) -> dict[str, Any]:
-        """What /api/scores answers; of one run alone where its id is given."""
+    def answer(self, only: Collection[str] | None = None) -> dict[str, Any]:
+        """What /api/scores answers; of some runs alone where their ids are given."""
         with self._lock:
             reports, lines = list(self._reports.values()), dict(self._lines)
         owners = {report.id: self._owner(report) for report in reports}
@@ -110,12 +110,12 @@ class Scores:
                 for score in _scores_of_lines(entry, rows):
                     if (id, score["step"], score["title"]) not in told:
                         found[identity(score)] = score
-        chosen = [score for score in found.values() if only is None or score["run"] == only]
+        chosen = [score for score in found.values() if only is None or score["run"] in only]
         chosen.sort(key=lambda score: (score["name"], score["step"] is None, score["step"] or 0))
         shown = [self._shown(report, owners[report.id]) for report in reports]
         return {
             "scores": chosen,
-            "reports": [one for one in shown if one and (only is None or one["run"] == only)],
+            "reports": [one for one in shown if one and (only is None or one["run"] in only)],
         }
 
     def picture(self, id: str, key: str) -> Path | None:
