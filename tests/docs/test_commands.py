@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from halation.config.ctl import CtlConfig
 from halation.config.distill import DistillConfig
 from halation.config.evaluate import EvaluateConfig
 from halation.config.generate import GenerateConfig
@@ -115,7 +116,7 @@ def test_the_page_on_distillation_lists_what_of_its_own_a_later_call_may_change(
 def test_flags_that_pages_name_exist() -> None:
     known = {
         field.name
-        for config in (TrainConfig, DistillConfig, GenerateConfig, EvaluateConfig, WatchConfig)
+        for config in (TrainConfig, DistillConfig, GenerateConfig, EvaluateConfig, WatchConfig, CtlConfig)
         for field in dataclasses.fields(config)
     }
     foreign = {

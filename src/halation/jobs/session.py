@@ -33,7 +33,7 @@ from halation.training.cadence import Cadence
 from halation.training.loop import Position, StepReport, train_steps
 from halation.training.sampling import SampleSettings
 from halation.training.speed import Window, matrix_rate
-from halation.world import rng
+from halation.world import launch, rng
 from halation.world.checkpoint import Checkpoints, Found, newest_good
 from halation.world.engines import Engine, check, spread
 from halation.world.ranks import Vigil, World, alive, check_ranks_agree, on_first
@@ -324,7 +324,9 @@ class Session:
         """End after a save, because of a signal or (0) because `halation ctl` said so."""
         self._await_save()
         by = f"(signal {stop})" if stop else "by `halation ctl`"
-        code = exit_code(stop) if stop else exit_code(signal.SIGINT)
+        code = exit_code(stop or signal.SIGINT)
+        if not stop and launch.would_start_again():
+            code = 0
         raise Interrupted(f"asked to stop {by}: saved at step {step}; the same command goes on from there", code)
 
     def _make_duties(self) -> Duties:

@@ -56,6 +56,12 @@ def slurm_world() -> int:
     return int(os.environ.get("SLURM_STEP_NUM_TASKS", os.environ.get("SLURM_NTASKS", "1")))
 
 
+def would_start_again() -> bool:
+    """Whether torchrun starts ranks again that end with an exit code: who is asked to stop must then end without one."""
+    counts = [os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("MAX_RESTARTS", "RESTART_COUNT")]
+    return all(count.isdigit() for count in counts) and int(counts[0]) > int(counts[1])
+
+
 def num_gpus() -> int:
     """GPUs that torch would see; torch itself is imported only where the driver's own list does not settle it."""
     if not any(Path(node).exists() for node in ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")):
