@@ -108,6 +108,7 @@ def catalog_of(dirs: Sequence[Path]) -> Catalog:
     from halation.gallery.catalog import Catalog
     from halation.gallery.generation_runs import GenerationRun
     from halation.gallery.training_runs import TrainingRun
+    from halation.gallery.watch_runs import WatchRun
 
     defaults = {kind: _defaults(kind) for kind in ("train", "distill", "generate")}
 
@@ -115,7 +116,8 @@ def catalog_of(dirs: Sequence[Path]) -> Catalog:
         return [name for name, value in settings.items() if value != defaults["generate"].get(name)]
 
     training = functools.partial(TrainingRun, defaults=defaults)
-    makers: dict[str, Maker] = dict.fromkeys(("train", "distill", "sample", "watch"), training)
+    makers: dict[str, Maker] = dict.fromkeys(("train", "distill", "sample"), training)
+    makers["watch"] = WatchRun
     makers["generate"] = functools.partial(GenerationRun, differs=differs)
     return Catalog(dirs, makers)
 
