@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.ranks
+
 SLOW = Path(__file__).parent.parent / ".ci" / "slow.py"
 PASSES = "def test_a():\n    pass\n"
 FAILS = "def test_b():\n    assert False\n"

@@ -119,7 +119,7 @@ def test_a_process_can_be_killed_and_stopped(tmp_path: Path, action: str, number
 
 def test_unused_points_cost_next_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HALATION_FAULT", raising=False)
-    began = time.perf_counter()
+    began = time.process_time()
     for _ in range(10_000):
         fault_point("a.write")
-    assert time.perf_counter() - began < 0.5, "50 microseconds a passage would show in a step"
+    assert time.process_time() - began < 0.5, "50 microseconds a passage would show in a step"

@@ -133,7 +133,7 @@ def test_a_second_command_is_refused_at_once_and_told_who_holds_the_folder(tmp_p
         began = time.monotonic()
         with pytest.raises(InputError) as error, runs.held(tmp_path, "sample"):
             pass
-        assert time.monotonic() - began < 1.0
+        assert time.monotonic() - began < 10, "the owner holds it for a minute"
         assert f"{tmp_path} is in use by `halation train`, process {owner.pid} on " in error.value.found
         assert "--output_dir" in error.value.action
     assert (tmp_path / ".owner.json").exists(), "the owner was killed and could not tidy up"

@@ -360,10 +360,10 @@ def bomb(path: Path, width: int, height: int) -> Path:
 
 @pytest.mark.parametrize(("width", "height"), [(8001, 8000), (20000, 20000), (60000, 60000)])
 def test_a_bomb_is_refused_before_it_is_decoded(tmp_path: Path, width: int, height: int) -> None:
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(BrokenPictureError, match=r"pixels"):
         decode(bomb(tmp_path / "a.png", width, height), 8, 8)
-    assert time.monotonic() - start < 1
+    assert time.process_time() - start < 1
 
 
 @pytest.mark.parametrize("kind", ["GIF", "BMP", "TIFF", "PPM", "ICO"])

@@ -18,6 +18,8 @@ import yaml
 
 from halation.cli import parse
 
+pytestmark = pytest.mark.ranks
+
 PAGE = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
 SCRIPTS = [script for script in re.findall(r"```bash\n(#!.*?)```", PAGE, re.DOTALL) if "halation generate" in script]
 MANIFESTS = [part for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL) for part in yaml.safe_load_all(block)]

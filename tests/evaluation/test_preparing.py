@@ -25,6 +25,8 @@ from halation.evaluation.sources import Files, Scenes, Source
 from halation.models.extractor_preparation import ShortestEdgeCrop, SquareResize
 from halation.png import encode_png
 
+pytestmark = pytest.mark.ranks
+
 PREPARATIONS: dict[str, Prepare] = {
     "inception": SquareResize(size=29, rule="clean"),
     "clip": ShortestEdgeCrop(shortest_edge=22, exact=None, crop=(22, 22), resample=3),

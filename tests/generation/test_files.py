@@ -28,6 +28,8 @@ from halation.jobs.shared import own_gpus, slurm_tasks_here
 from halation.plan import sheets_of
 from halation.specs import Spec
 
+pytestmark = pytest.mark.ranks
+
 NUM_ROWS = 30
 
 

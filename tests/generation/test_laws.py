@@ -14,6 +14,8 @@ from faults import generation_checker as checker
 from faults.commands import finish, fired
 from faults.generation_commands import assert_whole, generate, run, said, unbroken
 
+pytestmark = pytest.mark.ranks
+
 
 def mixed_rows(path: Path, num_rows: int = 21) -> Path:
     """Rows with sizes, steps, guidance, seeds and negative prompts of their own, in no order; no group fills its last sheet."""

@@ -25,6 +25,8 @@ from halation.generation import bars
 from halation.generation.board import Board, clock_face, in_words, printable, speed
 from halation.generation.progress import Progress
 
+pytestmark = pytest.mark.ranks
+
 DEMO = Path(__file__).with_name("progress_demo.py")
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -312,10 +314,10 @@ def test_many_threads_may_tell_at_once_while_the_bars_are_drawn(monkeypatch: pyt
 
 def test_telling_a_step_is_cheap() -> None:
     progress = Progress("none", ["GPU 0"], planned=10, done=0)
-    began = time.perf_counter()
+    began = time.process_time()
     for step in range(20_000):
         progress.step("GPU 0", step, 20_000)
-    assert (time.perf_counter() - began) / 20_000 < 50e-6
+    assert (time.process_time() - began) / 20_000 < 50e-6
 
 
 # -- lines

@@ -24,6 +24,8 @@ from halation.generation.actor import PaintingActor, installed
 from halation.generation.cluster import berths
 from halation.jobs.painters import open_easel
 
+pytestmark = pytest.mark.ranks
+
 pytest.importorskip("ray")
 
 ROWS = 'prompt,height\n"first, with a comma",16\n' + "".join(f"prompt number {number},\n" for number in range(20))
@@ -145,6 +147,7 @@ def test_a_node_that_is_lost_costs_no_picture(cluster: Nodes, undisturbed: dict[
     assert_alone(cluster)
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 def test_a_process_that_dies_is_started_again_by_ray_itself(
     cluster: Nodes, undisturbed: dict[str, str], tmp_path: Path
@@ -186,7 +189,9 @@ def test_a_disk_that_takes_nothing_ends_the_command_with_its_reason(cluster: Nod
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize(("first", "second"), [("auto", "local"), ("local", "auto")])
+@pytest.mark.parametrize(
+    ("first", "second"), [("auto", "local"), pytest.param("local", "auto", marks=pytest.mark.slow)]
+)
 def test_what_one_began_the_other_ends(
     cluster: Nodes, undisturbed: dict[str, str], tmp_path: Path, first: str, second: str
 ) -> None:

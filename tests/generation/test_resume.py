@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 
 from faults import generation_checker as checker
 from faults.generation_commands import PROMPTS, assert_completed_by_the_same_command, run, said
+
+pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture(scope="module")
@@ -147,9 +150,10 @@ def test_settings_may_change_freely_before_the_first_picture(tmp_path: Path) -> 
 def test_devices_that_are_not_there_are_refused_at_once_with_what_is(
     tmp_path: Path, flags: dict[str, object], words: str
 ) -> None:
-    began = time.monotonic()
+    began = os.times()
     assert run(tmp_path, **{"nproc": 0} | flags) == 2
-    assert time.monotonic() - began < 2
+    ended = os.times()  # of the command's own time, since a busy machine's is longer: torch is not even imported
+    assert ended.children_user + ended.children_system - began.children_user - began.children_system < 2
     assert words in said(tmp_path)
     assert "gpu_ids" not in flags or "this machine has " in said(tmp_path) or flags["gpu_ids"] == "-1"
     assert not (tmp_path / "out").exists()

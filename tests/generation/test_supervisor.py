@@ -10,6 +10,8 @@ from faults import generation_checker as checker
 from faults.commands import fired
 from faults.generation_commands import assert_whole, run, said
 
+pytestmark = pytest.mark.ranks
+
 
 @pytest.mark.parametrize("nproc", [2, 3])
 def test_every_worker_starts_with_its_turn(tmp_path: Path, nproc: int) -> None:

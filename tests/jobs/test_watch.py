@@ -25,6 +25,8 @@ from halation.jobs.watching import Watch
 from halation.png import encode_png, read_png
 from halation.world.signals import StopSignals
 
+pytestmark = pytest.mark.ranks
+
 SMALL = ["--num_samples", "6", "--num_reference", "32", "--num_inference_steps", "2", "--nproc", "1"]
 INCEPTION, STREETS = ["--extractor", "inception"], ["--extractor", "streets"]
 FEW = [*SMALL, "--allow_few", "--metrics", "fd", "agreement"]
