@@ -15,6 +15,12 @@ export function flatPairs(value, prefix = "") {
   });
 }
 
+/** A list of texts (prompts) one below the other, anything else on one line. */
+function linesOf(value) {
+  const texts = Array.isArray(value) && value.length > 1 && value.every((one) => typeof one === "string");
+  return texts ? value.map((one) => h("div", { class: "config-line" }, valueText(one))) : valueText(value);
+}
+
 function differsFrom(names, path) {
   return names.includes(path) || names.some((name) => path.startsWith(`${name}.`));
 }
@@ -56,14 +62,15 @@ export class Settings {
     const words = this.search.value.toLowerCase().split(/\s+/).filter(Boolean);
     const shown = pairs.filter(([path, value]) => words.every((word) => `${path} ${valueText(value)}`.toLowerCase().includes(word)));
     if (shown.length === 0 || title === "") return null;
-    const rows = shown.map(([path, value]) => h("tr", { dataset: { setting: path } }, h("th", { scope: "row", class: "mono" }, path), h("td", { class: "mono" }, valueText(value))));
+    const rows = shown.map(([path, value]) => h("tr", { dataset: { setting: path } }, h("th", { scope: "row", class: "mono" }, path), h("td", { class: "mono" }, linesOf(value))));
     return h("section", { class: "config-part", dataset: { part } }, h("h3", null, `${title} (${shown.length})`), h("table", { class: "table" }, h("tbody", null, rows)));
   }
 }
 
 function kindOfLine(line) {
-  if (/\b(error|critical|traceback|exception|failed)\b/i.test(line)) return "error";
+  if (/\b(ERROR|CRITICAL)\b/.test(line)) return "error";
   if (/\bwarn(ing)?\b/i.test(line)) return "warning";
+  if (/\b(error|traceback|exception|failed)\b|[a-z]Error\b/i.test(line)) return "error";
   return "";
 }
 

@@ -1,6 +1,7 @@
 // Two pictures against each other: a divider to drag, side by side, or blinking in one place.
 
 import { append, fill, h, setStyle } from "./dom.js";
+import { countText } from "./format.js";
 import { segmented } from "./parts.js";
 import { recall, remember } from "./prefs.js";
 
@@ -101,27 +102,27 @@ export function compare(host, sides) {
   return new Compare(host, sides);
 }
 
-function sidePicker(name, sources, steps, at, onPick) {
+function sidePicker(name, { sources, steps, word }, at, onPick) {
   const state = { ...at };
-  const source = h("select", { class: "field", "aria-label": `${name}: which`, dataset: { side: name } }, sources.map((one) => h("option", { value: one, selected: one === at.variant }, one)));
+  const source = h("select", { class: "field", "aria-label": `${name}: which`, dataset: { side: name } }, sources.map((one) => h("option", { value: one, selected: one === at.variant }, word(one))));
   const slider = h("input", { type: "range", min: 0, max: Math.max(0, steps.length - 1), step: 1, value: Math.max(0, steps.indexOf(at.step)), "aria-label": `${name}: step`, dataset: { side: name } });
-  const word = h("output", { class: "number small" });
+  const said = h("output", { class: "number small" });
   const tell = () => {
     state.variant = source.value;
     state.step = steps[Number(slider.value)];
-    word.textContent = `step ${state.step}`;
-    slider.setAttribute("aria-valuetext", word.textContent);
+    said.textContent = `step ${countText(state.step)}`;
+    slider.setAttribute("aria-valuetext", said.textContent);
     const fixed = state.variant === "teacher";
-    slider.hidden = word.hidden = fixed;
+    slider.hidden = said.hidden = fixed;
     onPick({ ...state });
   };
   source.addEventListener("change", tell);
   slider.addEventListener("input", tell);
-  return { node: h("div", { class: "compare-picker" }, h("span", { class: "small muted" }, name), source, slider, word), tell };
+  return { node: h("div", { class: "compare-picker" }, h("span", { class: "small muted" }, name), source, slider, said), tell };
 }
 
 /**
- * The dialog in which any two of a run's samples are compared: {prompt, sources: [variant], steps: [step], left, right: {step, variant},
+ * The dialog in which any two of a run's samples are compared: {prompt, sources: [variant], word(variant), steps: [step], left, right: {step, variant},
  * side({step, variant}) -> {url, label}}. `s`, `d` and `b` choose the way.
  */
 export function openCompare(options) {
@@ -134,7 +135,7 @@ export function openCompare(options) {
     if (view) view.update(sides);
     else view = compare(host, sides);
   };
-  const pickers = ["left", "right"].map((name) => sidePicker(name, options.sources, options.steps, chosen[name], (at) => {
+  const pickers = ["left", "right"].map((name) => sidePicker(name, options, chosen[name], (at) => {
     chosen[name] = at;
     if (view) show();
   }));

@@ -34,11 +34,12 @@ class Cell {
   update(cell, label, pixelated) {
     this.source = hasPicture(cell) ? thumb(this.matrix.run, cell, this.matrix.size * Math.min(2, window.devicePixelRatio)) : "";
     const failed = cell?.failed ?? "";
-    setText(this.word, failed || (this.source === "" ? "·" : ""));
+    const outside = hasPicture(cell) && this.source === "";
+    setText(this.word, failed || (outside ? "not inside this page" : this.source === "" ? "·" : ""));
     this.image.hidden = this.source === "";
     this.button.dataset.kind = failed ? "failed" : this.source === "" ? "none" : "picture";
     this.button.classList.toggle("pixelated", pixelated);
-    const spoken = failed ? `${label}: failed, ${failed}` : this.source === "" ? `${label}: not drawn` : label;
+    const spoken = failed ? `${label}: failed, ${failed}` : outside ? `${label}: not inside this page` : this.source === "" ? `${label}: not drawn` : label;
     this.button.setAttribute("aria-label", spoken);
     this.button.title = failed;
   }

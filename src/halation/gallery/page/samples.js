@@ -191,6 +191,7 @@ export class Samples {
     openCompare({
       prompt: this.detail.prompts[right.prompt].prompt,
       sources: this.detail.variants.filter((one) => one !== "teacher" || this.teachers),
+      word: wordOf,
       steps: this.steps,
       left,
       right,
