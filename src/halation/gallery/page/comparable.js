@@ -36,7 +36,7 @@ export function lowerIsBetter(score) {
   return ["lowest", "lower"].includes(score.better);
 }
 
-/** The better of two scores by their own direction; the first of two equals. */
+/** The better of two scores by their own direction; of two equals the first, which may be missing. */
 export function betterOf(a, b) {
   if (a === null || a === undefined) return b;
   return (lowerIsBetter(a) ? b.value < a.value : b.value > a.value) ? b : a;

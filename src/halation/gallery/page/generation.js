@@ -150,12 +150,18 @@ class PicturesPart {
       label: "Pictures",
       size,
       aspect: height / width || 1,
-      inset: () => this.sticky.getBoundingClientRect().height + document.getElementById("top").offsetHeight,
+      inset: () => this.covered(),
       describe: (index) => this.describe(index),
       onLook: (first, last) => this.pages.need(first, last),
       onOpen: (index) => this.open(index),
     });
     this.start();
+  }
+
+  /** What of the window the bars at its top cover; on a narrow page the filters scroll away. */
+  covered() {
+    const filters = getComputedStyle(this.sticky).position === "sticky" ? this.sticky.offsetHeight : 0;
+    return filters + document.getElementById("top").offsetHeight;
   }
 
   describe(index) {

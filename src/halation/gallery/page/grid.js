@@ -237,7 +237,8 @@ export class Grid {
     const shift = this.top - this.actual();
     for (const number of wanted) this.placeRow(number, shift);
     this.makeReachable(firstIndex, lastIndex);
-    if (!this.fast && count > 0) this.onLook(firstIndex, lastIndex);
+    const spare = SPARE_ROWS * columns;
+    if (!this.fast && count > 0) this.onLook(Math.max(0, firstIndex - spare), Math.min(count - 1, lastIndex + spare));
   }
 
   placeRow(number, shift) {

@@ -1,7 +1,7 @@
 // How a generation is getting on: counts, one bar by state, the workers, and what is being drawn with what.
 
 import { fill, h } from "./dom.js";
-import { countText, durationText, percentText, rateText, valueText } from "./format.js";
+import { countText, durationText, numberText, percentText, rateText, valueText } from "./format.js";
 import { ago, stateChip } from "./parts.js";
 
 const TOLD = ["num_inference_steps", "guidance_scale", "scheduler", "dtype", "seed_start", "num_samples", "num_frames", "negative_prompt", "cfg_truncation_step", "enable_half_frame", "compile"];
@@ -34,7 +34,14 @@ function countsOf({ counts, summary, rate, left_s: leftS }, onState) {
   );
 }
 
-function workerRow(worker, most, onWorker) {
+/** One unit for all workers, that of the fastest, so that they compare at a glance. */
+function pacesOf(workers) {
+  const fastest = Math.max(...workers.map((worker) => worker.per_s ?? 0));
+  const [times, letter] = fastest >= 1 ? [1, "s"] : fastest >= 1 / 60 ? [60, "min"] : [3600, "h"];
+  return (worker) => (worker.per_s ? `${numberText(worker.per_s * times, 3)} / ${letter}` : "–");
+}
+
+function workerRow(worker, most, pace, onWorker) {
   const tried = worker.done + worker.failed;
   return h(
     "tr",
@@ -43,7 +50,7 @@ function workerRow(worker, most, onWorker) {
     h("td", { class: "worker-bar" }, partsBar({ planned: most, done: worker.done, failed: worker.failed }, `Pictures by ${worker.name}`)),
     h("td", { class: "number" }, countText(worker.done)),
     h("td", { class: worker.failed > 0 ? "number bad-text" : "number muted" }, worker.failed > 0 ? `${countText(worker.failed)} failed` : tried > 0 ? "–" : ""),
-    h("td", { class: "number" }, worker.per_s ? rateText(worker.per_s, "pictures") : h("span", { class: "muted" }, "–")),
+    h("td", { class: worker.per_s ? "number" : "number muted", title: "Pictures drawn lately" }, pace(worker)),
   );
 }
 
@@ -51,12 +58,13 @@ function workerRow(worker, most, onWorker) {
 export function workersOf(workers, onWorker, open) {
   if (workers.length === 0) return null;
   const most = Math.max(...workers.map((worker) => worker.done + worker.failed));
+  const pace = pacesOf(workers);
   const table = h(
     "table",
     { class: "workers", id: "workers" },
     h("caption", { class: "unseen" }, "Workers"),
     h("thead", { class: "unseen" }, h("tr", null, ["Worker", "Share", "Done", "Failed", "Rate"].map((name) => h("th", { scope: "col" }, name)))),
-    h("tbody", null, workers.map((worker) => workerRow(worker, most, onWorker))),
+    h("tbody", null, workers.map((worker) => workerRow(worker, most, pace, onWorker))),
   );
   if (workers.length <= MOST_WORKERS) return table;
   return h("details", { class: "workers-many", open }, h("summary", null, `${countText(workers.length)} workers`), table);

@@ -50,7 +50,7 @@ function groupMetric(runs) {
       members.set(group, (members.get(group) ?? 0) + 1);
       best.set(group, betterOf(best.get(group), last));
     }
-    const isBest = (key, score) => members.get(groupOf(key, score)) > 1 && best.get(groupOf(key, score)) === score;
+    const isBest = (key, score) => members.get(groupOf(key, score)) > 1 && best.get(groupOf(key, score)).value === score.value;
     return { ...metric, groups, groupOf, isBest };
   };
 }
@@ -71,7 +71,7 @@ function scoreCell(run, metric) {
   const last = list.at(-1);
   const group = metric.groupOf(run.key, last);
   // The best of a run's own checkpoints, among those that compare with its last.
-  const best = list.filter((score) => metric.groupOf(run.key, score) === group).reduce((found, score) => betterOf(found, score), null);
+  const best = list.filter((score) => metric.groupOf(run.key, score) === group).reduce(betterOf, last);
   const winner = metric.isBest(run.key, last);
   return h(
     "td",
