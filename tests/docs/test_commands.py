@@ -15,6 +15,7 @@ import pytest
 from halation.config.ctl import CtlConfig
 from halation.config.distill import DistillConfig
 from halation.config.evaluate import EvaluateConfig
+from halation.config.gallery import GalleryConfig
 from halation.config.generate import GenerateConfig
 from halation.config.train import TrainConfig
 from halation.config.watch import WatchConfig
@@ -116,7 +117,15 @@ def test_the_page_on_distillation_lists_what_of_its_own_a_later_call_may_change(
 def test_flags_that_pages_name_exist() -> None:
     known = {
         field.name
-        for config in (TrainConfig, DistillConfig, GenerateConfig, EvaluateConfig, WatchConfig, CtlConfig)
+        for config in (
+            TrainConfig,
+            DistillConfig,
+            GenerateConfig,
+            EvaluateConfig,
+            WatchConfig,
+            GalleryConfig,
+            CtlConfig,
+        )
         for field in dataclasses.fields(config)
     }
     foreign = {

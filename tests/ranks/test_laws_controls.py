@@ -70,7 +70,7 @@ def visible(folder: Path, step: int, size: int) -> tuple[Any, ...]:
     return run_folders.saved(folder, step), run_folders.losses(folder), run_folders.heldout(folder), random
 
 
-@pytest.mark.parametrize(("engine", "size"), [("ddp", 2), ("fsdp", 3)])
+@pytest.mark.parametrize(("engine", "size"), [pytest.param("ddp", 2, marks=pytest.mark.slow), ("fsdp", 3)])
 def test_samples_and_saves_that_were_asked_for_are_invisible_to_training(
     ranks: RankPool, tmp_path: Path, engine: str, size: int
 ) -> None:
@@ -115,6 +115,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_bits_of_one_that_never_was(ranks:
     assert run_folders.losses(run) == run_folders.losses(never)
 
 
+@pytest.mark.slow
 def test_a_stop_at_a_date_saves_as_the_date_asks_and_leaves_its_samples_to_the_next_start(
     ranks: RankPool, tmp_path: Path
 ) -> None:
@@ -152,7 +153,8 @@ def test_what_was_asked_of_a_dead_run_or_at_the_last_step_is_dropped_and_no_samp
     assert not (tmp_path / "samples").exists()
 
 
-@pytest.mark.parametrize("names", ["rank", pytest.param("gpu", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("names", ["rank", "gpu"])
 def test_samples_that_were_asked_for_leave_those_of_the_epoch_alone(
     ranks: RankPool, tmp_path: Path, names: str
 ) -> None:
@@ -172,6 +174,7 @@ def test_samples_that_were_asked_for_leave_those_of_the_epoch_alone(
     assert others(asked) == others(never)
 
 
+@pytest.mark.slow
 def test_a_start_from_an_earlier_step_forgets_samples_that_were_asked_for_after_it(
     ranks: RankPool, tmp_path: Path
 ) -> None:
