@@ -11,6 +11,7 @@ import { recall, remember } from "./prefs.js";
 const NOT_CURVES = new Set(["step", "time_s", "time", "epoch"]);
 const ABOUT = {
   loss: ["Loss", ""],
+  heldout_loss: ["Held-out loss", ""],
   lr: ["Learning rate", ""],
   grad_norm: ["Gradient norm", ""],
   pictures_per_s: ["Throughput", "pictures/s"],
@@ -122,7 +123,7 @@ export class Curves {
     const xs = this.rows.map(({ step }) => step);
     const xRange = xs.length > 1 ? [xs[0], Math.max(xs.at(-1), ...(this.detail.scores ?? []).map(({ step }) => step ?? 0))] : undefined;
     for (const name of names) this.figures.get(`m.${name}`).show({ ...this.seriesOf(name), marks, log: this.log, xRange });
-    for (const name of scores) this.figures.get(`s.${name}`).show({ ...this.scoreSeries(name), marks, log: this.log });
+    for (const name of scores) this.figures.get(`s.${name}`).show({ ...this.scoreSeries(name), marks, log: this.log, xRange });
     this.showStrip(this.pointed ?? null);
   }
 
@@ -131,7 +132,7 @@ export class Curves {
     this.figures.clear();
     const hover = (x) => this.hover(x);
     for (const name of names) this.figures.set(`m.${name}`, new Figure(name, ABOUT[name]?.[0] ?? name, hover));
-    for (const name of scores) this.figures.set(`s.${name}`, new Figure(name, this.detail.scores.find((one) => one.metric === name).name ?? name, hover));
+    for (const name of scores) this.figures.set(`s.${name}`, new Figure(name, ABOUT[name]?.[0] ?? this.detail.scores.find((one) => one.metric === name).name ?? name, hover));
     fill(this.grid, [...this.figures.values()].map((figure) => figure.node));
   }
 
@@ -181,7 +182,9 @@ export class Curves {
       const cell = cells[index];
       const image = this.stripImages[index];
       image.classList.toggle("pixelated", size?.[0] > 0 && size[0] < 64);
-      if (cell?.key) image.src = thumb(this.run, cell, 128);
+      const source = cell?.key ? thumb(this.run, cell, 128) : "";
+      image.style.visibility = source ? "visible" : "hidden";
+      if (source) image.src = source;
       else image.removeAttribute("src");
     });
   }

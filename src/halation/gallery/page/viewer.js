@@ -48,7 +48,7 @@ class Viewer {
     this.extra = h("div", { class: "viewer-extra" });
     this.stage = h("div", { class: "viewer-stage", id: "viewer-stage" });
     this.note = h("p", { class: "viewer-note", hidden: true });
-    this.link = h("a", { class: "button button-quiet", id: "viewer-open", target: "_blank", rel: "noopener", title: "Open the file (o)" }, "Open file");
+    this.link = h("a", { class: "button button-quiet", id: "viewer-open", target: "_blank", rel: "noopener", title: "Open the file (o)", "aria-label": "Open the file" }, "Open");
     this.slider = h("input", { type: "range", id: "viewer-slider", class: "viewer-slider", min: 0, step: 1, "aria-label": this.options.unit || "Picture", oninput: () => this.move(Number(this.slider.value)) });
     this.ticks = svg("svg", { class: "viewer-ticks", preserveAspectRatio: "none", "aria-hidden": "true" });
     const extras = this.options.actions.map(({ label, key, onPick }) => h("button", { class: "button", type: "button", title: key ? `${label} (${key})` : label, dataset: { action: label.toLowerCase().replaceAll(" ", "-") }, onclick: () => onPick(this.at) }, label, key ? h("kbd", { "aria-hidden": "true" }, key) : null));
