@@ -132,7 +132,7 @@ export class Matrix {
 
   showHead(showTeacher) {
     const heads = this.detail.prompts.map(({ prompt, seed }, index) =>
-      h("div", { class: "matrix-prompt", role: "columnheader", tabindex: 0, "aria-colindex": index + 2, title: `${prompt}\nseed ${seed}`, dataset: { prompt: index } }, h("span", null, prompt === "" ? "(empty prompt)" : prompt)),
+      h("div", { class: "matrix-prompt", role: "columnheader", tabindex: index === 0 ? 0 : -1, "aria-colindex": index + 2, title: `${prompt}\nseed ${seed}`, dataset: { prompt: index } }, h("span", null, prompt === "" ? "(empty prompt)" : prompt)),
     );
     const text = JSON.stringify(this.detail.prompts);
     if (this.headText !== text) fill(this.columns, h("div", { class: "matrix-step matrix-corner", role: "columnheader", "aria-colindex": 1 }, "step"), heads);
@@ -271,7 +271,24 @@ export class Matrix {
     if (this.onFocus) this.onFocus(place);
   }
 
+  /** Along the prompts with the arrow keys (one stop for Tab, however many there are), and down into the samples. */
+  headKey(event, head) {
+    const next = { ArrowLeft: head.previousElementSibling, ArrowRight: head.nextElementSibling }[event.key];
+    if (next?.matches(".matrix-prompt")) {
+      head.tabIndex = -1;
+      next.tabIndex = 0;
+      next.focus({ preventScroll: true });
+      this.intoSight(next);
+    } else if (event.key === "ArrowDown" && this.order.length > 0) this.focus(Math.ceil(this.scroller.scrollTop / this.rowHeight), Number(head.dataset.prompt));
+    else return;
+    event.preventDefault();
+  }
+
   key(event) {
+    if (event.target.matches(".matrix-prompt")) {
+      this.headKey(event, event.target);
+      return;
+    }
     const place = this.placeOf(event.target);
     if (!place || place.step === "teacher" || event.ctrlKey || event.metaKey || event.altKey) return;
     const index = this.indexOf.get(place.step);
