@@ -1,9 +1,12 @@
-"""`halation demo`: the whole job in a few minutes on a laptop, ending in one picture of the progress."""
+"""`halation demo`: the whole job in a few minutes on a laptop, ending in one picture of the progress and one page of the run."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import os
 import shlex
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -13,10 +16,15 @@ from numpy.typing import NDArray
 
 from halation.config.demo import DemoConfig
 from halation.config.fields import as_json
+from halation.config.gallery import GalleryConfig
 from halation.config.train import TrainConfig
 from halation.data.streets import DRIVING_PROMPTS
 from halation.errors import InputError
+from halation.gallery.catalog import id_of
+from halation.gallery.export import export
+from halation.gallery.scores import Scores
 from halation.jobs import train
+from halation.jobs.gallery import catalog_of
 from halation.pictures import progress_figure
 from halation.png import encode_png, read_png
 from halation.runs import Metrics, Run, publish
@@ -26,7 +34,7 @@ MAX_ROWS = 8
 
 
 def run(config: DemoConfig) -> int:
-    """Train, then put the samples of all saved steps into one picture."""
+    """Train, then put the samples of all saved steps into one picture, and the run into one page."""
     if config.n_steps < MAX_ROWS:
         raise InputError(f"--n_steps {config.n_steps}", f"at least {MAX_ROWS} steps", "leave it out for the default")
     began = time.monotonic()
@@ -40,8 +48,12 @@ def run(config: DemoConfig) -> int:
     path = draw_progress(
         Run(config.output_dir), f"{config.n_steps} steps on {settings.nproc or launch.num_gpus()} ranks"
     )
+    page = write_page(config.output_dir)
     _say(
         f"\nprogress    {path.resolve()}\n            rows are steps, columns are prompts; done in {time.monotonic() - began:.0f} s"
+        f"\npage        {page.resolve()}\n            samples, curves and settings in one file: open it in a browser"
+        f"\nlive        {program()} gallery {shlex.quote(str(config.output_dir))}"
+        "\n            the same while a run goes on" + ("" if has_web() else ", after pip install 'halation[web]'")
     )
     return 0
 
@@ -106,6 +118,29 @@ def draw_progress(run: Run, title: str) -> Path:
     path = run.folder / "progress.png"
     publish(path, encode_png(progress_figure(rows, list(DRIVING_PROMPTS), loss, title), {}))
     return path
+
+
+def write_page(folder: Path) -> Path:
+    """gallery.html: the run as one page."""
+    catalog = catalog_of([folder])
+    scores = Scores(catalog)
+    catalog.refresh()
+    scores.refresh()
+    entry = catalog.get(id_of(folder))
+    assert entry is not None, f"{folder} holds no run"
+    return export(entry, catalog, scores, folder / "gallery.html", GalleryConfig().export_pictures).path
+
+
+def program() -> str:
+    """How to call this program again: by its name only where a shell would find it."""
+    beside = Path(sys.executable).with_name("halation")
+    if shutil.which("halation") or not beside.exists():
+        return "halation"
+    return shlex.quote(os.path.relpath(beside) if beside.is_relative_to(Path.cwd()) else str(beside))
+
+
+def has_web() -> bool:
+    return all(importlib.util.find_spec(name) for name in ("starlette", "uvicorn"))
 
 
 def _picture(path: Path) -> NDArray[np.uint8] | None:
