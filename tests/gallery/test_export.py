@@ -98,6 +98,24 @@ def test_a_generation_shows_some_pictures_with_their_specs_and_everything_that_f
     assert set(page["links"].values()) <= {path.name for path in run.glob("*.png")}
 
 
+def test_scores_come_with_their_nearest_and_farthest_within_the_number_of_pictures(tmp_path: Path) -> None:
+    run = generation_folder(tmp_path / "drawn", 60, failed_every=0, size=32)
+    names = sorted(path.name for path in run.glob("*.png"))
+    rows = [{"index": n, "name": name, "caption": None, "distance": 1.0 + n} for n, name in enumerate(names[:24])]
+    found = {"fd": {"name": "FD-streets", "value": 3.5, "better": "lower"}}
+    extremes = {"nearest": rows, "farthest": rows[::-1]}
+    value = {"generated": {"path": str(run)}, "metrics": found, "versions": {}, "extremes": extremes}
+    runs.publish_json(run / "scores.json", value)
+    made = exported(run, tmp_path / "page.html", 40)
+    page = embedded(made.path)
+    assert [score["value"] for score in page["responses"]["/api/scores"]["scores"]] == [3.5]
+    (report,) = page["responses"]["/api/scores"]["reports"]
+    shown = [row["picture"]["key"] for row in report["nearest"][:10]]
+    assert all(f"{report['run']}/{key}" in page["pictures"] for key in shown)
+    assert made.num_pictures == len(page["pictures"]) == 40
+    assert "10 of 48 nearest and farthest pictures are on this page" in made.left_out
+
+
 def test_nothing_a_run_says_can_become_markup_or_script(tmp_path: Path) -> None:
     run = training_folder(tmp_path / "run", 1, 2, size=32, prompts=(PAYLOAD, "plain"))
     (run / "logs" / "train.log").write_text(PAYLOAD + "\n")

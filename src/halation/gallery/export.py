@@ -31,6 +31,8 @@ NUM_LOG_LINES = 300
 NUM_FAILURES = 1_000
 ROWS_A_LOOK = 1_000
 THUMBNAIL_SIZE = 256
+EXTREMES_SHARE = 4
+"""The nearest and farthest pictures of evaluations take at most this part of all."""
 MAX_PICTURE_BYTES = 24 << 20
 """Of all thumbnails together: a page that can still be mailed."""
 STYLE_LINK = '<link rel="stylesheet" href="/static/style.css">\n'
@@ -141,12 +143,11 @@ def gather(
     while True:
         content = Content(responses=dict(fixed.responses))
         shelf = _Shelf(content, path, small_once)
+        left = num_pictures - _extremes(told["reports"], scores, content, shelf, num_pictures // EXTREMES_SHARE)
         if hasattr(entry, "search"):
-            _generation(entry, detail, content, shelf, num_pictures)
+            _generation(entry, detail, content, shelf, left)
         else:
-            _training(entry, detail, content, shelf, num_pictures)
-        for report in told["reports"]:
-            _extremes(report, scores, shelf)
+            _training(entry, detail, content, shelf, left)
         if shelf.num_bytes <= MAX_PICTURE_BYTES or num_pictures <= 1:
             return content
         num_pictures = num_pictures * 3 // 4
@@ -228,12 +229,18 @@ def _generation(entry: Any, detail: Mapping[str, Any], content: Content, shelf: 
         content.left_out.append(f"{len(failed['rows'])} of {failed['total']} failures are listed")
 
 
-def _extremes(report: Mapping[str, Any], scores: Scores, shelf: _Shelf) -> None:
-    for side in SIDES:
-        for row in report[side]:
-            if row["picture"] is not None:
-                id = report["run"] or report["id"]
-                shelf.put(id, row["picture"]["key"], functools.partial(scores.picture, id))
+def _extremes(reports: Sequence[Mapping[str, Any]], scores: Scores, content: Content, shelf: _Shelf, most: int) -> int:
+    """Pictures nearest to and farthest from a reference, those of the latest reports first; how many were taken."""
+    num = num_there = 0
+    for report in sorted(reports, key=lambda report: -(report["step"] or 0)):
+        id = report["run"] or report["id"]
+        for row in (row for side in SIDES for row in report[side] if row["picture"] is not None):
+            num_there += 1
+            if num < most:
+                num += shelf.put(id, row["picture"]["key"], functools.partial(scores.picture, id))
+    if num < num_there:
+        content.left_out.append(f"{num} of {num_there} nearest and farthest pictures are on this page")
+    return num
 
 
 def evenly(num: int, most: int) -> list[int]:
