@@ -3,6 +3,7 @@
 import { fill, h, setText } from "./dom.js";
 import { countText, pluralText } from "./format.js";
 import { segmented } from "./parts.js";
+import { workerText } from "./progress.js";
 import { NO_FILTER } from "./rows.js";
 
 const TYPED_MS = 200;
@@ -57,7 +58,7 @@ export class FilterBar {
     this.worker.hidden = all.length < 2 && this.filter.worker === "";
     if (key === this.workerKey) return;
     this.workerKey = key;
-    fill(this.worker, h("option", { value: "" }, "All workers"), all.map((name) => h("option", { value: name }, name)));
+    fill(this.worker, h("option", { value: "" }, "All workers"), all.map((name) => h("option", { value: name }, workerText(name))));
     this.worker.value = this.filter.worker;
   }
 

@@ -2,7 +2,7 @@
 
 import { Log, Settings } from "./about.js";
 import { get, steadily, thumb } from "./api.js";
-import { fill, h, setText } from "./dom.js";
+import { fill, h, isTyping, setText } from "./dom.js";
 import { countText, pluralText } from "./format.js";
 import { addressOf, filterOf, FilterBar, isFiltered } from "./filters.js";
 import { Grid } from "./grid.js";
@@ -35,6 +35,12 @@ function cellOf(run, row, size) {
   };
 }
 
+/** The tab that the last part of an address names, whatever filter follows it. */
+function tabOf(text) {
+  const asked = (text ?? "").split("?")[0];
+  return GENERATION_TABS.some(([key]) => key === asked) ? asked : "pictures";
+}
+
 class GenerationView {
   constructor(main, route, detail) {
     this.main = main;
@@ -50,6 +56,14 @@ class GenerationView {
     this.head.show(detail);
     this.openTab(route.tab);
     this.loadSettings();
+    this.onKey = (event) => this.key(event);
+    document.addEventListener("keydown", this.onKey);
+  }
+
+  key(event) {
+    if (event.ctrlKey || event.metaKey || event.altKey || isTyping(event) || document.querySelector("dialog[open]")) return;
+    const tab = GENERATION_TABS[Number(event.key) - 1];
+    if (tab) location.hash = addressOf(this.run, tab[0], tab[0] === "pictures" ? this.filter : NO_FILTER);
   }
 
   async loadSettings() {
@@ -69,11 +83,11 @@ class GenerationView {
   }
 
   routed(route) {
-    const filter = filterOf(location.hash);
-    const same = Object.keys(filter).every((name) => filter[name] === this.filter[name]);
-    this.filter = filter;
+    const before = this.pictures ? this.filter : null;
+    // The other tabs have no filter in their address: that of the pictures waits until one comes back to them.
+    if (tabOf(route.tab) === "pictures") this.filter = filterOf(location.hash);
     this.openTab(route.tab);
-    if (!same && this.pictures) this.pictures.take(filter);
+    if (before && this.pictures && Object.keys(before).some((name) => before[name] !== this.filter[name])) this.pictures.take(this.filter);
   }
 
   goTo(part) {
@@ -81,8 +95,7 @@ class GenerationView {
   }
 
   openTab(text) {
-    const asked = (text ?? "").split("?")[0];
-    const name = GENERATION_TABS.some(([key]) => key === asked) ? asked : "pictures";
+    const name = tabOf(text);
     if (name !== this.tab) {
       this.leaveTab();
       this.tab = name;
@@ -95,7 +108,7 @@ class GenerationView {
 
   showTabs() {
     const number = { failures: this.detail.counts.failed };
-    fill(this.tabs, GENERATION_TABS.map(([key, text]) => h("a", { id: `tab-${key}`, href: addressOf(this.run, key, key === "pictures" ? this.filter : NO_FILTER), "aria-current": key === this.tab ? "page" : null }, text, number[key] > 0 ? h("span", { class: "tab-count" }, countText(number[key])) : null)));
+    fill(this.tabs, GENERATION_TABS.map(([key, text], index) => h("a", { id: `tab-${key}`, title: `${text} (${index + 1})`, href: addressOf(this.run, key, key === "pictures" ? this.filter : NO_FILTER), "aria-current": key === this.tab ? "page" : null }, text, number[key] > 0 ? h("span", { class: "tab-count" }, countText(number[key])) : null)));
   }
 
   leaveTab() {
@@ -129,6 +142,7 @@ class GenerationView {
   unmount() {
     this.gone = true;
     this.lookAgain.stop();
+    document.removeEventListener("keydown", this.onKey);
     this.leaveTab();
   }
 }

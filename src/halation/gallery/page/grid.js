@@ -92,7 +92,7 @@ export class Grid {
   restart(count) {
     this.active = 0;
     this.measure(count);
-    if (this.actual() > 0) this.scrollTo(0);
+    if (this.actual() > -this.inset()) this.scrollTo(-this.inset());
     this.place();
     this.repaint();
   }

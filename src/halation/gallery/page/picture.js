@@ -4,6 +4,7 @@ import { exported, full, get, inside } from "./api.js";
 import { fill, h, setText } from "./dom.js";
 import { bytesText, countText, durationText, pluralText, valueText } from "./format.js";
 import { announce, commandLine, openDialog, stateChip } from "./parts.js";
+import { workerText } from "./progress.js";
 
 const SPEC_AFTER_MS = 90;
 const OUTCOME_WORDS = { num_bytes: "size of the file", micro_batch: "drawn together", epoch: "pass", sha256: "sha256", seconds: "time", attempts: "attempts", worker: "worker" };
@@ -91,7 +92,7 @@ export class PictureDialog {
     this.row = row;
     const name = row.id ? `${row.id}` : `picture ${countText(row.index + 1)}`;
     setText(this.heading, `${name}, seed ${row.seed}`);
-    fill(this.chip, stateChip(row.state), row.frames > 1 ? h("span", { class: "tag" }, pluralText(row.frames, "frame")) : null, row.worker ? h("span", { class: "tag" }, `worker ${row.worker}`) : null);
+    fill(this.chip, stateChip(row.state), row.frames > 1 ? h("span", { class: "tag" }, pluralText(row.frames, "frame")) : null, row.worker ? h("span", { class: "tag" }, workerText(row.worker)) : null);
     setText(this.prompt, row.prompt);
     this.reason.hidden = !row.reason;
     setText(this.reason, row.reason ?? "");

@@ -4,8 +4,13 @@ import { fill, h } from "./dom.js";
 import { countText, durationText, numberText, percentText, rateText, valueText } from "./format.js";
 import { ago, stateChip } from "./parts.js";
 
-const TOLD = ["num_inference_steps", "guidance_scale", "scheduler", "dtype", "seed_start", "num_samples", "num_frames", "negative_prompt", "cfg_truncation_step", "enable_half_frame", "compile"];
+const TOLD = ["num_inference_steps", "guidance_scale", "scheduler", "dtype", "negative_prompt", "cfg_truncation_step", "enable_half_frame", "compile"];
 const MOST_WORKERS = 12;
+
+/** A worker as people call it: a number alone says nothing. */
+export function workerText(name) {
+  return /^\d+$/.test(String(name)) ? `worker ${name}` : String(name);
+}
 
 /** One bar of three parts: done, failed, and the rest. */
 export function partsBar({ planned, done, failed }, label) {
@@ -46,8 +51,8 @@ function workerRow(worker, most, pace, onWorker) {
   return h(
     "tr",
     { dataset: { worker: worker.name } },
-    h("th", { scope: "row" }, h("button", { class: "link-button", type: "button", title: `Show the pictures of ${worker.name}`, onclick: () => onWorker(String(worker.name)) }, worker.name)),
-    h("td", { class: "worker-bar" }, partsBar({ planned: most, done: worker.done, failed: worker.failed }, `Pictures by ${worker.name}`)),
+    h("th", { scope: "row" }, h("button", { class: "link-button", type: "button", title: `Show the pictures of ${workerText(worker.name)}`, onclick: () => onWorker(String(worker.name)) }, workerText(worker.name))),
+    h("td", { class: "worker-bar" }, partsBar({ planned: most, done: worker.done, failed: worker.failed }, `Pictures by ${workerText(worker.name)}`)),
     h("td", { class: "number" }, countText(worker.done)),
     h("td", { class: worker.failed > 0 ? "number bad-text" : "number muted" }, worker.failed > 0 ? `${countText(worker.failed)} failed` : tried > 0 ? "–" : ""),
     h("td", { class: worker.per_s ? "number" : "number muted", title: "Pictures drawn lately" }, pace(worker)),
