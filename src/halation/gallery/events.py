@@ -148,18 +148,19 @@ class EventStream:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"x-accel-buffering", b"no")]
+        # Before the page knows that it is heard: it looks once more then, and what changes after that look it is told.
+        number = self.changes.heard_by(self.last_event_id)
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         if not self.only_head:
             left = asyncio.ensure_future(_left(receive))
             try:
                 with self.changes.listening() as woken:
-                    await self._speak(send, woken, left)
+                    await self._speak(send, number, woken, left)
             finally:
                 left.cancel()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _speak(self, send: Send, woken: asyncio.Event, left: asyncio.Future[Any]) -> None:
-        number = self.changes.heard_by(self.last_event_id)
+    async def _speak(self, send: Send, number: int, woken: asyncio.Event, left: asyncio.Future[Any]) -> None:
         await _say(send, f"retry: {RETRY_MS}\nid: {self.changes.era}.{number}\n\n")
         while not self.changes.closed and not left.done():
             woken.clear()

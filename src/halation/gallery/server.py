@@ -117,7 +117,7 @@ def application(gallery: Gallery, *, token: str, names: Names) -> App:
     inner = Starlette(
         routes=routes,
         middleware=[Middleware(GZipMiddleware, minimum_size=1000, compresslevel=4)],
-        exception_handlers={HTTPException: _refuse},
+        exception_handlers={HTTPException: _refuse, Exception: _failed},
     )
     inner.router.redirect_slashes = False
     return Guard(inner, token=token, names=names, allow_control=gallery.ask is not None)
@@ -154,6 +154,11 @@ async def _refuse(request: Request, error: Exception) -> Response:
     response = _json({"error": error.detail}, error.status_code)
     response.headers.update(error.headers or {})
     return response
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    """Said without its words, which may hold a path; the traceback is printed where the gallery was started."""
+    return _json({"error": "the gallery could not answer; where it was started it says why"}, 500)
 
 
 def _static(path: Path, request: Request) -> Response:
