@@ -48,7 +48,7 @@ def assert_set_aside(folder: Path, guilty: Mapping[int, str], tries: int) -> Non
     assert checker.leftovers(out) == []
 
 
-@pytest.mark.parametrize(("nproc", "guilty"), [(1, 0), (2, 5)])
+@pytest.mark.parametrize(("nproc", "guilty"), [pytest.param(1, 0, marks=pytest.mark.slow), (2, 5)])
 def test_a_prompt_that_always_raises_is_tried_twice_and_set_aside(tmp_path: Path, nproc: int, guilty: int) -> None:
     assert run(tmp_path, f"paint.{guilty + 1:06d}:1+:raise", nproc=nproc) == 1
     assert len(fired(tmp_path / "log")) == 2
@@ -72,7 +72,7 @@ def test_a_prompt_that_hangs_is_noticed_tried_twice_and_set_aside(tmp_path: Path
     assert_completed_by_the_same_command(tmp_path)
 
 
-@pytest.mark.parametrize(("nproc", "guilty"), [(1, 0), (1, 5), (2, 7)])
+@pytest.mark.parametrize(("nproc", "guilty"), [pytest.param(1, 0, marks=pytest.mark.slow), (1, 5), (2, 7)])
 def test_a_prompt_that_kills_its_worker_is_tried_three_times_and_set_aside_alone(
     tmp_path: Path, nproc: int, guilty: int
 ) -> None:

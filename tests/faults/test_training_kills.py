@@ -47,6 +47,7 @@ def assert_same_bits(folder: Path) -> None:
     assert commands.last_bits(folder / "run") == commands.unbroken()
 
 
+@pytest.mark.slow  # one kill of each kind is fast: tests/ranks/test_launch.py
 def test_two_kills_change_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     seed = 20261115
     kills, inside = kill_until(tmp_path, seed, 2)
