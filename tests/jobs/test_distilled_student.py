@@ -22,7 +22,7 @@ from halation.models.students import open_student
 from halation.specs import Sheet, Spec
 from halation.world.testing import RankPool
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 GUIDANCE = 2.0
 SHAPE = {"depth": 2}

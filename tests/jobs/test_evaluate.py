@@ -589,6 +589,7 @@ def test_a_check_opens_what_an_evaluation_needs_and_scores_nothing(
         evaluate.run(EvaluateConfig(**wanted | {"clip_model": str(tmp_path / "mute")}, check=True))
 
 
+@pytest.mark.slow
 def test_every_metric_bears_a_handful_of_pictures_where_few_are_allowed(
     scenes: Path, tmp_path: Path, score: Callable[..., dict[str, Any]]
 ) -> None:

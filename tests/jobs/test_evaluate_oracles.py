@@ -70,6 +70,7 @@ def ours(place: Path) -> Callable[[str], dict[str, Any]]:
     return metrics
 
 
+@pytest.mark.slow
 def test_torch_fidelity(place: Path, ours: Callable[[str], dict[str, Any]]) -> None:
     found = oracles.torch_fidelity().calculate_metrics(
         input1=str(place / "generated"),

@@ -177,6 +177,7 @@ def last_alone(trained: Path, tmp_path: Path) -> Path:
     return run
 
 
+@pytest.mark.slow
 def test_killed_or_stopped_while_drawing_it_leaves_no_process_behind(last_alone: Path, tmp_path: Path) -> None:
     words = commands.halation(["watch", str(last_alone), *FEW])
     with commands.started(words, tmp_path / "log") as command:
