@@ -59,7 +59,8 @@ class TrainingRun:
             changed |= self._is_new("checkpoints") and self._read_checkpoints()
             changed |= self._is_new(f"logs/{self._log_name}")
             self._is_new(ENDED_FILE)
-            state = state_of(self.folder, self._changed())
+            done, planned, _ = self._counts(self._samples.steps())
+            state = state_of(self.folder, self._changed(), done=done >= planned > 0 or None)
             changed |= state != self._state
             self._state = state
             self.version += changed or not self.version

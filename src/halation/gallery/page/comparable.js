@@ -1,11 +1,15 @@
 // Which numbers may stand beside each other: those computed the same way, from as many pictures, against the same reference.
 
 const DECIDING = ["extractor", "weights_sha256", "weights", "resize", "precision", "reference_hash", "reference", "num_generated", "num_reference", "subsets", "subset_size", "nearest_k"];
+/** Means over pictures: more of them make such a number surer, not another one. */
+const FREE_OF_COUNTS = ["kid", "clip", "agreement"];
+const COUNTS = ["num_generated", "num_reference", "subsets", "subset_size"];
 const NAMED_BY = { weights: "weights_sha256", reference: "reference_hash" };
 
 /** The names in which two provenances are known to differ; what one of them does not say counts as the same. */
-export function differences(a, b) {
+function differences(a, b, metric) {
   return DECIDING.filter((name) => {
+    if (COUNTS.includes(name) && FREE_OF_COUNTS.includes(metric)) return false;
     const hash = NAMED_BY[name];
     if (hash && a?.[hash] && b?.[hash]) return false;
     const [mine, other] = [a?.[name], b?.[name]];
@@ -18,7 +22,7 @@ export function differences(a, b) {
 export function comparableGroups(scores) {
   const groups = [];
   for (const score of scores) {
-    const group = groups.find(([first]) => differences(first.provenance, score.provenance).length === 0);
+    const group = groups.find(([first]) => differences(first.provenance, score.provenance, score.metric).length === 0);
     if (group) group.push(score);
     else groups.push([score]);
   }
@@ -27,7 +31,7 @@ export function comparableGroups(scores) {
 
 /** A sentence on how a group differs from the first one: "resize tf instead of clean". */
 export function differenceText(first, other) {
-  const names = differences(first.provenance, other.provenance);
+  const names = differences(first.provenance, other.provenance, first.metric);
   const short = (value) => (typeof value === "string" && /^[0-9a-f]{32,}$/.test(value) ? `${value.slice(0, 8)}…` : String(value));
   return names.map((name) => `${name.replaceAll("_", " ")} ${short(other.provenance[name])} instead of ${short(first.provenance[name])}`).join(", ");
 }

@@ -9,11 +9,19 @@ import { emptyState, notify, segmented } from "./parts.js";
 import { recall, remember } from "./prefs.js";
 import { openViewer } from "./viewer.js";
 
-const SIZES = { min: 64, max: 320, step: 16 };
+const SIZES = { min: 64, max: 320, step: 8 };
+const HEAD_PX = 112;
+const GUTTER_PX = 6;
 const WORDS = { ema: "EMA", raw: "raw", teacher: "teacher" };
 
 function wordOf(variant) {
   return WORDS[variant] ?? variant;
+}
+
+/** The size at which all columns are in sight, as far as pictures that small are worth looking at. */
+function fittingSize(width, numColumns) {
+  const each = (width - HEAD_PX) / Math.max(1, numColumns) - GUTTER_PX;
+  return Math.min(192, Math.max(96, Math.floor(each / SIZES.step) * SIZES.step));
 }
 
 export class Samples {
@@ -22,7 +30,7 @@ export class Samples {
     this.run = detail.summary.id;
     this.pinned = null;
     this.viewer = null;
-    this.size = recall("matrix.size", window.innerWidth < 640 ? 96 : 144);
+    this.size = recall("matrix.size", null) ?? fittingSize(host.clientWidth || window.innerWidth, detail.prompts.length);
     this.newestFirst = recall("matrix.newest", true);
     this.teacher = recall("matrix.teacher", true);
     this.bar = h("div", { class: "toolbar", role: "group", "aria-label": "How samples are shown" });
@@ -57,7 +65,7 @@ export class Samples {
     const running = this.detail.summary.state === "running";
     return running
       ? emptyState("No samples yet", "They appear here by themselves when the run draws its first ones. To ask for some now:", `halation ctl ${this.detail.summary.name} sample`)
-      : emptyState("No samples", "This run drew none. A run draws while it trains when it is given prompts and how often:", "halation train --sample_every 500 --sample_prompts …");
+      : emptyState("No samples", "This run drew none. A run draws at every checkpoint, unless it is told --sample False:", "halation train --ckpt_every 500 --sample_prompts …");
   }
 
   showBar() {

@@ -177,10 +177,24 @@ class ScoreTable {
       "div",
       { class: "score-notes", id: "score-notes" },
       mixed.length > 0 ? h("p", { class: "score-warning" }, h("strong", null, "Not all of these compare. "), "Numbers of one metric with different letters were not computed the same way; the best is marked within a letter.") : null,
-      h("ul", null, mixed.flatMap((metric) => metric.groups.slice(1).map((group, index) => h("li", null, h("span", { class: "score-group" }, LETTERS[index + 1] ?? "?"), ` ${metric.title}: ${differenceText(metric.groups[0][0], group[0])}`)))),
+      h("ul", null, notesOf(mixed).map(({ letter, text, titles }) => h("li", null, h("span", { class: "score-group" }, letter), ` ${titles.join(", ")}: ${text}`))),
       few ? h("p", { class: "muted" }, "* from few pictures: such a number compares only with numbers of the same count.") : null,
     );
   }
+}
+
+/** What sets groups apart, each difference once with the metrics it holds for. */
+function notesOf(mixed) {
+  const notes = new Map();
+  for (const metric of mixed) {
+    metric.groups.slice(1).forEach((group, index) => {
+      const [letter, text] = [LETTERS[index + 1] ?? "?", differenceText(metric.groups[0][0], group[0])];
+      const note = notes.get(letter + text) ?? { letter, text, titles: [] };
+      note.titles.push(metric.title);
+      notes.set(letter + text, note);
+    });
+  }
+  return [...notes.values()];
 }
 
 /** A short piece of a run's line: its colour and its dashes. */
