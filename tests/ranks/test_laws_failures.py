@@ -150,11 +150,11 @@ def train_and_time(world: Any, config: TrainConfig) -> None:
 def test_a_sampler_far_slower_than_the_timeout_of_collectives_is_no_failure(ranks: RankPool, tmp_path: Path) -> None:
     fired = tmp_path / "fired"
     environment = {"HALATION_FAULT": "sample.forward:1+:sleep=1.1:1", "HALATION_FAULT_LOG": str(fired)}
-    patient = config(tmp_path / "run", "ddp", n_steps=1, sample_steps=6, dist_timeout_s=3.0)
+    patient = config(tmp_path / "run", "ddp", n_steps=1, sample_steps=4, dist_timeout_s=3.0)
     began = time.monotonic()
     ranks.run(2, rank_jobs.train, patient, environment=environment, world_timeout_s=3.0)
-    assert time.monotonic() - began > 6 * 1.1
-    assert len(fired.read_text().splitlines()) == 6
+    assert time.monotonic() - began > 4 * 1.1
+    assert len(fired.read_text().splitlines()) == 4
     assert [row["state"] for row in run_folders.samples(tmp_path / "run", 1)] == ["done"] * 3
 
 

@@ -81,6 +81,7 @@ def two_captions(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_caption_reaches_the_picture(ranks: RankPool, tmp_path: Path, two_captions: Path) -> None:
     changes = {"n_steps": 100, "batch_size": 8, "lr": 2e-3, "ema_decay": 0.95, "warmup_steps": 10}
     sampling = {"sample_prompts": tuple(CAPTIONS), "same_seed": True, "sample_steps": 8, "guidance_scale": 2.0}
