@@ -1,4 +1,4 @@
-"""The page in a real browser, served by the real command: opened, looked through by mouse and by keyboard alone, alive while a training writes, and harmless."""
+"""The page in a real browser, served by the real command: opened, walked through by mouse and keys, alive beside a training, and harmless."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ UNNAMED = """() => [...document.querySelectorAll("button, a, input, select, [rol
   const label = element.labels?.[0]?.textContent || element.getAttribute("aria-label") || element.getAttribute("alt") || element.title;
   const labelled = element.getAttribute("aria-labelledby");
   const named = label || (labelled && document.getElementById(labelled)?.textContent) || element.textContent.trim();
-  return !named && !(element.tagName === "IMG" && (element.alt === "" && element.closest("button, a, [aria-label], [aria-labelledby], [aria-hidden=true]")));
+  const decorates = element.tagName === "IMG" && element.alt === "";
+  return !named && !(decorates && element.closest("button, a, [aria-label], [aria-labelledby], [aria-hidden=true]"));
 }).map((element) => element.outerHTML.slice(0, 160))"""
 
 

@@ -102,6 +102,7 @@ class App {
   }
 
   async go() {
+    for (const dialog of document.querySelectorAll("dialog[open]")) dialog.close();
     const route = routeOf(location.hash);
     if (this.onlyRun && route.name === "runs") Object.assign(route, { name: "run", id: this.onlyRun });
     for (const [name, link] of Object.entries(this.links)) {
