@@ -83,34 +83,42 @@ def test_help_shows_the_flags_of_the_page_and_a_sheet_of_one_picture(tmp_path: P
     assert "by default 20" in flat.split(" --num_inference_steps ", 1)[1][:120]
 
 
+NAMES = ["000001_seed42.png", "000002_seed43.png", "000003_seed44.png"]
+
+
 @pytest.mark.ranks
-def test_the_first_command_draws_every_prompt_and_again_draws_only_what_is_gone(place: Path) -> None:
-    command = [*on_cpu(commands()[0]), "--num_inference_steps", "2"]
-    done = started(command, place)
+def test_the_first_command_draws_every_prompt(place: Path) -> None:
+    done = started([*on_cpu(commands()[0]), "--num_inference_steps", "2"], place)
     assert done.returncode == 0, done.stderr
     folder = place / "generated_images"
-    names = ["000001_seed42.png", "000002_seed43.png", "000003_seed44.png"]
-    assert sorted(path.name for path in folder.glob("*.png")) == names
-    for name in names:
+    assert sorted(path.name for path in folder.glob("*.png")) == NAMES
+    for name in NAMES:
         with Image.open(folder / name) as image:
             image.load()
             assert image.size == (48, 32)
     rows = [json.loads(line) for line in (folder / "metadata.jsonl").read_text().splitlines()]
     assert [(row["file_name"], row["prompt"], row["seed"]) for row in rows] == list(
-        zip(names, PROMPTS, (42, 43, 44), strict=True)
+        zip(NAMES, PROMPTS, (42, 43, 44), strict=True)
     )
     lists = [(folder / f"failed_prompts_gpu{worker}.txt").read_text() for worker in (0, 1)]
     assert all(text.startswith("#") and text.count("\n") == 1 for text in lists)
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["planned"], summary["done"], summary["failed"], summary["drawn_now"]) == (3, 3, 0, 3)
 
-    before = {name: (folder / name).read_bytes() for name in names}
-    untouched = (folder / names[0]).stat().st_mtime_ns
-    (folder / names[1]).unlink()
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_the_first_command_again_draws_only_what_is_gone(place: Path) -> None:
+    command = [*on_cpu(commands()[0]), "--num_inference_steps", "2"]
+    folder = place / "generated_images"
+    assert started(command, place).returncode == 0
+    before = {name: (folder / name).read_bytes() for name in NAMES}
+    untouched = (folder / NAMES[0]).stat().st_mtime_ns
+    (folder / NAMES[1]).unlink()
     again = started([*command, "--nproc", "1"], place)  # one worker: whoever draws it, it is the same picture
     assert again.returncode == 0, again.stderr
-    assert {name: (folder / name).read_bytes() for name in names} == before
-    assert (folder / names[0]).stat().st_mtime_ns == untouched
+    assert {name: (folder / name).read_bytes() for name in NAMES} == before
+    assert (folder / NAMES[0]).stat().st_mtime_ns == untouched
     assert json.loads((folder / "summary.json").read_text())["drawn_now"] == 1
 
 

@@ -110,6 +110,7 @@ def test_run_single_gpu_is_one_rank_and_flags_and_wandb_mode_win_over_the_recipe
     assert sorted(path.name for path in tmp_path.iterdir()) == ["here"], "WANDB_MODE decides, and it says disabled"
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_under_torchrun_its_ranks_are_joined(tmp_path: Path) -> None:
     torchrun = [TORCHRUN, "--standalone", "--nproc_per_node=2", RECIPE / "train.py"]
@@ -119,6 +120,7 @@ def test_under_torchrun_its_ranks_are_joined(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "export" / "model.pth").is_file()
 
 
+@pytest.mark.slow
 def test_torchrun_with_a_taken_port_fails_before_training_as_the_page_says(tmp_path: Path, taken_port: int) -> None:
     torchrun = [TORCHRUN, "--nproc_per_node=1", f"--master_port={taken_port}", RECIPE / "train.py", "--help"]
     done = started(torchrun, tmp_path)

@@ -77,6 +77,7 @@ def report_of(path: Path) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.timeout(600)
 def test_captions_become_prompts_pictures_and_scores_and_again_nothing_is_drawn(
@@ -119,9 +120,9 @@ QUICK = {
     "no real pictures": ({"REFERENCE": "nothing here", "PROMPTS_CSV": "given.txt"}, "no real pictures at nothing here"),
     "captions that are none": ({"COCO_CAPTIONS": "given.txt"}, "COCO's captions as JSON"),
     "too few prompts": ({"REFERENCE": "streets", "ALLOW_FEW": "", "PROMPTS_CSV": "given.txt"}, "1 generated picture"),
-    "missing weights": ({"INCEPTION_WEIGHTS": "gone.pth", "PROMPTS_CSV": "given.txt"}, "gone.pth is not a file"),
 }
 SLOW = {
+    "missing weights": ({"INCEPTION_WEIGHTS": "gone.pth", "PROMPTS_CSV": "given.txt"}, "gone.pth is not a file"),
     "no folder of CLIP": ({"CLIP_MODEL": "gone", "PROMPTS_CSV": "given.txt"}, "neither a folder nor to be had"),
     "an empty reference": ({"REFERENCE": "cache", "PROMPTS_CSV": "given.txt"}, "has no pictures"),
     "FID of streets": ({"REFERENCE": "streets", "METRICS": "fid", "PROMPTS_CSV": "given.txt"}, "FD-streets"),

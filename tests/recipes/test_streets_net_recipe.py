@@ -68,6 +68,7 @@ def test_it_prints_what_the_network_reaches_and_tells_apart(first: tuple[str, Pa
     assert distances[0][0] == "as they are"
 
 
+@pytest.mark.slow
 def test_the_same_command_writes_the_same_bytes(first: tuple[str, Path], tmp_path: Path) -> None:
     _, again = trained(tmp_path / "again")
     assert again.read_bytes() == first[1].read_bytes()
