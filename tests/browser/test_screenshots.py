@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 WIDE = {"viewport": {"width": 1280, "height": 800}, "color_scheme": "dark"}
 PHONE = {"viewport": {"width": 390, "height": 844}, "color_scheme": "light", "device_scale_factor": 2}
+LOADED = """() => [...document.images].every((image) => {
+  const { top, bottom, right } = image.getBoundingClientRect();
+  const inSight = image.checkVisibility() && image.src && bottom > 0 && right > 0 && top < innerHeight;
+  return !inSight || (image.complete && image.naturalWidth > 0);
+})"""
 CELL = "#matrix .matrix-row[data-step]:not(.matrix-teacher) button.cell"
 
 
@@ -52,9 +57,7 @@ def longest_training(page: Page, address: str) -> dict[str, Any]:
 
 def take(page: Page, path: Path) -> None:
     """A picture of what is in sight once all of it is there; one colour would mean an empty page."""
-    page.wait_for_function(
-        "() => [...document.images].filter((i) => i.checkVisibility() && i.src).every((i) => i.complete && i.naturalWidth > 0)"
-    )
+    page.wait_for_function(LOADED)
     page.wait_for_timeout(300)
     page.screenshot(path=path)
     pixels = read_png(path)[0]
@@ -63,12 +66,14 @@ def take(page: Page, path: Path) -> None:
 
 def test_each_page_has_its_picture(runs: Path, album: Path, tmp_path: Path, new_page: Callable[..., Page]) -> None:
     with opened(runs, scratch=tmp_path) as gallery:
-        wide(gallery, new_page(**WIDE), runs, album)
-        phone = new_page(**PHONE)
+        screen, phone = new_page(**WIDE), new_page(**PHONE)
+        wide(gallery, screen, runs, album)
         gallery.enter(phone)
         phone.goto(f"{gallery.address}/#/run/{longest_training(phone, gallery.address)['id']}")
         phone.locator(CELL).first.wait_for()
         take(phone, album / "gallery_phone.png")
+        for page in (screen, phone):
+            page.goto("about:blank")  # one that is open would complain when the gallery ends
 
 
 def wide(gallery: Opened, page: Page, runs: Path, album: Path) -> None:
