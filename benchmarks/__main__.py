@@ -25,6 +25,7 @@ NAMES = (
     "duel_09_frechet",
     "duel_10_scores",
     "duel_11_checkpoint",
+    "gallery",
     "overhead",
     "sampling_scaling",
     "scaling",

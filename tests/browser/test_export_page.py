@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from benchmarks.big_folders import generation_folder, training_folder
 
-from gallery.big_folders import generation_folder, training_folder
 from halation.config.gallery import GalleryConfig
 from halation.gallery.catalog import id_of
 from halation.jobs import gallery

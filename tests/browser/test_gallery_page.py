@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from benchmarks.big_folders import generation_folder, pictures, settle, spec_of, training_folder
 from complaints import Complaints
 from opened import Opened, opened
 
 from faults.commands import HALATION, started, train, until
-from gallery.big_folders import generation_folder, pictures, settle, spec_of, training_folder
 from gallery.script_payloads import PAYLOADS
 from halation.generation.ledger import LEDGER_FILE, Ledger
 from halation.generation.requests import Request

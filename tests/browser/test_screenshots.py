@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from benchmarks.big_folders import generation_folder, training_folder
 from opened import Opened, opened
 
-from gallery.big_folders import generation_folder, training_folder
 from halation.png import read_png
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ import shutil
 import time
 from pathlib import Path
 
-import big_folders
 import pytest
 
+from benchmarks import big_folders
 from halation import runs
 from halation.gallery.catalog import Catalog, id_of, kind_of
 from halation.gallery.training_runs import TrainingRun

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from big_folders import generation_folder, training_folder
+from benchmarks.big_folders import generation_folder, training_folder
 
 from halation import cli, runs
 from halation.errors import InputError

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from benchmarks.big_folders import generation_folder, pictures, prompt_of, settle
 
-from gallery.big_folders import generation_folder, pictures, prompt_of, settle
 from halation import runs
 from halation.config.generate import GenerateConfig
 from halation.gallery.again import command

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from big_folders import pictures, training_folder
+from benchmarks.big_folders import pictures, training_folder
 
 from halation import runs
 from halation.config.evaluate import EvaluateConfig

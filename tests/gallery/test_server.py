@@ -12,7 +12,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from big_folders import distinct, generation_folder, pictures, prompt_of, sample, settle, spec_of, training_folder
+from benchmarks.big_folders import (
+    distinct,
+    generation_folder,
+    pictures,
+    prompt_of,
+    sample,
+    settle,
+    spec_of,
+    training_folder,
+)
 from script_payloads import PAYLOADS
 from served import Visitor, serving
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from benchmarks.big_folders import pictures
 from PIL import Image
 
-from gallery.big_folders import pictures
 from halation.gallery import thumbnails
 from halation.gallery.thumbnails import Thumbnails, default_folder
 from halation.png import encode_png

@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import big_folders
 import pytest
 
+from benchmarks import big_folders
 from halation import runs
 from halation.gallery.training_runs import TrainingRun
 from halation.gallery.watch_runs import WatchRun

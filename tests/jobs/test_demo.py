@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gallery.big_folders import training_folder
+from benchmarks.big_folders import training_folder
 from halation import cli
 from halation.jobs import demo
 
