@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 import json
 import re
 import urllib.parse
@@ -96,6 +97,16 @@ def test_a_generation_shows_some_pictures_with_their_specs_and_everything_that_f
     assert all("halation generate" in spec["command"] for spec in specs)
     assert made.left_out == ("9 of 54 pictures are on this page",)
     assert set(page["links"].values()) <= {path.name for path in run.glob("*.png")}
+
+
+def test_pictures_of_a_long_generation_are_from_all_of_it(tmp_path: Path) -> None:
+    run = generation_folder(tmp_path / "drawn", 2_400, failed_every=2, size=8)
+    made = exported(run, tmp_path / "page.html", 40)
+    rows = next(value for key, value in embedded(made.path)["responses"].items() if key.endswith("/rows"))["rows"]
+    done = [row["index"] for row in rows if row["state"] == "done"]
+    assert len(done) == made.num_pictures == 40
+    assert max(after - before for before, after in itertools.pairwise(done)) < 80
+    assert sum(row["state"] == "failed" for row in rows) == 1_000
 
 
 def test_scores_come_with_their_nearest_and_farthest_within_the_number_of_pictures(tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from halation.gallery.tail import last_lines, read_object, stamp_of
 from halation.runs import CONFIG_FILE, ENDED_FILE, OWNER_FILE
 
 KEY = re.compile(r"g([0-9]{1,12})")
-MAX_ROWS = 500
 MAX_REASONS = 100
 RECENT_S = 60.0
 REST = 20
@@ -259,7 +258,7 @@ class GenerationRun:
             self._searched = True
             try:
                 indices = self._matching(query)
-                page = indices[query.offset : query.offset + min(query.limit, MAX_ROWS)].tolist()
+                page = indices[query.offset : query.offset + query.limit].tolist()
                 with self._tables.reading() as connection:
                     columns = "id, prompt, seed, state, width, height, worker, reason, sha256, num_frames"
                     rows = sorted(selected(connection, page, columns))
