@@ -23,6 +23,11 @@ METRICS_FILE = "metrics.jsonl"
 _num_temporaries = itertools.count()
 
 
+def cache_folder() -> Path:
+    """Where things are kept that can be made again: `$HALATION_CACHE`, or `~/.cache/halation`."""
+    return Path(os.environ.get("HALATION_CACHE") or Path.home() / ".cache" / "halation")
+
+
 def temporary_for(path: Path) -> Path:
     """A name beside `path` for what is not whole yet, which no other writer has: not even another thread of this process."""
     return path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}-{next(_num_temporaries)}.tmp")

@@ -26,6 +26,7 @@ from halation.models import extractor_weights
 from halation.models.extractor_weights import FID_NAME, FID_SHA256, default_weights, fetched, read_tensors, sha256_of
 from halation.models.extractors import Extractor, full_precision, open_extractor
 from halation.models.inception import Inception, inception_from, unfit
+from halation.runs import cache_folder
 
 
 def pictures(num: int = 2) -> list[npt.NDArray[np.uint8]]:
@@ -386,7 +387,7 @@ def test_offline_without_weights_says_where_they_come_from_and_where_they_go(
 def test_the_cache_is_in_the_home_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("HALATION_CACHE", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert extractor_weights.cache_folder() == tmp_path / ".cache" / "halation"
+    assert cache_folder() == tmp_path / ".cache" / "halation"
     monkeypatch.setenv("HALATION_CACHE", str(tmp_path))
     (tmp_path / FID_NAME).write_bytes(b"not it")
     with pytest.raises(InputError, match=FID_NAME):

@@ -15,7 +15,7 @@ from pathlib import Path
 from PIL import Image
 
 from halation.png import MAX_PIXELS
-from halation.runs import temporary_for
+from halation.runs import cache_folder, temporary_for
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +32,7 @@ NUM_DECODERS = 2
 
 
 def default_folder() -> Path:
-    """`thumbnails` in `$HALATION_CACHE`, or in `~/.cache/halation`."""
-    return Path(os.environ.get("HALATION_CACHE") or Path.home() / ".cache" / "halation") / "thumbnails"
+    return cache_folder() / "thumbnails"
 
 
 class Thumbnails:

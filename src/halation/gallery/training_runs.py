@@ -293,7 +293,8 @@ def title_of(kind: str, settings: Mapping[str, Any]) -> str:
     """What is trained on what, in a few words."""
 
     def last(name: str) -> str:
-        return Path(str(settings.get(name) or "")).name
+        path = Path(str(settings.get(name) or ""))
+        return path.parents[1].name if path.parent.name == "checkpoints" else path.name
 
     if kind == "sample":
         size: Any = (settings.get("height"), settings.get("width"))

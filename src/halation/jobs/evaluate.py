@@ -274,9 +274,7 @@ def places_of(config: EvaluateConfig, source: Source | Live) -> tuple[str, ...]:
 def cache_of(config: EvaluateConfig) -> Path:
     if config.cache_dir is not None:
         return config.cache_dir
-    from halation.models.extractor_weights import cache_folder
-
-    return cache_folder() / "features"
+    return runs.cache_folder() / "features"
 
 
 def read_config(path: Path) -> EvaluateConfig:

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from halation.errors import InputError
-from halation.runs import publishing
+from halation.runs import cache_folder, publishing
 
 logger = logging.getLogger(__name__)
 FID_NAME = "pt_inception-2015-12-05-6726825d.pth"
@@ -31,11 +31,6 @@ FID_SHA256 = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
 _BLOCK = 1 << 20
 _SILENCE_S = 60.0
 _SPEAK_EVERY_S = 5.0
-
-
-def cache_folder() -> Path:
-    """`$HALATION_CACHE`, or `~/.cache/halation`."""
-    return Path(os.environ.get("HALATION_CACHE") or Path.home() / ".cache" / "halation")
 
 
 def default_weights(flag: str = "--weights") -> Path:

@@ -219,18 +219,19 @@ class ScorePlots {
     const focus = this.legend.contains(document.activeElement) ? document.activeElement.id : null;
     fill(this.legend, inPlots.length > 1 ? inPlots.map((run) => h("button", { class: "score-key", type: "button", id: `score-key-${run.look}`, "aria-pressed": String(!this.hidden.has(run.key)), onclick: () => this.toggle(run.key) }, seriesSwatch(run.look), run.name)) : null);
     if (focus) document.getElementById(focus)?.focus({ preventScroll: true });
-    this.arrange(drawn);
+    this.arrange(drawn, inPlots);
     drawn.forEach((metric, index) => this.plots[index].plot.update(this.options(metric, inPlots)));
   }
 
-  arrange(drawn) {
+  arrange(drawn, runs) {
     const titles = drawn.map((metric) => metric.title).join("\n");
     if (titles === this.titles) return;
     this.titles = titles;
     this.close();
     this.plots = drawn.map((metric) => {
       const host = h("div", { class: "score-plot", dataset: { metric: metric.metric } });
-      const note = metric.groups.length > 1 ? h("span", { class: "score-mixed", title: "Lines with other letters were computed in another way" }, "not all comparable") : null;
+      const plotted = new Set(runs.flatMap((run) => (run.cells.get(metric.title) ?? []).filter((score) => score.step !== null).map((score) => metric.groupOf(run.key, score))));
+      const note = plotted.size > 1 ? h("span", { class: "score-mixed", title: "Lines with other letters were computed in another way" }, "not all comparable") : null;
       this.grid.append(h("figure", { class: "panel score-figure" }, h("figcaption", null, h("strong", null, metric.title), h("span", { class: "muted small" }, metric.lower ? " ↓ lower is better" : " ↑ higher is better"), note), host));
       return { plot: plot(host, { series: [], label: metric.title }) };
     });
