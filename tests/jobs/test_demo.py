@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from benchmarks.big_folders import training_folder
+
 from halation import cli
 from halation.jobs import demo
 
