@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -258,6 +260,40 @@ def test_a_reader_in_the_middle_of_a_page_keeps_no_writer_waiting(tmp_path: Path
             with pytest.raises(sqlite3.OperationalError, match="readonly"):
                 connection.execute("UPDATE pictures SET state = 0")
     assert opened(folder).summary()["done"] == 2
+
+
+@pytest.mark.parametrize("in_transaction", [True, False])
+def test_a_ledger_that_is_closed_while_somebody_reads_is_whole_in_its_one_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_transaction: bool
+) -> None:
+    monkeypatch.setattr("halation.generation.ledger.CLOSE_WAIT_MS", 50)
+    folder = generation_folder(tmp_path / "gen", 40, num_done=0, size=8)
+    ledger = Ledger(folder / LEDGER_FILE)
+    ledger.record([Outcome(index=index, state="failed") for index in range(30)])
+    with LedgerTables(folder / LEDGER_FILE).reading() as connection:
+        if in_transaction:
+            connection.execute("BEGIN")
+        assert connection.execute("SELECT COUNT(*) FROM pictures WHERE state = 2").fetchone() == (30,)
+        ledger.close()
+        alone = shutil.copy(folder / LEDGER_FILE, tmp_path / "alone.sqlite")
+    with contextlib.closing(sqlite3.connect(f"file:{alone}?immutable=1", uri=True)) as copy:
+        assert copy.execute("SELECT COUNT(*) FROM pictures WHERE state = 2").fetchone() == (30,)
+    with Ledger(folder / LEDGER_FILE) as again:
+        assert again.counts()["failed"] == 30
+    assert [name for name in names(folder) if name.startswith(LEDGER_FILE)] == [LEDGER_FILE]
+
+
+def test_a_reader_that_goes_while_a_ledger_is_being_closed_leaves_no_log(tmp_path: Path) -> None:
+    folder = generation_folder(tmp_path / "gen", 40, num_done=0, size=8)
+    ledger = Ledger(folder / LEDGER_FILE)
+    ledger.record([Outcome(index=0, state="failed")])
+    reading = LedgerTables(folder / LEDGER_FILE).reading()
+    reading.__enter__().execute("BEGIN")
+    leaving = threading.Timer(0.1, reading.__exit__, (None, None, None))
+    leaving.start()
+    ledger.close()
+    leaving.join()
+    assert [name for name in names(folder) if name.startswith(LEDGER_FILE)] == [LEDGER_FILE]
 
 
 @pytest.mark.parametrize(("blocked", "num_done"), [("ledger.sqlite-shm", 9), ("ledger.sqlite-wal", 8)])

@@ -30,6 +30,7 @@ FRESH_S = 1.0
 DIGEST_BYTES = 8
 MAX_TEXT_BYTES = 1 << 17
 MAX_READ_AT_ONCE = 2_000
+CANNOT_OPEN = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR)
 PLAN = re.compile(r"plan-\d+\.digests")
 
 # The columns that are asked for, with the ledger's own names and numbers of states.
@@ -111,9 +112,10 @@ class LedgerTables:
             try:
                 connection.execute("SELECT 1 FROM pictures LIMIT 1").fetchone()
                 return connection
-            except sqlite3.Error:  # a log that a dead command left where nothing may be written
+            except sqlite3.Error as error:
                 connection.close()
-                if way == ways[-1]:
+                # A log that a dead command left where nothing may be written; never a ledger that is locked, for it is being written.
+                if way == ways[-1] or error.sqlite_errorcode & 0xFF not in CANNOT_OPEN:
                     raise
         raise AssertionError("unreachable")
 

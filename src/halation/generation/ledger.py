@@ -28,6 +28,8 @@ LEDGER_FILE = "ledger.sqlite"
 STATES: tuple[State, ...] = ("open", "done", "failed")
 DONE = STATES.index("done")
 WAITS_S = (0.1, 0.5, 2.0)
+CLOSE_WAIT_MS = 2_000
+CLOSE_WAITS_S = (0.02, 0.1, 0.4)
 
 # `unfinished` is a partial index, so that a resume reads what is missing and never what is there.
 SCHEMA = """
@@ -104,7 +106,27 @@ class Ledger:
         self.connection.executescript(SCHEMA)
 
     def close(self) -> None:
+        """Everything into the one file: SQLite itself leaves rows in the log beside it where a reader happens to be there."""
+        with contextlib.suppress(
+            sqlite3.Error
+        ):  # a full disk: the rows stay in the log, from which the next command reads them
+            self.connection.execute(f"PRAGMA busy_timeout = {CLOSE_WAIT_MS}")
+            self.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
         self.connection.close()
+        self._remove_log()
+
+    def _remove_log(self) -> None:
+        """Whoever is the last to close removes the log; a reader cannot, so it is tried again once that has gone."""
+        log = self.path.with_name(self.path.name + "-wal")
+        for wait_s in CLOSE_WAITS_S:
+            try:
+                if not log.exists() or log.stat().st_size:
+                    return
+                time.sleep(wait_s)
+                with contextlib.closing(sqlite3.connect(self.path, timeout=0)) as connection:
+                    connection.execute("SELECT 1 FROM facts LIMIT 1").fetchone()
+            except (sqlite3.Error, OSError):
+                return
 
     def __enter__(self) -> Ledger:
         return self
