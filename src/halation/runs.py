@@ -190,7 +190,9 @@ def _telling_the_end(folder: Path, what: str, before: Mapping[str, Any] | None) 
     try:
         yield
     except BaseException as error:
-        refused = isinstance(error, InputError | GeneratorExit) and _traces(folder) == began
+        # By its code: a refusal that a rank or a worker spoke arrives as another kind of error.
+        code = error.exit_code if isinstance(error, HalationError) else None
+        refused = (code == InputError.exit_code or isinstance(error, GeneratorExit)) and _traces(folder) == began
         _tell_end(folder, before if refused and before else _end(what, error))
         raise
     _tell_end(folder, _end(what, None))

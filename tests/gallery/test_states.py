@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from halation import runs
-from halation.errors import InputError, Interrupted
+from halation.errors import HalationError, InputError, Interrupted
 from halation.gallery.states import State, state_of
 
 
@@ -68,6 +68,21 @@ def test_a_start_that_was_refused_leaves_the_run_what_it_was(run: runs.Run) -> N
     with runs.held(run.folder, "train"), pytest.raises(InputError), runs.held(run.folder, "sample"):
         pass
     assert word(run) == ("finished", "")
+
+
+def test_a_start_that_ranks_refused_leaves_the_run_what_it_was(run: runs.Run) -> None:
+    """Out of ranks comes the code of a refusal, not its kind."""
+    with pytest.raises(Interrupted), runs.held(run.folder, "train"):
+        runs.Metrics(run.metrics).append({"step": 5})
+        raise Interrupted("stopped at step 5", 130)
+    refusal, failure = HalationError("but the run is at step 5"), HalationError("rank 1 was killed")
+    refusal.exit_code = InputError.exit_code
+    with pytest.raises(HalationError), runs.held(run.folder, "train"):
+        raise refusal
+    assert word(run) == ("stopped", "stopped at step 5")
+    with pytest.raises(HalationError), runs.held(run.folder, "train"):
+        raise failure
+    assert word(run) == ("failed", "rank 1 was killed")
 
 
 def test_bad_input_that_is_found_on_the_way_is_a_failure(run: runs.Run) -> None:
