@@ -147,15 +147,8 @@ def _owner(folder: Path) -> dict[str, Any] | None:
 
 
 def _is_dead(owner: Mapping[str, Any]) -> bool:
-    if owner.get("host") != socket.gethostname():
-        return False
-    try:
-        os.kill(int(owner["pid"]), 0)
-    except (ProcessLookupError, KeyError, ValueError):
-        return True
-    except PermissionError:  # somebody else's, and alive
-        return False
-    return False
+    pid = owner.get("pid")
+    return owner.get("host") == socket.gethostname() and not (isinstance(pid, int) and runs.is_alive(pid))
 
 
 def actions(number: int) -> frozenset[str]:

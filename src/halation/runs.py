@@ -241,6 +241,23 @@ def _owner(path: Path) -> str:
         return "another command"
 
 
+def is_alive(pid: int) -> bool:
+    """Whether there is such a process here; one that only waits to be buried is none."""
+    if pid <= 0:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    except (OSError, IndexError):
+        return True
+
+
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """One line for each setting that is not what it was, in a form a person can read."""
     lines = []

@@ -16,6 +16,7 @@ from opened import Opened, opened
 
 from faults.commands import HALATION, started, train, until
 from gallery.script_payloads import PAYLOADS
+from halation.gallery.catalog import id_of
 from halation.generation.ledger import LEDGER_FILE, Ledger
 from halation.generation.requests import Request
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.browser
 NUM_STEPS, EVERY, NUM_PROMPTS = 120, 100, 8
 NUM_ROWS = 10_000
+CELL = "#matrix .matrix-row[data-step]:not(.matrix-teacher) button.cell"
 OVERFLOW = "() => document.documentElement.scrollWidth - document.documentElement.clientWidth"
 UNNAMED = """() => [...document.querySelectorAll("button, a, input, select, [role=slider], img, dialog[open]")].filter((element) => {
   if (!element.checkVisibility()) return false;
@@ -122,7 +124,7 @@ def test_rows_are_steps_and_columns_prompts_and_only_those_in_sight_are_there(
     assert rows.first.get_attribute("data-step") == str(NUM_STEPS * EVERY)
     assert page.locator(".matrix-prompt").count() == NUM_PROMPTS
     assert rows.count() < NUM_STEPS / 2
-    page.locator("#matrix .matrix-row[data-step]:not(.matrix-teacher) button.cell").first.focus()
+    page.locator(CELL).first.focus()
     page.keyboard.press("Control+End")
     page.locator(f"#matrix .matrix-row[data-step='{EVERY}']").wait_for()
     head = page.locator(".matrix-prompt").first.bounding_box()
@@ -134,7 +136,7 @@ def test_the_viewer_moves_by_slider_and_keys_and_gives_the_focus_back(
     served: Opened, folders: Path, page: Page
 ) -> None:
     served.show(page, folders / "long")
-    cell = page.locator("#matrix .matrix-row[data-step]:not(.matrix-teacher) button.cell").nth(2)
+    cell = page.locator(CELL).nth(2)
     cell.click()
     viewer = page.locator("#viewer")
     viewer.wait_for()
@@ -160,7 +162,7 @@ def test_two_steps_are_compared_with_a_divider_that_moves_by_mouse_and_by_key(
     served: Opened, folders: Path, page: Page
 ) -> None:
     served.show(page, folders / "long")
-    page.locator("#matrix .matrix-row[data-step]:not(.matrix-teacher) button.cell").first.click()
+    page.locator(CELL).first.click()
     page.keyboard.press("c")
     page.keyboard.press("ArrowLeft")
     page.keyboard.press("c")
@@ -292,7 +294,7 @@ def test_prompts_ids_and_scores_are_text_whatever_they_say(served: Opened, folde
     root = folders / "harmful"
     served.show(page, root / "train")
     page.locator(".matrix-prompt").first.wait_for()
-    page.locator("#matrix .matrix-row[data-step]:not(.matrix-teacher) button.cell").first.click()
+    page.locator(CELL).first.click()
     assert text_of(page, "#viewer-caption").strip() == PAYLOADS[0].strip()
     for _ in range(3):
         page.keyboard.press("ArrowDown")
@@ -338,3 +340,42 @@ def test_everything_fits_a_phone_and_has_a_name(
     page.locator("#scores").wait_for()
     assert page.evaluate(OVERFLOW) <= 0
     assert page.evaluate(UNNAMED) == []
+
+
+def test_the_way_back_closes_what_is_open_before_it_leaves_the_run(served: Opened, folders: Path, page: Page) -> None:
+    served.enter(page)
+    page.locator("a.run").first.wait_for()
+    page.evaluate(f"() => {{ location.hash = '#/run/{id_of(folders / 'long')}'; }}")
+    page.locator(CELL).first.click()
+    page.keyboard.press("c")
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("c")
+    page.locator("#compare").wait_for()
+    page.go_back()
+    page.locator("#compare").wait_for(state="hidden")
+    if page.locator("#viewer").count():
+        page.go_back()
+    page.locator("#viewer").wait_for(state="hidden")
+    assert page.locator("main").get_attribute("data-view") == "training"
+    page.locator(CELL).first.click()
+    page.keyboard.press("Escape")
+    page.locator("#viewer").wait_for(state="hidden")
+    page.go_back()
+    page.locator("main[data-view='runs']").wait_for()
+
+
+def test_a_gallery_that_was_started_anew_says_that_its_link_is_another(
+    folders: Path, tmp_path: Path, page: Page, complaints: Complaints
+) -> None:
+    complaints.expect("403|ERR_CONNECTION_REFUSED|ERR_INCOMPLETE_CHUNKED_ENCODING")
+    with opened(folders / "harmful" / "train", scratch=tmp_path) as first:
+        first.enter(page)
+        page.locator("#connection[data-status='live']").wait_for()
+        port = first.address.rpartition(":")[2]
+    (tmp_path / "again").mkdir()
+    with opened(folders / "harmful" / "train", scratch=tmp_path / "again", flags=("--port", port)) as second:
+        assert second.token != first.token
+        page.locator("#connection[data-status='locked']").wait_for()
+        page.goto(second.link)
+        page.locator("#connection[data-status='live']").wait_for()
+        page.goto("about:blank")

@@ -84,6 +84,8 @@ def check_target(path: Path) -> None:
     """Refuse what cannot become a file, before anything is read."""
     if path.is_dir():
         raise InputError(f"--export {path} is a folder", "a file to write", "give a file name, such as run.html")
+    if path.suffix.lower() not in (".html", ".htm"):
+        raise InputError(f"--export {path}", "a file ending in .html", f"give it that ending: {path}.html")
     if not path.parent.is_dir():
         raise InputError(
             f"--export {path}: there is no folder {path.parent}",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from halation.gallery.tail import read_object, stamp_of
-from halation.runs import ENDED_FILE, OWNER_FILE
+from halation.runs import ENDED_FILE, OWNER_FILE, is_alive
 
 SILENT_AFTER_S = 300.0
 """A command on another machine cannot be asked; one whose files did not change for so long is taken for gone."""
@@ -55,7 +54,7 @@ def _of_owner(owner: dict[str, object], changed: float) -> State:
     command, host, pid = str(owner.get("command") or ""), owner.get("host"), owner.get("pid")
     since = _seconds(owner.get("since"))
     if host == socket.gethostname() and isinstance(pid, int):
-        alive = is_alive(pid)
+        alive = 0 < pid < 2**31 and is_alive(pid)
         return State(
             word="running" if alive else "stopped", reason="" if alive else "killed", command=command, since=since
         )
@@ -64,23 +63,6 @@ def _of_owner(owner: dict[str, object], changed: float) -> State:
         return State(word="running", command=command, since=since)
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(newest))
     return State(word="stopped", reason=f"silent since {when}", command=command, since=since)
-
-
-def is_alive(pid: int) -> bool:
-    """Whether there is such a process here; one that only waits to be buried is none."""
-    if pid <= 0:
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
-    except (OSError, IndexError):
-        return True
 
 
 def _seconds(text: object) -> float | None:

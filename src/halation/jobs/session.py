@@ -293,7 +293,9 @@ class Session:
             rng.restore(mine["rng"], self.world.device)
         if self.world.first:
             self.metrics.rewind(step)
-            self.began -= max((row.get("time_s", 0.0) for row in self.metrics.lines()), default=0.0)
+            known = self.metrics.lines()
+            self.began -= max((row.get("time_s", 0.0) for row in known), default=0.0)
+            self.last_loss = next((row["loss"] for row in reversed(known) if row.get("loss") is not None), 0.0)
             appraisal.forget_after(self.folder, step)
             sample_files.forget_after(self.folder.samples, step)
         return True

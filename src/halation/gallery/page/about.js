@@ -68,9 +68,8 @@ export class Settings {
 }
 
 function kindOfLine(line) {
-  if (/\b(ERROR|CRITICAL)\b/.test(line)) return "error";
-  if (/\bwarn(ing)?\b/i.test(line)) return "warning";
-  if (/\b(error|traceback|exception|failed)\b|[a-z]Error\b/i.test(line)) return "error";
+  if (/\b(ERROR|CRITICAL)\b|^Traceback |^[A-Za-z.]*(Error|Exception)\b/.test(line)) return "error";
+  if (/\bWARNING\b/.test(line)) return "warning";
   return "";
 }
 

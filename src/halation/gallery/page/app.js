@@ -4,7 +4,7 @@ import { exported, get } from "./api.js";
 import { fill, h, isTyping, setText } from "./dom.js";
 import { mountGeneration } from "./generation.js";
 import { onChange, onStatus } from "./live.js";
-import { errorState, openDialog, refreshTimes, skeleton } from "./parts.js";
+import { errorState, notify, openDialog, refreshTimes, skeleton } from "./parts.js";
 import { recall, remember } from "./prefs.js";
 import { mountRuns } from "./runs.js";
 import { mountScores } from "./scores.js";
@@ -21,9 +21,17 @@ const HELP = [
   ["A generation", [["↑ ↓ ← →", "move through the pictures"], ["Enter", "its spec, and the command that draws it again"]]],
 ];
 
+function decoded(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text;
+  }
+}
+
 /** What an address like "#/run/ID/curves" asks for: {name, id, tab}. */
 export function routeOf(hash) {
-  const parts = hash.replace(/^#\/?/, "").split("/").filter(Boolean).map(decodeURIComponent);
+  const parts = hash.replace(/^#\/?/, "").split("/").filter(Boolean).map(decoded);
   if (parts[0] === "run" && parts[1]) return { name: "run", id: parts[1], tab: parts[2] ?? "", rest: parts.slice(3) };
   if (parts[0] === "scores") return { name: "scores", id: "", tab: parts[1] ?? "", rest: parts.slice(2) };
   return { name: "runs", id: "", tab: "", rest: [] };
@@ -168,10 +176,12 @@ class App {
 }
 
 function showStatus(node, status) {
-  const words = { live: "live", connecting: "connecting", reconnecting: "reconnecting", exported: "exported" };
+  const words = { locked: "open the new link", exported: "exported" };
+  const titles = { exported: "A page written by `halation gallery --export`: it does not change", locked: "The gallery was started anew: open the link it printed then" };
   node.dataset.status = status;
-  node.title = status === "exported" ? "A page written by `halation gallery --export`: it does not change" : `The connection to the gallery: ${words[status]}`;
-  setText(node.lastElementChild, words[status]);
+  node.title = titles[status] ?? `The connection to the gallery: ${status}`;
+  setText(node.lastElementChild, words[status] ?? status);
+  if (status === "locked") notify(`${titles.locked}. What stands here is no longer brought up to date.`, "bad");
 }
 
 /** The table of keys. */

@@ -1,6 +1,6 @@
 // Two pictures against each other: a divider to drag, side by side, or blinking in one place.
 
-import { append, fill, h, setStyle } from "./dom.js";
+import { append, fill, h, setStyle, showDialog } from "./dom.js";
 import { countText } from "./format.js";
 import { segmented } from "./parts.js";
 import { recall, remember } from "./prefs.js";
@@ -155,7 +155,7 @@ export function openCompare(options) {
     if (before instanceof HTMLElement && before.isConnected) before.focus({ preventScroll: true });
   });
   append(document.body, [dialog]);
-  dialog.showModal();
+  showDialog(dialog);
   for (const picker of pickers) picker.tell();
   show();
   host.querySelector("[role=slider]:not([hidden])")?.focus({ preventScroll: true });

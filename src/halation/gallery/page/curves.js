@@ -1,6 +1,6 @@
 // Curves of a training run: one plot for every number it writes, checkpoints marked; pointing shows the samples of that step.
 
-import { get, thumb } from "./api.js";
+import { get, steadily, thumb } from "./api.js";
 import { fill, h, setText } from "./dom.js";
 import { countText, numberText } from "./format.js";
 import { teacherCells } from "./matrix.js";
@@ -20,6 +20,7 @@ const ABOUT = {
   data_s: ["Waiting for data", "s/step"],
 };
 const FIRST = Object.keys(ABOUT);
+const MOST_ROWS = 20000;
 const NEVER_SMOOTH = new Set(["lr", "memory_gb"]);
 
 /** A running mean that forgets at `weight`, without the pull of its start. */
@@ -69,12 +70,14 @@ export class Curves {
     this.rows = [];
     this.after = 0;
     this.figures = new Map();
-    this.smoothing = recall("curves.smoothing", 0.9);
+    this.smoothing = recall("curves.smoothing", 0.6);
     this.log = recall("curves.log", false);
     this.grid = h("div", { class: "figures", id: "curves" }, skeleton(4, "skeleton-plot"));
     this.strip = h("div", { class: "strip", id: "strip", role: "group", "aria-label": "Samples of the step pointed at" });
     fill(host, this.bar(), this.grid, this.strip);
     this.loaded = false;
+    // One answer at a time: two that were asked for the same rows would draw them twice.
+    this.ask = steadily(() => this.load(), 0);
   }
 
   bar() {
@@ -93,12 +96,16 @@ export class Curves {
     return h("div", { class: "toolbar", role: "group", "aria-label": "How curves are drawn" }, h("label", { class: "range" }, "Smoothing", slider, word), h("label", { class: "check" }, log, "Log scale"), h("span", { class: "muted small" }, h("span", { class: "checkpoint-mark", "aria-hidden": "true" }, "▲"), " checkpoint"));
   }
 
-  async refresh(detail) {
+  refresh(detail) {
     this.detail = detail;
+    this.ask();
+  }
+
+  async load() {
     try {
       const more = await get(`/api/runs/${encodeURIComponent(this.run)}/metrics?after=${this.after}`);
-      if (more.reset) this.rows = [];
-      this.rows.push(...more.rows);
+      this.rows = more.reset ? more.rows : this.rows.concat(more.rows);
+      if (this.rows.length > MOST_ROWS) this.rows = this.rows.filter((_, index) => index % 2 === 0 || index === this.rows.length - 1);
       this.after = more.next;
       this.loaded = true;
       this.show();
@@ -190,6 +197,7 @@ export class Curves {
   }
 
   unmount() {
+    this.ask.stop();
     for (const figure of this.figures.values()) figure.plot?.destroy();
   }
 }

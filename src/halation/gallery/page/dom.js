@@ -64,3 +64,27 @@ export function isTyping(event) {
   if (target.matches("textarea, select, [contenteditable]")) return true;
   return target.matches("input") && !["range", "checkbox", "radio", "button"].includes(target.type);
 }
+
+const openDialogs = [];
+let numOwnSteps = 0;
+
+function wentBack() {
+  if (numOwnSteps > 0) numOwnSteps -= 1;
+  else openDialogs.at(-1)?.close();
+}
+
+/** Opens a dialog that the browser's way back closes, before it leaves the page: on a phone nobody looks for a button. */
+export function showDialog(dialog) {
+  if (openDialogs.length === 0) window.addEventListener("popstate", wentBack);
+  openDialogs.push(dialog);
+  history.pushState({ dialog: openDialogs.length }, "");
+  dialog.addEventListener("close", () => {
+    const depth = openDialogs.indexOf(dialog) + 1;
+    openDialogs.splice(depth - 1, 1);
+    if (history.state?.dialog === depth) {
+      numOwnSteps += 1;
+      history.back();
+    }
+  }, { once: true });
+  dialog.showModal();
+}

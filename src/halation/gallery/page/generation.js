@@ -281,6 +281,7 @@ class FailuresPart {
       return;
     }
     const show = (reason) => this.view.goTo({ state: "failed", reason });
+    const focused = this.view.panel.contains(document.activeElement) ? document.activeElement.dataset.reason : undefined;
     const told = reasons.reduce((sum, [, count]) => sum + count, 0);
     fill(
       this.view.panel,
@@ -289,6 +290,7 @@ class FailuresPart {
         h("li", null, h("button", { class: "reason", type: "button", dataset: { reason }, onclick: () => show(reason) }, h("strong", { class: "number" }, countText(count)), h("span", { class: "reason-text mono" }, reason || "no reason was written"), h("span", { class: "reason-bar", "aria-hidden": "true", style: { width: `${((100 * count) / Math.max(1, told)).toFixed(1)}%` } }))),
       )),
     );
+    if (focused !== undefined) [...this.view.panel.querySelectorAll("[data-reason]")].find((node) => node.dataset.reason === focused)?.focus({ preventScroll: true });
   }
 }
 

@@ -1,6 +1,6 @@
 // Hears from the server what has changed, and says whether it is being heard at all.
 
-import { exported } from "./api.js";
+import { exported, get } from "./api.js";
 
 const changeHandlers = new Set();
 const statusHandlers = new Set();
@@ -18,6 +18,19 @@ function setStatus(next) {
   tell(statusHandlers, liveStatus);
 }
 
+/** A server that was started anew has another token: no waiting helps then, and the reader is told. */
+async function tryAgain() {
+  try {
+    await get("/api/state");
+  } catch (error) {
+    if (error.status === 403) {
+      setStatus("locked");
+      return;
+    }
+  }
+  setTimeout(connect, 3000);
+}
+
 function connect() {
   liveSource = new EventSource("/api/events");
   liveSource.addEventListener("open", () => {
@@ -32,7 +45,7 @@ function connect() {
     // A refused stream is closed for good by the browser (a restarted server answers 403 or 502): try again ourselves.
     if (liveSource.readyState === EventSource.CLOSED) {
       liveSource = null;
-      setTimeout(connect, 3000);
+      tryAgain();
     }
   });
 }
@@ -45,7 +58,7 @@ export function onChange(handler) {
   return () => changeHandlers.delete(handler);
 }
 
-/** handler("live" | "connecting" | "reconnecting" | "exported"), now and at every change; returns a function that unsubscribes. */
+/** handler("live" | "connecting" | "reconnecting" | "locked" | "exported"), now and at every change; returns a function that unsubscribes. */
 export function onStatus(handler) {
   statusHandlers.add(handler);
   handler(liveStatus);

@@ -1,6 +1,6 @@
 // Small pieces that every view shows: chips, bars, times, empty places, notices.
 
-import { append, fill, h, setText, svg } from "./dom.js";
+import { append, fill, h, setText, showDialog, svg } from "./dom.js";
 import { agoText, percentText, timeText } from "./format.js";
 
 /** A chip with the state's colour and its word. */
@@ -181,7 +181,7 @@ export function openDialog(title, { id, kind = "", onClose } = {}) {
     if (before instanceof HTMLElement && before.isConnected) before.focus({ preventScroll: true });
   });
   document.body.append(dialog);
-  dialog.showModal();
+  showDialog(dialog);
   return { dialog, body, heading, close: () => dialog.close() };
 }
 

@@ -73,6 +73,13 @@ function extent(values) {
   return [low, high];
 }
 
+/** The range of all but the wildest hundredth on either side: a spike would flatten the line that matters. */
+function mostOf(points) {
+  const sorted = points.map(([, y]) => y).sort((a, b) => a - b);
+  const cut = Math.floor(sorted.length / 100);
+  return [sorted[cut], sorted[sorted.length - 1 - cut]];
+}
+
 class Plot {
   constructor(host, options) {
     this.host = host;
@@ -106,13 +113,12 @@ class Plot {
   scales() {
     const shown = this.all.filter((series) => series.points.length > 0);
     const [x0, x1] = this.options.xRange ?? extent(shown.flatMap((series) => series.points.map(([x]) => x)));
-    // Early spikes and noise would flatten the line that matters: faint series may leave the frame when a smooth one is there.
-    const ruling = shown.some((series) => series.faint) ? this.main : shown;
-    let [y0, y1] = extent(ruling.flatMap((series) => series.points.flatMap(([, y, spread]) => (spread ? [y - spread, y + spread] : [y]))));
+    let [y0, y1] = extent(shown.flatMap((series) => (series.faint ? mostOf(series.points) : series.points.flatMap(([, y, spread]) => (spread ? [y - spread, y + spread] : [y])))));
     const log = this.options.log && y0 > 0;
     if (log) [y0, y1] = y0 === y1 ? [y0 / 2, y1 * 2] : [y0 / 1.08, y1 * 1.08];
     else {
-      const pad = (y1 - y0) * 0.06 || Math.abs(y1) * 0.05 || 1;
+      // A constant that was smoothed differs from itself in its last digits.
+      const pad = (y1 - y0 > Math.abs(y1) * 1e-9 ? (y1 - y0) * 0.06 : 0) || Math.abs(y1) * 0.05 || 1;
       [y0, y1] = [y0 - pad, y1 + pad];
     }
     const inner = { width: this.width - MARGIN.left - MARGIN.right, height: this.height - MARGIN.top - MARGIN.bottom };
@@ -229,11 +235,17 @@ class Plot {
     fill(
       this.tip,
       h("span", { class: "muted" }, `${this.options.xName} ${countText(x)}`),
-      found.map(([series, [, y, spread]]) => h("span", { class: "tip-row", dataset: { series: series.colour } }, found.length > 1 ? h("span", { class: "legend-line", "aria-hidden": "true" }) : null, found.length > 1 ? `${series.name} ` : null, h("strong", null, `${numberText(y)}${spread ? ` ± ${numberText(spread, 2)}` : ""}${this.options.unit ? ` ${this.options.unit}` : ""}`))),
+      found.map(([series, [, y, spread]]) => h("span", { class: "tip-row", dataset: { series: series.colour } }, found.length > 1 ? h("span", { class: "legend-line", "aria-hidden": "true" }) : null, found.length > 1 ? `${series.name} ` : null, h("strong", null, `${numberText(y)}${spread ? ` ± ${numberText(spread, 2)}` : ""}${this.options.unit ? ` ${this.options.unit}` : ""}`), this.rawText(series, x))),
     );
     this.tip.hidden = false;
     const left = px + this.tip.offsetWidth + 14 > this.width ? px - this.tip.offsetWidth - 10 : px + 10;
     setStyle(this.tip, { left: `${Math.max(0, left)}px` });
+  }
+
+  /** What a smoothed line was made from at x. */
+  rawText(series, x) {
+    const raw = this.all.find((other) => other.faint && other.colour === series.colour && other.points.length > 0);
+    return raw ? h("span", { class: "muted" }, ` raw ${numberText(raw.points[nearestIndex(raw.points, x)][1])}`) : null;
   }
 
   destroy() {

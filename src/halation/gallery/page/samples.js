@@ -58,7 +58,14 @@ export class Samples {
     this.showBar();
     if (none) return;
     this.matrix.update(detail, { variant: this.variant, size: this.size, newestFirst: this.newestFirst, showTeacher: this.teacher });
-    if (this.viewer) this.viewer.setItems(this.steps.length, Math.max(0, this.steps.indexOf(this.looking.step)), this.ticks());
+    if (this.viewer) this.follow();
+  }
+
+  /** The viewer stays on its step; where a resumed run removed it, on the newest one there is. */
+  follow() {
+    if (!this.byStep.has(this.looking.step)) this.looking.step = this.steps.at(-1);
+    this.looking.prompt = Math.min(this.looking.prompt, this.detail.prompts.length - 1);
+    this.viewer.setItems(this.steps.length, this.steps.indexOf(this.looking.step), this.ticks());
   }
 
   emptyWords() {

@@ -1,6 +1,6 @@
 // One picture at full size in a dialog: a slider and arrow keys move along, neighbours are loaded ahead so that nothing flickers.
 
-import { fill, h, isTyping, setText, svg } from "./dom.js";
+import { fill, h, isTyping, setText, showDialog, svg } from "./dom.js";
 
 const NUM_AHEAD = 3;
 const CACHE_SIZE = 48;
@@ -36,7 +36,7 @@ class Viewer {
     this.direction = 1;
     this.build();
     document.body.append(this.dialog);
-    this.dialog.showModal();
+    showDialog(this.dialog);
     this.slider.focus({ preventScroll: true });
     this.show();
   }
