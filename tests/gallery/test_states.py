@@ -73,7 +73,6 @@ def test_a_start_that_was_refused_leaves_the_run_what_it_was(run: runs.Run) -> N
 def test_a_start_that_ranks_refused_leaves_the_run_what_it_was(run: runs.Run) -> None:
     """Out of ranks comes the code of a refusal, not its kind."""
     with pytest.raises(Interrupted), runs.held(run.folder, "train"):
-        runs.Metrics(run.metrics).append({"step": 5})
         raise Interrupted("stopped at step 5", 130)
     refusal, failure = HalationError("but the run is at step 5"), HalationError("rank 1 was killed")
     refusal.exit_code = InputError.exit_code

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import threading
@@ -13,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from halation.gallery.guarded import DAMAGE, Guarded
+from halation.gallery.tail import read_json
 from halation.runs import CONFIG_FILE, METRICS_FILE
 
 log = logging.getLogger(__name__)
@@ -134,17 +135,21 @@ class Catalog:
         """Make entries of what is new and forget what is gone; whether there was either."""
         gone = [id for id, entry in self._entries.items() if id not in found or found[id].kind != entry.kind]
         fresh = {id: run for id, run in found.items() if id not in self._entries or id in gone}
-        made = {}
+        made: dict[str, Entry] = {}
         for id, run in fresh.items():
-            entry = self.makers[run.kind](run.folder, id)
+            try:
+                entry = self.makers[run.kind](run.folder, id)
+            except DAMAGE:
+                log.exception("%s cannot be listed", run.folder)
+                continue
             entry.name, entry.parent = run.name, run.parent
-            made[id] = entry
+            made[id] = Guarded(entry)
         with self._lock:
             for id in gone:
                 del self._entries[id]
                 self._looked_at.pop(id, None)
             self._entries |= made
-        return bool(gone or fresh)
+        return bool(gone or made)
 
     # -- finding
 
@@ -180,7 +185,7 @@ class Catalog:
             if known is not None and known.mtime_ns == mtime_ns and known.settled:
                 return known
             looked = _read(folder, mtime_ns)
-        except OSError:
+        except (OSError, ValueError):
             self._folders.pop(folder, None)
             return None
         self._folders[folder] = looked
@@ -220,7 +225,7 @@ def _may_hold_runs(kind: str | None, name: str) -> bool:
 def kind_of(folder: Path) -> str | None:
     """What kind of run a folder is, by its record, and where that is damaged by its files; None for any other folder."""
     try:
-        record = json.loads((folder / CONFIG_FILE).read_bytes())
+        record = read_json(folder / CONFIG_FILE)
     except FileNotFoundError:
         return None
     except (OSError, ValueError):
@@ -236,4 +241,4 @@ def _kind_by_files(folder: Path) -> str | None:
         "train": (METRICS_FILE, "checkpoints"),
         "sample": ("samples.json",),
     }
-    return next((kind for kind, names in signs.items() if any((folder / name).exists() for name in names)), None)
+    return next((kind for kind, names in signs.items() if any(os.path.lexists(folder / name) for name in names)), None)

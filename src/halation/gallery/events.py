@@ -7,11 +7,11 @@ import contextlib
 import json
 import logging
 import secrets
-import sqlite3
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
+from halation.gallery.guarded import DAMAGE
 from halation.gallery.security import Receive, Scope, Send
 
 log = logging.getLogger(__name__)
@@ -19,7 +19,6 @@ log = logging.getLogger(__name__)
 LOOK_EVERY_S = 1.0
 HEARTBEAT_S = 15.0
 RETRY_MS = 2000
-DAMAGE = (OSError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError, sqlite3.Error)
 
 
 class Versioned(Protocol):

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from halation.gallery import again
-from halation.gallery.ledgers import OUTCOME, SHARED_FOLDER, SPEC, STATES, SharedTables, first_file, tables_of
+from halation.gallery.ledgers import OUTCOME, SHARED_FOLDER, SPEC, STATES, SharedTables, file_of, tables_of
 from halation.gallery.row_index import RowIndex, selected
 from halation.gallery.states import State, state_of
-from halation.gallery.tail import last_lines, read_object, stamp_of
+from halation.gallery.tail import damage_of, first_line, last_lines, read_record, stamp_of
 from halation.runs import CONFIG_FILE, ENDED_FILE, OWNER_FILE
 
-KEY = re.compile(r"g([0-9]{1,12})")
+KEY = re.compile(r"g([0-9]{1,12})(?:\.([0-9]{1,6}))?")
 MAX_REASONS = 100
 RECENT_S = 60.0
 REST = 20
@@ -64,6 +64,7 @@ class GenerationRun:
         self._searched = False
         self._found: tuple[Any, Any] = (None, None)
         self._record: dict[str, Any] = {}
+        self._damage = self._unreadable = ""
         self._counts = dict.fromkeys(("planned", *STATES), 0)
         self._last: dict[str, str] | None = None
         self._state = State(word="stopped")
@@ -93,7 +94,8 @@ class GenerationRun:
         if stamps == self._stamps:
             return False
         self._stamps = stamps
-        self._record = read_object(self.folder / CONFIG_FILE)
+        self._record = read_record(self.folder)
+        self._damage = damage_of(self.folder / CONFIG_FILE)
         return True
 
     def _look_at_state(self) -> bool:
@@ -121,17 +123,19 @@ class GenerationRun:
                     self._index = RowIndex(connection)
                 self._counts = self._index.counts() if self._index is not None else _counts(connection)
                 self._last = self._newest(connection)
-        except sqlite3.Error:
-            return False
+        except sqlite3.Error as error:
+            unreadable = f"cannot be read: the ledger: {error}" if self._tables.changed else ""
+            changed, self._unreadable = self._unreadable != unreadable, unreadable
+            return changed
         finally:
             self._next_read = time.monotonic() + REST * (time.monotonic() - began)
-        self._behind = False
+        self._behind, self._unreadable = False, ""
         self._found = (None, None)
         self._note_pace()
         return before != self._shown()
 
     def _shown(self) -> object:
-        return self._counts, self._last, self._index.by_worker() if self._index is not None else None
+        return self._unreadable, self._counts, self._last, self._index.by_worker() if self._index is not None else None
 
     def _newest(self, connection: sqlite3.Connection) -> dict[str, str] | None:
         """The picture that shows what is being drawn; rows are drawn about in their order."""
@@ -179,7 +183,7 @@ class GenerationRun:
                 "name": self.name,
                 "kind": self.kind,
                 "state": self._state.word,
-                "reason": self._state.reason,
+                "reason": self._state.reason or self._damage or self._unreadable,
                 "started": self._state.since or self._first_logged(),
                 "changed": max(self._tables.changed, *(stamp.mtime for stamp in self._mtimes()), 0.0),
                 "title": self._title(),
@@ -200,7 +204,7 @@ class GenerationRun:
         return [stamp for stamp in self._stamps if stamp is not None] if isinstance(self._stamps, list) else []
 
     def _title(self) -> str:
-        settings = self._record.get("settings") or {}
+        settings = self._record.get("settings", {})
         width, height, num_frames = (settings.get(name) for name in ("width", "height", "num_frames"))
         words = [
             self._model(),
@@ -210,14 +214,15 @@ class GenerationRun:
         return ", ".join(word for word in words if word and word != "1 frames")
 
     def _model(self) -> str:
-        return str((self._record.get("fixed") or {}).get("model name") or "a model")
+        return str(self._record.get("fixed", {}).get("model name") or "a model")
 
     def _first_logged(self) -> float | None:
         """When its first command began to speak; remembered, for a log's beginning stays."""
         paths = self._logs() if self._started is None else []
         if paths:
-            with contextlib.suppress(OSError, ValueError, OverflowError), open(paths[-1], "rb") as file:
-                self._started = time.mktime(time.strptime(file.read(19).decode(), "%Y-%m-%d %H:%M:%S"))
+            with contextlib.suppress(ValueError, OverflowError):
+                first = first_line(paths[-1], self.folder)
+                self._started = time.mktime(time.strptime(first[:19], "%Y-%m-%d %H:%M:%S"))
         return self._started
 
     def detail(self) -> dict[str, Any]:
@@ -285,10 +290,14 @@ class GenerationRun:
     # -- one picture
 
     def picture(self, key: str) -> Path | None:
+        """A picture, or a frame of a video: `g7` is the first one of row 7, `g7.2` the third."""
         found = self._row_of(key, ("name", "num_frames", "state"))
         if not found or STATES[found["state"]] != "done" or not found["name"]:
             return None
-        path = self.folder / first_file(found["name"], found["num_frames"])
+        frame = int(key.partition(".")[2] or 0)
+        if frame >= found["num_frames"]:
+            return None
+        path = self.folder / file_of(found["name"], found["num_frames"], frame)
         try:
             whole = path.resolve(strict=True)
         except (OSError, ValueError, RuntimeError):
@@ -304,7 +313,7 @@ class GenerationRun:
         outcome = {"state": STATES[found["state"]], **{name: found[name] for name in OUTCOME}, "epoch": found["epoch"]}
         ending = "png" if found["num_frames"] == 1 else "mp4"
         with self._lock:
-            record = self._record or read_object(self.folder / CONFIG_FILE)
+            record = self._record or read_record(self.folder)
         return {
             "spec": spec,
             "outcome": outcome,
@@ -328,7 +337,7 @@ class GenerationRun:
 
     def log(self, num_lines: int) -> list[str]:
         paths = self._logs()
-        return last_lines(paths[0], num_lines) if paths else []
+        return last_lines(paths[0], num_lines, self.folder) if paths else []
 
     def _logs(self) -> list[Path]:
         """The log, or those of all commands that share the folder, the newest first."""
@@ -337,10 +346,8 @@ class GenerationRun:
         return [path for _, path in sorted(stamps, reverse=True)]
 
     def config(self) -> dict[str, Any]:
-        record = read_object(self.folder / CONFIG_FILE)
-        shown = {name: record.get(name) or {} for name in ("settings", "fixed")} | {
-            "changes": record.get("changes") or []
-        }
+        record = read_record(self.folder)
+        shown = {name: record[name] for name in ("settings", "fixed", "changes")}
         return shown | ({"differs": self._differs(shown["settings"])} if self._differs else {})
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from halation.gallery.tail import Lines
+from halation.gallery.tail import Lines, is_count, is_number, opened
 from halation.png import SIGNATURE
 
 LEDGER_FILE = "ledger.sqlite"
@@ -30,6 +30,8 @@ FRESH_S = 1.0
 DIGEST_BYTES = 8
 MAX_TEXT_BYTES = 1 << 17
 MAX_READ_AT_ONCE = 2_000
+MAX_PLANNED = 5_000_000
+"""More rows than this are damage, not a plan, and would take all memory."""
 CANNOT_OPEN = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR)
 PLAN = re.compile(r"plan-\d+\.digests")
 
@@ -65,7 +67,7 @@ class Tables(Protocol):
 
 
 def tables_of(folder: Path) -> Tables:
-    return SharedTables(folder) if (folder / SHARED_FOLDER).is_dir() else LedgerTables(folder / LEDGER_FILE)
+    return SharedTables(folder) if os.path.isdir(folder / SHARED_FOLDER) else LedgerTables(folder / LEDGER_FILE)
 
 
 class LedgerTables:
@@ -105,7 +107,11 @@ class LedgerTables:
 
     def _connected(self) -> sqlite3.Connection:
         """Without a log beside it no command has the ledger open, and SQLite would make one to be able to read: it must not."""
-        ways = ("mode=ro", "immutable=1") if self.wal.exists() else ("immutable=1",)
+        if not os.path.isfile(self.path):  # SQLite would wait for somebody to write into a pipe
+            raise sqlite3.OperationalError("there is no such file")
+        if not os.path.realpath(self.path).startswith(os.path.join(os.path.realpath(self.path.parent), "")):
+            raise sqlite3.OperationalError("it is a link that leads out of the run")
+        ways = ("mode=ro", "immutable=1") if os.path.isfile(self.wal) else ("immutable=1",)
         for way in ways:
             address = f"file:{urllib.parse.quote(str(self.path))}?{way}"
             connection = sqlite3.connect(address, uri=True, timeout=WAIT_S, check_same_thread=False)
@@ -172,7 +178,7 @@ class SharedTables:
     def _plan(self, names: list[str]) -> None:
         """A row for each that is planned, empty until its picture tells."""
         sizes = [found.st_size for name in names if (found := _stat(self.folder / SHARED_FOLDER / name))]
-        num_planned = max(sizes, default=0) // DIGEST_BYTES
+        num_planned = min(max(sizes, default=0) // DIGEST_BYTES, MAX_PLANNED)
         if num_planned > self._num_planned:
             self.connection.executemany(
                 "INSERT INTO pictures(picture) VALUES (?)",
@@ -186,7 +192,7 @@ class SharedTables:
         values = [
             (STATES.index(row["state"]), *(row.get(key, "") for key in OUTCOME), row["index"])
             for row in rows
-            if row.get("state") in STATES and isinstance(row.get("index"), int)
+            if row.get("state") in STATES and is_count(row.get("index")) and all(map(_is_plain, row.values()))
         ]
         assignments = ", ".join(f"{key} = ?" for key in OUTCOME)
         with contextlib.suppress(sqlite3.Error):  # values of other types than a command writes
@@ -199,7 +205,7 @@ class SharedTables:
         values = [
             tuple(row[key] for key in (*names, "index"))
             for row in rows
-            if all(isinstance(row.get(key), int | float | str) for key in (*names, "index"))
+            if all(key in row and _is_plain(row[key]) for key in (*names, "index")) and is_count(row["index"])
         ]
         assignments = ", ".join(f"{key} = ?" for key in names)
         with contextlib.suppress(sqlite3.Error):
@@ -230,20 +236,27 @@ class SharedTables:
         self._describe([{**spec_in(self.folder, name), "name": _stem(name)} for name in now])
 
 
+def _is_plain(value: object) -> bool:
+    """What SQLite can take."""
+    if isinstance(value, str):
+        return value.isprintable() or value == value.encode("utf-8", "replace").decode()
+    return is_count(value) or (isinstance(value, float) and is_number(value))
+
+
 def _stem(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def first_file(name: str, num_frames: int) -> str:
-    """The picture of a row within its folder; of a video the first frame."""
-    return f"{name}.png" if num_frames == 1 else f"{name}/frame_0000.png"
+def file_of(name: str, num_frames: int, frame: int = 0) -> str:
+    """The picture of a row within its folder; of a video one frame."""
+    return f"{name}.png" if num_frames == 1 else f"{name}/frame_{frame:04d}.png"
 
 
 def spec_in(folder: Path, name: str) -> dict[str, Any]:
     """The spec that a picture (or the first frame of a video) carries; empty where it carries none. Its pixels are not read."""
-    path = folder / (first_file(_stem(name), 2) if name.endswith(".mp4") else name)
+    path = folder / (file_of(_stem(name), 2) if name.endswith(".mp4") else name)
     try:
-        with open(path, "rb") as file:
+        with opened(path, folder) as file:
             if file.read(len(SIGNATURE)) != SIGNATURE:
                 return {}
             while head := file.read(8):

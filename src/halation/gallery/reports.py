@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import logging
-import math
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from halation.gallery.tail import as_dict, is_count, is_number, read_json
 
 log = logging.getLogger(__name__)
 
@@ -21,6 +21,7 @@ MAX_CHILDREN = 200_000
 LARGE = 2_000
 """Names in a folder above which it is read only once nothing came for a while: pictures are being drawn into it."""
 MAX_EXTREMES = 64
+MAX_PATH = 4096
 FRESH_S = 2.0
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 SIGNS = ("generated", "metrics", "versions")
@@ -46,12 +47,11 @@ class Report:
     @property
     def step(self) -> int | None:
         step = self.value.get("step")
-        return step if isinstance(step, int) and not isinstance(step, bool) else None
+        return step if is_count(step) else None
 
     @property
     def generated(self) -> Mapping[str, Any]:
-        about = self.value["generated"]
-        return about if isinstance(about, dict) else {}
+        return as_dict(self.value["generated"])
 
     def extremes(self, side: str) -> list[dict[str, Any]]:
         """Rows of `nearest` or `farthest` that name a picture and its distance."""
@@ -62,10 +62,6 @@ class Report:
             for row in (rows if isinstance(rows, list) else [])
             if isinstance(row, dict) and isinstance(row.get("name"), str) and is_number(row.get("distance"))
         ][:MAX_EXTREMES]
-
-
-def is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 @dataclass(kw_only=True)
@@ -130,8 +126,8 @@ def read_report(path: Path) -> Report | None:
         stat = path.stat()
         if stat.st_size > MAX_BYTES:
             return None
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        value = read_json(path)
+    except (OSError, ValueError):
         return None
     if (
         not isinstance(value, dict)
@@ -150,13 +146,14 @@ def place_of(report: Report, roots: Sequence[Path]) -> Path | None:
     as it is and, by ever shorter ends of it, beside the report and above.
     """
     said = report.generated.get("path")
-    if not isinstance(said, str) or not said or "\0" in said:
+    if not isinstance(said, str) or not said or "\0" in said or len(said) > MAX_PATH:
         return None
     path = Path(said)
     ends = [Path(*path.parts[start:]) for start in range(1 if path.is_absolute() else 0, len(path.parts))]
     inside = [above for above in report.path.parents if any(above.is_relative_to(root) for root in roots)]
     for candidate in [path, *(above / end for end in ends for above in inside)]:
-        if ".." not in candidate.parts and candidate.is_dir() and _is_inside(candidate.resolve(), roots):
+        # os.path, for it takes any text for a name: one of 300 letters is no folder, not an error.
+        if ".." not in candidate.parts and os.path.isdir(candidate) and _is_inside(candidate.resolve(), roots):
             return candidate.resolve()
     return None
 

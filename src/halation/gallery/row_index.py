@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from halation.gallery.ledgers import STATES
+from halation.gallery.ledgers import MAX_PLANNED, STATES
 
 OPEN, DONE, FAILED = range(len(STATES))
 ABSENT = -1
@@ -52,6 +52,8 @@ class RowIndex:
         picture, state, seed, size, worker, num_frames = zip(*rows, strict=True)
         places = np.array(picture, np.int64)
         num_rows = int(places.max()) + 1
+        if places.min() < 0 or num_rows > MAX_PLANNED or not {OPEN, DONE, FAILED}.issuperset(state):
+            raise sqlite3.DatabaseError("rows that no plan has")
         self.states = _grown(self.states, num_rows, ABSENT)
         self.workers = _grown(self.workers, num_rows, 0)
         self.seeds = _grown(self.seeds, num_rows, 0)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from halation.gallery.tail import Stamp, read_object, stamp_of
+from halation.gallery.tail import Stamp, as_dict, is_count, is_number, read_object, stamp_of
 from halation.runs import CONFIG_FILE
 
 NUM_WATCHED = 2
@@ -125,21 +125,21 @@ class SampleSteps:
         folder = stamp_of(index.parent) if known is None or not known.whole else None
         if known is not None and known.stamps == (stamp, None if known.whole else folder):
             return known
-        said = read_object(index) if stamp is not None else {}
+        said = read_object(index, self.run) if stamp is not None else {}
         number = self._number(index, said)
         if number is None or (stamp is None and not self.alone):
             return known
-        settings = said.get("settings") if isinstance(said.get("settings"), dict) else {}
+        settings = as_dict(said.get("settings"))
         if self.alone and not said:
-            settings = read_object(self.run / CONFIG_FILE).get("fixed") or {}
+            settings = as_dict(read_object(self.run / CONFIG_FILE).get("fixed"))
         size = _size(settings) or self.size
         rows: list[Any] = said["samples"] if isinstance(said.get("samples"), list) else []
         whole = bool(rows)
         drawn = _cells(index.parent, rows, stamp) if whole else _coming(index.parent, settings)
         return Step(
             step=number,
-            epoch=said.get("epoch") if isinstance(said.get("epoch"), int) else None,
-            loss=said["loss"] if isinstance(said.get("loss"), int | float) else None,
+            epoch=said.get("epoch") if is_count(said.get("epoch")) else None,
+            loss=said["loss"] if is_number(said.get("loss")) else None,
             time=stamp.mtime if stamp else folder.mtime if folder else 0.0,
             size=size,
             cells=drawn,
@@ -148,7 +148,7 @@ class SampleSteps:
         )
 
     def _number(self, index: Path, said: dict[str, Any]) -> int | None:
-        if isinstance(said.get("step"), int):
+        if is_count(said.get("step")):
             return int(said["step"])
         if self.alone:
             found = STEP_FOLDER.fullmatch(Path(str(said.get("checkpoint", ""))).name)
@@ -162,14 +162,14 @@ def _size(settings: Any) -> tuple[int, int] | None:
     if not isinstance(settings, dict):
         return None
     width, height = settings.get("width"), settings.get("height")
-    return (width, height) if isinstance(width, int) and isinstance(height, int) else None
+    return (int(width), int(height)) if is_count(width) and is_count(height) else None  # type: ignore[arg-type]
 
 
 def _cells(folder: Path, rows: list[Any], stamp: Stamp | None) -> dict[str, tuple[Cell, ...]]:
     """Cells of a whole index. samples.json is written after its pictures, so its own stamp tells their versions."""
     cells: dict[str, list[Cell]] = {}
     for row in rows:
-        if not isinstance(row, dict) or not isinstance(row.get("prompt"), str) or not isinstance(row.get("seed"), int):
+        if not isinstance(row, dict) or not isinstance(row.get("prompt"), str) or not is_count(row.get("seed")):
             continue
         there = row.get("state") == "done" and isinstance(row.get("file"), str)
         teacher = row.get("teacher")
@@ -189,7 +189,7 @@ def _coming(folder: Path, settings: Any) -> dict[str, tuple[Cell, ...]]:
     """Cells of a step that is being drawn: the pictures that are there already, by the numbers in their names."""
     prompts = settings.get("prompts") if isinstance(settings, dict) else None
     seed = settings.get("seed") if isinstance(settings, dict) else None
-    if not isinstance(prompts, list) or not isinstance(seed, int):
+    if not isinstance(prompts, list) or seed is None or not is_count(seed):
         return {}
     found: dict[tuple[str, int], tuple[Path, str]] = {}
     try:

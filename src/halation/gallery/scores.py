@@ -6,6 +6,7 @@ A number stands once: what metrics.jsonl says of a step is left out where the re
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -14,10 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from halation.gallery.catalog import Catalog, Entry, id_of
-from halation.gallery.reports import Report, Shelf, is_number, picture_of, place_of
-from halation.gallery.tail import Lines
+from halation.gallery.guarded import DAMAGE
+from halation.gallery.reports import Report, Shelf, picture_of, place_of
+from halation.gallery.tail import Lines, is_count, is_number
 from halation.plots import direction
 from halation.runs import METRICS_FILE
+
+log = logging.getLogger(__name__)
 
 TRAINED = ("train", "distill")
 EVALUATION = "evaluation"
@@ -101,13 +105,13 @@ class Scores:
         owners = {report.id: self._owner(report) for report in reports}
         found: dict[tuple[Any, ...], Score] = {}
         for report in sorted(reports, key=lambda report: report.changed):
-            for score in self._scores_of(report, owners[report.id]):
+            for score in _readable(self._scores_of(report, owners[report.id]), report.path):
                 found[identity(score)] = score
         told = {(score["run"], score["step"], score["title"]) for score in found.values()}
         for id, rows in lines.items():
             entry = self.catalog.get(id)
             if entry is not None:
-                for score in _scores_of_lines(entry, rows):
+                for score in _readable(_scores_of_lines(entry, rows), entry.folder):
                     if (id, score["step"], score["title"]) not in told:
                         found[identity(score)] = score
         chosen = [score for score in found.values() if only is None or score["run"] in only]
@@ -219,13 +223,21 @@ def identity(score: Score) -> tuple[Any, ...]:
     return (whose, score["step"], score["title"], *(repr(about.get(key)) for key in how))
 
 
+def _readable(scores: Iterable[Score], path: Path) -> Iterator[Score]:
+    """Those of one file up to where it is damaged, which costs no other file anything."""
+    try:
+        yield from scores
+    except DAMAGE:
+        log.debug("%s is damaged", path, exc_info=True)
+
+
 def _scores_of_lines(entry: Entry, rows: list[dict[str, Any]]) -> Iterator[Score]:
-    latest = {(row.get("step"), row["metric"]): row for row in rows}
+    latest = {(row["step"] if is_count(row.get("step")) else None, row["metric"]): row for row in rows}
     for (step, title), row in latest.items():
         yield _score(
             run=entry.id,
             name=entry.name,
-            step=step if isinstance(step, int) else None,
+            step=step,
             metric=key_of(title),
             title=title,
             about=row,

@@ -1,15 +1,25 @@
-"""Files that grow: the whole JSON lines that came since the last look, and the last lines of a log."""
+"""Files of a run as they are read: never waited for, never from outside of it, and those that grow only as far as they are new."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
+import stat
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+from halation.runs import CONFIG_FILE
 
 MAX_LOG_BYTES = 256 * 1024
-PIECE = 4 << 20
+MAX_OBJECT_BYTES = 8 << 20
+MAX_LINE_BYTES = 4 << 20
+MAX_DEPTH = 64
+"""Of lists in lists: what is deeper could be read here and not be told to a page."""
+PIECE = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,10 +36,13 @@ class Stamp:
 
 
 def stamp_of(path: Path) -> Stamp | None:
-    """None where there is nothing. It opens what it asks about, because a file system on a network answers stat() from memory."""
+    """None where there is no file or folder that can be read.
+
+    It opens what it asks about, because a file system on a network answers stat() from memory.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    except OSError:
+    except (OSError, ValueError):
         return None
     try:
         found = os.fstat(descriptor)
@@ -37,40 +50,161 @@ def stamp_of(path: Path) -> Stamp | None:
         return None
     finally:
         os.close(descriptor)
+    if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+        return None
     return Stamp(inode=found.st_ino, size=found.st_size, mtime_ns=found.st_mtime_ns)
 
 
-def read_object(path: Path) -> dict[str, Any]:
+@contextlib.contextmanager
+def opened(path: Path, within: Path | None = None) -> Iterator[BinaryIO]:
+    """A plain file below the folder `within`, which is its own where none is given; OSError where it is something else.
+
+    A pipe or a device would keep its reader waiting for ever, and a link may lead to what is nobody's business.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except ValueError as error:  # a name that no file can have
+        raise FileNotFoundError(errno.ENOENT, str(error), repr(path)) from error
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is no plain file", str(path))
+        if not _is_below(_real(descriptor, path), within or path.parent):
+            raise PermissionError(errno.EPERM, "it is a link that leads out of the run", str(path))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    with open(descriptor, "rb") as file:
+        yield file
+
+
+def _real(descriptor: int, path: Path) -> str:
+    """Where an open file really is: Linux knows of the very one that is open, elsewhere its name is followed once more."""
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:
+        return os.path.realpath(path)
+
+
+def _is_below(real: str, folder: Path) -> bool:
+    return real.startswith(os.path.join(folder, "")) or real.startswith(os.path.join(os.path.realpath(folder), ""))
+
+
+def read_json(path: Path, within: Path | None = None) -> Any:
+    """What a file says. OSError or ValueError, in a few words, where it cannot be read."""
+    with opened(path, within) as file:
+        if os.fstat(file.fileno()).st_size > MAX_OBJECT_BYTES:
+            raise ValueError(f"it is larger than {MAX_OBJECT_BYTES >> 20} MiB")
+        data = file.read(MAX_OBJECT_BYTES)
+    try:
+        value = json.loads(data)
+    except RecursionError as error:
+        raise ValueError("it is too deep") from error
+    if _is_deep(data, value):
+        raise ValueError("it is too deep")
+    return value
+
+
+def read_object(path: Path, within: Path | None = None) -> dict[str, Any]:
     """A JSON object; an empty one where the file is missing, damaged or something else."""
     try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        return as_dict(read_json(path, within))
+    except (OSError, ValueError):
         return {}
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """The config.json of a run; its parts are of the kinds they should be, whatever it says."""
+    record = read_object(folder / CONFIG_FILE)
+    changes = record.get("changes")
+    parts = {name: as_dict(record.get(name)) for name in ("settings", "fixed")}
+    return record | parts | {"changes": changes if isinstance(changes, list) else []}
+
+
+def damage_of(path: Path) -> str:
+    """Why the object in a file cannot be read, in a sentence; empty where it can or there is none."""
+    try:
+        value = read_json(path)
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return f"cannot be read: {path.name}: {error.strerror or error}"
+    except ValueError as error:
+        return f"cannot be read: {path.name}: {str(error)[:200]}"
+    return "" if isinstance(value, dict) else f"cannot be read: {path.name} holds something else"
+
+
+def as_dict(value: object) -> dict[str, Any]:
+    """The value itself if it is an object, an empty one instead of anything else."""
     return value if isinstance(value, dict) else {}
+
+
+def is_number(value: object) -> bool:
+    """A number that a page can be told: finite, and not larger than its numbers go."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -1e308 <= value <= 1e308
+
+
+def is_count(value: object) -> bool:
+    """A whole number as steps, seeds and sizes are."""
+    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
+
+
+def _is_deep(data: bytes, value: object) -> bool:
+    if data.count(b"[") + data.count(b"{") <= MAX_DEPTH:
+        return False
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        inner = [each for each in level if isinstance(each, dict | list)]
+        level = [item for each in inner for item in (each.values() if isinstance(each, dict) else each)]
+    return bool(level)
 
 
 class Lines:
     """JSON objects of a file that others append to, each of them given once."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, within: Path | None = None) -> None:
         self.path = path
+        self.within = within
         self.stamp: Stamp | None = None
         self.offset = 0
         self.end = b""
+        self._unread = False
 
     def new(self) -> tuple[bool, list[dict[str, Any]]]:
         """Whether the file was rewritten, so that all it gave before is void, and the whole lines it has not given yet.
 
         A line that is no JSON object is left out; one that has no end yet is given when it has.
         """
+        return self.look(), list(self.rows())
+
+    def look(self) -> bool:
+        """Whether the file was rewritten; to be called before `rows`."""
         stamp = stamp_of(self.path)
         if stamp == self.stamp:
-            return False, []
+            return False
         rewritten = self._is_rewritten(stamp)
         if rewritten:
             self.offset, self.end = 0, b""
         self.stamp = stamp
-        return rewritten, self._read() if stamp is not None else []
+        self._unread = stamp is not None
+        return rewritten
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """What came since the last look, a piece of the file at a time: all of a long one would be much."""
+        if not self._unread:
+            return
+        self._unread = False
+        try:
+            with opened(self.path, self.within) as file:
+                file.seek(self.offset)
+                rest = b""
+                while (piece := file.read(PIECE)) and len(rest) < MAX_LINE_BYTES:
+                    *lines, rest = (rest + piece).split(b"\n")
+                    if lines:
+                        self.offset += sum(len(line) + 1 for line in lines)
+                        self.end = (lines[-1] + b"\n")[-64:]
+                    yield from (row for line in lines if (row := _object(line)) is not None)
+        except OSError:
+            self.stamp = None  # looked at again next time
 
     def _is_rewritten(self, stamp: Stamp | None) -> bool:
         if self.stamp is None or not self.offset:
@@ -78,29 +212,12 @@ class Lines:
         if stamp is None or stamp.inode != self.stamp.inode or stamp.size < self.offset:
             return True
         try:
-            with open(
-                self.path, "rb"
-            ) as file:  # written over in place by something longer: what was last read is not there
+            with opened(self.path, self.within) as file:
+                # Written over in place by something longer: what was last read is not there.
                 file.seek(self.offset - len(self.end))
                 return file.read(len(self.end)) != self.end
         except OSError:
             return True
-
-    def _read(self) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = []
-        try:
-            with open(self.path, "rb") as file:
-                file.seek(self.offset)
-                rest = b""
-                while piece := file.read(PIECE):
-                    *lines, rest = (rest + piece).split(b"\n")
-                    rows += [row for line in lines if (row := _object(line)) is not None]
-                    if lines:
-                        self.offset += sum(len(line) + 1 for line in lines)
-                        self.end = (lines[-1] + b"\n")[-64:]
-        except OSError:
-            self.stamp = None  # looked at again next time
-        return rows
 
 
 def _object(line: bytes) -> dict[str, Any] | None:
@@ -108,13 +225,13 @@ def _object(line: bytes) -> dict[str, Any] | None:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) else None
+    return row if isinstance(row, dict) and not _is_deep(line, row) else None
 
 
-def last_lines(path: Path, num_lines: int) -> list[str]:
+def last_lines(path: Path, num_lines: int, within: Path | None = None) -> list[str]:
     """The end of a log, as text whatever its bytes are."""
     try:
-        with open(path, "rb") as file:
+        with opened(path, within) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - MAX_LOG_BYTES))
             data = file.read(MAX_LOG_BYTES)
@@ -124,3 +241,12 @@ def last_lines(path: Path, num_lines: int) -> list[str]:
     if size > MAX_LOG_BYTES:
         lines = lines[1:]
     return lines[-num_lines:] if num_lines > 0 else []
+
+
+def first_line(path: Path, within: Path | None = None) -> str:
+    """The beginning of a log; empty where there is none."""
+    try:
+        with opened(path, within) as file:
+            return file.readline(200).decode("utf-8", "replace")
+    except OSError:
+        return ""

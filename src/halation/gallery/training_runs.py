@@ -13,7 +13,7 @@ from halation.gallery.catalog import kind_of
 from halation.gallery.metric_rows import MetricRows
 from halation.gallery.sample_steps import STEP_FOLDER, Cell, SampleSteps, Step
 from halation.gallery.states import State, state_of
-from halation.gallery.tail import Stamp, last_lines, read_object, stamp_of
+from halation.gallery.tail import Stamp, damage_of, first_line, is_count, last_lines, read_object, read_record, stamp_of
 from halation.runs import CONFIG_FILE, ENDED_FILE, METRICS_FILE, OWNER_FILE
 
 KEY = re.compile(r"(?:s(\d{1,15})\.(\d{1,6})(\.raw)?|t\.(\d{1,6}))")
@@ -36,6 +36,7 @@ class TrainingRun:
         self._samples = SampleSteps(folder, self.kind)
         self._metrics = MetricRows(folder / METRICS_FILE)
         self._record: dict[str, Any] = {}
+        self._damage = ""
         self._stamps: dict[str, Stamp | None] = {}
         self._checkpoints: dict[str, dict[str, Any]] = {}
         self._state = State(word="stopped")
@@ -77,9 +78,10 @@ class TrainingRun:
         return new
 
     def _read_record(self) -> None:
-        self._record = read_object(self.folder / CONFIG_FILE)
+        self._record = read_record(self.folder)
+        self._damage = damage_of(self.folder / CONFIG_FILE)
         size = self._settings().get("image_size")
-        if isinstance(size, list) and len(size) == 2 and all(isinstance(side, int) for side in size):
+        if isinstance(size, list) and len(size) == 2 and all(map(is_count, size)):
             self._samples.size = (size[1], size[0])
 
     def _read_checkpoints(self) -> bool:
@@ -89,7 +91,7 @@ class TrainingRun:
             step = STEP_FOLDER.fullmatch(path.name)
             if step:
                 known = self._checkpoints.get(path.name)
-                kind = known["kind"] if known else str(read_object(path / "COMMIT.json").get("kind") or "")
+                kind = known["kind"] if known else str(read_object(path / "COMMIT.json", self.folder).get("kind") or "")
                 found[path.name] = {"step": int(step[1]), "kind": kind}
         changed = found != self._checkpoints
         self._checkpoints = found
@@ -117,7 +119,7 @@ class TrainingRun:
             "id": self.id,
             "kind": self.kind,
             "state": self._state.word,
-            "reason": self._state.reason,
+            "reason": self._state.reason or self._damage,
             "started": self._begun(),
             "changed": self._changed(),
             "title": title_of(self.kind, self._settings()),
@@ -141,8 +143,8 @@ class TrainingRun:
             prompts = self._settings().get("prompts")
             asked = len(prompts) if isinstance(prompts, list) else len(cells)
             return sum(cell.file is not None for cell in cells), asked, failed
-        planned = self._settings().get("n_steps")
-        return self._metrics.last_step(), planned if isinstance(planned, int) else 0, failed
+        planned: Any = self._settings().get("n_steps")
+        return self._metrics.last_step(), int(planned) if is_count(planned) else 0, failed
 
     def _last(self, steps: list[Step]) -> dict[str, Any] | None:
         for step in reversed(steps):
@@ -245,7 +247,10 @@ class TrainingRun:
             path = self._pictures.get(key)
         if path is None:
             return None
-        real, top = path.resolve(), self.folder.resolve()
+        try:
+            real, top = path.resolve(), self.folder.resolve()
+        except (OSError, ValueError, RuntimeError):  # no name of a file, or a link to itself
+            return None
         return real if real.suffix == ".png" and real.is_relative_to(top) and real.is_file() else None
 
     def metrics(self, after: int) -> dict[str, Any]:
@@ -253,12 +258,12 @@ class TrainingRun:
             return self._metrics.after(after)
 
     def log(self, num_lines: int) -> list[str]:
-        return last_lines(self.folder / "logs" / self._log_name, num_lines)
+        return last_lines(self.folder / "logs" / self._log_name, num_lines, self.folder)
 
     def config(self) -> dict[str, Any]:
         with self._lock:
-            told: dict[str, Any] = {name: self._record.get(name) or {} for name in ("settings", "fixed")}
-            told["changes"] = self._record.get("changes") or []
+            record = self._record or read_record(self.folder)
+            told = {name: record[name] for name in ("settings", "fixed", "changes")}
             if self._defaults is not None:
                 settings = told["settings"]
                 told["differs"] = [name for name in settings if settings[name] != self._defaults.get(name)]
@@ -273,20 +278,12 @@ class TrainingRun:
     def _begun(self) -> float | None:
         """When its log began, or who holds it did."""
         if self._started is None:
-            first = first_line(self.folder / "logs" / self._log_name)
+            first = first_line(self.folder / "logs" / self._log_name, self.folder)
             try:
                 self._started = time.mktime(time.strptime(first[:19], "%Y-%m-%d %H:%M:%S"))
             except (ValueError, OverflowError):
                 return self._state.since
         return self._started
-
-
-def first_line(path: Path) -> str:
-    try:
-        with open(path, "rb") as file:
-            return file.readline(200).decode("utf-8", "replace")
-    except OSError:
-        return ""
 
 
 def title_of(kind: str, settings: Mapping[str, Any]) -> str:

@@ -9,7 +9,17 @@ from typing import Any
 
 from halation.gallery.metric_rows import evenly
 from halation.gallery.states import State, state_of
-from halation.gallery.tail import Lines, Stamp, last_lines, read_object, stamp_of
+from halation.gallery.tail import (
+    Lines,
+    Stamp,
+    damage_of,
+    is_count,
+    is_number,
+    last_lines,
+    read_object,
+    read_record,
+    stamp_of,
+)
 from halation.runs import CONFIG_FILE, ENDED_FILE, METRICS_FILE, OWNER_FILE
 
 KEY = re.compile(r"s(\d{1,15})\.0")
@@ -32,6 +42,7 @@ class WatchRun:
         self._lines = Lines(folder / METRICS_FILE)
         self._scores: list[dict[str, Any]] = []
         self._record: dict[str, Any] = {}
+        self._damage = ""
         self._failed: dict[str, Any] = {}
         self._best = ""
         self._stamps: dict[str, Stamp | None] = {}
@@ -43,7 +54,8 @@ class WatchRun:
             changed = stamps != self._stamps
             if changed:
                 self._stamps = stamps
-                self._record = read_object(self.folder / CONFIG_FILE)
+                self._record = read_record(self.folder)
+                self._damage = damage_of(self.folder / CONFIG_FILE)
                 self._failed = read_object(self.folder / "failed.json")
                 self._best = "".join(last_lines(self.folder / "best", 1)).strip()
             rewritten, rows = self._lines.new()
@@ -75,7 +87,7 @@ class WatchRun:
                 "parent": self.parent,
                 "kind": self.kind,
                 "state": self._state.word,
-                "reason": self._state.reason,
+                "reason": self._state.reason or self._damage,
                 "started": self._state.since,
                 "changed": self._changed(),
                 "title": f"{best}, by {first}" if first and self._best else best,
@@ -138,16 +150,16 @@ class WatchRun:
         with self._lock:
             steps = self._steps()
         newest = self.folder / f"step_{steps[-1]:07d}" / "evaluate.log" if steps else self.folder / "check.log"
-        return last_lines(newest, num_lines)
+        return last_lines(newest, num_lines, self.folder)
 
     def config(self) -> dict[str, Any]:
         with self._lock:
-            told: dict[str, Any] = {name: self._record.get(name) or {} for name in ("settings", "fixed")}
-            return told | {"changes": self._record.get("changes") or []}
+            record = self._record or read_record(self.folder)
+            return {name: record[name] for name in ("settings", "fixed", "changes")}
 
 
 def _score(row: dict[str, Any]) -> dict[str, Any] | None:
-    if not isinstance(row.get("step"), int) or not isinstance(row.get("value"), int | float):
+    if not is_count(row.get("step")) or not is_number(row.get("value")):
         return None
     name = str(row.get("name") or row.get("metric"))
     return {
@@ -155,6 +167,6 @@ def _score(row: dict[str, Any]) -> dict[str, Any] | None:
         "metric": str(row.get("metric")),
         "name": name,
         "value": row["value"],
-        "std": row.get("std"),
-        "better": row.get("better"),
+        "std": row.get("std") if is_number(row.get("std")) else None,
+        "better": str(row.get("better") or "") or None,
     }
