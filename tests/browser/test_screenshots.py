@@ -58,6 +58,7 @@ def longest_training(page: Page, address: str) -> dict[str, Any]:
 def take(page: Page, path: Path) -> None:
     """A picture of what is in sight once all of it is there; one colour would mean an empty page."""
     page.wait_for_function(LOADED)
+    page.wait_for_function("() => document.querySelector('.toast') === null")
     page.wait_for_timeout(300)
     page.screenshot(path=path)
     pixels = read_png(path)[0]

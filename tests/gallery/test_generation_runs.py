@@ -417,6 +417,9 @@ def test_the_command_draws_the_very_same_pixels(tmp_path: Path, num_frames: int)
         assert json.loads(text["halation"]) | {"index": 0} == json.loads(said["halation"]) | {"index": 0}
         if num_frames > 1:
             assert again.detail()["video"]
+            frames = [again.picture(f"g0.{number}") for number in range(num_frames)]
+            assert [frame and frame.name for frame in frames] == [f"frame_{n:04d}.png" for n in range(num_frames)]
+        assert again.picture(f"g0.{num_frames}") is None
 
 
 def test_the_command_has_the_settings_of_the_pictures_own_time() -> None:

@@ -30,8 +30,8 @@ EXTRAS = {
     "fast": ("isal>=1.7",),
     "video": ("av>=14",),
     "ray": ("ray>=2.59",),
-    "web": ("starlette", "uvicorn"),
-    "deepspeed": ("deepspeed",),
+    "web": ("starlette>=0.49", "uvicorn>=0.35"),
+    "deepspeed": ("deepspeed>=0.19",),
     "slurm": ("submitit",),
 }
 # Only these are shown with their values; of the others that matter the name alone, for a value may be a secret.

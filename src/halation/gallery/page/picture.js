@@ -54,7 +54,9 @@ export class PictureDialog {
     this.zoomButton = h("button", { class: "button", type: "button", id: "picture-zoom", "aria-pressed": "false", title: "Actual pixels (z)", onclick: () => this.zoom() }, "1:1");
     this.open = h("a", { class: "button", id: "picture-open", target: "_blank", rel: "noreferrer", title: "Open the file (o)" }, "Open");
     this.chip = h("span", { class: "picture-chip" });
-    const bar = h("div", { class: "stage-bar" }, this.before, this.after, this.position, h("span", { class: "spacer" }), this.zoomButton, this.open);
+    this.frame = h("input", { type: "range", id: "picture-frame", min: 0, step: 1, oninput: () => this.showFrame() });
+    this.frameBox = h("label", { class: "range" }, "Frame", this.frame);
+    const bar = h("div", { class: "stage-bar" }, this.before, this.after, this.position, h("span", { class: "spacer" }), this.frameBox, this.zoomButton, this.open);
     this.prompt = h("p", { class: "picture-prompt", id: "picture-prompt" });
     this.reason = h("pre", { class: "picture-reason", id: "picture-reason" });
     this.more = h("div", { class: "picture-more" });
@@ -63,6 +65,7 @@ export class PictureDialog {
 
   key(event) {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
+    if (event.target === this.frame) return;
     const next = { ArrowLeft: this.at - 1, ArrowRight: this.at + 1, Home: 0, End: this.pages.total - 1 }[event.key];
     if (next !== undefined) this.show(next);
     else if (event.key === "z") this.zoom();
@@ -97,6 +100,9 @@ export class PictureDialog {
     this.reason.hidden = !row.reason;
     setText(this.reason, row.reason ?? "");
     const done = row.state === "done";
+    this.frame.max = (row.frames ?? 1) - 1;
+    this.frame.value = 0;
+    this.frameBox.hidden = !(done && row.frames > 1) || exported;
     const url = done ? full(this.run, row) : "";
     this.open.hidden = !url;
     this.zoomButton.hidden = !url;
@@ -111,6 +117,14 @@ export class PictureDialog {
     announce(`${countText(this.at + 1)} of ${countText(this.pages.total)}: ${row.state}, ${row.prompt}`);
     this.preload(this.at + 1);
     this.preload(this.at - 1);
+  }
+
+  /** Another frame of a video. */
+  showFrame() {
+    const url = full(this.run, { ...this.row, key: `${this.row.key}.${this.frame.value}` });
+    this.frame.setAttribute("aria-valuetext", `frame ${Number(this.frame.value) + 1} of ${this.row.frames}`);
+    this.open.href = url;
+    this.img.src = url;
   }
 
   preload(index) {
