@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks import big_folders
 from halation import runs
+from halation.gallery.metric_rows import MAX_OLDER, MAX_ROWS, MetricRows
 from halation.gallery.training_runs import TrainingRun
 from halation.gallery.watch_runs import WatchRun
 
@@ -208,6 +209,30 @@ def test_many_rows_are_thinned_evenly_with_the_first_and_the_last_kept(folder: P
     assert len(rows) == 4_000
     assert (rows[0]["step"], rows[-1]["step"]) == (1, 9_000)
     assert max(after["step"] - before["step"] for before, after in itertools.pairwise(rows)) <= 3
+
+
+def test_a_long_run_is_kept_thinned_and_a_new_row_of_it_costs_next_to_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {step}, "loss": 1.5, "time_s": {step}}}\n' for step in range(60_000)))
+    metrics = MetricRows(path)
+    metrics.refresh()
+    assert len(metrics.older.kept) + len(metrics.recent) <= MAX_OLDER + MAX_ROWS
+    for points in ([row["step"] for row in metrics.after(0)["rows"]], [step for step, _ in metrics.spark()]):
+        gaps = [after - before for before, after in itertools.pairwise(points)]
+        assert (points[0], points[-1]) == (0, 59_999)
+        assert max(gaps) <= 3 * (sum(gaps) / len(gaps)), "as far apart everywhere"
+    place = metrics.after(0)["next"]
+    began = time.process_time()
+    for step in range(60_000, 60_020):
+        with path.open("a") as file:
+            file.write(f'{{"step": {step}, "loss": 1.5}}\n')
+        assert metrics.refresh()
+        assert metrics.spark()[-1] == [step, 1.5]
+    assert time.process_time() - began < 20 * 0.005
+    assert [row["step"] for row in metrics.after(place)["rows"]] == list(range(60_000, 60_020))
+    away = metrics.after(1_000)
+    assert away["reset"], "more than is told at once"
+    assert len(away["rows"]) <= MAX_ROWS
 
 
 def test_evaluations_are_scores_and_checkpoints_are_named_by_what_they_are(folder: Path) -> None:

@@ -31,6 +31,7 @@ ABOUT = (
     *("generated_hash", "reference_hash", "subsets", "subset_size", "nearest_k", "rank_deficient", "bootstrap"),
 )
 SIDES = ("nearest", "farthest")
+SIGN = b'"num_generated"'
 KEYS_OF_NAMES = {"kid": "kid", "fid": "fid", "fd": "fd", "inception score": "is", "clip score": "clip", "prompt ": ""}
 """By how a name begins; empty: what follows."""
 
@@ -80,7 +81,7 @@ class Scores:
             del self._curves[id]
         changed = self._shelf.look(self._folders(trained.values()))
         for id, entry in trained.items():
-            curve = self._curves.setdefault(id, _Curve(lines=Lines(entry.folder / METRICS_FILE)))
+            curve = self._curves.setdefault(id, _Curve(lines=Lines(entry.folder / METRICS_FILE, having=SIGN)))
             changed |= curve.look()
         with self._lock:
             gone = self._lines.keys() != self._curves.keys()

@@ -161,9 +161,11 @@ def _is_deep(data: bytes, value: object) -> bool:
 class Lines:
     """JSON objects of a file that others append to, each of them given once."""
 
-    def __init__(self, path: Path, within: Path | None = None) -> None:
+    def __init__(self, path: Path, within: Path | None = None, having: bytes = b"") -> None:
+        """Only lines in which `having` occurs are looked into: of a long file it is most of the work."""
         self.path = path
         self.within = within
+        self.having = having
         self.stamp: Stamp | None = None
         self.offset = 0
         self.end = b""
@@ -202,7 +204,7 @@ class Lines:
                     if lines:
                         self.offset += sum(len(line) + 1 for line in lines)
                         self.end = (lines[-1] + b"\n")[-64:]
-                    yield from (row for line in lines if (row := _object(line)) is not None)
+                    yield from (row for line in lines if self.having in line and (row := _object(line)) is not None)
         except OSError:
             self.stamp = None  # looked at again next time
 
