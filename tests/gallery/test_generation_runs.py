@@ -21,9 +21,10 @@ from benchmarks.big_folders import generation_folder, pictures, prompt_of, settl
 from halation import runs
 from halation.config.generate import GenerateConfig
 from halation.gallery.again import command
-from halation.gallery.catalog import Catalog
+from halation.gallery.catalog import Catalog, id_of
 from halation.gallery.generation_runs import GenerationRun, Query
 from halation.gallery.ledgers import LedgerTables
+from halation.gallery.row_index import with_words, words_of
 from halation.generation.ledger import LEDGER_FILE, Ledger, Outcome
 from halation.generation.shared_ledger import Process, SharedLedger
 from halation.jobs.generate import run as generate
@@ -106,6 +107,29 @@ def test_filters_and_words_must_all_hold(folder: Path) -> None:
         index for index in range(9, 240, 10) if "street" in prompt_of(index)
     ]
     assert found(run, q="street", limit=2) == found(run, q="street", limit=500)[:2]
+    assert found(run, q=prompt_of(77) + " " + prompt_of(77)) == [77], "a whole prompt that was pasted"
+
+
+def test_a_search_for_very_many_words_takes_no_longer_than_for_a_few() -> None:
+    assert words_of("a STREET street in the rain") == ["street", "rain", "the"], "of the others each is part of one"
+    letters = " ".join("abcdefghijklmnopqrstuvwxyz" * 8)
+    texts = [f"the quick brown fox jumps over the lazy dog {number}" for number in range(20_000)]
+    began = time.process_time()
+    assert len(with_words(np.arange(20_000), texts, words_of(letters))) == 20_000
+    assert len(words_of(letters)) == 16
+    assert time.process_time() - began < 0.5
+
+
+def test_a_list_of_runs_waits_for_none_of_them(folder: Path) -> None:
+    run = GenerationRun(folder, id_of(folder))
+    catalog = Catalog([folder.parent], {"generate": lambda *_: run})
+    catalog.refresh()
+    told: list[str] = []
+    with run._lock:  # as a search has it, or the first reading of very many rows
+        asking = threading.Thread(target=lambda: told.extend(each.summary()["name"] for each in catalog.entries()))
+        asking.start()
+        asking.join(5)
+        assert told == ["gen"]
 
 
 def test_text_of_any_kind_comes_through_as_it_is(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from halation.gallery import again
 from halation.gallery.ledgers import OUTCOME, SHARED_FOLDER, SPEC, STATES, SharedTables, file_of, tables_of
-from halation.gallery.row_index import RowIndex, selected
+from halation.gallery.row_index import Indices, RowIndex, counts_in, selected, with_words, words_of
 from halation.gallery.states import State, state_of
 from halation.gallery.tail import damage_of, first_line, last_lines, read_record, stamp_of
 from halation.runs import CONFIG_FILE, ENDED_FILE, OWNER_FILE
@@ -63,6 +63,8 @@ class GenerationRun:
         self._index: RowIndex | None = None
         self._searched = False
         self._found: tuple[Any, Any] = (None, None)
+        """The last question with the reading it was of, and its rows."""
+        self._num_read = 0
         self._record: dict[str, Any] = {}
         self._damage = self._unreadable = ""
         self._counts = dict.fromkeys(("planned", *STATES), 0)
@@ -121,7 +123,7 @@ class GenerationRun:
             with self._tables.reading() as connection, _transaction(connection):
                 if self._index is not None and not self._index.update(connection):
                     self._index = RowIndex(connection)
-                self._counts = self._index.counts() if self._index is not None else _counts(connection)
+                self._counts = self._index.counts() if self._index is not None else counts_in(connection)
                 self._last = self._newest(connection)
         except sqlite3.Error as error:
             unreadable = f"cannot be read: the ledger: {error}" if self._tables.changed else ""
@@ -130,7 +132,7 @@ class GenerationRun:
         finally:
             self._next_read = time.monotonic() + REST * (time.monotonic() - began)
         self._behind, self._unreadable = False, ""
-        self._found = (None, None)
+        self._num_read += 1
         self._note_pace()
         return before != self._shown()
 
@@ -259,27 +261,31 @@ class GenerationRun:
 
     def search(self, query: Query) -> dict[str, Any]:
         """A page of rows, by index."""
-        with self._lock:
-            self._searched = True
-            try:
-                indices = self._matching(query)
-                page = indices[query.offset : query.offset + query.limit].tolist()
-                with self._tables.reading() as connection:
-                    columns = "id, prompt, seed, state, width, height, worker, reason, sha256, num_frames"
-                    rows = sorted(selected(connection, page, columns))
-            except sqlite3.Error:
-                return {"total": 0, "rows": []}
+        try:
+            indices = self._matching(query)
+            page = indices[query.offset : query.offset + query.limit].tolist()
+            with self._lock, self._tables.reading() as connection:
+                columns = "id, prompt, seed, state, width, height, worker, reason, sha256, num_frames"
+                rows = sorted(selected(connection, page, columns))
+        except sqlite3.Error:
+            return {"total": 0, "rows": []}
         return {"total": len(indices), "rows": [_row(row) for row in rows]}
 
-    def _matching(self, query: Query) -> Any:
-        index = self._loaded()
-        asked = replace(query, offset=0, limit=0)
-        if self._found[0] != asked:
-            words = query.q.casefold().split()
+    def _matching(self, query: Query) -> Indices:
+        """All rows a query is of. Words are looked for while others may ask: of many rows it takes a while."""
+        asked, words = replace(query, offset=0, limit=0), words_of(query.q)
+        with self._lock:
+            self._searched = True
+            index, read_at = self._loaded(), self._num_read
+            if self._found[0] == (asked, read_at):
+                return self._found[1]
             if words:
                 self._prepare_search()
-            self._found = (asked, index.matching(words, query.state, query.worker or None, query.seed))
-        return self._found[1]
+            chosen, texts = index.chosen(query.state, query.worker or None, query.seed), index.texts
+        found = with_words(chosen, texts, words)
+        with self._lock:
+            self._found = ((asked, read_at), found)
+        return found
 
     def _prepare_search(self) -> None:
         """The words of all rows, read once; between two looks, so that the first search need not wait for it."""
@@ -342,8 +348,8 @@ class GenerationRun:
     def _logs(self) -> list[Path]:
         """The log, or those of all commands that share the folder, the newest first."""
         paths = [self.folder / "logs" / "generate.log", *(self.folder / "logs").glob("*/generate.log")]
-        stamps = [(stamp.mtime_ns, path) for path in paths if (stamp := stamp_of(path)) is not None]
-        return [path for _, path in sorted(stamps, reverse=True)]
+        stamps = sorted(((stamp.mtime_ns, path) for path in paths if (stamp := stamp_of(path))), reverse=True)
+        return [path for _, path in stamps]
 
     def config(self) -> dict[str, Any]:
         record = read_record(self.folder)
@@ -359,13 +365,6 @@ def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
         yield
     finally:
         connection.execute("ROLLBACK")
-
-
-def _counts(connection: sqlite3.Connection) -> dict[str, int]:
-    (planned,) = connection.execute("SELECT COALESCE(MAX(picture) + 1, 0) FROM pictures").fetchone()
-    rest = dict(connection.execute("SELECT state, COUNT(*) FROM pictures WHERE state != 1 GROUP BY state").fetchall())
-    opened, failed = rest.get(0, 0), rest.get(2, 0)
-    return {"planned": planned, "open": opened, "done": planned - opened - failed, "failed": failed}
 
 
 def _row(row: tuple[Any, ...]) -> dict[str, Any]:

@@ -17,6 +17,8 @@ ABSENT = -1
 NUM_AT_ONCE = 500
 """Row numbers in one question to SQLite."""
 MAX_SIZES = 20
+MAX_WORDS = 16
+"""Of a whole prompt that somebody pasted, the longest words are enough to find it."""
 Indices = npt.NDArray[np.int64]
 
 
@@ -113,19 +115,14 @@ class RowIndex:
 
     # -- questions
 
-    def matching(self, words: Sequence[str], state: str, worker: str | None, seed: int | None) -> Indices:
+    def chosen(self, state: str, worker: str | None, seed: int | None) -> Indices:
         """Rows by index for which all of this is true."""
         chosen = self.states != ABSENT if not state else self.states == STATES.index(state)
         if worker is not None:
             chosen = chosen & (self.workers == self._numbers.get(worker, -1)) & (self.states != OPEN)
         if seed is not None:
             chosen = chosen & (self.seeds == seed if -(2**63) <= seed < 2**63 else False)
-        indices = np.flatnonzero(chosen).astype(np.int64)
-        for word in words:
-            texts = self.texts
-            found = [index for index in indices.tolist() if index < len(texts) and word in texts[index]]
-            indices = np.array(found, np.int64)
-        return indices
+        return np.flatnonzero(chosen).astype(np.int64)
 
     def counts(self) -> dict[str, int]:
         numbers = [int(np.count_nonzero(self.states == state)) for state in range(len(STATES))]
@@ -145,12 +142,39 @@ class RowIndex:
         return [[size >> 20, size & 0xFFFFF, count] for size, count in sizes.most_common(MAX_SIZES) if size]
 
 
+def with_words(indices: Indices, texts: Sequence[str], words: Sequence[str]) -> Indices:
+    """Those of the rows in whose texts all words occur; texts are only ever added, so nobody has to hold still for it."""
+    if not words:
+        return indices
+    found = [index for index in indices.tolist() if index < len(texts)]
+    for word in words:
+        found = [index for index in found if word in texts[index]]
+    return np.array(found, np.int64)
+
+
+def words_of(q: str) -> list[str]:
+    """The words to look for: the longest first, which leave the fewest rows, and none that is part of another."""
+    words: list[str] = []
+    for word in sorted(dict.fromkeys(q.casefold().split()), key=len, reverse=True):
+        if len(words) < MAX_WORDS and not any(word in longer for longer in words):
+            words.append(word)
+    return words
+
+
 def selected(connection: sqlite3.Connection, indices: Sequence[int], columns: str) -> Iterator[tuple[Any, ...]]:
     """The index and these columns of some rows, in no order."""
     for start in range(0, len(indices), NUM_AT_ONCE):
         some = indices[start : start + NUM_AT_ONCE]
         marks = ", ".join("?" * len(some))
         yield from connection.execute(f"SELECT picture, {columns} FROM pictures WHERE picture IN ({marks})", some)
+
+
+def counts_in(connection: sqlite3.Connection) -> dict[str, int]:
+    """Rows by state, without reading those that are done."""
+    (planned,) = connection.execute("SELECT COALESCE(MAX(picture) + 1, 0) FROM pictures").fetchone()
+    rest = dict(connection.execute("SELECT state, COUNT(*) FROM pictures WHERE state != 1 GROUP BY state").fetchall())
+    opened, failed = rest.get(0, 0), rest.get(2, 0)
+    return {"planned": planned, "open": opened, "done": planned - opened - failed, "failed": failed}
 
 
 def facts(connection: sqlite3.Connection) -> list[tuple[str, str]]:
