@@ -153,6 +153,21 @@ def test_names_by_epoch_and_rank_in_one_folder_and_a_teacher_beside_them(tmp_pat
     assert run.summary()["title"] == "student of big, 16x8"
 
 
+def test_the_list_shows_the_newest_sample_where_epochs_and_asked_for_steps_mix(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    runs.begin(runs.Run(folder), "train", {}, {}, False)
+    for step in (3, 7):
+        put(folder / f"samples/step_{step:07d}", [row(0, "a", "sample_00.png")], step=step)
+    for epoch in range(1, 6):
+        put(folder / "samples", [row(0, "a", f"{epoch}.png")], f"epoch_{epoch}_samples.json", step=100 * epoch)
+    run = opened(folder)
+    assert run.summary()["last"]["key"] == "s500.0"
+    put(folder / "samples/step_0000600", [row(0, "a", "sample_00.png")], step=600)
+    run.refresh()
+    assert run.summary()["last"]["key"] == "s600.0"
+
+
 def test_no_picture_is_given_from_outside_of_the_run_and_no_other_file(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "secret.png").write_bytes(b"secret")
     place = folder / "samples/step_0000040"

@@ -87,7 +87,13 @@ class SampleSteps:
     def _wanted(self) -> list[Path]:
         unsettled = {index for index, step in self._steps.items() if not step.whole}
         unread = set(self._indices) - self._steps.keys() if self.opened else set()
-        return sorted(unsettled | unread | set(self._indices[-NUM_WATCHED:]))
+        return sorted(unsettled | unread | self._newest())
+
+    def _newest(self) -> set[Path]:
+        """The last ones by step and the last ones by epoch: a run that is asked for samples has both, and its order is neither's."""
+        folders = [index for index in self._indices if index.name == "samples.json"]
+        epochs = [index for index in self._indices if index.name != "samples.json"]
+        return {*folders[-NUM_WATCHED:], *epochs[-NUM_WATCHED:]}
 
     def _listed(self) -> list[Path]:
         if self.alone:
