@@ -50,6 +50,13 @@ def test_runs_are_found_wherever_they_lie_but_not_in_hidden_deep_or_crowded_fold
     assert names(catalog_of(tmp_path)) == {"a": "train", "a/mine": "sample", "b/c/d/e/f/g": "distill"}
 
 
+def test_a_folder_that_was_named_may_be_crowded(tmp_path: Path) -> None:
+    for number in range(2_100):
+        (tmp_path / f"empty_{number}").mkdir()
+    begin(tmp_path / "run", "train")
+    assert names(catalog_of(tmp_path)) == {"run": "train"}
+
+
 def test_pictures_of_a_watch_are_its_children(tmp_path: Path) -> None:
     begin(tmp_path / "run", "train")
     watch = begin(tmp_path / "run/watch", "watch")

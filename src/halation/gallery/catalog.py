@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 KINDS = ("train", "distill", "sample", "generate", "watch")
 MAX_DEPTH = 6
 MAX_CHILDREN = 2_000
+MAX_ROOT_CHILDREN = 200_000
+"""A folder with more is one of pictures; not one that somebody named, which is looked through."""
 WALK_EVERY_S = 3.0
 REST_EVERY_S = 5.0
 """How often a run that is not running is looked at."""
@@ -184,7 +186,8 @@ class Catalog:
             known = self._folders.get(folder)
             if known is not None and known.mtime_ns == mtime_ns and known.settled:
                 return known
-            looked = _read(folder, mtime_ns)
+            most = MAX_ROOT_CHILDREN if folder in self.roots else MAX_CHILDREN
+            looked = _read(folder, mtime_ns, most)
         except (OSError, ValueError):
             self._folders.pop(folder, None)
             return None
@@ -198,7 +201,7 @@ class Catalog:
         return str(Path(root.name) / below if len(self.roots) > 1 else below)
 
 
-def _read(folder: Path, mtime_ns: int) -> _Looked:
+def _read(folder: Path, mtime_ns: int, most: int) -> _Looked:
     """One pass over a folder; a run's own folders are not searched but where runs may be inside it."""
     settled = time.time() - mtime_ns / 1e9 > FRESH_S
     kind = kind_of(folder)
@@ -207,7 +210,7 @@ def _read(folder: Path, mtime_ns: int) -> _Looked:
     children = []
     with os.scandir(folder) as entries:
         for number, entry in enumerate(entries):
-            if number >= MAX_CHILDREN:
+            if number >= most:
                 return _Looked(mtime_ns=mtime_ns, settled=settled, kind=kind)
             if (
                 not entry.name.startswith(".")
