@@ -6,6 +6,7 @@ import base64
 import hashlib
 import itertools
 import json
+import os
 import re
 import urllib.parse
 from pathlib import Path
@@ -60,6 +61,13 @@ def test_a_page_holds_the_answers_small_pictures_and_the_way_to_the_full_ones(tm
         full = (tmp_path / urllib.parse.unquote(page["links"][name])).resolve()
         assert full.is_relative_to(run)
         assert full.is_file()
+
+
+def test_a_run_whose_name_is_no_text_is_exported(tmp_path: Path) -> None:
+    run = training_folder(tmp_path / "run", 1, 1, size=8).rename(tmp_path / os.fsdecode(b"caf\xe9"))
+    made = exported(run, tmp_path / "page.html")
+    assert "<title>caf\ufffd" in made.path.read_text()
+    assert made.num_pictures == 1
 
 
 def test_few_pictures_are_whole_steps_spread_evenly_with_the_first_and_the_last(tmp_path: Path) -> None:

@@ -73,7 +73,8 @@ def export(
     """Write the page of one run; the catalog and the scores have been refreshed."""
     check_target(path)
     content = gather(entry, catalog, scores, path, num_pictures, thumbnail)
-    data = page(entry.name, content).encode()
+    title = os.fsencode(entry.name).decode("utf-8", "replace")  # a folder's name may be any bytes
+    data = page(title, content).encode()
     publish(path, data)
     return Exported(
         path=path, num_bytes=len(data), num_pictures=len(content.pictures), left_out=tuple(content.left_out)
