@@ -18,6 +18,7 @@ from halation.faults import fault_point
 
 CONFIG_FILE = "config.json"
 ENDED_FILE = "ended.json"
+KILLED = "killed; where nobody did it, the machine ran out of memory; the same command goes on"
 OWNER_FILE = ".owner.json"
 METRICS_FILE = "metrics.jsonl"
 _num_temporaries = itertools.count()
@@ -166,6 +167,7 @@ def held(folder: Path, what: str) -> Iterator[None]:
     try:
         owner = {
             "pid": os.getpid(),
+            "start": start_of(os.getpid()),
             "host": socket.gethostname(),
             "command": what,
             "since": time.strftime("%Y-%m-%d %H:%M:%S"),
@@ -222,7 +224,7 @@ def _end_before(folder: Path) -> dict[str, Any] | None:
         end = json.loads((folder / ENDED_FILE).read_bytes())
         return end if isinstance(end, dict) else None
     except (OSError, ValueError):
-        killed = {**_end("", None), "state": "stopped", "reason": "killed"}
+        killed = {**_end("", None), "state": "stopped", "reason": KILLED}
         return killed if (folder / OWNER_FILE).exists() else None
 
 
@@ -241,9 +243,17 @@ def _owner(path: Path) -> str:
         return "another command"
 
 
-def is_alive(pid: int) -> bool:
-    """Whether there is such a process here; one that only waits to be buried is none."""
-    if pid <= 0:
+def start_of(pid: int) -> int | None:
+    """When a process began, in the machine's ticks: of two that had the same number in turn, each has its own; None where nobody tells."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def is_alive(pid: int, start: object = None) -> bool:
+    """Whether there is such a process here, and it is the one that began at `start`; one that only waits to be buried is none."""
+    if not 0 < pid < 2**31 or (start is not None and start_of(pid) not in (None, start)):
         return False
     try:
         os.kill(pid, 0)

@@ -141,12 +141,26 @@ with runs.held(pathlib.Path({str(run.folder)!r}), "train"):
         assert word(run) == ("running", "")
         owner.send_signal(signal.SIGKILL)
         os.waitid(os.P_PID, owner.pid, os.WEXITED | os.WNOWAIT)
-        assert word(run) == ("stopped", "killed"), "it is not buried yet, but it is dead"
+        assert word(run) == ("stopped", runs.KILLED), "it is not buried yet, but it is dead"
         owner.wait(10)
-    assert word(run) == ("stopped", "killed")
+    assert word(run) == ("stopped", runs.KILLED)
     with pytest.raises(InputError), runs.held(run.folder, "train"):
         raise InputError("other settings", "the old ones", "use them")
-    assert word(run) == ("stopped", "killed")
+    assert word(run) == ("stopped", runs.KILLED)
+
+
+def test_a_number_that_another_process_has_by_now_is_no_owner(run: runs.Run) -> None:
+    with runs.held(run.folder, "train"):
+        owner = json.loads((run.folder / ".owner.json").read_text())
+        assert word(run) == ("running", "")
+    parent = {**owner, "pid": os.getppid()}
+    (run.folder / "ended.json").unlink()
+    (run.folder / ".owner.json").write_text(json.dumps(parent))
+    assert word(run) == ("stopped", runs.KILLED), "its parent is alive, but began earlier"
+    (run.folder / ".owner.json").write_text(json.dumps(parent | {"start": None}))
+    assert word(run) == ("running", ""), "where nobody told when, the number is all there is"
+    (run.folder / ".owner.json").write_text(json.dumps(parent | {"pid": 10**20}))
+    assert word(run) == ("stopped", runs.KILLED)
 
 
 def test_an_owner_on_another_machine_runs_as_long_as_its_files_change(run: runs.Run) -> None:

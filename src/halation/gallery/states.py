@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from halation.gallery.tail import read_object, stamp_of
-from halation.runs import ENDED_FILE, OWNER_FILE, is_alive
+from halation.runs import ENDED_FILE, KILLED, OWNER_FILE, is_alive
 
 SILENT_AFTER_S = 300.0
 """A command on another machine cannot be asked; one whose files did not change for so long is taken for gone."""
@@ -54,9 +54,9 @@ def _of_owner(owner: dict[str, object], changed: float) -> State:
     command, host, pid = str(owner.get("command") or ""), owner.get("host"), owner.get("pid")
     since = _seconds(owner.get("since"))
     if host == socket.gethostname() and isinstance(pid, int):
-        alive = 0 < pid < 2**31 and is_alive(pid)
+        alive = is_alive(pid, owner.get("start"))
         return State(
-            word="running" if alive else "stopped", reason="" if alive else "killed", command=command, since=since
+            word="running" if alive else "stopped", reason="" if alive else KILLED, command=command, since=since
         )
     newest = max(changed, since or 0.0)
     if time.time() - newest < SILENT_AFTER_S:
