@@ -99,8 +99,11 @@ def parse(
     from halation.config import fields
 
     name, _ = COMMANDS[command]
-    config_type = getattr(importlib.import_module(f"halation.config.{command}"), name)
+    module = importlib.import_module(f"halation.config.{command}")
+    config_type = getattr(module, name)
     file, rest = _take_config(words)
+    if hasattr(module, "check_words"):
+        module.check_words(rest)
     settings = {**(defaults or {}), **(fields.from_file(config_type, file) if file else {})}
     return parse_flags(tyro, config_type, settings, rest, prog=prog or f"halation {command}")
 

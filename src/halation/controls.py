@@ -13,7 +13,7 @@ import shutil
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,8 @@ class Request:
     run: Path
     action: str
     id: str
+    owner: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """The start of the run that it was asked of."""
 
     @property
     def path(self) -> Path:
@@ -58,7 +60,7 @@ def ask(folder: Path, action: str, by: str = "`halation ctl`") -> Request:
     assert action in ACTIONS
     while True:
         owner = _running(folder)
-        request = Request(run=folder, action=action, id=os.urandom(4).hex())
+        request = Request(run=folder, action=action, id=os.urandom(4).hex(), owner=owner)
         words = {"action": action, "id": request.id, "by": by, "owner": owner, "time": time.time()}
         try:
             request.path.parent.mkdir(exist_ok=True)
@@ -101,13 +103,20 @@ def answer_to(request: Request) -> Answer | None:
     return None
 
 
-def is_running(folder: Path) -> bool:
-    """Whether somebody could take a request."""
+def is_awaited(request: Request) -> bool:
+    """Whether the start of the run that it was asked of is still there; one after it would not take it."""
     try:
-        _running(folder)
+        return _running(request.run) == request.owner
     except HalationError:
         return False
-    return True
+
+
+def is_starting(folder: Path) -> bool:
+    """Whether a training holds a folder that it has not made a run of yet."""
+    owner = _owner(folder)
+    if owner is None or _is_dead(owner) or owner.get("command") not in JOBS:
+        return False
+    return not runs.Run(folder).config.exists()
 
 
 def _running(folder: Path) -> dict[str, Any]:
@@ -116,6 +125,10 @@ def _running(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise InputError(f"there is no folder {folder}", "the folder of a running training", "check the path")
     if not run.config.exists():
+        if is_starting(folder):
+            raise InputError(
+                f"{folder} is still starting", "a training that takes steps", "ask again in a moment (--wait_s)"
+            )
         raise InputError(
             f"{folder} is not a run: it has no {runs.CONFIG_FILE}",
             "the --output_dir of a running `halation train` or `distill`",
@@ -130,12 +143,26 @@ def _running(folder: Path) -> dict[str, Any]:
         )
     owner = _owner(folder)
     if owner is None or _is_dead(owner):
-        raise InputError(
-            f"{folder} is not running",
-            "a training that takes steps",
-            "start it: the command it was begun with goes on from its last checkpoint",
-        )
+        raise _not_running(run)
     return owner
+
+
+def _not_running(run: runs.Run) -> InputError:
+    """How it ended, if it said so, and what would make it run."""
+    try:
+        ended = json.loads((run.folder / runs.ENDED_FILE).read_bytes())
+    except (OSError, ValueError):
+        ended = None
+    ended = ended if isinstance(ended, dict) else {}
+    found, why = f"{run.folder} is not running", str(ended.get("reason") or "")
+    if ended.get("state") == "finished":
+        return InputError(
+            f"{found}: it is finished", "a training that takes steps", "to train on, give its command more steps"
+        )
+    if ended.get("state") == "failed":
+        found += f": it failed{': ' * bool(why)}{why}"
+    goes_on = "goes on from its last checkpoint" if run.has_saved() else "begins again, as nothing was saved"
+    return InputError(found, "a training that takes steps", f"start it: the command it was begun with {goes_on}")
 
 
 def _owner(folder: Path) -> dict[str, Any] | None:
@@ -148,7 +175,9 @@ def _owner(folder: Path) -> dict[str, Any] | None:
 
 def _is_dead(owner: Mapping[str, Any]) -> bool:
     pid = owner.get("pid")
-    return owner.get("host") == socket.gethostname() and not (isinstance(pid, int) and runs.is_alive(pid))
+    return owner.get("host") == socket.gethostname() and not (
+        isinstance(pid, int) and runs.is_alive(pid, owner.get("start"))
+    )
 
 
 def actions(number: int) -> frozenset[str]:
@@ -166,6 +195,8 @@ class Inbox:
         self._place = str(folder / FOLDER)
         self._next_look = 0.0
         self._taken: list[dict[str, Any]] = []
+        self.asked_by: dict[str, str] = {}
+        """Who asked for each thing that was answered, the last one."""
 
     def look(self) -> int:
         """A number for what was asked since the last look. It is taken away before it is done: a kill loses it and repeats nothing."""
@@ -184,6 +215,7 @@ class Inbox:
         rows, self._taken = self._taken, []
         for row in rows:
             why = refused.get(row["action"], "")
+            self.asked_by[row["action"]] = str(row["by"])
             what = f"not done at step {step}: {why}" if why else f"taken at step {step}"
             log.warning("%s, asked for by %s, is %s", row["action"], row["by"], what)
             words = {name: row[name] for name in ("action", "id", "by")} | {"step": step, "time": time.time()}

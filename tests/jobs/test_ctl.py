@@ -73,6 +73,49 @@ def test_the_command_line_takes_a_run_and_an_action_and_says_what_is_wrong(
     assert "--wait_s -1.0" in capsys.readouterr().err
 
 
+def test_a_run_that_ended_says_how(tmp_path: Path) -> None:
+    finished, failed, saved = (record(tmp_path / name) for name in ("finished", "failed", "saved"))
+    runs.publish_json(finished / "ended.json", {"state": "finished", "reason": ""})
+    for folder in (failed, saved):
+        runs.publish_json(folder / "ended.json", {"state": "failed", "reason": "the loss is not finite"})
+    (saved / "checkpoints/step_0000010").mkdir(parents=True)
+    for folder, found, action in (
+        (finished, "finished is not running: it is finished", "more steps"),
+        (failed, "failed is not running: it failed: the loss is not finite", "begins again, as nothing was saved"),
+        (saved, "saved is not running: it failed: the loss is not finite", "goes on from its last checkpoint"),
+    ):
+        with pytest.raises(InputError) as told:
+            controls.ask(folder, "save")
+        assert told.value.found.endswith(found)
+        assert told.value.action.endswith(action)
+
+
+def test_words_in_the_wrong_order_are_put_right(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["ctl", "sample", "runs/a", "--wait_s", "1"]) == 2
+    said = capsys.readouterr().err
+    assert "expected: the run first" in said
+    assert "halation ctl runs/a sample" in said
+
+
+def test_a_training_that_holds_its_folder_but_is_no_run_yet_is_waited_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    own(folder)
+    with pytest.raises(InputError, match="run is still starting"):
+        ctl.run(CtlConfig(run=folder, action="save", wait_s=0.1))
+    inbox = controls.Inbox(folder, listens=True)
+    later(lambda: record(folder))
+    later(lambda: (inbox.look(), inbox.answer(1, {})), 0.5)
+    assert ctl.run(CtlConfig(run=folder, action="save", wait_s=20.0)) == 0
+    assert capsys.readouterr().out.splitlines()[1] == "taken at step 1"
+    own(folder, command="generate")
+    (folder / "config.json").unlink()
+    with pytest.raises(InputError, match="run is not a run"):
+        ctl.run(CtlConfig(run=folder, action="save", wait_s=20.0))
+
+
 def test_an_owner_on_another_machine_is_believed_and_a_wish_nobody_took_is_withdrawn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -114,6 +157,19 @@ def test_a_run_that_dies_with_a_wish_in_hand_is_said_to_have_ended(
     assert capsys.readouterr().out.splitlines()[1] == f"{running} ended before it took that"
 
 
+def test_a_run_that_dies_or_starts_anew_before_it_looks_has_ended_whatever_the_time(
+    running: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    later(lambda: own(running, since="2026-01-01 00:00:09"))
+    assert ctl.run(CtlConfig(run=running, action="save", wait_s=20.0)) == 1
+    assert capsys.readouterr().out.splitlines()[1] == f"{running} ended before it took that"
+    pid = dead_process()
+    later(lambda: own(running, pid=pid))
+    assert ctl.run(CtlConfig(run=running, action="save", wait_s=20.0)) == 1
+    assert capsys.readouterr().out.splitlines()[1] == f"{running} ended before it took that"
+    assert not (running / controls.FOLDER).exists()
+
+
 def test_ctrl_c_withdraws(running: Path, capsys: pytest.CaptureFixture[str]) -> None:
     later(lambda: os.kill(os.getpid(), signal.SIGINT))
     assert ctl.run(CtlConfig(run=running, action="stop", wait_s=20.0)) == 130
@@ -123,13 +179,14 @@ def test_ctrl_c_withdraws(running: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_all_wishes_of_a_moment_are_taken_once_and_answered_each(running: Path) -> None:
     inbox = controls.Inbox(running, listens=True, look_every_s=0.0)
-    requests = [controls.ask(running, action) for action in ("stop", "sample", "sample")]
+    requests = [controls.ask(running, action, "the gallery") for action in ("stop", "sample", "sample")]
     withdrawn = controls.ask(running, "save")
     assert controls.withdraw(withdrawn)
     assert controls.actions(inbox.look()) == {"sample", "stop"}
     assert not controls.withdraw(requests[0]), "it was taken"
     assert controls.answer_to(requests[0]) is None, "and is not done"
     inbox.answer(3, {})
+    assert inbox.asked_by["stop"] == "the gallery"
     assert inbox.look() == 0
     assert {controls.answer_to(request) for request in requests} == {
         controls.Answer(action="stop", step=3),

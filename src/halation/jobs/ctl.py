@@ -16,38 +16,41 @@ def run(config: CtlConfig) -> int:
     """Exit code 0 when the run has taken it (or nobody waits for that), 1 when it has not; what was not taken is withdrawn."""
     if not 0 <= config.wait_s < math.inf:
         raise InputError(f"--wait_s {config.wait_s}", "seconds, or 0 not to wait", "give a number that is not negative")
+    deadline = time.monotonic() + config.wait_s
+    while controls.is_starting(config.run) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
     request = controls.ask(config.run, config.action)
     print(f"asked {config.run} to {config.action} at its next step", flush=True)
     if not config.wait_s:
         return 0
     try:
-        answer = _wait(request, config.wait_s)
+        answer = _wait(request, deadline)
     except KeyboardInterrupt:
         withdrawn = controls.withdraw(request)
         print("withdrawn" if withdrawn else f"too late to withdraw: {config.run} has taken it")
         return 130
     if answer is not None:
         return _tell(answer)
-    if controls.withdraw(request):
-        print(
-            f"not taken within {config.wait_s:g} s, withdrawn; a run that compiles, samples or starts takes requests after that (--wait_s)"
-        )
-        return 1
-    if not controls.is_running(config.run):
+    withdrawn = controls.withdraw(request)
+    if not controls.is_awaited(request):
         answer = controls.answer_to(request)  # its last words may have come since
         if answer is not None:
             return _tell(answer)
         print(f"{config.run} ended before it took that")
         return 1
+    if withdrawn:
+        print(
+            f"not taken within {config.wait_s:g} s, withdrawn; a run that compiles, samples or starts takes requests after that (--wait_s)"
+        )
+        return 1
     print(f"{config.run} is taking it; the step is not over yet")
     return 0
 
 
-def _wait(request: controls.Request, seconds: float) -> controls.Answer | None:
+def _wait(request: controls.Request, deadline: float) -> controls.Answer | None:
     """The run's answer, as soon as it is there; None when time is up or the run is gone."""
-    deadline = time.monotonic() + seconds
     while True:
-        gone = not controls.is_running(request.run)
+        gone = not controls.is_awaited(request)
         answer = controls.answer_to(request)
         if answer is not None or gone or time.monotonic() > deadline:
             return answer

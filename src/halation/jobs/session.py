@@ -323,9 +323,9 @@ class Session:
         return asked - refused.keys()
 
     def _interrupt(self, step: int, stop: int = 0) -> None:
-        """End after a save, because of a signal or (0) because `halation ctl` said so."""
+        """End after a save, because of a signal or (0) because somebody asked for it, whom the first rank knows."""
+        by = f"(signal {stop})" if stop else f"by {self.world.from_first(self.inbox.asked_by.get('stop'))}"
         self._await_save()
-        by = f"(signal {stop})" if stop else "by `halation ctl`"
         code = exit_code(stop or signal.SIGINT)
         if not stop and launch.would_start_again():
             code = 0
