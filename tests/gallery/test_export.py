@@ -204,6 +204,39 @@ def test_what_lies_inside_a_run_belongs_to_it(tmp_path: Path) -> None:
 
 
 def test_a_target_that_cannot_be_a_file_is_refused(tmp_path: Path) -> None:
-    for path, pattern in ((tmp_path, "is a folder"), (tmp_path / "gone" / "page.html", "there is no folder")):
+    for path, pattern in (
+        (tmp_path, "is a folder"),
+        (tmp_path / "gone" / "page.html", "there is no folder"),
+        (Path("/proc/page.html"), "page.html cannot be written: "),
+    ):
         with pytest.raises(InputError, match=pattern):
             export.check_target(path)
+
+
+def test_only_an_earlier_export_is_replaced(tmp_path: Path) -> None:
+    run = training_folder(tmp_path / "run", 1, 1, size=32)
+    page = tmp_path / "page.html"
+    exported(run, page)
+    exported(run, page)
+    page.write_text("<!doctype html>\n<title>mine · Halation</title>\n" + " " * 4_000 + export.MARK)
+    before = page.read_bytes()
+    with pytest.raises(InputError, match="is not a page that this command wrote"):
+        exported(run, page)
+    assert page.read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "run"]
+
+
+def test_a_disk_that_refuses_the_page_is_told_in_words_and_keeps_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = training_folder(tmp_path / "run", 1, 1, size=32)
+    page = tmp_path / "page.html"
+    exported(run, page)
+    before = page.read_bytes()
+    monkeypatch.setenv("HALATION_FAULT_LOG", str(tmp_path / "run/faults.log"))
+    monkeypatch.setenv("HALATION_FAULT", "publish.write:2+:ENOSPC")
+    with pytest.raises(InputError, match="cannot be written: No space left"):
+        exported(run, page)
+    assert "publish.write" in (tmp_path / "run/faults.log").read_text(), "the probe passed, the page did not"
+    assert page.read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "run"]

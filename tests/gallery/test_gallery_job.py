@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,10 @@ import pytest
 from benchmarks.big_folders import generation_folder, training_folder
 
 from halation import cli
+from halation.config.gallery import GalleryConfig
+from halation.errors import InputError
 from halation.gallery.server import listen
+from halation.jobs import gallery
 
 HALATION = str(Path(sys.executable).with_name("halation"))
 CANARY = "canary-5f1c9e-secret"
@@ -183,6 +187,20 @@ def test_what_cannot_be_is_refused_in_three_parts(
     assert found in said
     assert "expected: " in said
     assert "to do: " in said
+
+
+def test_a_folder_that_one_may_not_read_is_refused() -> None:
+    with tempfile.TemporaryDirectory() as folder:  # of its owner alone, in a folder of all
+        os.chmod(folder, 0)
+        user = os.geteuid()
+        try:
+            if user == 0:  # who may read everything
+                os.seteuid(65534)
+            with pytest.raises(InputError, match=f"{folder} cannot be read: Permission denied"):
+                gallery.run(GalleryConfig(dirs=(Path(folder),)))
+        finally:
+            os.seteuid(user)
+            os.chmod(folder, 0o700)
 
 
 def test_without_the_extra_it_says_what_to_install(

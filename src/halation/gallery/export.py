@@ -10,7 +10,6 @@ import functools
 import hashlib
 import html
 import json
-import math
 import os
 import urllib.parse
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,10 +22,14 @@ from halation.errors import InputError
 from halation.gallery.bundle import bundle
 from halation.gallery.catalog import Catalog, Entry
 from halation.gallery.scores import SIDES, Scores
+from halation.gallery.tail import finite
 from halation.gallery.thumbnails import small
 from halation.runs import publish
 
 PAGE = Path(__file__).with_name("page")
+MARK = '<meta name="generator" content="halation gallery --export">\n'
+"""By this a page is known for an export, which the next one may replace."""
+MARK_WITHIN = 1024
 NUM_LOG_LINES = 300
 NUM_FAILURES = 1_000
 ROWS_A_LOOK = 1_000
@@ -75,14 +78,17 @@ def export(
     content = gather(entry, catalog, scores, path, num_pictures, thumbnail)
     title = os.fsencode(entry.name).decode("utf-8", "replace")  # a folder's name may be any bytes
     data = page(title, content).encode()
-    publish(path, data)
+    try:
+        publish(path, data)
+    except OSError as error:
+        raise _unwritable(path, error) from error
     return Exported(
         path=path, num_bytes=len(data), num_pictures=len(content.pictures), left_out=tuple(content.left_out)
     )
 
 
 def check_target(path: Path) -> None:
-    """Refuse what cannot become a file, before anything is read."""
+    """Refuse what cannot become a file, or is another one's, before anything is read."""
     if path.is_dir():
         raise InputError(f"--export {path} is a folder", "a file to write", "give a file name, such as run.html")
     if path.suffix.lower() not in (".html", ".htm"):
@@ -93,8 +99,33 @@ def check_target(path: Path) -> None:
             "a file in a folder that is there",
             "make the folder first",
         )
-    if not os.access(path.parent, os.W_OK):
-        raise InputError(f"--export {path}: {path.parent} cannot be written", "a folder that can be", "choose another")
+    try:
+        publish(path.with_name(f".{path.name}.probe"), b"")
+        path.with_name(f".{path.name}.probe").unlink()
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    if os.path.lexists(path) and not _is_export(path):
+        raise InputError(
+            f"--export {path}: it is there, and is not a page that this command wrote",
+            "a new file, or an earlier export",
+            "choose another name, or remove it first",
+        )
+
+
+def _unwritable(path: Path, error: OSError) -> InputError:
+    return InputError(
+        f"--export {path} cannot be written: {error.strerror or error}",
+        "a place that can be, with some megabytes free",
+        "choose another, or mend that",
+    )
+
+
+def _is_export(path: Path) -> bool:
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a pipe would never be opened
+            return MARK.strip().encode() in file.read(MARK_WITHIN)
+    except OSError:
+        return False
 
 
 def only_run(catalog: Catalog) -> Entry:
@@ -275,7 +306,7 @@ def page(title: str, content: Content) -> str:
     for old, new in (
         (
             '<meta charset="utf-8">\n',
-            f'<meta charset="utf-8">\n<meta http-equiv="Content-Security-Policy" content="{policy}">\n',
+            f'<meta charset="utf-8">\n{MARK}<meta http-equiv="Content-Security-Policy" content="{policy}">\n',
         ),
         ("<title>Halation</title>", f"<title>{html.escape(title)} · Halation</title>"),
         (STYLE_LINK, f"<style>{style}</style>\n"),
@@ -294,17 +325,7 @@ def _hash(text: str) -> str:
 
 def embeddable(value: Any) -> str:
     """JSON in plain letters that no parser of pages can take for anything else; what is not finite is null."""
-    text = json.dumps(_finite(value), allow_nan=False, separators=(",", ":"))
+    text = json.dumps(finite(value), allow_nan=False, separators=(",", ":"))
     for sign in "<>&":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
     return text
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value

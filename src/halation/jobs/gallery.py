@@ -11,6 +11,7 @@ import html
 import importlib
 import importlib.util
 import json
+import os
 import shlex
 import socket
 import sys
@@ -45,14 +46,25 @@ WARNING = (
 def run(config: GalleryConfig) -> int:
     """Serve until Ctrl+C, or write the export; returns the exit code."""
     for folder in config.dirs:
-        if not folder.is_dir():
-            what = "is not a folder" if folder.exists() else "does not exist"
-            raise InputError(
-                f"{folder} {what}", "folders with runs below them", "name where your runs are, such as runs/"
-            )
+        _refuse_unreadable(folder)
     if config.export is not None:
         return _export(config, config.export)
     return _serve(config)
+
+
+def _refuse_unreadable(folder: Path) -> None:
+    """Said of what was named; below it, folders of others are passed by."""
+    try:
+        with os.scandir(folder):
+            what = "" if os.access(folder, os.X_OK) else "may not be looked into"
+    except FileNotFoundError:
+        what = "does not exist"
+    except NotADirectoryError:
+        what = "is not a folder"
+    except OSError as error:
+        what = f"cannot be read: {error.strerror}"
+    if what:
+        raise InputError(f"{folder} {what}", "folders with runs below them", "name where your runs are, such as runs/")
 
 
 def _serve(config: GalleryConfig) -> int:
