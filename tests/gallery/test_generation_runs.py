@@ -279,7 +279,7 @@ def test_a_reader_in_the_middle_of_a_page_keeps_no_writer_waiting(tmp_path: Path
             assert connection.execute(count).fetchone() == (1,)
             began = time.monotonic()
             ledger.record([Outcome(index=1, state="done")])
-            assert time.monotonic() - began < 0.4
+            assert time.monotonic() - began < 2  # one that is blocked is asked again for 2.6 s, then ends
             assert connection.execute(count).fetchone() == (1,)
             with pytest.raises(sqlite3.OperationalError, match="readonly"):
                 connection.execute("UPDATE pictures SET state = 0")
