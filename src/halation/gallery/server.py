@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import math
+import os
 import re
 import socket
 from collections.abc import Awaitable, Callable, Mapping
@@ -28,6 +28,7 @@ from halation.errors import InputError
 from halation.gallery.catalog import Catalog, Entry
 from halation.gallery.events import Changes, EventStream
 from halation.gallery.security import App, Guard, Names
+from halation.gallery.tail import finite, opened
 
 PAGE = Path(__file__).with_name("page")
 CONTENT_TYPES = {
@@ -42,6 +43,7 @@ KEY = re.compile(r"[a-z][0-9a-f]{0,16}(?:\.[0-9]{1,9})?(?:\.raw)?")
 WORD = re.compile(r"[^\x00-\x1f\x7f]{0,400}")
 THUMBNAIL_SIZES = (256, 512)
 NUM_LOG_LINES = 300
+MAX_PICTURE_BYTES = 256 << 20
 MAX_ROWS = 1_000
 NUM_THUMBNAILERS = 4
 """Thumbnails made at one time: they keep a core busy, and other questions should not wait for them."""
@@ -131,18 +133,8 @@ def encoded(value: Any) -> bytes:
     try:
         text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     except ValueError:
-        text = json.dumps(_finite(value), allow_nan=False, separators=(",", ":"))
+        text = json.dumps(finite(value), allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").encode()
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
 
 
 def _json(value: Any, status: int = 200) -> Response:
@@ -226,8 +218,12 @@ def _scores(gallery: Gallery, request: Request) -> Response:
 
 
 def _picture(gallery: Gallery, request: Request) -> Response:
+    path = _file(gallery, request)
     try:
-        body = _file(gallery, request).read_bytes()
+        with opened(path) as file:
+            if os.fstat(file.fileno()).st_size > MAX_PICTURE_BYTES or image_type(file.peek(16)) is None:  # type: ignore[attr-defined]
+                raise HTTPException(404, "this is not a picture")
+            body = file.read()
     except OSError as error:
         raise HTTPException(404, "the picture is gone") from error
     return _image(body, request)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -141,6 +142,17 @@ def as_dict(value: object) -> dict[str, Any]:
 def is_number(value: object) -> bool:
     """A number that a page can be told: finite, and not larger than its numbers go."""
     return isinstance(value, int | float) and not isinstance(value, bool) and -1e308 <= value <= 1e308
+
+
+def finite(value: Any) -> Any:
+    """The same for a page: what is not finite, which JSON has no word for, is null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value
 
 
 def is_count(value: object) -> bool:
