@@ -210,6 +210,20 @@ def test_a_foreign_name_that_points_here_is_refused_even_with_the_token(host: st
     assert ask(asked, "/api/runs", host=host, cookie=cookie_of(asked)).status == 403
 
 
+def test_a_socket_that_stays_open_is_refused_whoever_asks() -> None:
+    async def behind(scope: Any, receive: Any, send: Any) -> None:
+        raise AssertionError("it got past the guard")
+
+    said: list[Any] = []
+
+    async def send(message: Any) -> None:
+        said.append(message)
+
+    asked = Guard(behind, token=TOKEN, names=Names("127.0.0.1"), allow_control=True)
+    asyncio.run(asked({"type": "websocket", "path": "/api/runs", "headers": []}, send, send))
+    assert said == [{"type": "websocket.close", "code": 1008}]
+
+
 def test_no_host_or_two_are_refused() -> None:
     asked = guard()
     assert ask(asked, host=None, cookie=cookie_of(asked)).status == 403

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import stat
 import struct
 import threading
 import zlib
@@ -171,6 +172,14 @@ def test_many_threads_that_want_one_picture_decode_it_once(tmp_path: Path, monke
     assert len(decoded) == 1
     assert len(set(answers)) == 1
     assert answers[0] is not None
+
+
+def test_the_cache_is_for_its_owner_alone(tmp_path: Path) -> None:
+    Thumbnails(tmp_path / "cache/thumbnails").get(picture(tmp_path / "a.png", 8, 8))
+    assert {
+        stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "cache/thumbnails").rglob("*") if path.is_dir()
+    } == {0o700}
+    assert stat.S_IMODE((tmp_path / "cache/thumbnails").stat().st_mode) == 0o700
 
 
 def test_a_cache_that_cannot_be_written_costs_speed_alone(tmp_path: Path) -> None:

@@ -112,6 +112,9 @@ class Guard:
         self._cookie = hashlib.blake2b(b"halation gallery cookie", key=self._token, digest_size=32).hexdigest()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":  # nobody listens to one, and none gets past the questions below
+            await send({"type": "websocket.close", "code": 1008})
+            return
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return

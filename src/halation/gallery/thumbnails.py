@@ -90,7 +90,8 @@ class Thumbnails:
         """Where the cache takes nothing, the thumbnail is still shown. No fsync: what a power cut halves is made again."""
         temporary = temporary_for(kept)
         try:
-            kept.parent.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # a run that only its owner reads is here too
+            kept.parent.mkdir(exist_ok=True, mode=0o700)
             temporary.write_bytes(data)
             os.replace(temporary, kept)
         except OSError as error:
