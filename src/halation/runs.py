@@ -187,14 +187,20 @@ def held(folder: Path, what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _telling_the_end(folder: Path, what: str, before: Mapping[str, Any] | None) -> Iterator[None]:
-    """ended.json of what happens inside; a start that was refused leaves the run what it was."""
+    """ended.json of what happens inside; a start that was refused leaves the run what it was, its record too."""
     began = _traces(folder)
+    config = folder / CONFIG_FILE
+    record = config.read_bytes() if before and config.exists() else None
     try:
         yield
     except BaseException as error:
         # By its code: a refusal that a rank or a worker spoke arrives as another kind of error.
         code = error.exit_code if isinstance(error, HalationError) else None
         refused = (code == InputError.exit_code or isinstance(error, GeneratorExit)) and _traces(folder) == began
+        if refused and record is not None:
+            with contextlib.suppress(OSError):
+                if config.read_bytes() != record:
+                    publish(config, record)
         _tell_end(folder, before if refused and before else _end(what, error))
         raise
     _tell_end(folder, _end(what, None))

@@ -76,9 +76,17 @@ def test_a_start_that_ranks_refused_leaves_the_run_what_it_was(run: runs.Run) ->
         raise Interrupted("stopped at step 5", 130)
     refusal, failure = HalationError("but the run is at step 5"), HalationError("rank 1 was killed")
     refusal.exit_code = InputError.exit_code
-    with pytest.raises(HalationError), runs.held(run.folder, "train"):
-        raise refusal
+    record = run.config.read_bytes()
+
+    def start() -> None:
+        with runs.held(run.folder, "train"):
+            runs.begin(run, "train", {"n_steps": 3}, {}, False)
+            raise refusal
+
+    with pytest.raises(HalationError):
+        start()
     assert word(run) == ("stopped", "stopped at step 5")
+    assert run.config.read_bytes() == record, "it says how many steps there are to be"
     with pytest.raises(HalationError), runs.held(run.folder, "train"):
         raise failure
     assert word(run) == ("failed", "rank 1 was killed")
