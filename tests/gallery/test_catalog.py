@@ -63,7 +63,11 @@ def test_pictures_of_a_watch_are_its_children(tmp_path: Path) -> None:
     begin(watch / "step_0000010/pictures", "generate")
     catalog = catalog_of(tmp_path)
     parents = {entry.name: entry.summary()["parent"] for entry in catalog.entries()}
-    assert parents == {"run": None, "run/watch": None, "run/watch/step_0000010/pictures": id_of(watch)}
+    assert parents == {
+        "run": None,
+        "run/watch": id_of(tmp_path / "run"),
+        "run/watch/step_0000010/pictures": id_of(watch),
+    }
 
 
 def test_a_run_that_comes_or_goes_changes_the_list(tmp_path: Path) -> None:
@@ -135,6 +139,22 @@ def test_a_run_at_rest_is_looked_at_every_five_seconds_and_a_running_one_always(
         metrics.append({"step": 2})
         assert catalog.refresh(now=10.5) == [id_of(folder)]
         assert catalog.refresh(now=11.5) == []
+
+
+def test_a_run_at_rest_that_a_command_takes_is_seen_at_once(tmp_path: Path) -> None:
+    folder = begin(tmp_path / "run", "train")
+    catalog = catalog_of(tmp_path)
+    with runs.held(folder, "train"):
+        assert catalog.refresh(now=0.5) == [id_of(folder)]
+        assert [entry.summary()["state"] for entry in catalog.entries()] == ["running"]
+    assert catalog.refresh(now=1.0) == [id_of(folder)]
+    assert [entry.summary()["state"] for entry in catalog.entries()] == ["finished"]
+
+
+def test_folders_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
+    for name in ("a/runs", "b/runs"):
+        begin(tmp_path / name / "one", "train")
+    assert sorted(names(catalog_of(tmp_path / "a/runs", tmp_path / "b/runs"))) == ["a/runs/one", "b/runs/one"]
 
 
 def test_looking_at_fifty_runs_in_which_nothing_happens_takes_under_one_percent_of_a_core(tmp_path: Path) -> None:

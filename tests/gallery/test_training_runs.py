@@ -323,6 +323,44 @@ def test_a_watch_says_what_it_scored_and_which_is_best(tmp_path: Path) -> None:
     assert run.picture("s11.0") is None
 
 
+def test_a_watch_counts_the_checkpoints_that_wait_and_tells_when_each_was_scored(tmp_path: Path) -> None:
+    folder = tmp_path / "run/watch"
+    for name in ("step_0000010", "step_0000020"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "evaluation.json").write_text("{}")
+    os.utime(folder / "step_0000010/evaluation.json", (1_700_000_000,) * 2)
+    os.utime(folder / "step_0000020/evaluation.json", (1_700_000_060,) * 2)
+    for name in (
+        "step_0000010",
+        "step_0000015",
+        "step_0000020",
+        "step_0000030",
+        "step_0000040",
+        "latest",
+        ".step_9.tmp",
+    ):
+        (tmp_path / "run/checkpoints" / name).mkdir(parents=True)
+    runs.begin(runs.Run(folder), "watch", {"every": 10, "min_step": 10}, {"watched": ".."}, False)
+    rows = [{"step": step, "metric": "fd", "value": 2.5} for step in (10, 20)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    (folder / "failed.json").write_text(json.dumps({"step_0000030": {"step": 30}}))
+    run = WatchRun(folder, "0")
+
+    def told() -> tuple[int, int, str]:
+        summary = run.summary()
+        return summary["done"], summary["planned"], summary["unit"]
+
+    run.refresh()
+    assert told() == (2, 4, "checkpoints")
+    assert [step["time"] for step in run.detail()["steps"]] == [1_700_000_000, 1_700_000_060]
+    (tmp_path / "run/checkpoints/step_0000050").mkdir()
+    assert run.refresh()
+    assert told() == (2, 5, "checkpoints")
+    runs.publish_json(folder / "ended.json", {"state": "finished"})
+    assert run.refresh()
+    assert told() == (2, 3, "checkpoints"), "what came after its end does not wait for it"
+
+
 def test_a_list_of_runs_reads_the_newest_samples_only(folder: Path) -> None:
     first = folder / "samples/step_0000010/samples.json"
     os.utime(first, (1, 1))

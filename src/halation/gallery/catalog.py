@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from halation.gallery.guarded import DAMAGE, Guarded
 from halation.gallery.tail import read_json
-from halation.runs import CONFIG_FILE, METRICS_FILE
+from halation.runs import CONFIG_FILE, METRICS_FILE, OWNER_FILE
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Entry(Protocol):
     name: str
     """Path relative to the folder it was found below; the catalog sets it, as it does `parent`, right after the entry was made."""
     parent: str | None
-    """Id of the run it belongs to (the pictures of a watch)."""
+    """Id of the run it belongs to: the training of a watch inside it, the watch of its pictures."""
 
     def refresh(self) -> bool:
         """Look at the disk, by stats alone where nothing changed; whether anything a page shows has changed."""
@@ -93,10 +93,12 @@ class Catalog:
 
     def __init__(self, roots: Sequence[Path], makers: Mapping[str, Maker]) -> None:
         self.roots = [root.resolve() for root in roots]
+        self._labels = _labels(self.roots)
         self.makers = dict(makers)
         self._folders: dict[Path, _Looked] = {}
         self._entries: dict[str, Entry] = {}
         self._looked_at: dict[str, float] = {}
+        self._owners: dict[str, int] = {}
         self._walked_at = -float("inf")
         self._lock = threading.Lock()
 
@@ -130,8 +132,11 @@ class Catalog:
         return list(self._folders)
 
     def _is_due(self, entry: Entry, now: float) -> bool:
-        last = self._looked_at.get(entry.id)
-        return last is None or entry.summary().get("state") == "running" or now - last >= REST_EVERY_S
+        """A run at rest is looked at now and then, but at once when a command takes it or lets it go."""
+        last, owner = self._looked_at.get(entry.id), _time_of(entry.folder / OWNER_FILE)
+        taken = self._owners.get(entry.id) != owner
+        self._owners[entry.id] = owner
+        return last is None or taken or entry.summary().get("state") == "running" or now - last >= REST_EVERY_S
 
     def _settle(self, found: Mapping[str, Found]) -> bool:
         """Make entries of what is new and forget what is gone; whether there was either."""
@@ -150,6 +155,7 @@ class Catalog:
             for id in gone:
                 del self._entries[id]
                 self._looked_at.pop(id, None)
+                self._owners.pop(id, None)
             self._entries |= made
         return bool(gone or made)
 
@@ -167,7 +173,7 @@ class Catalog:
             del self._folders[path]
         return found
 
-    def _below(self, folder: Path, root: Path, depth: int, parent: str | None, seen: set[Path]) -> Iterator[Found]:
+    def _below(self, folder: Path, root: Path, depth: int, within: Found | None, seen: set[Path]) -> Iterator[Found]:
         if folder in seen or depth > MAX_DEPTH:
             return
         seen.add(folder)
@@ -175,10 +181,12 @@ class Catalog:
         if looked is None:
             return
         if looked.kind is not None:
-            yield Found(folder=folder, kind=looked.kind, name=self._name(folder, root), parent=parent)
-        inside = id_of(folder) if looked.kind == "watch" else parent
+            belongs = within is not None and "watch" in (looked.kind, within.kind)
+            parent = id_of(within.folder) if within is not None and belongs else None
+            within = Found(folder=folder, kind=looked.kind, name=self._name(folder, root), parent=parent)
+            yield within
         for name in looked.children:
-            yield from self._below(folder / name, root, depth + 1, inside, seen)
+            yield from self._below(folder / name, root, depth + 1, within, seen)
 
     def _look(self, folder: Path) -> _Looked | None:
         try:
@@ -198,7 +206,25 @@ class Catalog:
         below = folder.relative_to(root)
         if below == Path():
             return root.name or str(root)
-        return str(Path(root.name) / below if len(self.roots) > 1 else below)
+        return str(self._labels[root] / below if len(self._labels) > 1 else below)
+
+
+def _labels(roots: Sequence[Path]) -> dict[Path, Path]:
+    """The shortest ends by which folders differ from each other."""
+    distinct = dict.fromkeys(roots)
+    for length in range(1, max((len(root.parts) for root in distinct), default=0) + 1):
+        labels = {root: Path(*root.parts[-length:]) for root in distinct}
+        if len(set(labels.values())) == len(labels):
+            return labels
+    return {root: root for root in distinct}
+
+
+def _time_of(path: Path) -> int:
+    """When a file was written; 0 where there is none."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _read(folder: Path, mtime_ns: int, most: int) -> _Looked:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import re
 import threading
 from pathlib import Path
@@ -25,6 +27,8 @@ from halation.runs import CONFIG_FILE, ENDED_FILE, METRICS_FILE, OWNER_FILE
 KEY = re.compile(r"s(\d{1,15})\.0")
 NUM_SPARK = 60
 FILES = (CONFIG_FILE, OWNER_FILE, ENDED_FILE, "best", "failed.json")
+CHECKPOINT = re.compile(r"(?:step_|checkpoint-)(\d{1,15})")
+MAX_NAMES = 10_000
 
 
 class WatchRun:
@@ -46,6 +50,8 @@ class WatchRun:
         self._failed: dict[str, Any] = {}
         self._best = ""
         self._stamps: dict[str, Stamp | None] = {}
+        self._places: dict[Path, Stamp | None] = {}
+        self._there: set[int] = set()
         self._state = State(word="stopped")
 
     def refresh(self) -> bool:
@@ -63,7 +69,7 @@ class WatchRun:
                 self._scores = []
             self._scores += [score for row in rows if (score := _score(row)) is not None]
             state = state_of(self.folder, self._changed())
-            changed |= rewritten or bool(rows) or state != self._state
+            changed |= self._count_checkpoints() or rewritten or bool(rows) or state != self._state
             self._state = state
             self.version += changed or not self.version
             return changed
@@ -71,6 +77,29 @@ class WatchRun:
     def _changed(self) -> float:
         stamps = (*self._stamps.values(), self._lines.stamp)
         return max((stamp.mtime for stamp in stamps if stamp is not None), default=0.0)
+
+    def _count_checkpoints(self) -> bool:
+        """See which checkpoints lie where it looks for them, by their names alone; whether that changed."""
+        watched, settings = self._record["fixed"].get("watched"), self._record["settings"]
+        if not isinstance(watched, str) or "\0" in watched:
+            return False
+        top = self.folder / watched
+        places = {place: stamp_of(place) for place in (top, top / "checkpoints", self.folder / ".pinned")}
+        if places == self._places:
+            return False
+        every, first = (settings.get(name) for name in ("every", "min_step"))
+        steps = itertools.chain.from_iterable(map(_steps_in, places))
+        every, first = every if is_count(every) and every else 1, first if is_count(first) else 0
+        there = {step for step in steps if step >= first and step % every == 0}
+        changed = there != self._there
+        self._places, self._there = places, there
+        return changed
+
+    def _num_planned(self, steps: list[int]) -> int:
+        """What is scored, what failed, and what waits where this has not said that nothing does."""
+        failed = {facts.get("step") for facts in self._failed.values() if isinstance(facts, dict)}
+        waiting = set() if self._state.word == "finished" else self._there - failed - set(steps)
+        return len(steps) + len(self._failed) + len(waiting)
 
     def _steps(self) -> list[int]:
         return sorted({score["step"] for score in self._scores})
@@ -92,8 +121,8 @@ class WatchRun:
                 "changed": self._changed(),
                 "title": f"{best}, by {first}" if first and self._best else best,
                 "done": len(steps),
-                "planned": len(steps) + len(self._failed),
-                "unit": "steps",
+                "planned": self._num_planned(steps),
+                "unit": "checkpoints",
                 "failed": len(self._failed),
                 "rate": None,
                 "left_s": None,
@@ -111,7 +140,7 @@ class WatchRun:
                     "step": step,
                     "epoch": None,
                     "loss": None,
-                    "time": self._changed(),
+                    "time": self._time(step),
                     "cells": {"ema": [self._grid(step)]},
                 }
                 for step in self._steps()
@@ -126,6 +155,11 @@ class WatchRun:
                 "scores": list(self._scores),
                 "best": self._best,
             }
+
+    def _time(self, step: int) -> float:
+        """When a step was scored: its evaluation is what is written last."""
+        stamp = stamp_of(self.folder / f"step_{step:07d}" / "evaluation.json")
+        return stamp.mtime if stamp is not None else self._changed()
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step_{step:07d}" / "grid.png"
@@ -170,3 +204,12 @@ def _score(row: dict[str, Any]) -> dict[str, Any] | None:
         "std": row.get("std") if is_number(row.get("std")) else None,
         "better": str(row.get("better") or "") or None,
     }
+
+
+def _steps_in(place: Path) -> list[int]:
+    try:
+        with os.scandir(place) as entries:
+            names = [entry.name for entry in itertools.islice(entries, MAX_NAMES)]
+    except (OSError, ValueError):
+        return []
+    return [int(found[1]) for name in names if (found := CHECKPOINT.fullmatch(name)) is not None]
