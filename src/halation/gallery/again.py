@@ -28,7 +28,7 @@ def command(record: Mapping[str, Any], spec: Mapping[str, Any], micro_batch: int
     for name in (*FLAGS, *FLAGS_AFTER):
         words += _flag(name, settings.get(name))
     at_once = micro_batch or settings.get("micro_batch") or fixed.get("micro batch") or 0
-    words += _flag("micro_batch", at_once) + _flag("png", fixed.get("png coder"))
+    words += _flag("micro_batch", at_once or None) + _flag("png", fixed.get("png coder"))
     words += ["--nproc", "1", "--output_dir", OUTPUT]
     return f"printf '%s\\n' {shlex.quote(_json(row))} | {shlex.join(words)}"
 
