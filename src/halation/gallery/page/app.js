@@ -45,6 +45,7 @@ class App {
     this.turn = 0;
     this.onlyRun = null;
     this.goPressed = 0;
+    this.byKeys = false;
   }
 
   async start() {
@@ -52,19 +53,32 @@ class App {
     this.buildTop();
     window.addEventListener("hashchange", () => this.go());
     document.addEventListener("keydown", (event) => this.key(event));
+    document.addEventListener("keydown", () => (this.byKeys = true), true);
+    document.addEventListener("pointerdown", () => (this.byKeys = false), true);
     document.getElementById("skip").addEventListener("click", (event) => {
       event.preventDefault();
       this.main.focus();
     });
     setInterval(() => refreshTimes(), CLOCK_MS);
     onChange((event) => this.changed(event));
-    if (exported) await this.findOnlyRun();
+    if (exported) await this.fitExport();
     this.go();
   }
 
-  async findOnlyRun() {
+  /** An exported page has no links to what it does not hold, and says at its top what it leaves out. */
+  async fitExport() {
+    const note = document.getElementById("left-out");
+    if (note) this.main.before(note);
     const { runs } = await get("/api/runs");
     if (runs.length === 1) this.onlyRun = runs[0].id;
+    this.links.runs.hidden = runs.length === 1;
+    document.documentElement.dataset.only = runs.length === 1 ? "yes" : "no";
+    try {
+      const { scores, reports } = await get("/api/scores");
+      this.links.scores.hidden = scores.length === 0 && reports.length === 0;
+    } catch {
+      this.links.scores.hidden = true;
+    }
   }
 
   theme(choice) {
@@ -139,6 +153,7 @@ class App {
       if (turn !== this.turn) return;
       fill(this.main);
       this.view = make();
+      if (this.byKeys && [document.body, this.main].includes(document.activeElement)) this.view.takeFocus?.();
     } catch (error) {
       if (turn !== this.turn) return;
       console.warn(error);

@@ -87,6 +87,18 @@ export function pluralText(count, word) {
   return `${countText(count)} ${word}${count === 1 ? "" : "s"}`;
 }
 
+/** 1 of 1 step, 3 of 8 pictures, 12 steps: `unit` is the word for many. */
+export function farText(done, planned, unit) {
+  const count = planned > 0 ? planned : done;
+  const word = count === 1 ? String(unit).replace(/s$/, "") : unit;
+  return planned > 0 ? `${countText(done)} of ${countText(planned)} ${word}` : `${countText(done)} ${word}`;
+}
+
+/** A loss; a run from before it was kept says 0, which no loss is. */
+export function lossText(loss) {
+  return loss === 0 ? NONE : numberText(loss);
+}
+
 /** 12.3 MiB */
 export function bytesText(bytes) {
   if (!known(bytes)) return NONE;

@@ -6,7 +6,7 @@ import { fill, h, isTyping, setText } from "./dom.js";
 import { countText, pluralText } from "./format.js";
 import { addressOf, filterOf, FilterBar, isFiltered } from "./filters.js";
 import { Grid } from "./grid.js";
-import { emptyState, notify } from "./parts.js";
+import { emptyState, goneState, notify } from "./parts.js";
 import { PictureDialog } from "./picture.js";
 import { recall, remember } from "./prefs.js";
 import { ProgressHead } from "./progress.js";
@@ -62,6 +62,7 @@ class GenerationView {
 
   key(event) {
     if (event.ctrlKey || event.metaKey || event.altKey || isTyping(event) || document.querySelector("dialog[open]")) return;
+    if (event.key.startsWith("Arrow") && [document.body, this.main].includes(document.activeElement) && this.takeFocus()) event.preventDefault();
     const tab = GENERATION_TABS[Number(event.key) - 1];
     if (tab) location.hash = addressOf(this.run, tab[0], tab[0] === "pictures" ? this.filter : NO_FILTER);
   }
@@ -119,7 +120,7 @@ class GenerationView {
   }
 
   changed(event) {
-    if (event.id === this.run) this.lookAgain();
+    if (event.id === this.run || event.id === "") this.lookAgain();
   }
 
   async look() {
@@ -128,7 +129,7 @@ class GenerationView {
       if (this.gone) return;
       this.detail = detail;
     } catch (error) {
-      if (error.status === 404 && !this.gone) notify("This run's folder has gone.", "bad");
+      if (error.status === 404 && !this.gone) this.vanish();
       return;
     }
     this.above(() => this.head.show(this.detail));
@@ -137,6 +138,20 @@ class GenerationView {
     if (focused) document.getElementById(focused)?.focus({ preventScroll: true });
     this.pictures?.refresh();
     this.part?.refresh?.();
+  }
+
+  /** The run's folder went away: the page says so, and the next address mounts anew. */
+  vanish() {
+    this.unmount();
+    this.routed = null;
+    fill(this.main, goneState(this.detail.summary.name));
+  }
+
+  /** The focus goes to the picture it was on last, as soon as there is one; whether there may be. */
+  takeFocus() {
+    if (!this.pictures) return false;
+    this.pictures.takeFocus();
+    return true;
   }
 
   unmount() {
@@ -204,6 +219,12 @@ class PicturesPart {
       this.dialog?.refresh();
     } else this.grid.restart(total);
     this.started = true;
+    if (this.focusWanted) this.takeFocus();
+  }
+
+  takeFocus() {
+    this.focusWanted = !this.started;
+    if (this.started && this.pages.total > 0 && [document.body, this.view.main].includes(document.activeElement)) this.grid.focusCell(this.grid.active);
   }
 
   emptyText() {

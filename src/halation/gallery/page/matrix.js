@@ -2,12 +2,13 @@
 
 import { thumb } from "./api.js";
 import { fill, h, setStyle, setText } from "./dom.js";
-import { countText, numberText } from "./format.js";
+import { countText, lossText } from "./format.js";
 import { ago } from "./parts.js";
 
 const OVERSCAN = 3;
 const GAP_PX = 6;
 const SETTLE_MS = 90;
+const COMING_S = 900;
 
 function hasPicture(cell) {
   return cell !== null && cell !== undefined && cell.key !== undefined;
@@ -31,15 +32,15 @@ class Cell {
     this.node = h("div", { class: "matrix-cell", role: "gridcell", "aria-colindex": prompt + 2 }, this.button);
   }
 
-  update(cell, label, pixelated) {
+  update(cell, label, pixelated, coming) {
     this.source = hasPicture(cell) ? thumb(this.matrix.run, cell, this.matrix.size * Math.min(2, window.devicePixelRatio)) : "";
     const failed = cell?.failed ?? "";
     const outside = hasPicture(cell) && this.source === "";
-    setText(this.word, failed || (outside ? "not inside this page" : this.source === "" ? "·" : ""));
+    setText(this.word, failed || (outside ? "not inside this page" : this.source !== "" ? "" : coming ? "drawing" : ""));
     this.image.hidden = this.source === "";
-    this.button.dataset.kind = failed ? "failed" : this.source === "" ? "none" : "picture";
+    this.button.dataset.kind = failed ? "failed" : this.source !== "" ? "picture" : coming ? "coming" : "none";
     this.button.classList.toggle("pixelated", pixelated);
-    const spoken = failed ? `${label}: failed, ${failed}` : outside ? `${label}: not inside this page` : this.source === "" ? `${label}: not drawn` : label;
+    const spoken = failed ? `${label}: failed, ${failed}` : outside ? `${label}: not inside this page` : this.source !== "" ? label : coming ? `${label}: being drawn` : `${label}: not drawn`;
     this.button.setAttribute("aria-label", spoken);
     this.button.title = failed;
   }
@@ -58,7 +59,7 @@ class Row {
     this.matrix = matrix;
   }
 
-  update(cells, head, label) {
+  update(cells, head, label, coming = false) {
     const { prompts } = this.matrix.detail;
     while (this.cells.length < prompts.length) {
       const cell = new Cell(this.matrix, this.cells.length);
@@ -66,7 +67,7 @@ class Row {
       this.node.append(cell.node);
     }
     fill(this.head, head);
-    prompts.forEach((prompt, index) => this.cells[index].update(cells?.[index] ?? null, `${label}, ${prompt.prompt}`, this.matrix.isPixelated(prompt)));
+    prompts.forEach((prompt, index) => this.cells[index].update(cells?.[index] ?? null, `${label}, ${prompt.prompt}`, this.matrix.isPixelated(prompt), coming));
   }
 
   load() {
@@ -221,7 +222,7 @@ export class Matrix {
     let row = this.rows.get(data.step);
     if (!row) row = this.makeRow(data.step, index);
     else if (!again) return;
-    row.update(data.cells[this.variant], this.headOf(data), `step ${data.step}`);
+    row.update(data.cells[this.variant], this.headOf(data), `step ${data.step}`, this.isComing(data));
     row.node.setAttribute("aria-rowindex", index + 2);
     setStyle(row.node, { transform: `translateY(${index * this.rowHeight}px)` });
     this.markFocus(row);
@@ -236,11 +237,21 @@ export class Matrix {
     return row;
   }
 
-  headOf({ step, loss, time }) {
+  /** Whether the pictures that a step lacks are being drawn now: the newest step of a run that goes on. */
+  isComing({ step, time }) {
+    if (this.detail.summary.state !== "running" || step !== this.detail.steps.at(-1).step) return false;
+    return !time || Date.now() / 1000 - time < COMING_S;
+  }
+
+  headOf(data) {
+    const { step, loss, time } = data;
+    const cells = data.cells[this.variant] ?? [];
+    const numDrawn = cells.filter(Boolean).length;
+    if (this.isComing(data) && numDrawn < this.detail.prompts.length) return [h("strong", { class: "number" }, countText(step)), h("span", { class: "number" }, "drawing"), h("span", { class: "number" }, `${numDrawn} of ${this.detail.prompts.length}`)];
     const kind = this.checkpoints.get(step);
     return [
       h("strong", { class: "number" }, countText(step), kind ? h("span", { class: "checkpoint-mark", title: `checkpoint (${kind})`, role: "img", "aria-label": "checkpoint" }, "◆") : null),
-      loss === null || loss === undefined ? null : h("span", { class: "number", title: "mean loss" }, numberText(loss)),
+      loss === null || loss === undefined ? null : h("span", { class: "number", title: "Loss: mean over the last steps when these were drawn" }, lossText(loss)),
       time ? ago(time) : null,
     ];
   }

@@ -1,17 +1,17 @@
 // Small pieces that every view shows: chips, bars, times, empty places, notices.
 
 import { append, fill, h, setText, showDialog, svg } from "./dom.js";
-import { agoText, percentText, timeText } from "./format.js";
+import { agoText, percentText, pluralText, timeText } from "./format.js";
 
-/** A chip with the state's colour and its word. */
-export function stateChip(state) {
-  return h("span", { class: "chip", dataset: { state } }, h("span", { class: "chip-dot", "aria-hidden": "true" }), state);
+/** A chip with the state's colour and its word; what ended with failures is not all green. */
+export function stateChip(state, failed = 0) {
+  return h("span", { class: "chip", dataset: { state, partly: failed > 0 ? "failed" : "" }, title: failed > 0 ? `${pluralText(failed, "picture")} failed` : null }, h("span", { class: "chip-dot", "aria-hidden": "true" }), state);
 }
 
-/** A thin bar of how much is done; `label` is read aloud. */
-export function progressBar(done, planned, state, label) {
-  const share = planned > 0 ? Math.min(1, done / planned) : 0;
-  const bar = h("span", { class: "bar-fill", style: { width: `${(100 * share).toFixed(2)}%` } });
+/** A thin bar of how much is done and how much failed; `label` is read aloud. */
+export function progressBar(done, planned, state, label, failed = 0) {
+  const share = (count) => `${(planned > 0 ? 100 * Math.min(1, count / planned) : 0).toFixed(2)}%`;
+  const bar = [h("span", { class: "bar-fill", style: { width: share(done) } }), failed > 0 ? h("span", { class: "bar-fill bar-failed", style: { width: share(failed) } }) : null];
   return h(
     "span",
     { class: "bar", role: "progressbar", "aria-label": label, "aria-valuemin": 0, "aria-valuemax": planned, "aria-valuenow": done,
@@ -22,7 +22,7 @@ export function progressBar(done, planned, state, label) {
 
 /** How long ago, kept right by the page's clock (refreshTimes). */
 export function ago(unix) {
-  if (unix === null || unix === undefined) return h("span", { class: "ago" }, "–");
+  if (!unix) return h("span", { class: "ago" }, "–");
   return h("time", { class: "ago", datetime: new Date(unix * 1000).toISOString(), title: timeText(unix), dataset: { at: unix } }, agoText(unix));
 }
 
@@ -55,13 +55,23 @@ export function errorState(error, retry) {
     { class: "empty", role: "alert" },
     h("h2", null, title),
     h("p", null, text),
-    retry ? h("button", { class: "button", type: "button", onclick: retry }, "Try again") : null,
+    h("div", { class: "toolbar" }, error.status === 404 ? h("a", { class: "button", id: "all-runs", href: "#/" }, "All runs") : null, retry ? h("button", { class: "button", type: "button", onclick: retry }, "Try again") : null),
   );
+}
+
+/** What stands where a run stood whose folder went away while one looked. */
+export function goneState(name) {
+  return errorState({ status: 404, message: `The folder of ${name} was removed or renamed while this page was open.` }, () => window.location.reload());
+}
+
+/** A line breaks between words, never inside a flag. */
+function wholeFlags(command) {
+  return command.split(/(--[\w-]+)/).map((part) => (part.startsWith("--") ? h("span", { class: "flag" }, part) : part));
 }
 
 /** A command to type, with a button that copies it. */
 export function commandLine(command) {
-  return h("div", { class: "command" }, h("code", null, command), copyButton(command, "Copy the command"));
+  return h("div", { class: "command" }, h("code", null, wholeFlags(command)), copyButton(command, "Copy the command"));
 }
 
 /** A button that copies text and says so. */

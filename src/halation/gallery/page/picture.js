@@ -46,6 +46,7 @@ export class PictureDialog {
     this.img.addEventListener("load", () => this.sized());
     this.img.addEventListener("error", () => this.missing());
     this.none = h("div", { class: "stage-none" });
+    this.note = h("p", { class: "stage-note", role: "status" });
     this.stage = h("div", { class: "stage", id: "picture-stage", dataset: { zoom: "fit" }, onclick: () => this.zoom() }, this.img, this.none);
     const step = (name, text, label, by) => h("button", { class: "button", type: "button", id: `picture-${name}`, "aria-label": label, title: label, onclick: () => this.show(this.at + by) }, text);
     this.before = step("before", "←", "The picture before (←)", -1);
@@ -60,7 +61,8 @@ export class PictureDialog {
     this.prompt = h("p", { class: "picture-prompt", id: "picture-prompt" });
     this.reason = h("pre", { class: "picture-reason", id: "picture-reason" });
     this.more = h("div", { class: "picture-more" });
-    fill(body, h("div", { class: "picture-sides" }, h("div", { class: "picture-left" }, this.stage, bar), h("div", { class: "picture-right", tabindex: 0, role: "region", "aria-label": "About this picture" }, this.chip, this.prompt, this.reason, this.more)));
+    this.unfold = h("button", { class: "link-button picture-unfold", type: "button", id: "picture-unfold", hidden: true, onclick: () => this.fold(this.prompt.classList.contains("folded")) });
+    fill(body, h("div", { class: "picture-sides" }, h("div", { class: "picture-left" }, this.stage, this.note, bar), h("div", { class: "picture-right", tabindex: 0, role: "region", "aria-label": "About this picture" }, this.chip, this.prompt, this.unfold, this.reason, this.more)));
   }
 
   key(event) {
@@ -97,6 +99,7 @@ export class PictureDialog {
     setText(this.heading, `${name}, seed ${row.seed}`);
     fill(this.chip, stateChip(row.state), row.frames > 1 ? h("span", { class: "tag" }, pluralText(row.frames, "frame")) : null, row.worker ? h("span", { class: "tag" }, workerText(row.worker)) : null);
     setText(this.prompt, row.prompt);
+    this.fold(false);
     this.reason.hidden = !row.reason;
     setText(this.reason, row.reason ?? "");
     const done = row.state === "done";
@@ -109,6 +112,7 @@ export class PictureDialog {
     this.img.hidden = !url;
     this.img.alt = row.prompt;
     this.stage.dataset.state = row.state;
+    setText(this.note, "");
     setText(this.none, url ? "" : done ? "This picture is not part of the exported page." : row.state === "failed" ? "It failed: there is no picture." : "Not drawn yet.");
     if (url) {
       this.open.href = url;
@@ -117,6 +121,14 @@ export class PictureDialog {
     announce(`${countText(this.at + 1)} of ${countText(this.pages.total)}: ${row.state}, ${row.prompt}`);
     this.preload(this.at + 1);
     this.preload(this.at - 1);
+  }
+
+  /** A long prompt shows its first lines; the rest on demand. */
+  fold(open) {
+    this.prompt.classList.toggle("folded", !open);
+    this.unfold.hidden = !open && this.prompt.scrollHeight <= this.prompt.clientHeight + 2;
+    setText(this.unfold, open ? "less" : "more");
+    this.unfold.setAttribute("aria-expanded", String(open));
   }
 
   /** Another frame of a video. */
@@ -187,6 +199,8 @@ export class PictureDialog {
     const fallback = this.row ? inside(this.run, this.row) : "";
     if (fallback && this.img.src !== fallback) {
       this.img.src = fallback;
+      this.open.hidden = true;
+      setText(this.note, "The full picture is not beside this page: this is the small one inside it.");
       return;
     }
     this.img.hidden = true;

@@ -87,6 +87,12 @@ function settingsLine(detail, settings) {
   return h("dl", { class: "facts", id: "facts" }, facts.filter(([, value]) => value).map(([name, value]) => h("div", null, h("dt", null, name.replaceAll("_", " ")), h("dd", { title: value }, value))));
 }
 
+/** How long an ended generation took, and how fast that is. */
+function tookText({ summary, counts }) {
+  const tookS = summary.state !== "running" && summary.started ? summary.changed - summary.started : 0;
+  return tookS > 0 ? `took ${durationText(tookS)}${counts.done > 1 ? `, ${rateText(counts.done / tookS, "pictures")}` : ""}` : "";
+}
+
 /** The head of a generation's page; drawn again at every change. */
 export class ProgressHead {
   constructor({ onState, onWorker }) {
@@ -100,9 +106,11 @@ export class ProgressHead {
     const { summary, counts } = detail;
     const open = this.node.querySelector(".workers-many")?.open ?? false;
     const focused = this.node.contains(document.activeElement) ? document.activeElement.textContent : null;
+    this.node.dataset.state = summary.state;
     fill(
       this.node,
-      h("div", { class: "gen-title" }, h("a", { class: "crumb", href: "#/" }, "Runs"), h("h1", null, summary.name), stateChip(summary.state), h("span", { class: "muted small" }, summary.title ?? summary.kind), h("span", { class: "spacer" }), h("span", { class: "muted small" }, "changed ", ago(summary.changed))),
+      h("div", { class: "run-heading" }, h("a", { class: "crumb", href: "#/" }, "Runs"), h("h1", { title: summary.name }, summary.name), stateChip(summary.state, summary.state === "running" ? 0 : counts.failed)),
+      h("p", { class: "run-line" }, [summary.kind, summary.title, tookText(detail)].filter(Boolean).map((word) => h("span", null, word)), h("span", null, "changed ", ago(summary.changed))),
       summary.reason ? h("p", { class: "gen-reason", dataset: { state: summary.state } }, summary.reason) : null,
       countsOf(detail, this.onState),
       partsBar(counts, "Pictures done"),

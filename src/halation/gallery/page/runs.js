@@ -2,22 +2,13 @@
 
 import { exported, get, steadily, thumb } from "./api.js";
 import { fill, h, setText } from "./dom.js";
-import { countText, durationText, numberText, percentText, rateText } from "./format.js";
+import { countText, durationText, farText, lossText, percentText, pluralText, rateText } from "./format.js";
 import { ago, emptyState, errorState, progressBar, skeleton, sparkline, stateChip } from "./parts.js";
 import { recall, remember } from "./prefs.js";
+import { isWatchPictures, orderRuns } from "./related.js";
 
 const REFRESH_MS = 1000;
-
-/** Running ones first in the order they were started, so that they keep their places; then what changed last. */
-function orderRuns(runs) {
-  const rank = (run) => (run.state === "running" ? 0 : 1);
-  const age = (run) => (run.state === "running" ? (run.started ?? run.changed) : run.changed) ?? 0;
-  const sorted = [...runs].sort((a, b) => rank(a) - rank(b) || age(b) - age(a) || a.name.localeCompare(b.name));
-  const ids = new Set(sorted.map((run) => run.id));
-  const top = sorted.filter((run) => !run.parent || !ids.has(run.parent));
-  const children = (id) => sorted.filter((run) => run.parent === id);
-  return top.flatMap((run) => [run, ...children(run.id)]);
-}
+const ROW = "a.run, button.run-fold";
 
 function matches(run, words) {
   const text = `${run.name} ${run.kind} ${run.state} ${run.title ?? ""} ${run.reason ?? ""}`.toLowerCase();
@@ -26,7 +17,7 @@ function matches(run, words) {
 
 function numbersOf(run) {
   const parts = [];
-  if (run.loss !== null && run.loss !== undefined) parts.push(`loss ${numberText(run.loss)}`);
+  if (run.loss !== null && run.loss !== undefined) parts.push(h("span", { title: "Mean over the last steps" }, `loss ${lossText(run.loss)}`));
   if (run.failed > 0) parts.push(h("span", { class: "bad-text" }, `${countText(run.failed)} failed`));
   if (run.state === "running" && run.rate) parts.push(rateText(run.rate, run.unit));
   if (run.state === "running" && run.left_s !== null && run.left_s !== undefined) parts.push(`${durationText(run.left_s)} left`);
@@ -46,20 +37,22 @@ class RunRow {
     const words = h("span", { class: "run-words" }, this.name, this.title, this.reason);
     this.link = h("a", { class: "run", href: `#/run/${encodeURIComponent(run.id)}`, dataset: { run: run.id } }, this.picture, words, this.state, this.spark, this.far, this.changed);
     this.node = h("li", null, this.link);
-    this.version = null;
+    this.shown = null;
   }
 
-  update(run) {
-    if (this.version === run.version && this.runState === run.state) return;
-    this.version = run.version;
-    this.runState = run.state;
+  update({ run, depth, parent }) {
+    const shown = [run.version, run.state, run.name, depth, parent?.name].join("|");
+    if (this.shown === shown) return;
+    this.shown = shown;
     this.link.dataset.state = run.state;
-    this.node.className = run.parent ? "run-child" : "";
-    setText(this.name, run.name);
+    this.node.className = depth > 0 ? "run-child" : "";
+    this.node.dataset.depth = Math.min(depth, 2);
+    const known = parent && run.name.startsWith(`${parent.name}/`) ? parent.name.length + 1 : 0;
+    fill(this.name, known ? h("span", { class: "run-within" }, run.name.slice(0, known)) : null, run.name.slice(known));
     setText(this.title, [run.kind, run.title].filter(Boolean).join(" · "));
     setText(this.reason, run.reason ?? "");
     this.reason.hidden = !run.reason;
-    fill(this.state, stateChip(run.state));
+    fill(this.state, stateChip(run.state, run.state === "running" ? 0 : run.failed));
     fill(this.spark, run.spark?.length > 1 ? sparkline(run.spark, "Loss over steps") : null);
     this.showFar(run);
     fill(this.changed, ago(run.changed));
@@ -67,11 +60,11 @@ class RunRow {
   }
 
   showFar(run) {
-    const far = run.planned > 0 ? `${countText(run.done)} of ${countText(run.planned)} ${run.unit}` : `${countText(run.done)} ${run.unit}`;
+    const far = farText(run.done, run.planned, run.unit);
     fill(
       this.far,
       h("span", { class: "run-count" }, h("span", null, far), run.planned > 0 ? h("span", { class: "muted" }, percentText(run.done, run.planned)) : null),
-      run.planned > 0 ? progressBar(run.done, run.planned, run.state, `${run.name}: done`) : null,
+      run.planned > 0 ? progressBar(run.done, run.planned, run.state, `${run.name}: done`, run.failed) : null,
       h("span", { class: "run-numbers" }, numbersOf(run)),
     );
   }
@@ -90,6 +83,8 @@ class RunRow {
 class RunsView {
   constructor(main) {
     this.rows = new Map();
+    this.folds = new Map();
+    this.unfolded = new Set(recall("runs.unfolded", []));
     this.list = h("ul", { class: "runs", id: "runs", "aria-label": "Runs" });
     this.rest = h("div", null, skeleton(5));
     this.count = h("span", { class: "muted small", id: "runs-count", role: "status" });
@@ -121,13 +116,48 @@ class RunsView {
 
   show() {
     const words = this.filter.value.toLowerCase().split(/\s+/).filter(Boolean);
-    const runs = orderRuns(this.runs).filter((run) => matches(run, words));
-    const nodes = runs.map((run) => this.rowOf(run));
+    const all = orderRuns(this.runs);
+    const placed = all.filter(({ run }) => matches(run, words));
     for (const [id, row] of this.rows) if (!this.runs.some((run) => run.id === id)) this.forget(id, row);
-    this.place(nodes);
+    this.place(this.nodesOf(placed));
+    const counted = (list) => list.filter(({ run, parent }) => !isWatchPictures(run, parent)).length;
+    const [num, whole] = [counted(placed), counted(all)];
     const running = this.runs.filter((run) => run.state === "running").length;
-    setText(this.count, `${runs.length === this.runs.length ? countText(runs.length) : `${countText(runs.length)} of ${countText(this.runs.length)}`} runs${running ? `, ${running} running` : ""}`);
-    fill(this.rest, this.nothing(runs));
+    setText(this.count, `${num === whole ? "" : `${countText(num)} of `}${pluralText(whole, "run")}${running ? `, ${running} running` : ""}`);
+    fill(this.rest, this.nothing(placed));
+  }
+
+  /** Rows in their order; the pictures of a watch stand behind one row that opens them. */
+  nodesOf(placed) {
+    const folds = new Map();
+    for (const { run, parent } of placed) if (isWatchPictures(run, parent)) folds.set(parent.id, (folds.get(parent.id) ?? 0) + 1);
+    const made = new Set();
+    return placed.flatMap((one) => {
+      if (!isWatchPictures(one.run, one.parent)) return [this.rowOf(one)];
+      const { id } = one.parent;
+      const head = made.has(id) ? [] : [this.foldOf(one.parent, folds.get(id))];
+      made.add(id);
+      return this.unfolded.has(id) ? [...head, this.rowOf(one)] : head;
+    });
+  }
+
+  foldOf(watch, count) {
+    if (!this.folds.has(watch.id)) {
+      const button = h("button", { class: "run-fold", type: "button", dataset: { fold: watch.id }, onclick: () => this.toggle(watch.id) });
+      this.folds.set(watch.id, h("li", null, button));
+    }
+    const open = this.unfolded.has(watch.id);
+    const button = this.folds.get(watch.id).firstChild;
+    button.setAttribute("aria-expanded", String(open));
+    button.title = `What ${watch.name} drew for its checkpoints`;
+    setText(button, `${open ? "▾" : "▸"} ${pluralText(count, "generation")}`);
+    return this.folds.get(watch.id);
+  }
+
+  toggle(id) {
+    if (!this.unfolded.delete(id)) this.unfolded.add(id);
+    remember("runs.unfolded", [...this.unfolded]);
+    this.show();
   }
 
   nothing(runs) {
@@ -136,13 +166,13 @@ class RunsView {
     return emptyState("No runs here yet", "Runs show up by themselves as soon as one starts below these folders. To make one:", "halation demo --output_dir runs/demo");
   }
 
-  rowOf(run) {
-    let row = this.rows.get(run.id);
+  rowOf(one) {
+    let row = this.rows.get(one.run.id);
     if (!row) {
-      row = new RunRow(run);
-      this.rows.set(run.id, row);
+      row = new RunRow(one.run);
+      this.rows.set(one.run.id, row);
     }
-    row.update(run);
+    row.update(one);
     return row.node;
   }
 
@@ -161,7 +191,7 @@ class RunsView {
   }
 
   key(event) {
-    const links = [...this.list.querySelectorAll("a.run")];
+    const links = [...this.list.querySelectorAll(ROW)];
     const at = links.indexOf(document.activeElement);
     const next = { ArrowDown: at + 1, ArrowUp: at - 1, Home: 0, End: links.length - 1 }[event.key];
     if (next === undefined) return;
@@ -171,7 +201,7 @@ class RunsView {
   }
 
   focusRow(index, event) {
-    const link = this.list.querySelectorAll("a.run")[index];
+    const link = this.list.querySelectorAll(event.currentTarget === this.filter ? "a.run" : ROW)[index];
     if (!link) return;
     event.preventDefault();
     link.focus();

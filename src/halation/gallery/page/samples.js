@@ -3,7 +3,7 @@
 import { full, inside, thumb } from "./api.js";
 import { openCompare } from "./compare.js";
 import { fill, h } from "./dom.js";
-import { agoText, countText, numberText, timeText } from "./format.js";
+import { agoText, countText, lossText, timeText } from "./format.js";
 import { Matrix, teacherCells } from "./matrix.js";
 import { emptyState, notify, segmented } from "./parts.js";
 import { recall, remember } from "./prefs.js";
@@ -72,7 +72,7 @@ export class Samples {
     const running = this.detail.summary.state === "running";
     return running
       ? emptyState("No samples yet", "They appear here by themselves when the run draws its first ones. To ask for some now:", `halation ctl ${this.detail.summary.name} sample`)
-      : emptyState("No samples", "This run drew none. A run draws at every checkpoint, unless it is told --sample False:", "halation train --ckpt_every 500 --sample_prompts …");
+      : emptyState("No samples", this.detail.summary.state === "failed" ? "It failed before it drew any. Its log says how far it came." : "This run drew none. A run draws at every checkpoint, unless it is told --sample False.");
   }
 
   showBar() {
@@ -149,7 +149,7 @@ export class Samples {
     const { loss, time } = this.byStep.get(step);
     const about = this.detail.prompts[prompt];
     const url = this.urlOf(cell);
-    const facts = [`prompt ${prompt + 1} of ${this.detail.prompts.length}`, `seed ${about.seed}`, about.size ? `${about.size[0]} × ${about.size[1]}` : null, loss === null || loss === undefined ? null : `loss ${numberText(loss)}`, time ? `${timeText(time)} (${agoText(time)})` : null];
+    const facts = [`prompt ${prompt + 1} of ${this.detail.prompts.length}`, `seed ${about.seed}`, about.size ? `${about.size[0]} × ${about.size[1]}` : null, loss === null || loss === undefined ? null : `loss ${lossText(loss)}`, time ? `${timeText(time)} (${agoText(time)})` : null];
     return {
       url,
       preview: url ? inside(this.run, cell) || thumb(this.run, cell, this.matrix.size * Math.min(2, window.devicePixelRatio)) : "",

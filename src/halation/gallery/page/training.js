@@ -4,12 +4,14 @@ import { exported, get, post, steadily } from "./api.js";
 import { Log, Settings } from "./about.js";
 import { Curves } from "./curves.js";
 import { fill, h, isTyping, setText } from "./dom.js";
-import { countText, durationText, numberText, percentText, pluralText, rateText } from "./format.js";
-import { ago, announce, confirmDialog, notify, progressBar, stateChip } from "./parts.js";
+import { countText, durationText, farText, lossText, percentText, pluralText, rateText } from "./format.js";
+import { ago, announce, confirmDialog, goneState, notify, progressBar, stateChip } from "./parts.js";
 import { Samples } from "./samples.js";
 
 const TABS = [["samples", "Samples"], ["curves", "Curves"], ["config", "Config"], ["log", "Log"]];
 const ACTIONS = [["sample", "Sample now"], ["save", "Save now"], ["stop", "Stop"]];
+const ASKED = { sample: "Sample", save: "Save", stop: "Stop" };
+const ARROWS = ["ArrowUp", "ArrowDown", "ArrowLeft", "ArrowRight"];
 const QUICK_MS = 1000;
 
 /** The head that every page of a run has: name, state, how far, how fast; `actions` are nodes on its right. Returns {node, update(summary)}. */
@@ -19,13 +21,15 @@ export function runHead(summary) {
   const chip = h("span");
   const bar = h("div", { class: "run-bar" });
   const actions = h("div", { class: "run-actions", id: "run-actions" });
-  const node = h("header", { class: "run-head" }, h("div", { class: "run-heading" }, h("h1", { title: summary.name }, summary.name), chip, h("span", { class: "spacer" }), actions), line, reason, bar);
+  const node = h("header", { class: "run-head" }, h("div", { class: "run-heading" }, h("a", { class: "crumb", href: "#/" }, "Runs"), h("h1", { title: summary.name }, summary.name), chip, h("span", { class: "spacer" }), actions), line, reason, bar);
   function update(now) {
     fill(chip, stateChip(now.state));
-    const far = now.planned > 0 ? `${countText(now.done)} of ${countText(now.planned)} ${now.unit} (${percentText(now.done, now.planned)})` : `${countText(now.done)} ${now.unit}`;
+    const far = `${farText(now.done, now.planned, now.unit)}${now.planned > 0 ? ` (${percentText(now.done, now.planned)})` : ""}`;
+    const loss = now.loss === null || now.loss === undefined ? null : h("span", { title: "Mean over the last steps" }, `loss ${lossText(now.loss)}`);
     const running = now.state === "running";
-    const words = [now.kind, now.title, far, now.loss === null || now.loss === undefined ? null : `loss ${numberText(now.loss)}`, running && now.rate ? rateText(now.rate, now.unit) : null, running && now.left_s !== null && now.left_s !== undefined ? `${durationText(now.left_s)} left` : null];
-    fill(line, words.filter(Boolean).map((word) => h("span", null, word)), h("span", null, "changed ", ago(now.changed)));
+    const took = !running && now.started && now.changed > now.started ? h("span", { title: "From its start to the last change; a run that was stopped and went on counts the time between" }, `took ${durationText(now.changed - now.started)}`) : null;
+    const words = [now.kind, now.title, far, loss, running && now.rate ? rateText(now.rate, now.unit) : null, running && now.left_s !== null && now.left_s !== undefined ? `${durationText(now.left_s)} left` : null, took];
+    fill(line, words.filter(Boolean).map((word) => (word instanceof Node ? word : h("span", null, word))), h("span", null, "changed ", ago(now.changed)));
     setText(reason, now.reason ?? "");
     reason.hidden = !now.reason;
     reason.dataset.state = now.state;
@@ -38,6 +42,8 @@ export function runHead(summary) {
 class TrainingView {
   constructor(main, route, detail) {
     this.id = detail.summary.id;
+    this.main = main;
+    this.asked = new Set();
     this.detail = detail;
     this.head = runHead(detail.summary);
     this.links = TABS.map(([tab, text], index) => h("a", { href: `#/run/${encodeURIComponent(this.id)}/${tab}`, id: `tab-${tab}`, dataset: { tab }, title: `${text} (${index + 1})` }, text));
@@ -72,12 +78,13 @@ class TrainingView {
   }
 
   async ask(action) {
-    if (action === "stop" && !(await confirmDialog("Stop this run?", "It saves a checkpoint after its current step and ends. The same command goes on from there.", "Stop the run"))) return;
+    if (action === "stop" && !(await confirmDialog(`Stop ${this.detail.summary.name}?`, "It saves a checkpoint after its current step and ends. The same command goes on from there.", "Stop the run"))) return;
     try {
       await post(`/api/runs/${encodeURIComponent(this.id)}/control/${action}`);
-      notify("Asked; the run does it at its next step.", "good");
+      this.asked.add(action);
+      notify(`${ASKED[action]}: asked; the run does it after its current step.`, "good");
     } catch (error) {
-      notify(error.status === 409 ? "The run is not running any more." : `Not asked: ${error.message}`, "bad");
+      notify(error.status === 409 ? `${ASKED[action]}: not asked, the run is not running any more.` : `${ASKED[action]}: not asked, ${error.message}`, "bad");
     }
   }
 
@@ -119,11 +126,28 @@ class TrainingView {
       this.showControl();
       this.refreshTab();
     } catch (error) {
-      console.warn(error);
+      if (error.status === 404) this.vanish();
+      else console.warn(error);
     }
   }
 
+  /** The run's folder went away: the page says so, and the next address mounts anew. */
+  vanish() {
+    this.unmount();
+    this.routed = null;
+    fill(this.main, goneState(this.detail.summary.name));
+  }
+
+  /** What was asked for by a button has come: said once. */
+  tellTaken(before) {
+    const newest = (list) => list?.at(-1)?.step ?? null;
+    const [saved, drawn] = [newest(this.detail.checkpoints), newest(this.detail.steps)];
+    if (saved !== newest(before.checkpoints) && this.asked.delete("save")) notify(`Save: done, a checkpoint of step ${countText(saved)}.`, "good");
+    if (drawn !== newest(before.steps) && this.asked.delete("sample")) notify(`Sample: step ${countText(drawn)} is being drawn.`, "good");
+  }
+
   tellNew(before) {
+    this.tellTaken(before);
     const more = this.detail.steps.length - before.steps.length;
     if (more > 0) announce(`${pluralText(more, "new row")} of samples, up to step ${countText(this.detail.steps.at(-1).step)}`);
     if (this.detail.summary.state !== before.summary.state) announce(`The run is now ${this.detail.summary.state}`);
@@ -131,12 +155,22 @@ class TrainingView {
 
   key(event) {
     if (event.ctrlKey || event.metaKey || event.altKey || isTyping(event) || document.querySelector("dialog[open]")) return;
+    if (ARROWS.includes(event.key) && [document.body, this.main].includes(document.activeElement) && this.takeFocus()) event.preventDefault();
     const tab = TABS[Number(event.key) - 1];
     if (tab) location.hash = `#/run/${encodeURIComponent(this.id)}/${tab[0]}`;
   }
 
+  /** The focus goes to the sample it was on last; whether there is one. */
+  takeFocus() {
+    const matrix = this.parts.get("samples")?.matrix;
+    if (this.tab !== "samples" || !matrix?.focused) return false;
+    matrix.focusPlace(matrix.focused);
+    return true;
+  }
+
   changed(event) {
-    if (event.id === this.id) this.refresh();
+    // The list of runs changed too: this one may be what went.
+    if (event.id === this.id || event.id === "") this.refresh();
   }
 
   unmount() {

@@ -78,7 +78,7 @@ class Viewer {
     const action = this.options.keys[event.key];
     if (event.key in moves) this.move(Math.min(this.items - 1, Math.max(0, moves[event.key])));
     else if (action) action(this.at);
-    else if (event.key === "o" && this.link.href) this.link.click();
+    else if (event.key === "o" && this.link.href && !this.link.hidden) this.link.click();
     else return;
     event.preventDefault();
     event.stopPropagation();
@@ -139,10 +139,15 @@ class Viewer {
       return;
     }
     this.link.href = item.link ?? wanted;
+    this.link.hidden = false;
     const entry = this.decoded.get(wanted);
     if (!entry.ready && item.preview) await this.present(this.decoded.get(item.preview), wanted, item);
     await this.present(entry, wanted, item);
-    if (!entry.ready && this.wanted === wanted && !item.preview) setText(this.note, "This picture could not be loaded.");
+    if (entry.ready || this.wanted !== wanted) return;
+    this.link.hidden = true;
+    this.note.hidden = false;
+    setText(this.note, item.preview ? "The full picture is not there: this is the small one." : "This picture could not be loaded.");
+    this.note.dataset.kind = item.preview ? "small" : "bad";
   }
 
   /** Puts a decoded picture on the stage, if it is still the one that is wanted; the one before stays until then. */
