@@ -74,6 +74,16 @@ def test_an_error_of_all_ranks_is_told_once_without_a_traceback(tmp_path: Path) 
     assert checker.leftovers(tmp_path / "run") == []
 
 
+@pytest.mark.slow
+def test_a_start_that_ranks_refuse_leaves_the_run_what_it_was(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert finish(halation(train(run)), tmp_path / "log") == 0
+    before = [(run / name).read_bytes() for name in ("ended.json", "config.json")]
+    assert finish(halation(train(run, n_steps=2)), tmp_path / "log") == 2
+    assert "but the run is at step 6" in (tmp_path / "log").read_text()
+    assert [(run / name).read_bytes() for name in ("ended.json", "config.json")] == before
+
+
 # -- being asked to stop
 
 
