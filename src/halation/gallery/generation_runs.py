@@ -16,6 +16,7 @@ from typing import Any
 
 from halation.gallery import again
 from halation.gallery.ledgers import OUTCOME, SHARED_FOLDER, SPEC, STATES, SharedTables, file_of, tables_of
+from halation.gallery.reasons import grouped
 from halation.gallery.row_index import Indices, RowIndex, counts_in, selected, with_words, words_of
 from halation.gallery.states import State, state_of
 from halation.gallery.tail import damage_of, first_line, last_lines, read_record, stamp_of
@@ -257,7 +258,7 @@ class GenerationRun:
             counts: Counter[str] = Counter()
             for reason, number in connection.execute(query):
                 counts[(reason.strip().splitlines() or ["no reason given"])[0]] += number
-        return [[reason, number] for reason, number in counts.most_common(MAX_REASONS)]
+        return [[reason, number] for reason, number in grouped(counts).most_common(MAX_REASONS)]
 
     def search(self, query: Query) -> dict[str, Any]:
         """A page of rows, by index."""

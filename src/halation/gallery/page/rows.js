@@ -19,6 +19,22 @@ export function rowQuery(filter) {
   return query;
 }
 
+/** Whether a failure is of a group's reason: its first line counts, and in the group's … stands for anything. */
+export function isOfReason(text, reason) {
+  const line = (text ?? "").trim().split(/[\r\n]/)[0] || "no reason given";
+  const parts = reason.split("…");
+  if (parts.length === 1) return line === reason;
+  const [first, last] = [parts[0], parts[parts.length - 1]];
+  if (line.length < first.length + last.length || !line.startsWith(first) || !line.endsWith(last)) return false;
+  const inner = line.slice(first.length, line.length - last.length);
+  let from = 0;
+  return parts.slice(1, -1).every((part) => {
+    const found = inner.indexOf(part, from);
+    from = found + part.length;
+    return found >= 0;
+  });
+}
+
 /** The rows that a filter lets through: the server's rule, for rows that are here already. */
 export function matchingRows(rows, filter) {
   const words = filter.q.toLowerCase().split(/\s+/).filter(Boolean);
@@ -26,7 +42,7 @@ export function matchingRows(rows, filter) {
     if (filter.state !== "" && row.state !== filter.state) return false;
     if (filter.worker !== "" && String(row.worker ?? "") !== filter.worker) return false;
     if (filter.seed !== "" && String(row.seed) !== filter.seed) return false;
-    if (filter.reason !== "" && row.reason !== filter.reason) return false;
+    if (filter.reason !== "" && !isOfReason(row.reason, filter.reason)) return false;
     if (words.length === 0) return true;
     const text = `${row.prompt}\n${row.id ?? ""}`.toLowerCase();
     return words.every((word) => text.includes(word));
