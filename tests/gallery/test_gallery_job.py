@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import http.client
 import importlib.util
 import os
@@ -19,11 +20,13 @@ from typing import Any
 import pytest
 from benchmarks.big_folders import generation_folder, training_folder
 
-from halation import cli
+from halation import cli, runs
+from halation.config.fields import as_json
 from halation.config.gallery import GalleryConfig
+from halation.config.train import TrainConfig
 from halation.errors import InputError
 from halation.gallery.server import listen
-from halation.jobs import gallery
+from halation.jobs import gallery, train
 
 pytestmark = pytest.mark.ranks  # the command itself, in processes of its own
 HALATION = str(Path(sys.executable).with_name("halation"))
@@ -188,6 +191,19 @@ def test_what_cannot_be_is_refused_in_three_parts(
     assert found in said
     assert "expected: " in said
     assert "to do: " in said
+
+
+def test_what_a_command_settled_by_itself_is_not_said_to_be_chosen(tmp_path: Path) -> None:
+    for name, config in (("plain", TrainConfig()), ("chosen", TrainConfig(lr=0.5, time_shift=3.0, image_size=(32,)))):
+        (tmp_path / name).mkdir()
+        settings = as_json(train.resolved(dataclasses.replace(config, output_dir=tmp_path / name)))
+        runs.begin(runs.Run(tmp_path / name), "train", settings, {}, False)
+    catalog = gallery.catalog_of([tmp_path])
+    catalog.refresh()
+    assert {entry.name: sorted(entry.config()["differs"]) for entry in catalog.entries()} == {
+        "plain": ["output_dir"],
+        "chosen": ["image_size", "lr", "output_dir", "time_shift"],
+    }
 
 
 def test_a_folder_that_one_may_not_read_is_refused() -> None:

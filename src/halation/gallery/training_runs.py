@@ -266,7 +266,11 @@ class TrainingRun:
             told = {name: record[name] for name in ("settings", "fixed", "changes")}
             if self._defaults is not None:
                 settings = told["settings"]
-                told["differs"] = [name for name in settings if settings[name] != self._defaults.get(name)]
+                told["differs"] = [
+                    name
+                    for name in settings
+                    if settings[name] is not None and settings[name] != self._defaults.get(name)
+                ]
             return told
 
     # -- the record

@@ -34,6 +34,11 @@ if TYPE_CHECKING:
     from halation.gallery.server import Gallery
 
 NUM_PORTS_TRIED = 100
+SETTLED = {
+    "train": {"image_size": (64, 64), "time_sampling": "logit_normal", "time_shift": 1.0},
+    "distill": {"time_sampling": "logit_normal", "time_shift": 1.0},
+}
+"""What a record holds where a command settled what nobody chose; what a model on disk decides is not known here."""
 FIRST_LOOK_S = 0.8
 """The link is printed after that even where the folders are still being searched."""
 
@@ -140,6 +145,7 @@ def _defaults(command: str) -> dict[str, Any]:
     fields = dataclasses.fields(config_type)
     values = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
     values |= {f.name: f.default_factory() for f in fields if f.default_factory is not dataclasses.MISSING}
+    values |= SETTLED.get(command, {})
     plain: dict[str, Any] = json.loads(json.dumps(values, default=str))
     return plain
 
