@@ -1,9 +1,9 @@
 // What a run was told and what it says: its settings, its environment, what was changed on the way, and the end of its log.
 
-import { get } from "./api.js";
+import { exported, get } from "./api.js";
 import { fill, h } from "./dom.js";
 import { valueText } from "./format.js";
-import { emptyState, errorState, skeleton } from "./parts.js";
+import { emptyState, errorState, notify, skeleton } from "./parts.js";
 
 /** {a: {b: 1}} as [["a.b", 1]]; lists stay values. */
 export function flatPairs(value, prefix = "") {
@@ -30,8 +30,66 @@ export class Settings {
     this.run = run;
     this.search = h("input", { class: "field field-search", id: "config-search", type: "search", placeholder: "Search settings  ( / )", "aria-label": "Search settings", dataset: { search: "" }, oninput: () => this.show() });
     this.tables = h("div", { class: "config", id: "config" }, skeleton(8, "skeleton-line"));
-    fill(host, h("div", { class: "toolbar" }, this.search), this.tables);
+    this.with = h("select", { class: "field", id: "config-with", "aria-label": "Compare with another run", onchange: () => this.pick(this.with.value) }, h("option", { value: "" }, "no other run"));
+    this.withBox = h("label", { class: "range", hidden: true }, "Compare with", this.with);
+    fill(host, h("div", { class: "toolbar" }, this.search, this.withBox), this.tables);
     this.config = null;
+    this.other = null;
+    if (!exported) this.loadRuns();
+  }
+
+  async loadRuns() {
+    try {
+      const { runs } = await get("/api/runs");
+      const kind = runs.find((run) => run.id === this.run)?.kind;
+      const family = ["train", "distill"].includes(kind) ? ["train", "distill"] : [kind];
+      const others = runs.filter((run) => run.id !== this.run && family.includes(run.kind)).sort((a, b) => a.name.localeCompare(b.name, "en", { numeric: true }));
+      this.withBox.hidden = others.length === 0;
+      this.with.append(...others.map((run) => h("option", { value: run.id }, run.name)));
+      this.with.value = this.otherId ?? "";
+    } catch (error) {
+      console.warn(error);
+    }
+  }
+
+  /** The address says with which run this one is compared. */
+  routed(text) {
+    if (text === (this.otherId ?? "")) return;
+    this.with.value = text;
+    this.onAddress?.(text ? `/${encodeURIComponent(text)}` : "");
+    this.take(text);
+  }
+
+  pick(id) {
+    const rest = id ? `/${encodeURIComponent(id)}` : "";
+    history.replaceState(history.state, "", `${location.hash.split("/").slice(0, 3).join("/")}/config${rest}`);
+    this.onAddress?.(rest);
+    this.take(id);
+  }
+
+  async take(id) {
+    this.otherId = id;
+    this.other = null;
+    try {
+      const other = id ? await get(`/api/runs/${encodeURIComponent(id)}/config`) : null;
+      if (this.otherId === id) this.other = other;
+    } catch (error) {
+      notify(`The settings of the other run cannot be read: ${error.message}`, "bad");
+    }
+    if (this.config) this.show();
+  }
+
+  /** Settings and facts that differ, both values side by side. */
+  differences() {
+    // What is fixed repeats some settings: those stand once.
+    const all = ({ settings, fixed }) => new Map([...flatPairs(fixed ?? {}), ...flatPairs(settings ?? {})]);
+    const [mine, theirs] = [all(this.config), all(this.other)];
+    const paths = [...new Set([...mine.keys(), ...theirs.keys()])].filter((path) => valueText(mine.get(path)) !== valueText(theirs.get(path)));
+    const name = this.with.selectedOptions[0]?.textContent ?? "the other";
+    if (paths.length === 0) return h("p", { class: "muted", id: "config-same" }, `Every setting is the same as in ${name}.`);
+    const cell = (map, path) => h("td", { class: "mono" }, map.has(path) ? linesOf(map.get(path)) : h("span", { class: "muted" }, "not there"));
+    return h("section", { class: "config-part config-both", id: "config-differences", dataset: { part: "both" } }, h("h3", null, `Differs from ${name} (${paths.length})`),
+      h("table", { class: "table" }, h("thead", null, h("tr", null, ["Setting", "This run", name].map((word) => h("th", { scope: "col" }, word)))), h("tbody", null, paths.map((path) => h("tr", { dataset: { differs: path } }, h("th", { scope: "row", class: "mono" }, path), cell(mine, path), cell(theirs, path))))));
   }
 
   async refresh() {
@@ -50,6 +108,7 @@ export class Settings {
     const [own, rest] = [pairs.filter(([path]) => differsFrom(names, path)), pairs.filter(([path]) => !differsFrom(names, path))];
     const list = Array.isArray(changes) ? changes : Object.entries(changes ?? {}).map(([name, value]) => ({ [name]: value }));
     const tables = [
+      this.other ? this.differences() : null,
       this.table(own.length ? "Not the default" : "", own, "differs"),
       this.table(own.length ? "As by default" : "Settings", rest, "settings"),
       this.table("Environment", flatPairs(fixed ?? {}), "fixed"),

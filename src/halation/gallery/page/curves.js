@@ -1,12 +1,14 @@
 // Curves of a training run: one plot for every number it writes, checkpoints marked; pointing shows the samples of that step.
 
-import { get, steadily, thumb } from "./api.js";
+import { exported, get, steadily, thumb } from "./api.js";
 import { fill, h, setText } from "./dom.js";
-import { countText, numberText } from "./format.js";
+import { countText, lossText, numberText } from "./format.js";
 import { teacherCells } from "./matrix.js";
+import { Overlay } from "./overlay.js";
 import { emptyState, errorState, skeleton } from "./parts.js";
 import { plot } from "./plot.js";
 import { recall, remember } from "./prefs.js";
+import { isOrInside } from "./related.js";
 
 const NOT_CURVES = new Set(["step", "time_s", "time", "epoch"]);
 const ABOUT = {
@@ -21,6 +23,7 @@ const ABOUT = {
 };
 const FIRST = Object.keys(ABOUT);
 const MOST_ROWS = 20000;
+const SCORES_MS = 4000;
 const NEVER_SMOOTH = new Set(["lr", "memory_gb"]);
 
 /** A running mean that forgets at `weight`, without the pull of its start. */
@@ -55,7 +58,8 @@ class Figure {
   }
 
   show(options) {
-    const last = options.series.find((series) => !series.faint)?.points.at(-1);
+    const last = options.series.find((series) => !series.faint && !series.dashed)?.points.at(-1);
+    this.value.title = options.series[0]?.faint ? "The last value, smoothed" : "The last value";
     setText(this.value, last ? `${numberText(last[1])}${last[2] ? ` ± ${numberText(last[2], 2)}` : ""}${options.unit ? ` ${options.unit}` : ""}` : "");
     const whole = { label: this.title.textContent, onHover: this.onHover, ...options };
     if (this.plot) this.plot.update(whole);
@@ -73,11 +77,14 @@ export class Curves {
     this.smoothing = recall("curves.smoothing", 0.6);
     this.log = recall("curves.log", false);
     this.grid = h("div", { class: "figures", id: "curves" }, skeleton(4, "skeleton-plot"));
+    this.scores = [];
+    this.overlay = new Overlay(this.run, { onChange: () => this.show(), onPick: (ids) => this.picked(ids) });
     this.strip = h("div", { class: "strip", id: "strip", role: "group", "aria-label": "Samples of the step pointed at" });
-    fill(host, this.bar(), this.grid, this.strip);
+    fill(host, this.bar(), this.overlay.legend, this.grid, this.strip);
     this.loaded = false;
     // One answer at a time: two that were asked for the same rows would draw them twice.
     this.ask = steadily(() => this.load(), 0);
+    this.askScores = steadily(() => this.loadScores(), SCORES_MS);
   }
 
   bar() {
@@ -93,12 +100,64 @@ export class Curves {
       remember("curves.log", this.log);
       this.show();
     } });
-    return h("div", { class: "toolbar", role: "group", "aria-label": "How curves are drawn" }, h("label", { class: "range" }, "Smoothing", slider, word), h("label", { class: "check" }, log, "Log scale"), h("span", { class: "muted small" }, h("span", { class: "checkpoint-mark", "aria-hidden": "true" }, "▲"), " checkpoint"));
+    return h("div", { class: "toolbar", role: "group", "aria-label": "How curves are drawn" }, h("label", { class: "range" }, "Smoothing", slider, word), h("label", { class: "check" }, log, "Log scale"), exported ? null : this.overlay.box, h("span", { class: "muted small" }, h("span", { class: "checkpoint-mark", "aria-hidden": "true" }, "▲"), " checkpoint"));
   }
 
   refresh(detail) {
     this.detail = detail;
     this.ask();
+    this.askScores();
+  }
+
+  /** The address says which runs lie over this one: "ID,ID". */
+  routed(text) {
+    this.overlay.set(text.split(",").filter(Boolean));
+    this.onAddress?.(text ? `/${text}` : "");
+  }
+
+  picked(ids) {
+    const rest = ids.length ? `/${ids.map(encodeURIComponent).join(",")}` : "";
+    history.replaceState(history.state, "", `#/run/${encodeURIComponent(this.run)}/curves${rest}`);
+    this.onAddress?.(rest);
+  }
+
+  runChanged(id) {
+    this.overlay.runChanged(id);
+    this.askScores();
+  }
+
+  /** Numbers that a watch or an evaluation found of this run, and of those laid over it, are kept with all scores. */
+  async loadScores() {
+    try {
+      const { scores } = await get("/api/scores");
+      this.scores = scores.filter((score) => score.step !== null && score.step !== undefined && Number.isFinite(score.value));
+      this.show();
+    } catch (error) {
+      if (!exported) console.warn(error);
+    }
+  }
+
+  /** Every score with a step, each from one place: {title, metric, better, sources: [{name, colour, dashed, points}]}. */
+  scoreFigures() {
+    const figures = new Map();
+    const add = (score, title, source) => {
+      if (!figures.has(title)) figures.set(title, { title, metric: score.metric, better: score.better, sources: new Map() });
+      const { sources } = figures.get(title);
+      if (!sources.has(source.name)) sources.set(source.name, { ...source, points: [] });
+      const { points } = sources.get(source.name);
+      if (!points.some(([step]) => step === score.step)) points.push([score.step, score.value, score.std ?? undefined]);
+    };
+    const { name: own } = this.detail.summary;
+    for (const score of this.detail.scores ?? []) if (score.step !== null) add(score, score.name ?? score.metric, { name: "this run", colour: 1 });
+    for (const score of this.scores.filter(({ name }) => isOrInside(name, own))) {
+      add(score, score.title ?? score.metric, score.name === own ? { name: "this run", colour: 1 } : { name: score.name.slice(own.length + 1), colour: 1 });
+    }
+    const others = this.overlay.others;
+    for (const score of this.scores) {
+      const other = others.find(({ name }) => isOrInside(score.name, name));
+      if (other && figures.has(score.title ?? score.metric)) add(score, score.title ?? score.metric, { name: score.name, colour: other.colour, dashed: true });
+    }
+    return figures;
   }
 
   async load() {
@@ -118,8 +177,8 @@ export class Curves {
   show() {
     if (!this.loaded) return;
     const names = curveNames(this.rows, []);
-    const scores = [...new Set((this.detail.scores ?? []).map(({ metric }) => metric))];
-    const wanted = [...names.map((name) => `m.${name}`), ...scores.map((name) => `s.${name}`)];
+    const scores = this.scoreFigures();
+    const wanted = [...names.map((name) => `m.${name}`), ...[...scores.keys()].map((name) => `s.${name}`)];
     if (wanted.length === 0) {
       fill(this.grid, emptyState("No numbers yet", "The run writes its first line of metrics after its first steps."));
       this.figures.clear();
@@ -127,11 +186,18 @@ export class Curves {
     }
     if (wanted.join() !== [...this.figures.keys()].join()) this.makeFigures(names, scores);
     const marks = (this.detail.checkpoints ?? []).map(({ step, kind }) => ({ x: step, label: `checkpoint at step ${countText(step)}${kind ? ` (${kind})` : ""}` }));
-    const xs = this.rows.map(({ step }) => step);
-    const xRange = xs.length > 1 ? [xs[0], Math.max(xs.at(-1), ...(this.detail.scores ?? []).map(({ step }) => step ?? 0))] : undefined;
+    const xRange = this.rangeOf(scores);
     for (const name of names) this.figures.get(`m.${name}`).show({ ...this.seriesOf(name), marks, log: this.log, xRange });
-    for (const name of scores) this.figures.get(`s.${name}`).show({ ...this.scoreSeries(name), marks, log: this.log, xRange });
+    for (const [name, figure] of scores) this.figures.get(`s.${name}`).show({ ...this.scoreSeries(figure), marks, log: this.log, xRange });
     this.showStrip(this.pointed ?? null);
+  }
+
+  /** One range of steps for all plots, so that one can look from one to the next. */
+  rangeOf(scores) {
+    const firstLast = (rows) => (rows.length > 0 ? [rows[0].step, rows.at(-1).step] : []);
+    const scored = [...scores.values()].flatMap(({ sources }) => [...sources.values()].flatMap(({ points }) => points.map(([step]) => step)));
+    const xs = [...firstLast(this.rows), ...this.overlay.others.flatMap(({ rows }) => firstLast(rows)), ...scored];
+    return this.rows.length > 1 ? [Math.min(...xs), Math.max(...xs)] : undefined;
   }
 
   makeFigures(names, scores) {
@@ -139,22 +205,25 @@ export class Curves {
     this.figures.clear();
     const hover = (x) => this.hover(x);
     for (const name of names) this.figures.set(`m.${name}`, new Figure(name, ABOUT[name]?.[0] ?? name, hover));
-    for (const name of scores) this.figures.set(`s.${name}`, new Figure(name, ABOUT[name]?.[0] ?? this.detail.scores.find((one) => one.metric === name).name ?? name, hover));
+    for (const [name, { metric }] of scores) this.figures.set(`s.${name}`, new Figure(metric, name, hover));
     fill(this.grid, [...this.figures.values()].map((figure) => figure.node));
   }
 
   seriesOf(name) {
-    const points = this.rows.filter((row) => typeof row[name] === "number").map((row) => [row.step, row[name]]);
+    const pointsOf = (rows) => rows.filter((row) => typeof row[name] === "number").map((row) => [row.step, row[name]]);
+    const points = pointsOf(this.rows);
     const title = ABOUT[name]?.[0] ?? name;
     const unit = ABOUT[name]?.[1] ?? "";
-    if (this.smoothing <= 0 || NEVER_SMOOTH.has(name) || points.length < 8) return { series: [{ name: title, points }], unit };
-    return { series: [{ name: title, points, faint: true, colour: 1 }, { name: title, points: smoothPoints(points, this.smoothing), colour: 1 }], unit };
+    const smooth = (given) => (NEVER_SMOOTH.has(name) || given.length < 8 ? given : smoothPoints(given, this.smoothing));
+    const others = this.overlay.others.map((other) => ({ name: other.name, points: smooth(pointsOf(other.rows)), colour: other.colour, dashed: true }));
+    const self = { name: others.length ? "this run" : title, colour: 1 };
+    const raw = this.smoothing > 0 && smooth(points) !== points ? [{ ...self, points, faint: true }] : [];
+    return { series: [...raw, { ...self, points: smooth(points) }, ...others], unit, legend: false };
   }
 
-  scoreSeries(name) {
-    const points = this.detail.scores.filter((one) => one.metric === name && one.step !== null).map((one) => [one.step, one.value, one.std ?? undefined]).sort((a, b) => a[0] - b[0]);
-    const better = this.detail.scores.find((one) => one.metric === name).better;
-    return { series: [{ name, points, dots: true }], unit: "", label: `${name}${better ? `, ${better} is best` : ""}` };
+  scoreSeries({ title, better, sources }) {
+    const series = [...sources.values()].map((source) => ({ ...source, dots: true, points: [...source.points].sort((a, b) => a[0] - b[0]) }));
+    return { series, unit: "", label: `${title}${better ? `, ${better} is best` : ""}` };
   }
 
   hover(x) {
@@ -183,7 +252,7 @@ export class Curves {
       this.stripHead = h("a", { class: "strip-head number" });
       fill(this.strip, this.stripHead, h("div", { class: "strip-pictures" }, this.stripImages));
     }
-    fill(this.stripHead, h("strong", null, `step ${countText(near.step)}`), near.loss === null || near.loss === undefined ? null : h("span", { class: "muted" }, `loss ${numberText(near.loss)}`));
+    fill(this.stripHead, h("strong", null, `step ${countText(near.step)}`), near.loss === null || near.loss === undefined ? null : h("span", { class: "muted", title: "Mean over the last steps when these were drawn" }, `loss ${lossText(near.loss)}`));
     this.stripHead.href = `#/run/${encodeURIComponent(this.run)}/samples/${near.step}`;
     prompts.forEach(({ size }, index) => {
       const cell = cells[index];
@@ -198,6 +267,8 @@ export class Curves {
 
   unmount() {
     this.ask.stop();
+    this.askScores.stop();
+    this.overlay.close();
     for (const figure of this.figures.values()) figure.plot?.destroy();
   }
 }

@@ -3,7 +3,9 @@
 import { append, fill, h, setStyle, svg } from "./dom.js";
 import { countText, numberText, shortText } from "./format.js";
 
-const MARGIN = { left: 52, right: 12, top: 10, bottom: 24 };
+const MARGIN = { left: 44, right: 14, top: 10, bottom: 24 };
+const TICK_FONT = "11px system-ui, sans-serif";
+const LABEL_PX = 12;
 const NUM_COLOURS = 6;
 
 /** Round numbers that cover [low, high] with about `count` ticks. */
@@ -80,6 +82,14 @@ function mostOf(points) {
   return [sorted[cut], sorted[sorted.length - 1 - cut]];
 }
 
+/** How wide a text is drawn, a little more than less: the fonts of a canvas and of the page may differ by a hair. */
+function textWidth(text) {
+  textWidth.context ??= document.createElement("canvas").getContext("2d");
+  if (textWidth.context === null) return text.length * 7;
+  textWidth.context.font = TICK_FONT;
+  return Math.ceil(textWidth.context.measureText(text).width * 1.08);
+}
+
 class Plot {
   constructor(host, options) {
     this.host = host;
@@ -90,7 +100,8 @@ class Plot {
     host.classList.add("plot");
     this.picture.addEventListener("pointermove", (event) => this.pointed(event));
     this.picture.addEventListener("pointerdown", (event) => this.pointed(event));
-    this.picture.addEventListener("pointerleave", () => this.hover(null));
+    // A finger that is lifted leaves as well: what it pointed at stays until the next tap elsewhere.
+    this.picture.addEventListener("pointerleave", (event) => event.pointerType === "touch" || this.hover(null));
     this.picture.addEventListener("blur", () => this.hover(null));
     this.picture.addEventListener("keydown", (event) => this.key(event));
     this.observer = new ResizeObserver(() => this.draw());
@@ -119,14 +130,18 @@ class Plot {
     else {
       // A constant that was smoothed differs from itself in its last digits.
       const pad = (y1 - y0 > Math.abs(y1) * 1e-9 ? (y1 - y0) * 0.06 : 0) || Math.abs(y1) * 0.05 || 1;
-      [y0, y1] = [y0 - pad, y1 + pad];
+      // What is never negative has an axis that is not either; zero alone stands at its foot.
+      if (y0 === 0 && y1 === 0) y1 = 1;
+      else [y0, y1] = [y0 >= 0 ? Math.max(0, y0 - pad) : y0 - pad, y1 + pad];
     }
-    const inner = { width: this.width - MARGIN.left - MARGIN.right, height: this.height - MARGIN.top - MARGIN.bottom };
+    this.ticks = log ? logTicks(y0, y1, 5) : linearTicks(y0, y1, Math.max(2, Math.floor(this.height / 48)));
+    this.left = Math.max(MARGIN.left, LABEL_PX + Math.max(...this.ticks.map((tick) => textWidth(shortText(tick)))));
+    const inner = { width: this.width - this.left - MARGIN.right, height: this.height - MARGIN.top - MARGIN.bottom };
     const place = log ? Math.log : (value) => value;
-    this.toX = (x) => MARGIN.left + ((x - x0) / (x1 - x0 || 1)) * inner.width;
+    this.toX = (x) => this.left + ((x - x0) / (x1 - x0 || 1)) * inner.width;
     this.toY = (y) => MARGIN.top + inner.height * (1 - (place(y) - place(y0)) / (place(y1) - place(y0)));
-    this.fromX = (pixel) => x0 + ((pixel - MARGIN.left) / inner.width) * (x1 - x0);
-    return { x0, x1, y0, y1, log };
+    this.fromX = (pixel) => x0 + ((pixel - this.left) / inner.width) * (x1 - x0);
+    return { x0, x1 };
   }
 
   draw() {
@@ -135,7 +150,7 @@ class Plot {
     if (this.width < 60 || this.height < 40) return;
     this.picture.setAttribute("viewBox", `0 0 ${this.width} ${this.height}`);
     this.picture.setAttribute("aria-label", this.description());
-    fill(this.legend, this.main.length > 1 ? this.main.map((series) => h("span", { class: "legend-item", dataset: { series: series.colour } }, h("span", { class: "legend-line", "aria-hidden": "true" }), series.name)) : null);
+    fill(this.legend, this.main.length > 1 && this.options.legend !== false ? this.main.map((series) => h("span", { class: "legend-item", dataset: { series: series.colour } }, h("span", { class: "legend-line", "aria-hidden": "true" }), series.name)) : null);
     if (this.dataXs.length === 0) {
       fill(this.picture, svg("text", { class: "plot-none", x: this.width / 2, y: this.height / 2 }, "no points yet"));
       return;
@@ -144,7 +159,7 @@ class Plot {
     this.cursor = svg("g", { class: "plot-cursor" });
     const clip = `clip-${(Plot.count = (Plot.count ?? 0) + 1)}`;
     const lines = svg("g", { "clip-path": `url(#${clip})` }, this.all.map((series) => this.lineOf(series)));
-    const box = svg("clipPath", { id: clip }, svg("rect", { x: MARGIN.left - 3, y: MARGIN.top - 4, width: this.width - MARGIN.left - MARGIN.right + 6, height: this.height - MARGIN.top - MARGIN.bottom + 8 }));
+    const box = svg("clipPath", { id: clip }, svg("rect", { x: this.left - 3, y: MARGIN.top - 4, width: this.width - this.left - MARGIN.right + 6, height: this.height - MARGIN.top - MARGIN.bottom + 8 }));
     fill(this.picture, svg("defs", null, box), this.axes(range), this.marks(range), lines, this.cursor);
     if (this.at !== undefined && this.at !== null) this.setCursor(this.at);
   }
@@ -155,18 +170,17 @@ class Plot {
     return last ? `${text}; last ${numberText(last[1])}${this.options.unit ? ` ${this.options.unit}` : ""} at ${this.options.xName} ${countText(last[0])}. Arrow keys read the values.` : text;
   }
 
-  axes({ x0, x1, y0, y1, log }) {
+  axes({ x0, x1 }) {
     const group = svg("g", { class: "plot-axes", "aria-hidden": "true" });
     const [right, bottom] = [this.width - MARGIN.right, this.height - MARGIN.bottom];
-    const ys = log ? logTicks(y0, y1, 5) : linearTicks(y0, y1, Math.max(2, Math.floor(this.height / 48)));
-    for (const tick of ys) {
+    for (const tick of this.ticks) {
       const y = Math.round(this.toY(tick)) + 0.5;
-      append(group, [svg("line", { class: "plot-grid", x1: MARGIN.left, x2: right, y1: y, y2: y }), svg("text", { class: "plot-y", x: MARGIN.left - 8, y: y + 4 }, shortText(tick))]);
+      append(group, [svg("line", { class: "plot-grid", x1: this.left, x2: right, y1: y, y2: y }), svg("text", { class: "plot-y", x: this.left - 8, y: y + 4 }, shortText(tick))]);
     }
     for (const tick of linearTicks(x0, x1, Math.max(2, Math.floor(this.width / 110)))) {
       append(group, [svg("text", { class: "plot-x", x: this.toX(tick), y: bottom + 16 }, shortText(tick))]);
     }
-    append(group, [svg("line", { class: "plot-base", x1: MARGIN.left, x2: right, y1: bottom + 0.5, y2: bottom + 0.5 })]);
+    append(group, [svg("line", { class: "plot-base", x1: this.left, x2: right, y1: bottom + 0.5, y2: bottom + 0.5 })]);
     return group;
   }
 
@@ -179,7 +193,7 @@ class Plot {
   }
 
   lineOf(series) {
-    const group = svg("g", { class: series.faint ? "plot-series plot-faint" : "plot-series", dataset: { series: series.colour } });
+    const group = svg("g", { class: `plot-series${series.faint ? " plot-faint" : ""}${series.dashed ? " plot-dashed" : ""}`, dataset: { series: series.colour } });
     const path = thinPoints(series.points, this.toX).map(([x, y]) => `${this.toX(x).toFixed(1)},${this.toY(y).toFixed(1)}`).join(" ");
     append(group, [svg("polyline", { points: path })]);
     if (series.dots || series.points.length === 1) append(group, series.points.map((point) => this.dotOf(point)));
@@ -225,7 +239,11 @@ class Plot {
     fill(this.cursor);
     this.tip.hidden = true;
     if (x === null || this.dataXs.length === 0) return;
-    const found = this.main.map((series) => [series, series.points[nearestIndex(series.points, x)]]);
+    // A run that ended before x, or began after it, has nothing to say there.
+    const slack = this.dataXs.length > 1 ? (this.dataXs.at(-1) - this.dataXs[0]) / 50 : 0;
+    const reaches = ({ points }) => this.main.length === 1 || (x >= points[0][0] - slack && x <= points.at(-1)[0] + slack);
+    const found = this.main.filter(reaches).map((series) => [series, series.points[nearestIndex(series.points, x)]]);
+    if (found.length === 0) return;
     const px = this.toX(found.length === 1 ? found[0][1][0] : x);
     append(this.cursor, [svg("line", { x1: px, x2: px, y1: MARGIN.top, y2: this.height - MARGIN.bottom }), found.map(([series, [sx, sy]]) => svg("circle", { cx: this.toX(sx), cy: this.toY(sy), r: 3.5, dataset: { series: series.colour } }))]);
     if (withTip) this.showTip(px, found.length === 1 ? found[0][1][0] : x, found);
@@ -235,7 +253,7 @@ class Plot {
     fill(
       this.tip,
       h("span", { class: "muted" }, `${this.options.xName} ${countText(x)}`),
-      found.map(([series, [, y, spread]]) => h("span", { class: "tip-row", dataset: { series: series.colour } }, found.length > 1 ? h("span", { class: "legend-line", "aria-hidden": "true" }) : null, found.length > 1 ? `${series.name} ` : null, h("strong", null, `${numberText(y)}${spread ? ` ± ${numberText(spread, 2)}` : ""}${this.options.unit ? ` ${this.options.unit}` : ""}`), this.rawText(series, x))),
+      found.map(([series, [, y, spread]]) => h("span", { class: "tip-row", dataset: { series: series.colour } }, this.main.length > 1 ? h("span", { class: "legend-line", "aria-hidden": "true" }) : null, this.main.length > 1 ? `${series.name} ` : null, h("strong", null, `${numberText(y)}${spread ? ` ± ${numberText(spread, 2)}` : ""}${this.options.unit ? ` ${this.options.unit}` : ""}`), this.rawText(series, x))),
     );
     this.tip.hidden = false;
     const left = px + this.tip.offsetWidth + 14 > this.width ? px - this.tip.offsetWidth - 10 : px + 10;
@@ -254,7 +272,7 @@ class Plot {
 }
 
 /**
- * Draws into host: {series: [{name, points: [[x, y, spread?]], faint, dots}], marks: [{x, label}], onHover(x | null), log, unit, label, xName}.
+ * Draws into host: {series: [{name, points: [[x, y, spread?]], faint, dots, dashed, colour}], legend: false for none, marks: [{x, label}], onHover(x | null), log, unit, label, xName}.
  * Returns {update(options), setCursor(x), destroy()}.
  */
 export function plot(host, options) {

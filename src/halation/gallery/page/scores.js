@@ -288,7 +288,30 @@ function extremeStrip(report, side, title) {
   );
 }
 
+/** Of few pictures the nearest are the farthest too: two strips of the same ones say nothing. */
+function sameEnds({ nearest, farthest }) {
+  const keys = (side) => (side ?? []).map(({ label, distance }) => `${label} ${distance}`).sort().join("\n");
+  return (nearest ?? []).length > 1 && keys(nearest) === keys(farthest);
+}
+
+/** The newest report of each run open, those before it folded: they are looked at to compare, not to read through. */
+function reportSections(reports, opened) {
+  const byRun = new Map();
+  for (const report of reports) {
+    const key = report.run || report.id;
+    byRun.set(key, [...(byRun.get(key) ?? []), report]);
+  }
+  return [...byRun].map(([key, list]) => {
+    const ordered = [...list].sort((a, b) => (a.step ?? 0) - (b.step ?? 0));
+    const made = ordered.map(reportSection).filter(Boolean).reverse();
+    if (made.length < 2) return made;
+    const fold = h("details", { class: "extremes-fold", dataset: { reports: key }, open: opened.has(key), ontoggle: () => (fold.open ? opened.add(key) : opened.delete(key)) }, h("summary", null, `${pluralText(made.length - 1, "earlier report")} of ${list.at(-1).name.replace(/, step.*/, "")}`), made.slice(1));
+    return [made[0], fold];
+  });
+}
+
 function reportSection(report) {
+  if (sameEnds(report)) return null;
   const sides = [extremeStrip(report, "nearest", "Nearest to the reference"), extremeStrip(report, "farthest", "Farthest from it")];
   if (!sides.some(Boolean)) return null;
   const name = report.run ? h("a", { href: `#/run/${encodeURIComponent(report.run)}` }, report.name) : report.name;
@@ -300,6 +323,7 @@ class ScoresView {
     this.main = main;
     this.table = new ScoreTable();
     this.plots = new ScorePlots();
+    this.openedReports = new Set();
     this.extremes = h("div", { class: "extremes-all", id: "extremes" });
     this.again = steadily(() => this.load(), SCORES_AGAIN_MS);
     document.title = "Scores · Halation";
@@ -332,7 +356,7 @@ class ScoresView {
     this.table.show(arranged);
     this.plots.show(arranged);
     const strips = JSON.stringify(answer.reports);
-    if (strips !== this.strips) fill(this.extremes, answer.reports.map(reportSection));
+    if (strips !== this.strips) fill(this.extremes, reportSections(answer.reports, this.openedReports));
     this.strips = strips;
   }
 

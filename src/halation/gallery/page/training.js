@@ -96,6 +96,7 @@ class TrainingView {
     }
     for (const [tab, panel] of this.panels) panel.hidden = tab !== this.tab;
     if (!this.parts.has(this.tab)) this.parts.set(this.tab, this.make(this.tab));
+    this.parts.get(this.tab).routed?.(route.rest[0] ?? "");
     this.refreshTab();
     const step = Number(route.rest[0]);
     if (this.tab === "samples" && route.rest[0] !== undefined && Number.isFinite(step)) this.parts.get("samples").matrix.focusPlace({ step, prompt: 0 });
@@ -104,8 +105,14 @@ class TrainingView {
   make(tab) {
     const host = this.panels.get(tab);
     if (tab === "samples") return new Samples(host, this.detail);
-    if (tab === "curves") return new Curves(host, this.detail);
-    return tab === "config" ? new Settings(host, this.id) : new Log(host, this.id);
+    if (tab === "curves") return this.keepAddress("curves", new Curves(host, this.detail));
+    return tab === "config" ? this.keepAddress("config", new Settings(host, this.id)) : new Log(host, this.id);
+  }
+
+  /** What a tab keeps in the address is there again when one comes back to it by its link. */
+  keepAddress(tab, part) {
+    part.onAddress = (rest) => (this.links.find((link) => link.dataset.tab === tab).href = `#/run/${encodeURIComponent(this.id)}/${tab}${rest}`);
+    return part;
   }
 
   refreshTab() {
@@ -157,7 +164,7 @@ class TrainingView {
     if (event.ctrlKey || event.metaKey || event.altKey || isTyping(event) || document.querySelector("dialog[open]")) return;
     if (ARROWS.includes(event.key) && [document.body, this.main].includes(document.activeElement) && this.takeFocus()) event.preventDefault();
     const tab = TABS[Number(event.key) - 1];
-    if (tab) location.hash = `#/run/${encodeURIComponent(this.id)}/${tab[0]}`;
+    if (tab) location.hash = this.links.find((link) => link.dataset.tab === tab[0]).hash;
   }
 
   /** The focus goes to the sample it was on last; whether there is one. */
@@ -171,6 +178,7 @@ class TrainingView {
   changed(event) {
     // The list of runs changed too: this one may be what went.
     if (event.id === this.id || event.id === "") this.refresh();
+    else this.parts.get("curves")?.runChanged(event.id);
   }
 
   unmount() {
