@@ -211,7 +211,7 @@ def _judge(
     if settings.nan_policy == "stop" or in_a_row > MAX_SKIPPED:
         raise HalationError(
             f"the loss is not finite at step {position.step + 1}{where} (loss {loss}, gradient norm {norm}); weights of the last "
-            "checkpoint are good. Try a lower --lr, --grad_clip, --dtype bf16 or fp32, or --nan_policy skip"
+            "checkpoint, where there is one, are good. Try a lower --lr, --grad_clip, --dtype bf16 or fp32, or --nan_policy skip"
         )
 
 
