@@ -1,0 +1,109 @@
+"""Runs beside each other in a real browser: a watch under its training, one run laid over another, and one that goes away."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from benchmarks.big_folders import generation_folder, training_folder
+from complaints import Complaints
+from opened import Opened, opened
+
+from halation.gallery.catalog import id_of
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+pytestmark = pytest.mark.browser
+CHECKPOINTS = (200, 400)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("runs")
+    training_folder(root / "first", 8, 2, size=16)
+    training_folder(root / "second", 4, 2, size=16)
+    training_folder(root / "doomed", 2, 2, size=16)
+    watch = root / "first" / "watch"
+    for step in CHECKPOINTS:
+        folder = generation_folder(watch / f"step_{step:07d}" / "pictures", 4, size=16)
+        numbers = {"value": 1000.0 / step, "std": None, "name": "FD-streets", "better": "lowest", "few": True}
+        report = {
+            "step": step,
+            "checkpoint": folder.parent.name,
+            "generated": {"kind": "run", "path": str(folder), "num": 4},
+            "reference": {"kind": "streets", "path": "streets", "num": 4},
+            "metrics": {"fd": numbers},
+            "versions": {},
+        }
+        (folder.parent / "evaluation.json").write_text(json.dumps(report))
+    (watch / "config.json").write_text(json.dumps({"job": "watch", "settings": {"run": "first"}, "fixed": {}}))
+    return root
+
+
+@pytest.fixture(scope="module")
+def served(folders: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
+    with opened(folders, scratch=tmp_path_factory.mktemp("scratch")) as gallery:
+        yield gallery
+
+
+def test_a_watch_stands_under_its_training_with_its_pictures_folded(served: Opened, folders: Path, page: Page) -> None:
+    served.enter(page)
+    watch = id_of(folders / "first" / "watch")
+    fold = page.locator(f".run-fold[data-fold='{watch}']")
+    fold.wait_for()
+    names = page.locator("a.run .run-name").all_inner_texts()
+    assert names.index("first/watch") == names.index("first") + 1
+    assert not any("pictures" in name for name in names)
+    assert "4 runs" in page.locator("#runs-count").inner_text()
+    assert "2 generations" in fold.inner_text()
+    fold.click()
+    assert page.locator("a.run").count() == 6
+    lefts = page.locator("a.run .run-state").evaluate_all("(all) => all.map((one) => one.getBoundingClientRect().left)")
+    assert max(lefts) - min(lefts) < 1, "columns line up"
+    page.reload()
+    page.locator("a.run").nth(5).wait_for()
+
+
+def test_another_run_is_laid_over_the_curves_and_the_address_keeps_it(
+    served: Opened, folders: Path, page: Page
+) -> None:
+    served.show(page, folders / "first", "/curves")
+    page.locator(".figure[data-metric='fd'] circle").nth(1).wait_for()
+    lines = page.locator(".figure[data-metric='loss'] .plot-series:not(.plot-faint)")
+    assert lines.count() == 1
+    page.locator("#overlay").click()
+    page.locator(f".overlay-list input[value='{id_of(folders / 'second')}']").check()
+    page.wait_for_function(
+        "() => document.querySelectorAll(\".figure[data-metric='loss'] .plot-dashed polyline[points*=',']\").length === 1"
+    )
+    assert id_of(folders / "second") in page.url
+    page.keyboard.press("Escape")
+    page.locator(".figure[data-metric='loss'] svg").hover(position={"x": 300, "y": 60})
+    assert "second" in page.locator(".figure[data-metric='loss'] .plot-tip").inner_text()
+    page.reload()
+    page.locator("#overlay-legend").get_by_text("second").wait_for()
+    page.locator("#tab-config").click()
+    page.locator("#config-with").select_option(id_of(folders / "second"))
+    assert page.locator("tr[data-differs='n_steps']").inner_text().split() == ["n_steps", "800", "400"]
+    assert page.locator("tr[data-differs='lr']").count() == 0
+
+
+def test_a_run_that_goes_away_while_one_looks_says_so_and_leads_back(
+    served: Opened, folders: Path, page: Page, complaints: Complaints
+) -> None:
+    served.enter(page)
+    page.locator("#runs-filter").fill("doomed")
+    page.locator("#runs-filter").press("Enter")
+    page.wait_for_function("() => document.activeElement.matches('button.cell')")
+    complaints.expect("404")
+    shutil.rmtree(folders / "doomed")
+    page.get_by_text("Not here any more").wait_for()
+    page.locator("#all-runs").click()
+    page.locator("#runs-filter").fill("")
+    page.locator("a.run").first.wait_for()
+    assert "doomed" not in page.locator("#runs").inner_text()
