@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from halation import faults, runs
+from halation import faults, holds, runs
 from halation.errors import HalationError, InputError
 from halation.faults import InjectedFault
 
@@ -115,8 +115,8 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 def other_command(folder: Path) -> Iterator[subprocess.Popen[str]]:
     """A process that holds the folder until it is ended."""
     code = (
-        "import pathlib, sys, time; from halation import runs\n"
-        "with runs.held(pathlib.Path(sys.argv[1]), 'train'):\n    print('held', flush=True)\n    time.sleep(60)"
+        "import pathlib, sys, time; from halation import holds\n"
+        "with holds.held(pathlib.Path(sys.argv[1]), 'train'):\n    print('held', flush=True)\n    time.sleep(60)"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True)
     try:
@@ -131,7 +131,7 @@ def other_command(folder: Path) -> Iterator[subprocess.Popen[str]]:
 def test_a_second_command_is_refused_at_once_and_told_who_holds_the_folder(tmp_path: Path) -> None:
     with other_command(tmp_path) as owner:
         began = time.monotonic()
-        with pytest.raises(InputError) as error, runs.held(tmp_path, "sample"):
+        with pytest.raises(InputError) as error, holds.held(tmp_path, "sample"):
             pass
         assert time.monotonic() - began < 10, "the owner holds it for a minute"
         assert f"{tmp_path} is in use by `halation train`, process {owner.pid} on " in error.value.found
@@ -144,16 +144,16 @@ def test_the_hold_of_a_killed_owner_is_taken_over(tmp_path: Path) -> None:
         owner.send_signal(signal.SIGKILL)
         assert owner.wait(10) == -signal.SIGKILL
         assert json.loads((tmp_path / ".owner.json").read_text())["pid"] == owner.pid
-        with runs.held(tmp_path, "sample"):
+        with holds.held(tmp_path, "sample"):
             assert json.loads((tmp_path / ".owner.json").read_text())["pid"] == os.getpid()
     assert os.listdir(tmp_path) == []
 
 
 def test_a_hold_is_given_back_after_an_error_too(tmp_path: Path) -> None:
-    with pytest.raises(KeyError), runs.held(tmp_path, "train"):
+    with pytest.raises(KeyError), holds.held(tmp_path, "train"):
         raise KeyError
     assert os.listdir(tmp_path) == []
-    with runs.held(tmp_path, "train"):
+    with holds.held(tmp_path, "train"):
         pass
 
 
@@ -167,7 +167,7 @@ from halation import errors, runs
 folder, taken = pathlib.Path({str(folder)!r}), 0
 while taken < 25:
     try:
-        with runs.held(folder, "train"):
+        with holds.held(folder, "train"):
             descriptor = os.open(folder / "alone", os.O_CREAT | os.O_EXCL)
             time.sleep(0.001)
             os.close(descriptor)

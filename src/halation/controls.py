@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from halation import runs
+from halation import holds, runs
 from halation.errors import HalationError, InputError
 
 log = logging.getLogger(__name__)
@@ -150,7 +150,7 @@ def _running(folder: Path) -> dict[str, Any]:
 def _not_running(run: runs.Run) -> InputError:
     """How it ended, if it said so, and what would make it run."""
     try:
-        ended = json.loads((run.folder / runs.ENDED_FILE).read_bytes())
+        ended = json.loads((run.folder / holds.ENDED_FILE).read_bytes())
     except (OSError, ValueError):
         ended = None
     ended = ended if isinstance(ended, dict) else {}
@@ -176,7 +176,7 @@ def _owner(folder: Path) -> dict[str, Any] | None:
 def _is_dead(owner: Mapping[str, Any]) -> bool:
     pid = owner.get("pid")
     return owner.get("host") == socket.gethostname() and not (
-        isinstance(pid, int) and runs.is_alive(pid, owner.get("start"))
+        isinstance(pid, int) and holds.is_alive(pid, owner.get("start"))
     )
 
 

@@ -15,7 +15,7 @@ import pytest
 from served import serving
 
 from benchmarks import big_folders
-from halation import runs
+from halation import holds, runs
 from halation.gallery.catalog import Catalog
 from halation.gallery.generation_runs import Query
 from halation.gallery.scores import Scores
@@ -165,7 +165,7 @@ def test_the_page_goes_on_while_a_run_is_damaged(tmp_path: Path) -> None:
     top = tmp_path / "runs"
     good = big_folders.training_folder(top / "good", 1, 1, size=8)
     bad = big_folders.generation_folder(top / "bad", 2, size=8)
-    with runs.held(good, "train"), serving(top, cache=tmp_path / "cache") as visitor:
+    with holds.held(good, "train"), serving(top, cache=tmp_path / "cache") as visitor:
         ids = visitor.ids()
         with visitor.listening() as stream:
             (bad / "config.json").write_bytes(b'{"job": "generate", "settings": "x", "fixed": [')

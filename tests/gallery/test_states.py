@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from halation import runs
+from halation import holds, runs
 from halation.errors import HalationError, InputError, Interrupted
 from halation.gallery.states import State, state_of
 
@@ -32,13 +32,13 @@ def word(run: runs.Run) -> tuple[str, str]:
 
 
 def test_a_run_is_running_while_it_is_held_and_finished_after_it(run: runs.Run) -> None:
-    with runs.held(run.folder, "train"):
+    with holds.held(run.folder, "train"):
         assert word(run) == ("running", "")
     assert word(run) == ("finished", "")
     ended = json.loads((run.folder / "ended.json").read_text())
     assert ended["command"] == "train"
     assert abs(time.time() - time.mktime(time.strptime(ended["time"][:19], "%Y-%m-%dT%H:%M:%S"))) < 60
-    with runs.held(run.folder, "train"):
+    with holds.held(run.folder, "train"):
         assert not (run.folder / "ended.json").exists()
 
 
@@ -54,32 +54,32 @@ def test_a_run_is_running_while_it_is_held_and_finished_after_it(run: runs.Run) 
 def test_an_error_is_the_state_and_its_first_line_the_reason(
     run: runs.Run, error: BaseException, expected: tuple[str, str]
 ) -> None:
-    with pytest.raises(type(error)), runs.held(run.folder, "train"):
+    with pytest.raises(type(error)), holds.held(run.folder, "train"):
         raise error
     assert word(run) == expected
 
 
 def test_a_start_that_was_refused_leaves_the_run_what_it_was(run: runs.Run) -> None:
-    with runs.held(run.folder, "train"):
+    with holds.held(run.folder, "train"):
         runs.Metrics(run.metrics).append({"step": 5})
-    with pytest.raises(InputError), runs.held(run.folder, "train"):
+    with pytest.raises(InputError), holds.held(run.folder, "train"):
         raise InputError("other settings", "the old ones", "use them")
     assert word(run) == ("finished", "")
-    with runs.held(run.folder, "train"), pytest.raises(InputError), runs.held(run.folder, "sample"):
+    with holds.held(run.folder, "train"), pytest.raises(InputError), holds.held(run.folder, "sample"):
         pass
     assert word(run) == ("finished", "")
 
 
 def test_a_start_that_ranks_refused_leaves_the_run_what_it_was(run: runs.Run) -> None:
     """Out of ranks comes the code of a refusal, not its kind."""
-    with pytest.raises(Interrupted), runs.held(run.folder, "train"):
+    with pytest.raises(Interrupted), holds.held(run.folder, "train"):
         raise Interrupted("stopped at step 5", 130)
     refusal, failure = HalationError("but the run is at step 5"), HalationError("rank 1 was killed")
     refusal.exit_code = InputError.exit_code
     record = run.config.read_bytes()
 
     def start() -> None:
-        with runs.held(run.folder, "train"):
+        with holds.held(run.folder, "train"):
             runs.begin(run, "train", {"n_steps": 3}, {}, False)
             raise refusal
 
@@ -87,17 +87,17 @@ def test_a_start_that_ranks_refused_leaves_the_run_what_it_was(run: runs.Run) ->
         start()
     assert word(run) == ("stopped", "stopped at step 5")
     assert run.config.read_bytes() == record, "it says how many steps there are to be"
-    with pytest.raises(HalationError), runs.held(run.folder, "train"):
+    with pytest.raises(HalationError), holds.held(run.folder, "train"):
         raise failure
     assert word(run) == ("failed", "rank 1 was killed")
 
 
 def test_bad_input_that_is_found_on_the_way_is_a_failure(run: runs.Run) -> None:
-    with runs.held(run.folder, "train"):
+    with holds.held(run.folder, "train"):
         pass
 
     def train() -> None:
-        with runs.held(run.folder, "train"):
+        with holds.held(run.folder, "train"):
             runs.Metrics(run.metrics).append({"step": 6})
             raise InputError("a picture is broken", "a whole one", "mend it")
 
@@ -108,9 +108,9 @@ def test_bad_input_that_is_found_on_the_way_is_a_failure(run: runs.Run) -> None:
 
 def test_a_refusal_that_lets_go_of_nothing_but_its_hold_leaves_the_run_what_it_was(run: runs.Run) -> None:
     """Under torchrun the hold is dropped with the last word of it, not by leaving a block."""
-    with runs.held(run.folder, "train"):
+    with holds.held(run.folder, "train"):
         pass
-    hold = runs.held(run.folder, "train")
+    hold = holds.held(run.folder, "train")
     hold.__enter__()
     del hold
     assert word(run) == ("finished", "")
@@ -118,7 +118,7 @@ def test_a_refusal_that_lets_go_of_nothing_but_its_hold_leaves_the_run_what_it_w
 
 
 def test_a_folder_that_never_became_a_run_keeps_no_word(tmp_path: Path) -> None:
-    with pytest.raises(InputError), runs.held(tmp_path, "train"):
+    with pytest.raises(InputError), holds.held(tmp_path, "train"):
         raise InputError("no data", "data", "give it")
     assert os.listdir(tmp_path) == []
 
@@ -128,7 +128,7 @@ def test_a_disk_that_takes_no_word_of_the_end_hides_no_error(
 ) -> None:
     monkeypatch.setenv("HALATION_FAULT_LOG", str(tmp_path / "faults.log"))
     monkeypatch.setenv("HALATION_FAULT", "ended.write:1+:ENOSPC")
-    with pytest.raises(RuntimeError, match="the real one"), runs.held(run.folder, "train"):
+    with pytest.raises(RuntimeError, match="the real one"), holds.held(run.folder, "train"):
         raise RuntimeError("the real one")
     assert "ended.write" in (tmp_path / "faults.log").read_text()
     assert sorted(os.listdir(run.folder)) == ["config.json"]
@@ -137,8 +137,8 @@ def test_a_disk_that_takes_no_word_of_the_end_hides_no_error(
 def test_a_killed_owner_is_a_stopped_run_and_a_refused_start_after_it_too(run: runs.Run) -> None:
     code = f"""
 import pathlib, time
-from halation import runs
-with runs.held(pathlib.Path({str(run.folder)!r}), "train"):
+from halation import holds
+with holds.held(pathlib.Path({str(run.folder)!r}), "train"):
     print("held", flush=True)
     time.sleep(60)
 """
@@ -149,26 +149,26 @@ with runs.held(pathlib.Path({str(run.folder)!r}), "train"):
         assert word(run) == ("running", "")
         owner.send_signal(signal.SIGKILL)
         os.waitid(os.P_PID, owner.pid, os.WEXITED | os.WNOWAIT)
-        assert word(run) == ("stopped", runs.KILLED), "it is not buried yet, but it is dead"
+        assert word(run) == ("stopped", holds.KILLED), "it is not buried yet, but it is dead"
         owner.wait(10)
-    assert word(run) == ("stopped", runs.KILLED)
-    with pytest.raises(InputError), runs.held(run.folder, "train"):
+    assert word(run) == ("stopped", holds.KILLED)
+    with pytest.raises(InputError), holds.held(run.folder, "train"):
         raise InputError("other settings", "the old ones", "use them")
-    assert word(run) == ("stopped", runs.KILLED)
+    assert word(run) == ("stopped", holds.KILLED)
 
 
 def test_a_number_that_another_process_has_by_now_is_no_owner(run: runs.Run) -> None:
-    with runs.held(run.folder, "train"):
+    with holds.held(run.folder, "train"):
         owner = json.loads((run.folder / ".owner.json").read_text())
         assert word(run) == ("running", "")
     other = {**owner, "start": owner["start"] - 1}
     (run.folder / "ended.json").unlink()
     (run.folder / ".owner.json").write_text(json.dumps(other))
-    assert word(run) == ("stopped", runs.KILLED), "a process of this number is alive, but began later"
+    assert word(run) == ("stopped", holds.KILLED), "a process of this number is alive, but began later"
     (run.folder / ".owner.json").write_text(json.dumps(owner | {"start": None}))
     assert word(run) == ("running", ""), "where nobody told when, the number is all there is"
     (run.folder / ".owner.json").write_text(json.dumps(owner | {"pid": 10**20}))
-    assert word(run) == ("stopped", runs.KILLED)
+    assert word(run) == ("stopped", holds.KILLED)
 
 
 def test_an_owner_on_another_machine_runs_as_long_as_its_files_change(run: runs.Run) -> None:

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 
 from halation.gallery.guarded import DAMAGE, Guarded
 from halation.gallery.tail import read_json
-from halation.runs import CONFIG_FILE, METRICS_FILE, OWNER_FILE
+from halation.holds import OWNER_FILE
+from halation.runs import CONFIG_FILE, METRICS_FILE
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,8 @@ from halation.gallery.reasons import grouped
 from halation.gallery.row_index import Indices, RowIndex, counts_in, selected, with_words, words_of
 from halation.gallery.states import State, state_of
 from halation.gallery.tail import damage_of, first_line, last_lines, read_record, stamp_of
-from halation.runs import CONFIG_FILE, ENDED_FILE, OWNER_FILE
+from halation.holds import ENDED_FILE, OWNER_FILE
+from halation.runs import CONFIG_FILE
 
 KEY = re.compile(r"g([0-9]{1,12})(?:\.([0-9]{1,6}))?")
 MAX_REASONS = 100

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from halation.gallery.tail import read_object, stamp_of
-from halation.runs import ENDED_FILE, KILLED, OWNER_FILE, is_alive
+from halation.holds import ENDED_FILE, KILLED, OWNER_FILE, is_alive
 
 SILENT_AFTER_S = 300.0
 """A command on another machine cannot be asked; one whose files did not change for so long is taken for gone."""

@@ -14,7 +14,8 @@ from halation.gallery.metric_rows import MetricRows
 from halation.gallery.sample_steps import STEP_FOLDER, Cell, SampleSteps, Step
 from halation.gallery.states import State, state_of
 from halation.gallery.tail import Stamp, damage_of, first_line, is_count, last_lines, read_object, read_record, stamp_of
-from halation.runs import CONFIG_FILE, ENDED_FILE, METRICS_FILE, OWNER_FILE
+from halation.holds import ENDED_FILE, OWNER_FILE
+from halation.runs import CONFIG_FILE, METRICS_FILE
 
 KEY = re.compile(r"(?:s(\d{1,15})\.(\d{1,6})(\.raw)?|t\.(\d{1,6}))")
 Column = tuple[str, int, int]

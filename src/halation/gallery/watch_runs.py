@@ -22,7 +22,8 @@ from halation.gallery.tail import (
     read_record,
     stamp_of,
 )
-from halation.runs import CONFIG_FILE, ENDED_FILE, METRICS_FILE, OWNER_FILE
+from halation.holds import ENDED_FILE, OWNER_FILE
+from halation.runs import CONFIG_FILE, METRICS_FILE
 
 KEY = re.compile(r"s(\d{1,15})\.0")
 NUM_SPARK = 60

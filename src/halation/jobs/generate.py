@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from halation import runs
+from halation import holds, runs
 from halation.config.generate import GenerateConfig
 from halation.errors import InputError, Interrupted
 from halation.generation import results
@@ -71,7 +71,7 @@ def _run(config: GenerateConfig) -> int:
     refuse_foreign(folder)
     # An owner that ended well takes its lock and its card along.
     killed = any((folder / name).exists() for name in (".lock", ".owner.json"))
-    with runs.held(folder, "generate"), logging_to(folder / "logs") as echo, gathering as (places, crew_of):
+    with holds.held(folder, "generate"), logging_to(folder / "logs") as echo, gathering as (places, crew_of):
         config = resolved(config, subject, places)
         if killed:
             sweep(folder)

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halation import runs
+from halation import holds, runs
 from halation.config.fields import as_json
 from halation.config.sample import SampleConfig
 from halation.errors import HalationError, InputError, Interrupted
@@ -55,7 +55,7 @@ def run(config: SampleConfig) -> int:
     config, identity = _resolved(config)
     assert config.output_dir is not None
     runs.make_folder(config.output_dir)
-    with runs.held(config.output_dir, "sample"):
+    with holds.held(config.output_dir, "sample"):
         begin(config.output_dir, identity)
         if len(places) == 1:
             os.environ[launch.DEVICE] = places[0]
@@ -141,7 +141,7 @@ def run_rank(config: SampleConfig, held: bool = False) -> None:
                 chosen, identity = _resolved(config)
                 assert chosen.output_dir is not None
                 runs.make_folder(chosen.output_dir)
-                stack.enter_context(runs.held(chosen.output_dir, "sample"))
+                stack.enter_context(holds.held(chosen.output_dir, "sample"))
                 begin(chosen.output_dir, identity)
                 return as_json(chosen)
 

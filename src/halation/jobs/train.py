@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from halation import runs
+from halation import holds, runs
 from halation.config.evaluate import Metric
 from halation.config.fields import as_json, fixed
 from halation.config.train import TrainConfig
@@ -49,7 +49,7 @@ def start(config: TrainConfig, job: str, begin: Begin) -> int:
     places = launch.devices(config.nproc, config.gpu_ids, config.oversubscribe)
     folder = Run(config.output_dir)
     runs.make_folder(folder.folder)
-    with runs.held(folder.folder, job), runs.recorded_once_used(folder, config.accept_changes):
+    with holds.held(folder.folder, job), runs.recorded_once_used(folder, config.accept_changes):
         runs.remove_temporaries(folder.folder)
         begin(config, places[0])
         if len(places) == 1:
@@ -221,7 +221,7 @@ def _hold(config: TrainConfig, world: Any, alone: bool, job: str = "train", begi
 
     def open_run(_beat: Any) -> None:
         runs.make_folder(config.output_dir)
-        stack.enter_context(runs.held(config.output_dir, job))
+        stack.enter_context(holds.held(config.output_dir, job))
         stack.enter_context(runs.recorded_once_used(Run(config.output_dir), config.accept_changes))
         runs.remove_temporaries(config.output_dir)
         begin(config, str(world.device))

@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-from halation import runs
+from halation import holds, runs
 from halation.config.evaluate import EvaluateConfig
 from halation.config.fields import as_json, fixed
 from halation.config.watch import WatchConfig
@@ -48,7 +48,7 @@ def run(config: WatchConfig) -> int:
     assert config.output_dir is not None
     runs.make_folder(config.output_dir)
     with (
-        runs.held(config.output_dir, "watch"),
+        holds.held(config.output_dir, "watch"),
         Spectator(config.progress) as spectator,
         StopSignals(ends_at_once=False) as signals,
     ):
