@@ -163,7 +163,7 @@ def test_two_never_hold_one_folder_however_they_race(tmp_path: Path) -> None:
     folder.mkdir()
     code = f"""
 import os, pathlib, sys, time
-from halation import errors, runs
+from halation import errors, holds
 folder, taken = pathlib.Path({str(folder)!r}), 0
 while taken < 25:
     try:
