@@ -41,7 +41,8 @@ export class Overlay {
     if (this.runs === undefined) fill(this.list, h("span", { class: "muted small" }, "…"));
     await this.loadRuns();
     this.showList();
-    this.search.focus({ preventScroll: true });
+    // On a phone the keyboard would cover the list.
+    if (!window.matchMedia("(pointer: coarse)").matches) this.search.focus({ preventScroll: true });
   }
 
   async loadRuns() {

@@ -71,7 +71,7 @@ function wholeFlags(command) {
 
 /** A command to type, with a button that copies it. */
 export function commandLine(command) {
-  return h("div", { class: "command" }, h("code", null, wholeFlags(command)), copyButton(command, "Copy the command"));
+  return h("div", { class: "command" }, h("code", { tabindex: 0 }, wholeFlags(command)), copyButton(command, "Copy the command"));
 }
 
 /** A button that copies text and says so. */
