@@ -1,6 +1,7 @@
 // Curves of a training run: one plot for every number it writes, checkpoints marked; pointing shows the samples of that step.
 
 import { exported, get, steadily, thumb } from "./api.js";
+import { comparableGroups } from "./comparable.js";
 import { fill, h, setText } from "./dom.js";
 import { countText, lossText, numberText } from "./format.js";
 import { teacherCells } from "./matrix.js";
@@ -155,7 +156,10 @@ export class Curves {
     const others = this.overlay.others;
     for (const score of this.scores) {
       const other = others.find(({ name }) => isOrInside(score.name, name));
-      if (other && figures.has(score.title ?? score.metric)) add(score, score.title ?? score.metric, { name: score.name, colour: other.colour, dashed: true });
+      if (!other || !figures.has(score.title ?? score.metric)) continue;
+      const mine = this.scores.find((one) => isOrInside(one.name, own) && one.title === score.title);
+      const alike = !mine || comparableGroups([mine, score]).length === 1;
+      add(score, score.title ?? score.metric, { name: alike ? score.name : `${score.name} (not comparable)`, colour: other.colour, dashed: true });
     }
     return figures;
   }

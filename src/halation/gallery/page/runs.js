@@ -135,13 +135,13 @@ class RunsView {
     return placed.flatMap((one) => {
       if (!isWatchPictures(one.run, one.parent)) return [this.rowOf(one)];
       const { id } = one.parent;
-      const head = made.has(id) ? [] : [this.foldOf(one.parent, folds.get(id))];
+      const head = made.has(id) ? [] : [this.foldOf(one.parent, folds.get(id), placed.some(({ run }) => run.id === id))];
       made.add(id);
       return this.unfolded.has(id) ? [...head, this.rowOf(one)] : head;
     });
   }
 
-  foldOf(watch, count) {
+  foldOf(watch, count, below) {
     if (!this.folds.has(watch.id)) {
       const button = h("button", { class: "run-fold", type: "button", dataset: { fold: watch.id }, onclick: () => this.toggle(watch.id) });
       this.folds.set(watch.id, h("li", null, button));
@@ -150,7 +150,7 @@ class RunsView {
     const button = this.folds.get(watch.id).firstChild;
     button.setAttribute("aria-expanded", String(open));
     button.title = `What ${watch.name} drew for its checkpoints`;
-    setText(button, `${open ? "▾" : "▸"} ${pluralText(count, "generation")}`);
+    setText(button, `${open ? "▾" : "▸"} ${pluralText(count, "generation")}${below ? "" : ` of ${watch.name}`}`);
     return this.folds.get(watch.id);
   }
 
