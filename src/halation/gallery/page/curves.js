@@ -209,7 +209,7 @@ export class Curves {
     this.figures.clear();
     const hover = (x) => this.hover(x);
     for (const name of names) this.figures.set(`m.${name}`, new Figure(name, ABOUT[name]?.[0] ?? name, hover));
-    for (const [name, { metric }] of scores) this.figures.set(`s.${name}`, new Figure(metric, name, hover));
+    for (const [name, { metric }] of scores) this.figures.set(`s.${name}`, new Figure(metric, ABOUT[metric]?.[0] ?? name, hover));
     fill(this.grid, [...this.figures.values()].map((figure) => figure.node));
   }
 
