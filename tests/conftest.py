@@ -13,11 +13,16 @@ import signal
 from collections.abc import Callable, Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 import rank_jobs
 from halation.config.train import TrainConfig
 from halation.world.launch import num_gpus
 from halation.world.testing import RankPool
+
+# A machine that pauses for a second while an example is drawn says nothing about the law.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 # Started in the background or by nohup, this process ignores signals, and so would the commands it sends them to.
 for number in (signal.SIGINT, signal.SIGHUP):
