@@ -172,6 +172,7 @@ def test_hostile_and_damaged_folders_are_refused_and_nothing_of_theirs_runs(run:
     assert (tmp_path / "hostile" / "the-canary").exists(), "the payload would have worked"
 
 
+@pytest.mark.slow
 def test_a_run_whose_newest_checkpoint_is_damaged_says_so_and_goes_on_from_the_one_before(
     tmp_path: Path,
 ) -> None:

@@ -225,6 +225,7 @@ def test_a_worker_that_hangs_is_replaced(cluster: Nodes, undisturbed: dict[str, 
 # -- a Ray of one's own
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 def test_ctrl_c_in_a_terminal_ends_a_ray_of_ones_own_and_all_its_processes(tmp_path: Path) -> None:
     environment = {"TMPDIR": tempfile.gettempdir()}

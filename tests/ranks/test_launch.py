@@ -87,6 +87,7 @@ def test_a_start_that_ranks_refuse_leaves_the_run_what_it_was(tmp_path: Path) ->
 # -- being asked to stop
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 def test_one_ctrl_c_saves_however_long_that_takes_and_the_same_command_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     """The other rank has nothing to write and is ready at once: nobody may leave before the first one has committed."""
@@ -171,6 +172,7 @@ def test_a_signal_while_ranks_are_starting_is_no_failure(tmp_path: Path, number:
 # -- being killed
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 def test_ranks_die_with_a_killed_parent_and_a_killed_rank_is_started_again(tmp_path: Path) -> None:
     run = tmp_path / "run"
