@@ -226,10 +226,12 @@ def test_samples_of_a_real_training_appear_by_themselves_and_it_can_be_asked_for
             page.locator(row).wait_for(state="attached", timeout=30_000)
             waits.append(time.time() - index.stat().st_mtime)
         assert min(waits) < 5, "the promise is two seconds; this machine may be busy"
-        known = {path.name for path in (run / "samples").iterdir()}
         page.locator("[data-control='sample']").click()
-        asked = [f"step_{step:07d}" for step in range(100_000) if step % 25]
-        until(lambda: known.symmetric_difference(p.name for p in (run / "samples").iterdir()).intersection(asked))
+        answers = run / "controls.jsonl"
+        until(lambda: answers.exists() and answers.read_text().endswith("\n"), command=training)
+        (answer,) = map(json.loads, answers.read_text().splitlines())
+        assert answer["action"] == "sample"
+        until((run / "samples" / f"step_{answer['step']:07d}" / "grid.png").exists, command=training)
         page.locator("[data-control='stop']").click()
         page.locator("#confirm [data-action='yes']").click()
         until(lambda: training.process.poll() is not None)
