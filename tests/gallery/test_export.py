@@ -18,7 +18,8 @@ from benchmarks.big_folders import generation_folder, training_folder
 from halation import cli, runs
 from halation.errors import InputError
 from halation.gallery import export
-from halation.gallery.export import Exported, evenly, only_run
+from halation.gallery.export import Exported, only_run
+from halation.gallery.metric_rows import evenly
 from halation.gallery.scores import Scores
 from halation.jobs.gallery import catalog_of
 
@@ -173,7 +174,7 @@ def test_numbers_that_are_none_become_null_and_the_machine_is_not_named(tmp_path
     [(5, 9, [0, 1, 2, 3, 4]), (5, 2, [0, 4]), (9, 3, [0, 4, 8]), (9, 1, [8]), (9, 0, []), (0, 4, [])],
 )
 def test_evenly_has_the_first_and_the_last(num: int, most: int, expected: list[int]) -> None:
-    assert evenly(num, most) == expected
+    assert evenly(range(num), most) == expected
 
 
 # -- refused

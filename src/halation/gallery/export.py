@@ -21,8 +21,9 @@ from typing import Any
 from halation.errors import InputError
 from halation.gallery.bundle import bundle
 from halation.gallery.catalog import Catalog, Entry
+from halation.gallery.metric_rows import evenly
 from halation.gallery.scores import SIDES, Scores
-from halation.gallery.tail import finite
+from halation.gallery.tail import NUM_LOG_LINES, finite
 from halation.gallery.thumbnails import small
 from halation.runs import publish
 
@@ -30,7 +31,6 @@ PAGE = Path(__file__).with_name("page")
 MARK = '<meta name="generator" content="halation gallery --export">\n'
 """By this a page is known for an export, which the next one may replace."""
 MARK_WITHIN = 1024
-NUM_LOG_LINES = 300
 NUM_FAILURES = 1_000
 ROWS_A_LOOK = 1_000
 THUMBNAIL_SIZE = 256
@@ -216,7 +216,7 @@ def _training(entry: Entry, detail: Mapping[str, Any], content: Content, shelf: 
     """All prompts of some steps, spread evenly: the first and the last are always among them."""
     steps: Sequence[Mapping[str, Any]] = detail.get("steps") or []
     most = max((len(set(_keys(step))) for step in steps), default=1)
-    chosen = evenly(len(steps), max(1, num_pictures // max(1, most)))
+    chosen = evenly(range(len(steps)), max(1, num_pictures // max(1, most)))
     left = num_pictures
     for index in chosen:
         for key in dict.fromkeys(_keys(steps[index])):
@@ -240,7 +240,7 @@ def _generation(entry: Any, detail: Mapping[str, Any], content: Content, shelf: 
 
     num_done = int(entry.search(Query(state="done", limit=0))["total"])
     rows: dict[int, dict[str, Any]] = {}
-    wanted = evenly(num_done, num_pictures)
+    wanted = evenly(range(num_done), num_pictures)
     for first in range(0, num_done, ROWS_A_LOOK) if wanted else ():
         mine = [index for index in wanted if first <= index < first + ROWS_A_LOOK]
         found = entry.search(Query(state="done", offset=first, limit=ROWS_A_LOOK))["rows"] if mine else []
@@ -275,15 +275,6 @@ def _extremes(reports: Sequence[Mapping[str, Any]], scores: Scores, content: Con
     if num < num_there:
         content.left_out.append(f"{num} of {num_there} nearest and farthest pictures are on this page")
     return num
-
-
-def evenly(num: int, most: int) -> list[int]:
-    """At most so many of the first `num` numbers, the first and the last among them; of one alone, the last."""
-    if num <= most:
-        return list(range(num))
-    if most <= 1:
-        return [num - 1] if most == 1 else []
-    return sorted({round(place * (num - 1) / (most - 1)) for place in range(most)})
 
 
 # -- the file

@@ -145,7 +145,9 @@ class MetricRows:
 
 
 def evenly(things: Sequence[Thing], most: int) -> list[Thing]:
-    """At most so many of them, evenly spread, the first and the last among them."""
+    """At most so many of them, evenly spread, the first and the last among them; of one alone, the last."""
     if len(things) <= most:
         return list(things)
+    if most <= 1:
+        return [things[-1]] if most == 1 else []
     return [things[round(number * (len(things) - 1) / (most - 1))] for number in range(most)]

@@ -28,7 +28,7 @@ from halation.errors import InputError
 from halation.gallery.catalog import Catalog, Entry
 from halation.gallery.events import Changes, EventStream
 from halation.gallery.security import App, Guard, Names
-from halation.gallery.tail import finite, opened
+from halation.gallery.tail import NUM_LOG_LINES, finite, opened
 
 PAGE = Path(__file__).with_name("page")
 CONTENT_TYPES = {
@@ -42,7 +42,6 @@ ID = re.compile(r"[0-9a-f]{10}")
 KEY = re.compile(r"[a-z][0-9a-f]{0,16}(?:\.[0-9]{1,9})?(?:\.raw)?")
 WORD = re.compile(r"[^\x00-\x1f\x7f]{0,400}")
 THUMBNAIL_SIZES = (256, 512)
-NUM_LOG_LINES = 300
 MAX_PICTURE_BYTES = 256 << 20
 MAX_ROWS = 1_000
 NUM_THUMBNAILERS = 4
@@ -335,8 +334,6 @@ def image_type(body: bytes) -> str | None:
         return "image/jpeg"
     if body[:4] == b"RIFF" and body[8:12] == b"WEBP":
         return "image/webp"
-    if body[4:8] == b"ftyp":
-        return "video/mp4"
     return None
 
 

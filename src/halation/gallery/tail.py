@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 from halation.runs import CONFIG_FILE
 
+NUM_LOG_LINES = 300
 MAX_LOG_BYTES = 256 * 1024
 MAX_OBJECT_BYTES = 8 << 20
 MAX_LINE_BYTES = 4 << 20
