@@ -249,7 +249,7 @@ def test_shapes_that_cannot_work_are_refused_with_what_to_do(change: dict[str, o
 
 
 def test_an_unknown_size_names_those_that_exist() -> None:
-    with pytest.raises(InputError, match="one of tiny, small, base, large, xlarge"):
+    with pytest.raises(InputError, match="one of tiny, mini, small, base, large, xlarge"):
         sized("huge", height=32, width=32)
 
 

@@ -43,6 +43,8 @@ from halation.world.signals import StopSignals, exit_code
 log = logging.getLogger(__name__)
 
 MEMORY_CACHE_BYTES = 2 * 2**30
+LOADER_THREADS = 4
+"""Beside a GPU: noise is drawn here, and a small model takes thousands of pictures a second."""
 
 
 class Session:
@@ -194,11 +196,13 @@ class Session:
             config.batch_size,
         )
         memory_bytes = 0 if config.cache in ("none", "pixels", "latents") else MEMORY_CACHE_BYTES
+        num_threads = LOADER_THREADS if world.device.type == "cuda" else 1
         loader = Batches(
             self.source,
             order,
             coming,
-            num_threads=2 if world.device.type == "cuda" else 1,
+            num_threads=num_threads,
+            depth=max(4, 2 * num_threads),
             num_workers=config.num_workers,
             memory_bytes=memory_bytes,
             transform=prepare,

@@ -17,6 +17,7 @@ from halation.models.base import Condition
 
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {"depth": 5, "hidden": 160, "heads": 5, "text_hidden": 96},
+    "mini": {"depth": 9, "hidden": 192, "heads": 3, "text_hidden": 128},
     "small": {"depth": 12, "hidden": 384, "heads": 6, "text_hidden": 256},
     "base": {"depth": 12, "hidden": 768, "heads": 12, "text_hidden": 384},
     "large": {"depth": 24, "hidden": 1024, "heads": 16, "text_hidden": 512},
