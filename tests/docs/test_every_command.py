@@ -1,0 +1,189 @@
+"""Every command on every page is understood: ours by the real command line, the others' targets and files are there. Nothing is run."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import io
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import halation
+from halation import cli
+from halation.config.fields import checked
+from halation.errors import InputError
+from page_commands import ROOT, Command, blocks, commands, pages
+
+PAGES = pages()
+LEFT_OUT = {"...": "further flags", "[--flags]": "further flags"}
+"""Words of a page that stand for none."""
+STAND_FOR = {"PORT": "8642", "N": "2", "STEP": "1000", "STEPS": "1000"}
+"""Words of a page that stand for a number. Those that stand for a name or a path (RUN, DIR, FOLDER) may be any word and need no entry."""
+WORDS_FOR_ANY = {"COMMAND"}
+"""What pages write where any of the commands is meant."""
+
+
+def misunderstood(command: Command) -> str:
+    """Why the command line refuses a command of ours; empty where it does not."""
+    words = [STAND_FOR.get(word, word) for word in command.ours() or () if word not in LEFT_OUT]
+    if not words or words[0] in ("--version", "--help", *WORDS_FOR_ANY):
+        return ""
+    if words[0] not in cli.COMMANDS:
+        return f"there is no command {words[0]!r}"
+    while "--config" in words:  # a file that is not here
+        del words[words.index("--config") : words.index("--config") + 2]
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+            cli.parse(words[0], words[1:])
+    except InputError as error:
+        return str(error)
+    except SystemExit as end:
+        return said.getvalue() if end.code else ""
+    return ""
+
+
+def file_of(command: Command) -> Path | None:
+    """The script that a command runs: beside its page, below the clone, or where `$CLONE` leads."""
+    if Path(command.words[0]).name not in ("bash", "sh", "python", "python3", "torchrun", "source"):
+        return None
+    for word in command.words[1:]:
+        if word in ("-c", "-m", "-"):
+            return None
+        if word.endswith((".sh", ".py")):
+            path = Path(re.sub(r"^\$\{?CLONE\}?/", f"{ROOT}/", word))
+            beside = command.page.parent / path
+            return beside if beside.exists() else ROOT / path
+    return None
+
+
+def wrong(found: Iterator[Command]) -> list[str]:
+    """A sentence for each command that a reader could not run as it stands there."""
+    result = []
+    for command in found:
+        if command.code:  # a command that is refused is shown on purpose, and its exit code is checked where it is run
+            continue
+        if command.ours() is not None:
+            why = misunderstood(command)
+        elif command.words[0] == "make":
+            words = [word for word in command.words if "'" not in word]
+            told = subprocess.run([*words, "-n"], cwd=ROOT, capture_output=True, text=True, check=False)
+            why = told.stderr if told.returncode else ""
+        else:
+            file = file_of(command)
+            why = "" if file is None or file.is_file() else f"there is no {file}"
+        if why:
+            result.append(f"{command.where}: {' '.join(command.words)}\n{why}")
+    return result
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+def test_every_command_of_a_page_is_understood(page: Path) -> None:
+    assert not wrong(commands(page)), "\n".join(wrong(commands(page)))
+
+
+def test_the_pages_have_commands_of_each_kind() -> None:
+    found = [command for page in PAGES for command in commands(page)]
+    ours = [words[0] for command in found if (words := command.ours())]
+    assert {"train", "distill", "sample", "generate", "evaluate", "watch", "ctl", "gallery"} <= set(ours)
+    assert any(command.words[0] == "make" for command in found)
+    assert len([command for command in found if file_of(command)]) > 10
+    assert {"torchrun", "srun"} <= {command.words[0] for command in found if command.ours()}
+
+
+SAMPLE = """
+```bash
+halation train --n_stpes 3                # line 3
+SOME=1 .venv/bin/halation sample --checkpoint run --prompts "a; b" '#c' > log 2>&1 && make no_such_target
+torchrun --nnodes 2 \\
+    -m halation.cli train --image_size big
+srun --kill-on-bad-exit=1 python -m halation.cli trian; bash scripts/nowhere.sh
+cat > x.txt <<'END'
+halation nonsense in a file
+END
+halation ctl RUN sample --wait_s N; halation train --config my.yaml --n_steps 3
+halation gallery --port PORT ...
+command="halation generate --prompts_csv a.csv --modle_path b"
+echo "two
+lines"; python -c 'nowhere.py'
+if halation evaluate --metrics fidd; then true; fi
+```
+
+```
+it's a tree of files: halation trian
+halation distil it
+```
+
+<!-- run: exit 2 -->
+```bash
+halation train --nothing
+```
+
+```yaml
+command: [halation, generate, --cluser, files]
+```
+"""
+
+
+def test_what_cannot_be_is_found_with_its_page_and_line() -> None:
+    said = wrong(commands(ROOT / "docs" / "page.md", SAMPLE))
+    lines = [int(re.match(r"docs/page\.md:(\d+)", text)[1]) for text in said]  # type: ignore[index]
+    assert lines == [3, 4, 5, 7, 7, 13, 16, 21, 30], said
+    assert "n_stpes" in said[0]
+    assert "no_such_target" in said[1]
+    assert "nowhere.sh" in said[4]
+
+
+def calls(text: str) -> Iterator[tuple[str, dict[str, object]]]:
+    """`halation.train(...)` and its like in a piece of Python, with those settings whose value stands there."""
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:  # a signature, as the reference shows them
+        tree = ast.parse(re.sub(r"^[\w.]+\(", "def shown(", text.strip()) + ": ...")
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="halation"), attr=name), keywords=keywords):
+                settings = {}
+                for keyword in keywords:
+                    with contextlib.suppress(ValueError):
+                        settings[str(keyword.arg)] = ast.literal_eval(keyword.value)
+                yield name, settings
+
+
+def check_calls(text: str, where: str) -> int:
+    number = 0
+    for name, settings in calls(text):
+        assert callable(getattr(halation, name)), f"{where}: halation.{name}"
+        if name in cli.COMMANDS:
+            settings = {
+                "prompts_csv" if (name, key) == ("generate", "prompts") else key: settings[key] for key in settings
+            }
+            checked(getattr(importlib.import_module(f"halation.config.{name}"), cli.COMMANDS[name][0]), settings, where)
+        number += 1
+    return number
+
+
+def test_python_on_the_pages_is_python_and_its_settings_exist() -> None:
+    for page in PAGES:
+        for block in blocks(page):
+            if block.language in ("python", "py"):
+                check_calls("\n".join(block.lines), f"{page}:{block.line}")
+
+
+def test_the_example_of_the_package_says_what_is_there() -> None:
+    example = "\n".join(line[4:] for line in (halation.__doc__ or "").splitlines() if line.startswith("    "))
+    assert check_calls(example, "halation") >= 5
+    with pytest.raises(InputError, match="n_stpes"):
+        check_calls("halation.train(n_stpes=3)", "here")
+
+
+def test_commands_that_pages_name_in_passing_exist() -> None:
+    for page in PAGES:
+        text = re.sub(r"^(`{3,}).*?^\1$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+        for name in re.findall(r"`halation ([a-zA-Z]\w*)", text):
+            assert name in cli.COMMANDS or name in WORDS_FOR_ANY, f"{page}: halation {name}"
