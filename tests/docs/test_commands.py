@@ -13,10 +13,13 @@ from typing import Any
 import pytest
 
 from halation.config.ctl import CtlConfig
+from halation.config.demo import DemoConfig
 from halation.config.distill import DistillConfig
+from halation.config.doctor import DoctorConfig
 from halation.config.evaluate import EvaluateConfig
 from halation.config.gallery import GalleryConfig
 from halation.config.generate import GenerateConfig
+from halation.config.sample import SampleConfig
 from halation.config.train import TrainConfig
 from halation.config.watch import WatchConfig
 
@@ -120,11 +123,14 @@ def test_flags_that_pages_name_exist() -> None:
         for config in (
             TrainConfig,
             DistillConfig,
+            SampleConfig,
             GenerateConfig,
             EvaluateConfig,
             WatchConfig,
             GalleryConfig,
             CtlConfig,
+            DemoConfig,
+            DoctorConfig,
         )
         for field in dataclasses.fields(config)
     }

@@ -1,0 +1,257 @@
+"""Makes docs/api.md of the docstrings and the settings themselves: `python docs/reference.py`, after any of them changed."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import re
+import sys
+import textwrap
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+import halation
+from halation import errors
+from halation.cli import COMMANDS
+
+PAGE = Path(__file__).with_name("api.md")
+COMMAND = "python docs/reference.py"
+LATER = {"free": "yes", "grows": "may grow", "refused": "no"}
+PLACES = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
+SECTION = re.compile(r"^\s*# -- (.*)$")
+OPENING = f"""\
+<!-- Made by `{COMMAND}` of docstrings and settings: change those, not this page. -->
+
+# Reference
+
+Everything on this page is taken from the code. The [pages on the jobs](README.md) say how it fits together.
+
+- [From Python](#from-python): functions and errors
+- Commands: {{commands}}
+
+Names that are not on this page are internal and may change without a word.
+"""
+RULES = """\
+## Commands
+
+For all of them:
+
+- Dashes and underscores are the same: `--n-steps 100` is `--n_steps 100` is `--n_steps=100`.
+- `--config FILE` (YAML, TOML or JSON) holds settings by the names below; a flag goes before the file. A run's own `config.json` is such a file.
+- A switch that is off is turned on by its name (`--compile`) and off by `--no_compile` or `--compile False`.
+- A flag that takes several values takes them one after the other; numbers and choices also with commas (`--gpu_ids 0,1,2`).
+- An empty default means that the sentence beside it says what happens.
+- *Later* says whether [a later call of the same run](training.md#resume) may change it; `--accept_changes` allows the rest where it can.
+- Exit codes: 0 done; 1 finished with failures, or failed; 2 bad input or settings; 130 or 143 stopped, and the same command goes on.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One field of a config, as a person needs it."""
+
+    name: str
+    flag: str
+    default: str
+    meaning: str
+    later: str
+    section: str
+
+
+def sentences(config_type: type) -> dict[str, tuple[str, str]]:
+    """The section and the docstring of each field that this class itself declares; at run time neither is left."""
+    source = textwrap.dedent(inspect.getsource(config_type))
+    sections = [
+        (number, match[1]) for number, line in enumerate(source.splitlines(), 1) if (match := SECTION.match(line))
+    ]
+    body = typing.cast(ast.ClassDef, ast.parse(source).body[0]).body
+    found = {}
+    for field, after in zip(body, [*body[1:], ast.Pass()], strict=True):
+        if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
+            continue
+        name = field.target.id
+        assert isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant), f"{name} has no sentence"  # noqa: PT018
+        above = [title for number, title in sections if number < field.lineno]
+        found[name] = (above[-1] if above else "", str(after.value.value))
+    return found
+
+
+def settings(config_type: type) -> Iterator[Setting]:
+    """What `--help` lists of a config, in the order it is declared; of a config that builds on another, its own part alone."""
+    own = sentences(config_type)
+    hints = typing.get_type_hints(config_type, include_extras=True)
+    fields = {field.name: field for field in dataclasses.fields(config_type)}
+    for name, (section, sentence) in own.items():
+        hint, marks = hints[name], []
+        if typing.get_origin(hint) is typing.Annotated:
+            hint, *marks = typing.get_args(hint)
+        if tyro.conf.Suppress in marks:
+            continue
+        default = fields[name].default
+        yield Setting(
+            name=name,
+            flag=flag(name, hint, marks),
+            default="**required**" if default is dataclasses.MISSING else shown(default),
+            meaning=in_cell(sentence) + choices(hint),
+            later=LATER[fields[name].metadata.get("change", "refused")],
+            section=section,
+        )
+
+
+def flag(name: str, hint: Any, marks: typing.Sequence[Any]) -> str:
+    """How the setting is written on the command line, with a word for its value."""
+    described = next((mark for mark in marks if hasattr(mark, "aliases")), None)
+    if tyro.conf.Positional in marks:
+        return f"`{(described and described.metavar) or name.upper()}`"
+    names = [f"--{name}", *((described and described.aliases) or ())]
+    place = value(hint)
+    return ", ".join(f"`{one} {place}`" if place else f"`{one}`" for one in names)
+
+
+def value(hint: Any) -> str:
+    """The word that stands for a value of this type; none for a switch."""
+    if typing.get_origin(hint) is tuple:
+        inner = typing.get_args(hint)
+        return f"{value(inner[0])} ..." if inner[-1] is Ellipsis else " ".join(map(value, inner))
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return value(next(part for part in typing.get_args(hint) if part is not types.NoneType))
+    if typing.get_origin(hint) is Literal:
+        return "CHOICE"
+    return PLACES.get(hint, "")
+
+
+def choices(hint: Any) -> str:
+    """The values that may be chosen from, where there is a list of them."""
+    if typing.get_origin(hint) is Literal:
+        return " One of " + ", ".join(f"`{one}`" for one in typing.get_args(hint) if one != "") + "."
+    return next((said for part in typing.get_args(hint) if (said := choices(part))), "")
+
+
+def shown(default: Any) -> str:
+    """A default as it would be typed; nothing for "not said"."""
+    if default is None or default == "" or default == ():
+        return ""
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return f"`{' '.join(map(str, default))}`" if isinstance(default, tuple) else f"`{default}`"
+
+
+def in_cell(sentence: str) -> str:
+    """A docstring on one line of a table, with its flags set as code."""
+    text = " ".join(sentence.split()).replace("|", "\\|")
+    parts = text.split("`")  # every second one is code already
+    parts[::2] = [re.sub(r"(?<![\w-])--[a-z]\w+", r"`\g<0>`", part) for part in parts[::2]]
+    return "`".join(parts)
+
+
+def tables(command: str, rows: list[Setting]) -> Iterator[str]:
+    """The settings of a command, a table for each section; the last column where there is a difference to tell."""
+    tells = len({row.later for row in rows}) > 1
+    head = ["flag", "default", "meaning", *(["later"] if tells else [])]
+    for section in dict.fromkeys(row.section for row in rows):
+        if section:
+            yield f"#### {command}: {section}\n"
+        yield "\n".join(
+            line(cells)
+            for cells in (
+                head,
+                ["---"] * len(head),
+                *([row.flag, row.default, row.meaning, row.later][: len(head)] for row in rows if row.section == section),
+            )
+        ) + "\n"  # fmt: skip
+
+
+def line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def command_part(command: str) -> Iterator[str]:
+    name, _ = COMMANDS[command]
+    config_type = getattr(importlib.import_module(f"halation.config.{command}"), name)
+    yield f"### halation {command}\n"
+    yield in_markdown(config_type)
+    base = config_type.__mro__[1]
+    if base is not object:
+        other = next(key for key, (known, _) in COMMANDS.items() if known == base.__name__)
+        unused = sorted(set(sentences(config_type)) - {row.name for row in settings(config_type)})
+        without = ", ".join(f"`--{one}`" for one in unused)
+        yield f"It also has every flag of [halation {other}](#halation-{other}) but {without}.\n"
+    yield from tables(command, list(settings(config_type)))
+
+
+def in_markdown(thing: Any) -> str:
+    """A docstring as it stands, with its indented blocks set as Python."""
+    text = inspect.cleandoc(thing.__doc__ or "")
+    blocks = re.split(r"\n{2,}", text)
+    fenced = [f"```python\n{textwrap.dedent(one)}\n```" if one.startswith("    ") else one for one in blocks]
+    return "\n\n".join(fenced) + "\n"
+
+
+def python_part() -> Iterator[str]:
+    """The functions and classes of the package itself, in the order of the commands, then the errors."""
+    yield "## From Python\n"
+    yield in_markdown(halation).partition("\n\n")[2]
+    public = [name for name in halation.__all__ if name != "__version__"]
+    for name in sorted(public, key=lambda name: [*COMMANDS, *public].index(name)):
+        yield from thing_part(f"halation.{name}", getattr(halation, name))
+    yield "### Errors\n"
+    yield "What a caller may catch, all from `halation.errors`. On the command line each is a message without a traceback, and an exit code.\n"
+    rows = [line(["error", "is a", "exit code", "when"]), line(["---"] * 4)]
+    for name, thing in vars(errors).items():
+        if isinstance(thing, type) and issubclass(thing, BaseException) and thing.__module__ == errors.__name__:
+            given = "exit_code" in inspect.signature(thing.__init__).parameters
+            code = "130 or 143" if given else str(vars(thing).get("exit_code", 1))
+            rows.append(line([f"`{name}`", f"`{thing.__bases__[0].__name__}`", code, in_cell(thing.__doc__ or "")]))
+    yield "\n".join(rows) + "\n"
+
+
+def thing_part(name: str, thing: Any) -> Iterator[str]:
+    """A function, or a class with what can be called of it."""
+    yield f"### {name}\n"
+    yield f"```python\n{signature(name, thing)}\n```\n"
+    command = name.partition(".")[2]
+    yield in_markdown(thing).replace(f"`halation {command}`", f"[`halation {command}`](#halation-{command})")
+    for method, function in vars(thing).items() if isinstance(thing, type) else ():
+        if inspect.isfunction(function) and function.__doc__ and (method == "__call__" or method[0] != "_"):
+            called = name.rpartition(".")[2].lower() + ("" if method == "__call__" else f".{method}")
+            yield f"```python\n{signature(called, function)}\n```\n"
+            yield in_markdown(function)
+
+
+def signature(name: str, thing: Any) -> str:
+    """The call as Python writes it, one argument a line where it is long."""
+    found = inspect.signature(thing)
+    arguments = [one for one in found.parameters.values() if one.name != "self"]
+    written = f"{name}{found.replace(parameters=arguments)}".replace("'", "")
+    if len(written) <= 100:
+        return written
+    lines = [f"    {one},\n".replace("'", "") for one in arguments]
+    by_name = [k for k, one in enumerate(arguments) if one.kind is one.KEYWORD_ONLY]
+    if by_name:
+        lines.insert(by_name[0], "    *,\n")
+    return f"{name}(\n{''.join(lines)})"
+
+
+def page() -> str:
+    """The whole page."""
+    names = ", ".join(f"[{command}](#halation-{command})" for command in COMMANDS)
+    parts = [
+        OPENING.format(commands=names),
+        *python_part(),
+        RULES,
+        *(part for one in COMMANDS for part in command_part(one)),
+    ]
+    return "\n".join(part.rstrip("\n") + "\n" for part in parts)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
+    sys.stdout.write(f"{PAGE} is made anew\n")

@@ -1,0 +1,91 @@
+"""The reference is what the code says today, and has every flag that --help has."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Literal
+
+import pytest
+import tyro
+
+from halation.cli import COMMANDS, parse
+from halation.config.fields import free, setting
+
+DOCS = Path(__file__).parents[2] / "docs"
+FLAG = re.compile(r"--[a-z]\w+")
+
+
+@pytest.fixture(scope="module")
+def reference() -> Iterator[ModuleType]:
+    """docs/reference.py, which is no part of a package."""
+    spec = importlib.util.spec_from_file_location("reference", DOCS / "reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules["reference"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["reference"]
+
+
+def test_the_reference_is_made_of_the_code_as_it_is(reference: ModuleType) -> None:
+    stale = reference.page() != (DOCS / "api.md").read_text(encoding="utf-8")
+    if stale:
+        pytest.fail(f"docs/api.md is not what docstrings and settings say now; this mends it: {reference.COMMAND}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """Settings of all kinds."""
+
+    place: Path
+    """Where it is: a|b."""
+
+    # -- how
+    kind: Literal["", "round", "square"] = setting("")
+    """What it is, with --place too."""
+    sizes: tuple[int, ...] = free((3, 4))
+    """How
+    large."""
+    number: Annotated[int | None, tyro.conf.arg(aliases=["--count"])] = setting(None, change="grows")
+    """How many."""
+    hidden: Annotated[str, tyro.conf.Suppress] = free("")
+    """Nobody sees it."""
+
+
+def test_a_setting_is_told_with_its_default_its_choices_and_what_a_later_call_may_do(reference: ModuleType) -> None:
+    rows = [(row.section, row.flag, row.default, row.meaning, row.later) for row in reference.settings(Example)]
+    assert rows == [
+        ("", "`--place PATH`", "**required**", "Where it is: a\\|b.", "no"),
+        ("how", "`--kind CHOICE`", "", "What it is, with `--place` too. One of `round`, `square`.", "no"),
+        ("how", "`--sizes N ...`", "`3 4`", "How large.", "yes"),
+        ("how", "`--number N`, `--count N`", "", "How many.", "may grow"),
+    ]
+
+
+def offered(command: str, capsys: pytest.CaptureFixture[str]) -> set[str]:
+    """The flags that --help lists, without the second name of a switch."""
+    with pytest.raises(SystemExit):
+        parse(command, ["--help"])
+    rows = re.findall(r"^[^\w-]*(--\w.*)$", re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out), re.MULTILINE)
+    names = {name for row in rows for name in FLAG.findall(re.split(r"\s{2,}", row)[0])}
+    return {name for name in names if f"--{name.removeprefix('--no_')}" not in names}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_has_every_flag_of_its_help_and_no_other(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parts = re.split(r"^### halation (\w+)$", (DOCS / "api.md").read_text(), flags=re.MULTILINE)
+    sections = dict(zip(parts[1::2], parts[2::2], strict=True))
+    cells = {
+        name: set(FLAG.findall("".join(re.findall(r"^\| (`--.*?) \|", text, re.MULTILINE))))
+        for name, text in sections.items()
+    }
+    told = cells[command]
+    if built_on := re.search(r"every flag of \[halation (\w+)\].* but (.*)\.$", sections[command], re.MULTILINE):
+        told |= cells[built_on[1]] - set(FLAG.findall(built_on[2]))
+    assert told == offered(command, capsys)
