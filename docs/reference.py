@@ -66,9 +66,9 @@ class Setting:
     section: str
 
 
-def sentences(config_type: type) -> dict[str, tuple[str, str]]:
+def sentences(declared: type) -> dict[str, tuple[str, str]]:
     """The section and the docstring of each field that this class itself declares; at run time neither is left."""
-    source = textwrap.dedent(inspect.getsource(config_type))
+    source = textwrap.dedent(inspect.getsource(declared))
     sections = [
         (number, match[1]) for number, line in enumerate(source.splitlines(), 1) if (match := SECTION.match(line))
     ]
@@ -78,9 +78,9 @@ def sentences(config_type: type) -> dict[str, tuple[str, str]]:
         if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
             continue
         name = field.target.id
-        assert isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant), f"{name} has no sentence"  # noqa: PT018
         above = [title for number, title in sections if number < field.lineno]
-        found[name] = (above[-1] if above else "", str(after.value.value))
+        said = str(after.value.value) if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
+        found[name] = (above[-1] if above else "", said)
     return found
 
 
@@ -95,6 +95,7 @@ def settings(config_type: type) -> Iterator[Setting]:
             hint, *marks = typing.get_args(hint)
         if tyro.conf.Suppress in marks:
             continue
+        assert sentence, f"{config_type.__name__}.{name} has no sentence"
         default = fields[name].default
         yield Setting(
             name=name,
@@ -177,7 +178,7 @@ def command_part(command: str) -> Iterator[str]:
     name, _ = COMMANDS[command]
     config_type = getattr(importlib.import_module(f"halation.config.{command}"), name)
     yield f"### halation {command}\n"
-    yield in_markdown(config_type)
+    yield in_markdown(config_type.__doc__)
     base = config_type.__mro__[1]
     if base is not object:
         other = next(key for key, (known, _) in COMMANDS.items() if known == base.__name__)
@@ -187,21 +188,27 @@ def command_part(command: str) -> Iterator[str]:
     yield from tables(command, list(settings(config_type)))
 
 
-def in_markdown(thing: Any) -> str:
-    """A docstring as it stands, with its indented blocks set as Python."""
-    text = inspect.cleandoc(thing.__doc__ or "")
-    blocks = re.split(r"\n{2,}", text)
-    fenced = [f"```python\n{textwrap.dedent(one)}\n```" if one.startswith("    ") else one for one in blocks]
-    return "\n\n".join(fenced) + "\n"
+def in_markdown(docstring: str | None) -> str:
+    """A docstring as it stands, with its indented blocks set as Python and its arguments as a list."""
+    return "\n\n".join(map(_block, re.split(r"\n{2,}", inspect.cleandoc(docstring or "")))) + "\n"
+
+
+def _block(text: str) -> str:
+    if text.startswith("    "):
+        return f"```python\n{textwrap.dedent(text)}\n```"
+    if all(re.match(r"\w+: |    ", one) for one in text.splitlines()):
+        return re.sub(r"^(\w+): ", r"- `\1`: ", re.sub(r"\n +", " ", text), flags=re.MULTILINE)
+    return text
 
 
 def python_part() -> Iterator[str]:
-    """The functions and classes of the package itself, in the order of the commands, then the errors."""
+    """The functions and classes of the package itself, in the order of the commands, then the adapters and the errors."""
     yield "## From Python\n"
-    yield in_markdown(halation).partition("\n\n")[2]
+    yield in_markdown(halation.__doc__).partition("\n\n")[2]
     public = [name for name in halation.__all__ if name != "__version__"]
     for name in sorted(public, key=lambda name: [*COMMANDS, *public].index(name)):
         yield from thing_part(f"halation.{name}", getattr(halation, name))
+    yield from adapters_part()
     yield "### Errors\n"
     yield "What a caller may catch, all from `halation.errors`. On the command line each is a message without a traceback, and an exit code.\n"
     rows = [line(["error", "is a", "exit code", "when"]), line(["---"] * 4)]
@@ -216,28 +223,57 @@ def python_part() -> Iterator[str]:
 def thing_part(name: str, thing: Any) -> Iterator[str]:
     """A function, or a class with what can be called of it."""
     yield f"### {name}\n"
-    yield f"```python\n{signature(name, thing)}\n```\n"
+    if isinstance(thing, type) and dataclasses.is_dataclass(thing):
+        yield in_markdown(thing.__doc__)
+        said = {field: f": {in_cell(text)}" if text else "" for field, (_, text) in sentences(thing).items()}
+        yield "\n".join(f"- `{field}: {thing.__annotations__[field]}`{text}" for field, text in said.items()) + "\n"
+        return
+    yield call(name, thing)
     command = name.partition(".")[2]
-    yield in_markdown(thing).replace(f"`halation {command}`", f"[`halation {command}`](#halation-{command})")
+    yield in_markdown(thing.__doc__).replace(f"`halation {command}`", f"[`halation {command}`](#halation-{command})")
     for method, function in vars(thing).items() if isinstance(thing, type) else ():
         if inspect.isfunction(function) and function.__doc__ and (method == "__call__" or method[0] != "_"):
-            called = name.rpartition(".")[2].lower() + ("" if method == "__call__" else f".{method}")
-            yield f"```python\n{signature(called, function)}\n```\n"
-            yield in_markdown(function)
+            yield call("sampler" if method == "__call__" else f"sampler.{method}", function)
+            yield in_markdown(function.__doc__)
 
 
-def signature(name: str, thing: Any) -> str:
-    """The call as Python writes it, one argument a line where it is long."""
+def adapters_part() -> Iterator[str]:
+    """What stands in halation.adapters, read and not imported: each file needs a library that may not be there."""
+    for path in sorted((Path(halation.__file__).parent / "adapters").glob("[a-z]*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if not isinstance(node, ast.ClassDef | ast.FunctionDef) or node.name.startswith("_"):
+                continue
+            name = f"halation.adapters.{path.stem}.{node.name}"
+            methods = [one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"]
+            made = methods[0] if isinstance(node, ast.ClassDef) and methods else node
+            yield f"### {name}\n"
+            yield fenced(name, [*map(str, _arguments(made))], "")
+            yield in_markdown(ast.get_docstring(node))
+
+
+def _arguments(node: ast.ClassDef | ast.FunctionDef) -> list[str]:
+    if isinstance(node, ast.ClassDef):
+        return []
+    arguments = re.split(r", (?![^\[]*\])", ast.unparse(node.args))
+    return [re.sub(r"^(\w+: [^=]+)=", r"\1 = ", one) for one in arguments if one != "self"]
+
+
+def call(name: str, thing: Any) -> str:
     found = inspect.signature(thing)
     arguments = [one for one in found.parameters.values() if one.name != "self"]
-    written = f"{name}{found.replace(parameters=arguments)}".replace("'", "")
-    if len(written) <= 100:
-        return written
-    lines = [f"    {one},\n".replace("'", "") for one in arguments]
+    written = [str(one).replace("'", "") for one in arguments]
     by_name = [k for k, one in enumerate(arguments) if one.kind is one.KEYWORD_ONLY]
     if by_name:
-        lines.insert(by_name[0], "    *,\n")
-    return f"{name}(\n{''.join(lines)})"
+        written.insert(by_name[0], "*")
+    returned = "" if found.return_annotation in (found.empty, None, "None") else f" -> {found.return_annotation}"
+    return fenced(name, written, returned)
+
+
+def fenced(name: str, arguments: list[str], returned: str) -> str:
+    """A call as Python writes it, one argument a line where it is long."""
+    flat = f"{name}({', '.join(arguments)}){returned}"
+    lines = "".join(f"    {one},\n" for one in arguments)
+    return f"```python\n{flat if len(flat) <= 100 else f'{name}({chr(10)}{lines}){returned}'}\n```\n"
 
 
 def page() -> str:

@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 import pytest
 import tyro
 
+import halation
 from halation.cli import COMMANDS, parse
 from halation.config.fields import free, setting
 
@@ -66,6 +67,23 @@ def test_a_setting_is_told_with_its_default_its_choices_and_what_a_later_call_ma
         ("how", "`--sizes N ...`", "`3 4`", "How large.", "yes"),
         ("how", "`--number N`, `--count N`", "", "How many.", "may grow"),
     ]
+
+
+def test_a_docstring_keeps_its_code_and_lists_its_arguments(reference: ModuleType) -> None:
+    told = reference.in_markdown("""Draws.
+
+        f(x)
+
+    prompts: what to draw,
+        one each.
+    seed: a number.
+    """)
+    assert told == "Draws.\n\n```python\nf(x)\n```\n\n- `prompts`: what to draw, one each.\n- `seed`: a number.\n"
+
+
+def test_every_public_name_is_on_the_page() -> None:
+    headings = set(re.findall(r"^### halation\.([\w.]+)$", (DOCS / "api.md").read_text(), re.MULTILINE))
+    assert headings >= set(halation.__all__) - {"__version__"}
 
 
 def offered(command: str, capsys: pytest.CaptureFixture[str]) -> set[str]:
