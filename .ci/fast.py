@@ -1,5 +1,5 @@
 # ruff: noqa: T201
-"""Run the fast tests; the few that failed, if they start processes or a browser, run once more alone and may clear themselves.
+"""Run tests, the fast or the slow ones; the few that failed, if they start processes or a browser, run once more alone and may clear themselves.
 
 A machine that pauses longer than a test was patient for must not refuse a change, and a broken law must: it fails twice.
 So a second run is given only to tests marked `ranks`, `faults` or `browser` (the others depend on no clock: what they
@@ -55,8 +55,15 @@ def run_recorded(arguments: list[str], record: Path) -> tuple[int, list[dict[str
         "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])),
         "HALATION_FAST_RECORD": str(record),
     }
+    # An interrupt reaches pytest too, which then ends what its tests began: so this waits for it instead of killing it.
+    before = signal.signal(signal.SIGINT, _wait)
     status = subprocess.call([sys.executable, "-m", "pytest", "-p", "fast_record", *arguments], env=environment)
+    signal.signal(signal.SIGINT, before)
     return status, [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()]
+
+
+def _wait(_number: int, _frame: FrameType | None) -> None:
+    pass
 
 
 def _stop(number: int, _frame: FrameType | None) -> None:

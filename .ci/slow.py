@@ -1,7 +1,8 @@
 # ruff: noqa: T201
 """Run the slow tests under a cap on time: green if none failed until then, and nothing of theirs is left running.
 
-The command is expected to hand `$PYTEST_ARGS` to pytest. Needs the standard library alone.
+The command is expected to hand `$PYTEST_ARGS` to pytest, or to fast.py, whose second run then lies within the cap; a failure
+that the cap left without one counts. Needs the standard library alone.
 """
 
 from __future__ import annotations

@@ -13,9 +13,32 @@ import pytest
 pytestmark = pytest.mark.ranks
 
 SLOW = Path(__file__).parent.parent / ".ci" / "slow.py"
+FAST = SLOW.with_name("fast.py")
 PASSES = "def test_a():\n    pass\n"
 FAILS = "def test_b():\n    assert False\n"
 HANGS = "def test_z():\n    import time\n    time.sleep(60)\n"
+PAUSES = """
+import pathlib, pytest
+
+@pytest.mark.ranks
+def test_c():
+    been = pathlib.Path("been")
+    before = been.exists()
+    been.touch()
+    assert before
+"""
+ORDERLY = """
+import pathlib, pytest, time
+
+@pytest.fixture
+def tidied():
+    yield
+    time.sleep(1)
+    pathlib.Path("tidied").touch()
+
+def test_z(tidied):
+    time.sleep(60)
+"""
 STUBBORN = """
 def test_z():
     import signal, subprocess, time
@@ -26,11 +49,24 @@ def test_z():
 """
 
 
-def capped(folder: Path, source: str, cap_s: float) -> subprocess.CompletedProcess[str]:
+def capped(
+    folder: Path, source: str, cap_s: float, *, by: str = "-m pytest", grace_s: float = 1
+) -> subprocess.CompletedProcess[str]:
     (folder / "test_laws.py").write_text(source)
-    (folder / "pytest.ini").write_text("[pytest]\naddopts = -q\n")
-    pytest_run = f'"{sys.executable}" -m pytest -p no:cacheprovider $PYTEST_ARGS'
-    command = [sys.executable, str(SLOW), "--cap_s", str(cap_s), "--grace_s", "1", "--", "sh", "-c", pytest_run]
+    (folder / "pytest.ini").write_text("[pytest]\naddopts = -q\nmarkers =\n    ranks:\n")
+    pytest_run = f'"{sys.executable}" {by} -p no:cacheprovider $PYTEST_ARGS'
+    command = [
+        sys.executable,
+        str(SLOW),
+        "--cap_s",
+        str(cap_s),
+        "--grace_s",
+        str(grace_s),
+        "--",
+        "sh",
+        "-c",
+        pytest_run,
+    ]
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # a start in a fifth of the time
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, env=environment)
 
@@ -53,6 +89,26 @@ def test_at_the_cap_it_is_red_if_something_failed_and_names_it(tmp_path: Path) -
     result = capped(tmp_path, FAILS + HANGS, cap_s=3)
     assert result.returncode == 1
     assert "test_laws.py::test_b (call)" in result.stdout
+
+
+def test_a_failure_that_may_be_a_pause_of_the_machine_has_its_second_run_within_the_cap(tmp_path: Path) -> None:
+    result = capped(tmp_path, PASSES + PAUSES, cap_s=50, by=f"'{FAST}'")
+    assert result.returncode == 0, result.stdout
+    assert "RACY: test_laws.py::test_c failed, then passed alone" in result.stdout
+
+
+@pytest.mark.slow
+def test_a_failure_that_the_cap_left_without_a_second_run_counts(tmp_path: Path) -> None:
+    result = capped(tmp_path, PAUSES + HANGS, cap_s=4, by=f"'{FAST}'")
+    assert result.returncode == 1
+    assert "test_laws.py::test_c (call)" in result.stdout
+
+
+@pytest.mark.slow
+def test_at_the_cap_what_a_test_began_is_still_tidied_up(tmp_path: Path) -> None:
+    result = capped(tmp_path, ORDERLY, cap_s=3, by=f"'{FAST}'", grace_s=20)
+    assert result.returncode == 0, result.stdout
+    assert (tmp_path / "tidied").exists()
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="children in other sessions are found by /proc")
