@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import importlib.util
 import re
 import sys
@@ -107,3 +109,29 @@ def test_a_command_has_every_flag_of_its_help_and_no_other(command: str, capsys:
     if built_on := re.search(r"every flag of \[halation (\w+)\].* but (.*)\.$", sections[command], re.MULTILINE):
         told |= cells[built_on[1]] - set(FLAG.findall(built_on[2]))
     assert told == offered(command, capsys)
+
+
+def defaults() -> dict[str, list[object]]:
+    """What each flag is where it is not said, by any of the commands."""
+    found: dict[str, list[object]] = {}
+    for command, (name, _) in COMMANDS.items():
+        for field in dataclasses.fields(getattr(importlib.import_module(f"halation.config.{command}"), name)):
+            found.setdefault(field.name, []).append(field.default)
+    return found
+
+
+def test_a_number_in_brackets_behind_a_flag_is_its_default() -> None:
+    """`--poll_s` (30): so the pages write it."""
+    known = defaults()
+    told = [
+        (page.name, *one)
+        for page in DOCS.glob("*.md")
+        for one in re.findall(r"`--(\w+)` \(([\d,.]+)\b", page.read_text())
+    ]
+    wrong = [
+        (page, flag, number)
+        for page, flag, number in told
+        if None not in known[flag] and float(number.replace(",", "")) not in known[flag]
+    ]
+    assert not wrong
+    assert len(told) > 10
