@@ -33,7 +33,7 @@ def blocks(page: Path) -> list[tuple[str, int]]:
 
 
 RUN = [page for page in PAGES if blocks(page)]
-SLOW = {"finetuning.md", "distillation.md", "training.md", "watch.md", "evaluation.md", "data.md"}
+SLOW = {"getting_started.md", "finetuning.md", "distillation.md", "training.md", "watch.md", "evaluation.md", "data.md"}
 """Pages with commands that take seconds each; what these do is held to its laws by faster tests elsewhere."""
 
 
