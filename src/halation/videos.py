@@ -60,6 +60,11 @@ def _place(key: str) -> str:
     return PLACES[key]
 
 
+def refuse_missing() -> None:
+    """Said before anything is drawn that could then not be written."""
+    _av()
+
+
 def _av() -> ModuleType:
     try:
         import av

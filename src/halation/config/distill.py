@@ -28,8 +28,10 @@ class DistillConfig(TrainConfig):
     output_dir: Path = free(Path("runs/distill"))
     """Folder of the run: config, metrics, checkpoints, samples, logs, export."""
     teacher_path: str = free("")
-    """Who is learned from: folder or hub name of a diffusers pipeline (Wan, HunyuanDiT, PixArt, SD3, FLUX), or a run, checkpoint or
-    export of a DiT of Halation."""
+    """Who is learned from: folder or hub name of a diffusers pipeline (Wan, HunyuanDiT, PixArt, SD3, FLUX), a run, checkpoint or
+    export of a DiT of Halation, or one of the package, such as `streets-64`."""
+    model_path: str = free("")
+    """The same as --teacher_path."""
     student_config: str = free("")
     """JSON file of the student's shape: family, width, depth, heads, ...; null or left out means "as the teacher's". Without a file the
     student has the teacher's shape."""
@@ -89,8 +91,6 @@ class DistillConfig(TrainConfig):
     """Filled from --data_path."""
     model: UnusedText = setting("")
     """The student comes from the teacher."""
-    model_path: UnusedText = free("")
-    """The folder of the teacher's pipeline, filled from --teacher_path."""
     vae: UnusedText = setting("")
     """The teacher's."""
     patch_size: UnusedNumber = setting(0)

@@ -22,7 +22,7 @@ class EvaluateConfig:
     generated: str = ""
     """Pictures to score: a folder, or the folder of a `halation generate` (its ledger is checked)."""
     model_path: str = ""
-    """Instead of --generated: a model that draws --prompts as `halation generate` would; no picture touches the disk."""
+    """Instead of --generated: a model (folder or name) that draws --prompts as `halation generate` would; no picture touches the disk."""
     prompts: str = ""
     """Prompt list that the pictures were drawn for (csv, txt, jsonl, parquet), matched by image id; a run of `halation generate` has its own."""
     reference: tuple[str, ...] = ()
@@ -62,7 +62,7 @@ class EvaluateConfig:
     num_samples: int = 0
     """Score the first so many pictures or prompts; 0 is all."""
     num_inference_steps: MaybeInt = None
-    """Denoising steps; by default 20, or those a student was distilled to draw in."""
+    """Denoising steps; by default 20, or those that a student or a model of the package is made for."""
     guidance_scale: MaybeFloat = None
     """Classifier-free guidance; by default 7.5, or what a Halation run used."""
     height: MaybeInt = None

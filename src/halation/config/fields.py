@@ -104,8 +104,12 @@ def checked(config_type: type[ConfigType], values: Mapping[str, Any], where: str
 
     hints = typing.get_type_hints(config_type)
     names = [f.name for f in dataclasses.fields(config_type)]  # type: ignore[arg-type]
-    settings = {}
-    for key, value in values.items():
+    others = _other_names(config_type)
+    settings: dict[str, Any] = {}
+    for given, value in values.items():
+        key = given if given in names else others.get(given, given)
+        if key in settings or (key != given and key in values):
+            raise InputError(f"{where}: both '{key}' and '{given}'", "one of them: they are the same", "remove one")
         if key not in names:
             near = difflib.get_close_matches(key, names, n=1, cutoff=0.0)
             raise InputError(
@@ -126,6 +130,17 @@ def checked(config_type: type[ConfigType], values: Mapping[str, Any], where: str
                 f"{where}: {key} is {value!r}", f"a value of its type ({problem})", "correct it; --help shows the type"
             ) from error
     return settings
+
+
+def _other_names(config_type: type[ConfigType]) -> dict[str, str]:
+    """The setting for each second name that the command line knows it by."""
+    hints = typing.get_type_hints(config_type, include_extras=True)
+    found = {}
+    for name, hint in hints.items():
+        for note in getattr(hint, "__metadata__", ()):
+            for alias in getattr(note, "aliases", None) or ():
+                found[alias.lstrip("-").replace("-", "_")] = name
+    return found
 
 
 def _is_list(hint: Any) -> bool:

@@ -29,8 +29,8 @@ class GenerateConfig:
     prompts_format: Literal["", "csv", "txt", "jsonl", "parquet"] = free("")
     """Format of the list where its name does not tell."""
     model_path: str = free("")
-    """Folder of a diffusers pipeline (or its name on the hub), a run, checkpoint or export of Halation; `testcard` needs no model, `testcard:0.2`
-    takes 0.2 s a sheet."""
+    """Folder of a diffusers pipeline (or its name on the hub), a run, checkpoint or export of Halation, or a model of the package, such as
+    `streets-64`; `testcard` needs no model, `testcard:0.2` takes 0.2 s a sheet."""
     output_dir: Path = free(Path("outputs/generated"))
     """Folder for the pictures, their metadata and the ledger."""
     num_samples: int = setting(0, change="grows")
@@ -38,7 +38,7 @@ class GenerateConfig:
     seed_start: int = setting(42)
     """Sample k is drawn from seed seed_start + k, unless its row has a seed of its own."""
     num_inference_steps: MaybeInt = setting(None)
-    """Denoising steps; by default 20, or those a student was distilled to draw in."""
+    """Denoising steps; by default 20, or those that a student or a model of the package is made for."""
     guidance_scale: MaybeFloat = setting(None)
     """Classifier-free guidance; by default 7.5, or what a Halation run used."""
     height: MaybeInt = setting(None)

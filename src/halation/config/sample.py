@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+import tyro
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,8 +16,8 @@ class SampleConfig:
     What is not given here is taken from the run the checkpoint belongs to.
     """
 
-    checkpoint: Path
-    """A checkpoint folder, a run folder (its newest good checkpoint) or an export folder."""
+    checkpoint: Annotated[Path, tyro.conf.arg(aliases=["--model_path"])]
+    """A checkpoint folder, a run folder (its newest good checkpoint), an export folder, or a model of the package, such as `streets-64`."""
     output_dir: Path | None = None
     """Folder for the pictures, their prompts, grid.png and samples.json; by default one of their own under outputs/."""
     prompts: tuple[str, ...] = ()

@@ -30,7 +30,7 @@ class TrainConfig:
     aspect_buckets: bool = setting(False)
     """Keep each picture near its own proportions, at about the area of --image_size; a batch holds one shape. For --model_path."""
     model: str = setting("small")
-    """tiny, mini, small, base, large or xlarge; or the folder of an export or checkpoint to start from."""
+    """tiny, mini, small, base, large or xlarge; or what to start from: a run, checkpoint or export, or `streets-64` of the package."""
     model_path: str = free("")
     """Fine-tune the transformer of a diffusers pipeline (HunyuanDiT, PixArt, SD3, FLUX, Wan): its folder, or its name on the hub."""
     lora_rank: int = setting(0)

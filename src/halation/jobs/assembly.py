@@ -28,6 +28,7 @@ from halation.models.autoencoder import Space
 from halation.models.base import OWN, Habits
 from halation.models.denoiser import DiTDenoiser, new_dit
 from halation.models.dit import SIZES
+from halation.models.embedded import advice, embedded_names, meant
 from halation.training.loop import StepSettings
 from halation.training.sampling import SampleSettings
 from halation.training.trackers import Progress
@@ -200,11 +201,11 @@ def bar(
 def new_denoiser(config: TrainConfig, source: Pictures, space: Space) -> DiTDenoiser:
     """A model of a named size, or the one in a folder, if it fits the data."""
     if config.model not in SIZES:
-        if not Path(config.model).is_dir():
+        if not meant(config.model).is_dir():
             raise InputError(
                 f"--model {config.model}",
-                f"one of {', '.join(SIZES)}, or the folder of an export or checkpoint",
-                "check the name or path",
+                f"one of {', '.join(SIZES)}, {', '.join(embedded_names())}, or the folder of an export or checkpoint",
+                advice(config.model, "check the name or path"),
             )
         denoiser = load_denoiser(Path(config.model), raw=False)
         if not isinstance(denoiser, DiTDenoiser):

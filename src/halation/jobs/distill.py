@@ -19,6 +19,7 @@ from halation.generation.identity import fingerprint
 from halation.jobs import finetuning, train
 from halation.jobs.ranges import check_ranges
 from halation.jobs.subject import distilled_steps, exported_with, fine_tuned, fine_tuned_run, pipeline_folder
+from halation.models.embedded import meant, portable
 from halation.models.student_config import StudentConfig
 from halation.runs import Run
 from halation.world import deepspeed_config
@@ -33,7 +34,6 @@ RANGES: dict[str, tuple[float, float]] = {
 FEW_STEPS = 4
 NOT_HERE = {
     "model": "the student comes from the teacher: --student_config and --student_init",
-    "model_path": "it is --teacher_path here",
     "vae": "the teacher brings its own",
     "patch_size": "it is in --student_config",
     "num_register_tokens": "the teacher's are kept",
@@ -58,6 +58,7 @@ def run_rank(config: DistillConfig) -> None:
 
 def resolved(config: DistillConfig) -> DistillConfig:
     """The config with its short forms written out, or an error for what can be refused without opening teacher and data."""
+    config = _with_one_teacher(config)
     _refuse_missing(config)
     check_ranges(config, RANGES)
     if config.objective != "velocity" and config.student_steps is None:
@@ -79,13 +80,24 @@ def resolved(config: DistillConfig) -> DistillConfig:
         teacher_on_cpu=False,
         teacher_dtype=config.teacher_dtype or config.dtype,
     )
-    folder = Path(config.teacher_path).expanduser()
+    folder = meant(config.teacher_path)
     run = fine_tuned_run(folder) if folder.is_dir() and not (folder / "model_index.json").is_file() else None
     if run is not None:
         raise fine_tuned("teacher_path", folder, run)
     if (folder / "model_index.json").is_file() or not folder.is_dir():
         return _of_pipeline(config)
     return _of_dit(config, folder)
+
+
+def _with_one_teacher(config: DistillConfig) -> DistillConfig:
+    """The teacher by the flag of its own; from here on `model_path` is the folder of its pipeline, if it is one."""
+    if config.model_path and config.teacher_path not in ("", config.model_path):
+        raise InputError(
+            f"--model_path {config.model_path} with --teacher_path {config.teacher_path}",
+            "one of the two: both name the teacher",
+            "leave --model_path out",
+        )
+    return dataclasses.replace(config, teacher_path=config.teacher_path or config.model_path, model_path="")
 
 
 def _refuse_missing(config: DistillConfig) -> None:
@@ -192,6 +204,7 @@ def _refuse_for_prompts(config: DistillConfig) -> None:
 
 
 def _of_pipeline(config: DistillConfig) -> DistillConfig:
+    finetuning.refuse_missing_peft(config)
     folder = pipeline_folder(config.teacher_path, flag="teacher_path")
     output = config.output_dir.resolve()
     if output == folder.resolve() or folder.resolve() in output.parents:
@@ -232,7 +245,7 @@ def _of_dit(config: DistillConfig, folder: Path) -> DistillConfig:
     return dataclasses.replace(
         config,
         # The checkpoint itself: a run that trains on would give ranks, and the next call, other teachers.
-        teacher_path=str(found.resolve()),
+        teacher_path=portable(found.resolve()),
         vae=str(space.get("path", "")),
         time_sampling=config.time_sampling or "logit_normal",
         time_shift=config.time_shift or float(sampling.get("time_shift", 1.0)),

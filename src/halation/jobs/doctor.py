@@ -22,6 +22,7 @@ from typing import Any
 from halation import __version__
 from halation.config.doctor import DoctorConfig
 from halation.errors import InputError
+from halation.models.embedded import embedded_folder, embedded_names
 
 EXTRAS = {
     "train": ("tensorboard>=2.18", "datasets>=4", "peft>=0.17"),
@@ -75,6 +76,7 @@ def run(config: DoctorConfig) -> int:
         "compile": _compile(bool(num_gpus)),
         "versions": _versions(),
         "extras": {name: _extra(requirements) for name, requirements in EXTRAS.items()},
+        "models": {name: str(embedded_folder(name)) for name in embedded_names()},
         "environment": _environment(os.environ),
         "communication": check_communication(
             config.nproc or num_gpus or 2, "nccl" if num_gpus else "gloo", config.timeout_s

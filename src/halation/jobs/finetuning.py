@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import importlib.util
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -67,9 +68,20 @@ def resolved(config: TrainConfig) -> TrainConfig:
         raise InputError(
             "--lora_alpha or --lora_targets without --lora_rank", "the rank of the adapters", "give --lora_rank 16"
         )
+    refuse_missing_peft(config)
     folder = pipeline_folder(config.model_path)
     size = config.image_size or native_size(folder)
     return dataclasses.replace(config, model_path=str(folder.resolve()), image_size=size)
+
+
+def refuse_missing_peft(config: TrainConfig) -> None:
+    """Said before a pipeline is opened for it."""
+    if config.lora_rank and importlib.util.find_spec("peft") is None:
+        raise InputError(
+            f"--lora_rank {config.lora_rank}, but peft is not installed",
+            "the extra `train`",
+            "pip install 'halation[train]'",
+        )
 
 
 def _refuse_pipeline(model: str) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from halation import holds, runs
+from halation import holds, png, runs, videos
 from halation.config.generate import GenerateConfig
 from halation.errors import InputError, Interrupted
 from halation.generation import results
@@ -120,6 +120,11 @@ def check(config: GenerateConfig) -> None:
     given = {name: limits for name, limits in RANGES.items() if getattr(config, name) is not None}
     check_ranges(config, given)
     cluster.check(config)
+    if not cluster.by_ray(config.cluster):  # there other machines write what they draw
+        if config.png != "auto":
+            png.coder(config.png)
+        if config.num_frames > 1:
+            videos.refuse_missing()
     if config.micro_batch > config.batch_size:
         raise InputError(
             f"--micro_batch {config.micro_batch} with --batch_size {config.batch_size}",

@@ -1,4 +1,4 @@
-"""From a folder a person names to a model: a run (its newest good checkpoint), a checkpoint, or an export."""
+"""From what a person names to a model: a run (its newest good checkpoint), a checkpoint, an export, or a model of the package."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 
 from halation.errors import InputError
 from halation.models.base import Denoiser
+from halation.models.embedded import advice, meant
 from halation.models.load import build, load_export, load_weights
 from halation.world.checkpoint import COMMIT, damage, digest, newest_good
 from halation.world.reading import Reader
@@ -18,8 +19,11 @@ from halation.world.reading import Reader
 
 def find(folder: Path) -> Path:
     """The checkpoint or export folder that is meant, with every byte checked where a commit file says what they are."""
+    folder = meant(folder)
     if not folder.is_dir():
-        raise InputError(f"there is no folder {folder}", "a run, a checkpoint or an export", "check the path")
+        raise InputError(
+            f"there is no folder {folder}", "a run, a checkpoint or an export", advice(folder, "check the path")
+        )
     if (folder / "checkpoints").is_dir():
         found = newest_good(folder / "checkpoints")
         if found is not None:
@@ -109,7 +113,12 @@ def digest_of(folder: Path, *, raw: bool) -> str:
         sums = json.loads((folder / COMMIT).read_bytes())["sha256"]
         mine = sorted(value for name, value in sums.items() if name.split(".")[0].split("-")[0] == part)
         return hashlib.sha256(" ".join(mine).encode()).hexdigest()
-    return digest(folder / ("model_raw.safetensors" if raw else "model.safetensors"))
+    file = folder / ("model_raw.safetensors" if raw else "model.safetensors")
+    if not file.is_file():
+        raise InputError(
+            f"{folder} has no {file.name}", "those weights in it", "leave --raw out" if raw else "export it again"
+        )
+    return digest(file)
 
 
 def sampling_of(folder: Path) -> dict[str, Any]:

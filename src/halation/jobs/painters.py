@@ -67,9 +67,12 @@ def _open_pipeline(order: Mapping[str, Any]) -> Model:
 def _open_checkpoint(order: Mapping[str, Any]) -> Model:
     from halation.generation.checkpoint import CheckpointModel
     from halation.jobs.models import load_denoiser
+    from halation.models.embedded import embedded_folder
 
     model = order["model"]
-    denoiser = load_denoiser(Path(model["path"]), raw=order["raw"], checked=True).to(order["device"])
+    # On another machine the package, and what comes with it, may lie elsewhere.
+    folder = embedded_folder(model["embedded"] or "") or Path(model["path"])
+    denoiser = load_denoiser(folder, raw=order["raw"], checked=True).to(order["device"])
     denoiser.hold_encoders()
     return CheckpointModel(
         denoiser,

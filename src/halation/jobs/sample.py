@@ -18,6 +18,7 @@ from halation.config.sample import SampleConfig
 from halation.errors import HalationError, InputError, Interrupted
 from halation.jobs.ranges import check_ranges
 from halation.jobs.train import RANGES
+from halation.models.embedded import advice, embedded_names, meant, portable
 from halation.world import launch
 from halation.world.signals import exit_code
 
@@ -44,9 +45,12 @@ def run(config: SampleConfig) -> int:
         raise InputError(
             f"{config.checkpoint} is a file", "a run, a checkpoint or an export", "give the folder it is in"
         )
+    config = dataclasses.replace(config, checkpoint=meant(config.checkpoint))
     if not config.checkpoint.is_dir():  # found without torch, so said at once
         raise InputError(
-            f"there is no folder {config.checkpoint}", "a run, a checkpoint or an export", "check --checkpoint"
+            f"there is no folder {config.checkpoint}",
+            f"a run, a checkpoint, an export, or a model of the package: {', '.join(embedded_names())}",
+            advice(config.checkpoint, "check --checkpoint"),
         )
     places = () if launch.launched() else launch.devices(config.nproc, config.gpu_ids, config.oversubscribe)
     if not places:
@@ -193,7 +197,7 @@ def _draw(world: World, config: SampleConfig, folder: Path) -> None:
         )
         rows = drawing.run(place, "by hand")
     if world.first:
-        publish_index(place, rows, {"checkpoint": str(config.checkpoint)})
+        publish_index(place, rows, {"checkpoint": portable(config.checkpoint)})
     missing = [row for row in rows if row["state"] != "done"]
     if missing and signals.number:
         raise Interrupted(

@@ -1,4 +1,4 @@
-"""What a `--model_path` means: the test card, a diffusers pipeline, or a model of Halation's own; and what follows from it."""
+"""What a `--model_path` means: the test card, a diffusers pipeline, a model of Halation's own or of the package; and what follows from it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 from halation.errors import InputError
 from halation.generation.identity import EXPORT_FILE, fingerprint
 from halation.generation.testcard import pace_of
+from halation.models.embedded import advice, embedded_name, embedded_names, meant, portable
 
 HEIGHT, WIDTH, GUIDANCE, STEPS = 480, 832, 7.5, 20
 PIPELINE_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
@@ -64,7 +65,7 @@ def subject_of(model_path: str, *, raw: bool) -> Subject:
     pace = pace_of(model_path)
     if pace is not None:
         return Subject(order={"kind": "testcard", **asdict(pace)}, name="testcard", digest="testcard 1")
-    folder = Path(model_path).expanduser()
+    folder = meant(model_path)
     if not folder.is_dir():
         folder = _downloaded(model_path)
     if (folder / "model_index.json").exists():
@@ -115,9 +116,12 @@ def _checkpoint(folder: Path, raw: bool) -> Subject:
     order = {
         "kind": "checkpoint",
         "path": str(found.resolve()),
+        "embedded": embedded_name(found),
         "sampler": sampling["sampler"],
         "time_shift": sampling.get("time_shift", 1.0),
     }
+    # A model of the package comes with the settings that its card was measured with; of others the steps of previews say little.
+    own_steps = {"steps": int(sampling["steps"])} if embedded_name(found) else {}
     return Subject(
         order=order,
         name=folder.resolve().name,
@@ -126,7 +130,7 @@ def _checkpoint(folder: Path, raw: bool) -> Subject:
         width=sampling["width"],
         guidance_scale=sampling["guidance_scale"],
         student=bool(sampling.get("distilled")),
-        **distilled_steps(sampling),
+        **own_steps | distilled_steps(sampling),
     )
 
 
@@ -140,7 +144,7 @@ def _neither(folder: Path, why: str) -> InputError:
 
 def pipeline_folder(model_path: str, flag: str = "model_path") -> Path:
     """The folder of a diffusers pipeline by its path or its name on the hub."""
-    folder = Path(model_path).expanduser()
+    folder = meant(model_path)
     if not folder.is_dir():
         folder = _downloaded(model_path, flag)
     if not (folder / "model_index.json").is_file():
@@ -148,9 +152,9 @@ def pipeline_folder(model_path: str, flag: str = "model_path") -> Path:
         if run is not None:
             raise fine_tuned(flag, folder, run)
         raise InputError(
-            f"{folder} is no diffusers pipeline: it has no model_index.json",
+            f"{portable(folder)} is no diffusers pipeline: it has no model_index.json",
             "a folder as save_pretrained() of a pipeline writes it",
-            f"check --{flag}; a DiT of Halation is trained on with --model FOLDER",
+            f"check --{flag}; a DiT of Halation is trained on with --model {embedded_name(folder) or 'FOLDER'}",
         )
     return folder
 
@@ -182,7 +186,8 @@ def fine_tuned(flag: str, folder: Path, run: Path) -> InputError:
 def _downloaded(name: str, flag: str = "model_path") -> Path:
     """A pipeline by its name on the hub: from the cache where it is there, else downloaded once."""
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name) or Path(name).parent.is_dir():
-        raise InputError(f"there is no folder {name}", "a diffusers pipeline or a model of Halation", f"check --{flag}")
+        expected = f"a diffusers pipeline, a model of Halation, or one of the package: {', '.join(embedded_names())}"
+        raise InputError(f"there is no folder {name}", expected, advice(name, f"check --{flag}"))
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 

@@ -19,6 +19,7 @@ from halation.jobs.evaluate import refuse_missing_reference
 from halation.jobs.ranges import check_ranges
 from halation.jobs.spectator import Spectator
 from halation.jobs.watching import Watch
+from halation.models.embedded import embedded_folder
 from halation.prompts import PromptFile
 from halation.runs import Run
 from halation.world import launch
@@ -71,7 +72,11 @@ def resolved(config: WatchConfig) -> WatchConfig:
     launch.devices(config.nproc, config.gpu_ids, oversubscribe=False)
     if not config.run.is_dir():
         what = "is a file" if config.run.exists() else "does not exist"
-        raise InputError(f"{config.run} {what}", "a Halation run, or a folder that checkpoints come to", "check it")
+        action = "check it"
+        if embedded_folder(config.run):
+            what = "is a model of the package, which never changes"
+            action = f"score it once: halation evaluate --model_path {config.run} --prompts FILE"
+        raise InputError(f"{config.run} {what}", "a Halation run, or a folder that checkpoints come to", action)
     watched = config.run.resolve()
     output = config.output_dir or config.run / "watch"
     if output.resolve() in (watched, watched / "checkpoints"):

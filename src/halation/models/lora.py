@@ -53,7 +53,12 @@ def adapt(module: nn.Module, lora: Lora, default_targets: Sequence[str], seed: i
 
     The seed decides the first `down` matrices; `up` begins at zero, so that training begins at the base model.
     """
-    from peft import LoraConfig, inject_adapter_in_model
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ModuleNotFoundError as error:
+        raise InputError(
+            f"LoRA adapters, but {error.name} is not installed", "the extra `train`", "pip install 'halation[train]'"
+        ) from error
 
     names = _layers(module, lora.targets or tuple(default_targets), default_targets)
     settings: dict[str, Any] = {"r": lora.rank, "lora_alpha": lora.rank * lora.scale, "target_modules": names}
