@@ -32,10 +32,11 @@ OPENING = f"""\
 
 # Reference
 
-Everything on this page is taken from the code. The [pages on the jobs](README.md) say how it fits together.
+Flags, defaults and sentences are those of the code. The [pages on the jobs](README.md) say how it fits together.
 
 - [From Python](#from-python): functions and errors
 - Commands: {{commands}}
+- [Environment](#environment): variables
 
 Names that are not on this page are internal and may change without a word.
 """
@@ -51,6 +52,22 @@ For all of them:
 - An empty default means that the sentence beside it says what happens.
 - *Later* says whether [a later call of the same run](training.md#resume) may change it; `--accept_changes` allows the rest where it can.
 - Exit codes: 0 done; 1 finished with failures, or failed; 2 bad input or settings; 130 or 143 stopped, and the same command goes on.
+"""
+
+ENVIRONMENT = """\
+### Environment
+
+| variable | what it does |
+| --- | --- |
+| `CUDA_VISIBLE_DEVICES` | the GPUs there are; `--gpu_ids` count within them |
+| `HALATION_CACHE` | folder for what can be made again: features, thumbnails, downloaded weights; by default `~/.cache/halation` |
+| `HF_HUB_OFFLINE` | `1`: nothing is downloaded, neither models nor weights of extractors |
+| `MASTER_PORT` | the port that ranks try first; where it is taken, the system picks one |
+| `RAY_ADDRESS` | the cluster that `--cluster auto` joins |
+| `WANDB_MODE` | where it is not set, wandb is offline |
+| `HALATION_FAULT`, `HALATION_FAULT_LOG` | [make something fail on purpose](reliability.md#how-faults-are-made) |
+
+Variables of torchrun, SLURM, NCCL and gloo mean what they always mean ([several machines](cluster.md)). `halation doctor` shows those that matter.
 """
 
 
@@ -284,6 +301,7 @@ def page() -> str:
         *python_part(),
         RULES,
         *(part for one in COMMANDS for part in command_part(one)),
+        ENVIRONMENT,
     ]
     return "\n".join(part.rstrip("\n") + "\n" for part in parts)
 
