@@ -1,0 +1,131 @@
+"""What `pip install .` installs: the whole package, with weights, cards, page and types, from a wheel or from a source archive."""
+
+from __future__ import annotations
+
+import email
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from email.message import Message
+from pathlib import Path
+
+import pytest
+
+import halation
+from halation.models.embedded import FOLDER, embedded_names
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = Path(halation.__file__).parent
+HALATION = Path(sys.executable).with_name("halation")
+OFFLINE = {**os.environ, "PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_CONFIG_FILE": os.devnull}
+no_setuptools = pytest.mark.skipif(
+    importlib.util.find_spec("setuptools") is None, reason="setuptools, which builds the package, is not installed here"
+)
+
+
+def wanted() -> set[str]:
+    """Every file of the package that is not made by running it."""
+    files = (path for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return {f"halation/{path.relative_to(PACKAGE).as_posix()}" for path in files}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy to build in, because a build leaves folders behind."""
+    folder = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path) -> Path:
+    words = ["pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", "built", "."]
+    done = subprocess.run(
+        [sys.executable, "-m", *words], cwd=source, env=OFFLINE, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (found,) = (source / "built").glob("*.whl")
+    return found
+
+
+def metadata(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        return email.message_from_bytes(archive.read(name))
+
+
+def test_the_version_is_told_at_once_and_is_the_package_s() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["version"] == halation.__version__
+    for word in ("--version", "-V"):
+        done = subprocess.run([HALATION, word], capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stdout) == (0, f"halation {halation.__version__}\n")
+    words = "import sys; from halation.cli import main; main(['--version']); sys.exit('numpy' in sys.modules or 'tyro' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", words], capture_output=True, timeout=60).returncode == 0
+
+
+@pytest.mark.slow
+@no_setuptools
+def test_a_wheel_holds_every_file_of_the_package(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name for name in archive.namelist() if ".dist-info/" not in name}
+        licences = [name for name in archive.namelist() if name.endswith("/licenses/LICENSE")]
+        for name in embedded_names():
+            stored = archive.read(f"halation/models/embedded/{name}/model.safetensors")
+            assert stored == (FOLDER / name / "model.safetensors").read_bytes()
+    assert held == wanted()
+    assert {"halation/py.typed", "halation/gallery/page/index.html", "halation/models/streets_net.safetensors"} <= held
+    assert len(licences) == 1
+
+
+@pytest.mark.slow
+@no_setuptools
+def test_the_wheel_says_what_it_is_and_what_it_needs(wheel: Path) -> None:
+    told = metadata(wheel)
+    assert told["Version"] == halation.__version__
+    assert told["License-Expression"] == "Apache-2.0"
+    assert told["Requires-Python"] == ">=3.11"
+    assert told["Description-Content-Type"] == "text/markdown"
+    classifiers = told.get_all("Classifier") or []
+    for version in ("3.11", "3.12", "3.13"):
+        assert f"Programming Language :: Python :: {version}" in classifiers
+    assert {"train", "wandb", "trackio", "video", "ray", "deepspeed", "web", "fast"} <= set(
+        told.get_all("Provides-Extra") or []
+    )
+
+
+@pytest.mark.slow
+@no_setuptools
+def test_from_the_wheel_alone_the_command_answers_and_finds_its_model(wheel: Path, tmp_path: Path) -> None:
+    place = tmp_path / "installed"
+    words = ["pip", "install", "--quiet", "--no-deps", "--no-compile", "--target", str(place), str(wheel)]
+    done = subprocess.run([sys.executable, "-m", *words], env=OFFLINE, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    there = {**os.environ, "PYTHONPATH": str(place)}
+    command = place / "bin/halation"
+    told = subprocess.run([command, "--version"], env=there, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (told.returncode, told.stdout) == (0, f"halation {halation.__version__}\n"), told.stderr
+    lookup = "from halation.jobs.subject import subject_of; print(subject_of('streets-64', raw=False).order['path'])"
+    found = subprocess.run(
+        [sys.executable, "-c", lookup], env=there, cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert found.stdout.strip() == str(place / "halation/models/embedded/streets-64"), found.stderr
+
+
+@pytest.mark.slow
+@no_setuptools
+def test_a_source_archive_holds_what_a_wheel_is_made_of(source: Path) -> None:
+    build = "from setuptools import build_meta; print(build_meta.build_sdist('built'))"
+    done = subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    with tarfile.open(source / "built" / done.stdout.splitlines()[-1]) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {f"src/{name}" for name in wanted()} <= names
+    assert {"pyproject.toml", "README.md", "LICENSE"} <= names
