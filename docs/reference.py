@@ -21,6 +21,7 @@ import tyro
 import halation
 from halation import errors
 from halation.cli import COMMANDS
+from halation.jobs import doctor
 
 PAGE = Path(__file__).with_name("api.md")
 COMMAND = "python docs/reference.py"
@@ -36,7 +37,7 @@ Flags, defaults and sentences are those of the code. The [pages on the jobs](REA
 
 - [From Python](#from-python): functions and errors
 - Commands: {{commands}}
-- [Environment](#environment): variables
+- [Environment](#environment): variables; [Extras](#extras): packages
 
 Names that are not on this page are internal and may change without a word.
 """
@@ -69,6 +70,17 @@ ENVIRONMENT = """\
 
 Variables of torchrun, SLURM, NCCL and gloo mean what they always mean ([several machines](cluster.md)). `halation doctor` shows those that matter.
 """
+
+EXTRAS = {
+    "train": "TensorBoard, LoRA (`--lora_rank`), lists in Parquet",
+    "wandb": "`--report_to wandb`",
+    "trackio": "`--report_to trackio`",
+    "fast": "PNGs compressed by ISA-L",
+    "video": "MP4 files, `--num_frames` above 1",
+    "ray": "`--cluster ray`, `auto` and `ray://`",
+    "web": "`halation gallery`",
+    "deepspeed": "`--engine deepspeed`",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,6 +305,17 @@ def fenced(name: str, arguments: list[str], returned: str) -> str:
     return f"```python\n{flat if len(flat) <= 100 else f'{name}({chr(10)}{lines}){returned}'}\n```\n"
 
 
+def extras_part() -> Iterator[str]:
+    """What can be installed besides; an extra without a sentence fails here."""
+    yield "### Extras\n"
+    yield "`pip install '.[train,web]'` in the clone installs two. One that is missing names itself when it is needed; `halation doctor` lists all.\n"
+    rows = [
+        line([f"`{name}`", EXTRAS[name], ", ".join(f"`{one}`" for one in needs)])
+        for name, needs in doctor.EXTRAS.items()
+    ]
+    yield "\n".join([line(["extra", "for", "packages"]), line(["---"] * 3), *rows]) + "\n"
+
+
 def page() -> str:
     """The whole page."""
     names = ", ".join(f"[{command}](#halation-{command})" for command in COMMANDS)
@@ -302,6 +325,7 @@ def page() -> str:
         RULES,
         *(part for one in COMMANDS for part in command_part(one)),
         ENVIRONMENT,
+        *extras_part(),
     ]
     return "\n".join(part.rstrip("\n") + "\n" for part in parts)
 

@@ -7,6 +7,7 @@ import os
 import pty
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import psutil
@@ -104,6 +105,12 @@ def test_off_a_terminal_each_line_names_section_item_and_value(
     assert all(len(line.split(": ", 2)) == 3 for line in lines)
     assert "communication: state: ok" in lines
     assert "environment: OMP_NUM_THREADS: 1" in lines
+
+
+def test_the_extras_are_those_that_can_be_installed() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    offered = {name: tuple(wanted) for name, wanted in project["optional-dependencies"].items() if name != "dev"}
+    assert offered == EXTRAS
 
 
 def test_no_ranks_at_all_is_refused() -> None:

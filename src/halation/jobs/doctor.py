@@ -33,7 +33,6 @@ EXTRAS = {
     "ray": ("ray>=2.59",),
     "web": ("starlette>=0.49", "uvicorn>=0.35"),
     "deepspeed": ("deepspeed>=0.19",),
-    "slurm": ("submitit",),
 }
 # Only these are shown with their values; of the others that matter the name alone, for a value may be a secret.
 PLAIN_VARIABLES = (
