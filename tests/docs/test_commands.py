@@ -33,7 +33,16 @@ def blocks(page: Path) -> list[tuple[str, int]]:
 
 
 RUN = [page for page in PAGES if blocks(page)]
-SLOW = {"getting_started.md", "finetuning.md", "distillation.md", "training.md", "watch.md", "evaluation.md", "data.md"}
+SLOW = {
+    "getting_started.md",
+    "finetuning.md",
+    "distillation.md",
+    "training.md",
+    "watch.md",
+    "evaluation.md",
+    "data.md",
+    "gallery.md",
+}
 """Pages with commands that take seconds each; what these do is held to its laws by faster tests elsewhere."""
 
 

@@ -162,7 +162,7 @@ def test_workers_go_with_their_parent_and_the_same_command_goes_on(tmp_path: Pat
     assert_completed_by_the_same_command(tmp_path)
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_stopped_workers_sheets_are_drawn_by_others_and_waking_up_changes_nothing(tmp_path: Path, nproc: int) -> None:
     settings = {"model_path": "testcard:0.1", "stall_timeout_s": 3.0 if nproc == 1 else 60.0, "nproc": nproc}
     with started(generate(tmp_path, **settings), tmp_path / "log") as command:
@@ -254,7 +254,7 @@ def test_a_worker_that_hangs_does_not_keep_a_signal_waiting_for_good(tmp_path: P
         ("ledger.plan.commit", signal.SIGINT, 130),
         ("ledger.plan.commit", signal.SIGTERM, 143),
         ("ledger.plan.commit", signal.SIGHUP, 143),
-        ("rehearse", signal.SIGINT, 130),
+        pytest.param("rehearse", signal.SIGINT, 130, marks=pytest.mark.slow),
     ],
 )
 def test_signals_while_planning_and_while_loading_end_it_cleanly(

@@ -249,6 +249,7 @@ def test_a_kill_in_the_middle_of_taking_over_is_taken_over_too(
     assert not [*folder.glob(".*"), *(folder / "ledger").rglob(".*")]
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 def test_one_that_slept_while_it_took_a_lease_over_gives_back_what_another_took_over_since(
     tmp_path: Path, alone: dict[str, bytes]

@@ -131,6 +131,7 @@ def test_a_real_pipeline_draws_the_same_bits_by_ray_and_locally(cluster: Nodes, 
 # -- faults
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 def test_a_node_that_is_lost_costs_no_picture(cluster: Nodes, undisturbed: dict[str, str], tmp_path: Path) -> None:
     words = generate(tmp_path, cluster="auto", model_path="testcard:0.5")
@@ -188,10 +189,9 @@ def test_a_disk_that_takes_nothing_ends_the_command_with_its_reason(cluster: Nod
     assert_alone(cluster)
 
 
+@pytest.mark.slow
 @pytest.mark.faults
-@pytest.mark.parametrize(
-    ("first", "second"), [("auto", "local"), pytest.param("local", "auto", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("first", "second"), [("auto", "local"), ("local", "auto")])
 def test_what_one_began_the_other_ends(
     cluster: Nodes, undisturbed: dict[str, str], tmp_path: Path, first: str, second: str
 ) -> None:

@@ -60,6 +60,7 @@ def test_a_place_whose_worker_keeps_dying_is_given_up_and_the_others_draw_its_sh
     }
 
 
+@pytest.mark.slow
 def test_what_a_slow_worker_holds_but_has_not_begun_is_drawn_by_those_who_are_done(tmp_path: Path) -> None:
     """Six sheets of 0.2 s, of which worker 1 holds three and needs 6 s for each, as its steps tell: nobody waits for any of them."""
     prompts = "".join(f"prompt number {number}\n" for number in range(6))

@@ -72,6 +72,7 @@ def test_on_a_terminal_it_is_a_table_and_a_failed_check_ends_with_one() -> None:
     assert any("rank 0" in line and "nosuch0" in line for line in lines), shown.decode()
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.faults
 def test_a_rank_that_hangs_is_named_within_the_timeout_and_none_is_left(

@@ -70,7 +70,7 @@ def visible(folder: Path, step: int, size: int) -> tuple[Any, ...]:
     return run_folders.saved(folder, step), run_folders.losses(folder), run_folders.heldout(folder), random
 
 
-@pytest.mark.parametrize(("engine", "size"), [pytest.param("ddp", 2, marks=pytest.mark.slow), ("fsdp", 3)])
+@pytest.mark.parametrize(("engine", "size"), [("ddp", 2), pytest.param("fsdp", 3, marks=pytest.mark.slow)])
 def test_samples_and_saves_that_were_asked_for_are_invisible_to_training(
     ranks: RankPool, tmp_path: Path, engine: str, size: int
 ) -> None:

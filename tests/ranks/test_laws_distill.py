@@ -63,8 +63,8 @@ def test_a_student_whose_samples_are_drawn_at_every_step_has_the_bits_of_one_tha
 @pytest.mark.parametrize(
     ("objective", "engine"),
     [
-        ("dmd", "fsdp"),
-        pytest.param("features", "ddp", marks=SLOW),
+        ("features", "ddp"),
+        pytest.param("dmd", "fsdp", marks=SLOW),
         pytest.param("dmd", "ddp", marks=SLOW),
         pytest.param("velocity", "fsdp", marks=SLOW),
         pytest.param("asked", "ddp", marks=SLOW),

@@ -152,7 +152,8 @@ def trained(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callab
     return folder
 
 
-@pytest.mark.parametrize("engine", ["fsdp", pytest.param("auto", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["fsdp", "auto"])
 def test_a_checkpoint_gives_the_numbers_of_its_training_on_one_two_and_three_ranks(
     ranks: RankPool, tmp_path: Path, trained: Callable[[str], Path], engine: str
 ) -> None:
@@ -294,6 +295,7 @@ def test_a_run_killed_while_it_evaluates_goes_on_with_what_is_there(
     assert numbers(folder, NUM_STEPS) == numbers(whole, NUM_STEPS)
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 def test_a_rank_that_hangs_while_it_evaluates_is_named_in_time(ranks: RankPool, tmp_path: Path) -> None:
     config = evaluated(tmp_path, n_steps=1, sample_timeout_s=2.0)

@@ -147,6 +147,7 @@ def train_and_time(world: Any, config: TrainConfig) -> None:
         (config.output_dir / f"given_up_{world.rank}").write_text(str(time.time()))
 
 
+@pytest.mark.slow
 def test_a_sampler_far_slower_than_the_timeout_of_collectives_is_no_failure(ranks: RankPool, tmp_path: Path) -> None:
     fired = tmp_path / "fired"
     environment = {"HALATION_FAULT": "sample.forward:1+:sleep=1.1:1", "HALATION_FAULT_LOG": str(fired)}

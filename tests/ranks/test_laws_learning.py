@@ -40,7 +40,7 @@ def measure(world: Any, config: TrainConfig) -> dict[str, float]:
         return heldout.summary(world.exchange(losses), config.heldout_pictures)
 
 
-@pytest.mark.parametrize("engine", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
+@pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_the_held_out_loss_of_a_checkpoint_is_the_same_number_on_one_two_and_three_ranks(
     ranks: RankPool, tmp_path: Path, engine: str
 ) -> None:

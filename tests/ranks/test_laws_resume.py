@@ -51,7 +51,7 @@ SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    ("engine", "size"), [pytest.param("single", 1, marks=SLOW), pytest.param("ddp", 3, marks=SLOW), ("fsdp", 3)]
+    ("engine", "size"), [pytest.param("single", 1, marks=SLOW), ("ddp", 3), pytest.param("fsdp", 3, marks=SLOW)]
 )
 def test_a_run_stopped_by_a_signal_to_one_rank_ends_in_the_bits_of_a_run_that_never_stopped(
     ranks: RankPool, tmp_path: Path, uninterrupted: Callable[[str, int], Path], engine: str, size: int
@@ -86,7 +86,7 @@ def test_a_run_stopped_after_every_single_step_ends_in_the_same_bits(
     assert run_folders.saved(tmp_path, NUM_STEPS) == run_folders.saved(uninterrupted(engine, size), NUM_STEPS)
 
 
-@pytest.mark.parametrize("engine", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
+@pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_on_two_then_one_then_three_then_two_ranks_the_loss_is_that_of_one_rank(
     ranks: RankPool, tmp_path: Path, engine: str
 ) -> None:

@@ -59,6 +59,7 @@ def taken_port() -> Iterator[int]:
         yield int(owner.getsockname()[1])
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_run_ddp_trains_on_two_cpu_ranks_from_a_foreign_folder_with_its_port_taken(
     tmp_path: Path, taken_port: int

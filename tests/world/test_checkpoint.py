@@ -197,7 +197,7 @@ def assert_survived(folder: Path, first: bool) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.faults
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_sharded_save_of_which_one_rank_dies_was_never_one(ranks: RankPool, tmp_path: Path, rank: int) -> None:
     ranks.run(2, jobs.save, tmp_path, [(1, "kept")], 0, True)
     for number, point in enumerate(("checkpoint.part:1", "checkpoint.fsync:2", "publish.rename:1"), 1):

@@ -45,6 +45,7 @@ def test_a_rank_that_sleeps_is_named_by_all_others_with_the_place_it_sleeps_at(r
     assert told[1][1] > 5.0, "it slept"
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 def test_a_rank_that_is_stopped_is_named_as_not_answering(ranks: RankPool) -> None:
     with pytest.raises(RanksFailed) as failure:
