@@ -28,7 +28,7 @@ COMMANDS = {
     "watch": ("WatchConfig", "follow a folder of checkpoints: draw from each, score it, plot it, keep the best"),
     "ctl": ("CtlConfig", "ask a running training to sample, save or stop at its next step"),
     "gallery": ("GalleryConfig", "look at runs in a browser: samples by step, pictures, losses and scores, live"),
-    "demo": ("DemoConfig", "train a small model on embedded data and show its progress"),
+    "demo": ("DemoConfig", "the whole loop on embedded data in minutes: train, draw through a kill, score, look"),
     "doctor": ("DoctorConfig", "show devices, versions, backends, and what is missing"),
 }
 TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")

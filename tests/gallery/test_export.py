@@ -18,7 +18,7 @@ from benchmarks.big_folders import generation_folder, training_folder
 from halation import cli, runs
 from halation.errors import InputError
 from halation.gallery import export
-from halation.gallery.export import Exported, only_run
+from halation.gallery.export import Exported, chosen_runs
 from halation.gallery.metric_rows import evenly
 from halation.gallery.scores import Scores
 from halation.jobs.gallery import catalog_of
@@ -31,7 +31,7 @@ def exported(root: Path, path: Path, num_pictures: int = 400) -> Exported:
     scores = Scores(catalog)
     catalog.refresh()
     scores.refresh()
-    return export.export(only_run(catalog), catalog, scores, path, num_pictures)
+    return export.export(chosen_runs(catalog), catalog, scores, path, num_pictures)
 
 
 def embedded(path: Path) -> dict[str, Any]:
@@ -195,13 +195,37 @@ def test_no_run_and_several_runs_are_refused_by_name(tmp_path: Path, capsys: pyt
     assert (tmp_path / "page.html").stat().st_size > 50_000
 
 
+def test_folders_that_are_named_come_onto_one_page_with_their_list_and_share_its_pictures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training = training_folder(tmp_path / "training", 3, 2, size=32)
+    pictures = generation_folder(tmp_path / "pictures", 12, size=32)
+    page = tmp_path / "both.html"
+    words = ["gallery", str(training), str(pictures), str(training), "--export", str(page), "--export_pictures", "8"]
+    assert cli.main(words) == 0
+    said = capsys.readouterr().out
+    assert "training: samples of 2 of 3 steps" in said
+    assert "pictures: 4 of 12 pictures" in said
+    held = embedded(page)
+    runs = held["responses"]["/api/runs"]["runs"]
+    assert sorted(run["name"] for run in runs) == ["pictures", "training"]
+    for run in runs:
+        assert f"/api/runs/{run['id']}" in held["responses"]
+        assert sum(name.startswith(f"{run['id']}/") for name in held["pictures"]) == 4
+    assert "<title>training, pictures · Halation</title>" in page.read_text()
+    assert cli.main(["gallery", str(training), str(tmp_path), "--export", str(page)]) == 2, (
+        "two runs are below the second"
+    )
+    assert "name one of them, or each" in capsys.readouterr().err
+
+
 def test_what_lies_inside_a_run_belongs_to_it(tmp_path: Path) -> None:
     run = training_folder(tmp_path / "run", 1, 1, size=32)
     generation_folder(run / "drawn", 2, size=32)
     catalog = catalog_of([tmp_path])
     catalog.refresh()
     assert len(catalog.entries()) == 2
-    assert only_run(catalog).folder == run
+    assert [entry.folder for entry in chosen_runs(catalog)] == [run]
 
 
 def test_a_target_that_cannot_be_a_file_is_refused(tmp_path: Path) -> None:

@@ -9,15 +9,15 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig:
-    """Train a small model on the embedded street scenes, with samples from every rank, and show its progress in one picture.
+    """Train a small model with samples from every rank, draw with an embedded one through a kill, score the pictures, write the page.
 
     Needs no network, no GPU and no account. The same command goes on where the last one was stopped.
     """
 
     output_dir: Path = Path("demo_run")
-    """Folder of the run."""
-    n_steps: int = 1000
-    """Training steps; more make better pictures."""
+    """Folder for all that is made."""
+    n_steps: int = 500
+    """Training steps; more make better samples."""
     nproc: int = 0
     """Ranks to train and sample on; 0 is all GPUs, or two ranks without a GPU."""
     progress: Literal["auto", "rich", "plain", "json", "none"] = "auto"

@@ -32,6 +32,6 @@ class GalleryConfig:
     allow_control: bool = free(False)
     """Let the page ask a running training to sample, save or stop."""
     export: Path | None = free(None)
-    """Write one run as a page of its own (.html), to mail or to keep, instead of serving."""
+    """Write the run in each DIR into one page (.html), to mail or to keep, instead of serving."""
     export_pictures: int = free(400)
     """At most so many thumbnails in an export, spread evenly."""

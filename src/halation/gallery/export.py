@@ -1,4 +1,4 @@
-"""One run as one page: the same modules as the live page, the answers they would ask for, and small pictures, all in a single file.
+"""One run, or a few, as one page: the same modules as the live page, the answers they would ask for, and small pictures, all in a single file.
 
 Full pictures are linked by the way from the page to them, so they open where the page lies beside its run.
 """
@@ -66,17 +66,21 @@ class Content:
 
 
 def export(
-    entry: Entry,
+    entries: Sequence[Entry],
     catalog: Catalog,
     scores: Scores,
     path: Path,
     num_pictures: int,
     thumbnail: Thumbnail = lambda path: small(path, THUMBNAIL_SIZE),
 ) -> Exported:
-    """Write the page of one run; the catalog and the scores have been refreshed."""
+    """Write the page of some runs, which share the number of pictures; the catalog and the scores have been refreshed."""
     check_target(path)
-    content = gather(entry, catalog, scores, path, num_pictures, thumbnail)
-    title = os.fsencode(entry.name).decode("utf-8", "replace")  # a folder's name may be any bytes
+    share, max_bytes = -(-num_pictures // len(entries)), MAX_PICTURE_BYTES // len(entries)
+    content = together(
+        entries, [gather(entry, catalog, scores, path, share, thumbnail, max_bytes) for entry in entries]
+    )
+    # a folder's name may be any bytes
+    title = ", ".join(os.fsencode(entry.name).decode("utf-8", "replace") for entry in entries)
     data = page(title, content).encode()
     try:
         publish(path, data)
@@ -85,6 +89,32 @@ def export(
     return Exported(
         path=path, num_bytes=len(data), num_pictures=len(content.pictures), left_out=tuple(content.left_out)
     )
+
+
+def together(entries: Sequence[Entry], contents: Sequence[Content]) -> Content:
+    """What several runs' pages are given as one: their lists are joined, and what is left out is said of whom."""
+    if len(contents) == 1:
+        return contents[0]
+    whole = Content()
+    for entry, content in zip(entries, contents, strict=True):
+        whole.responses |= content.responses
+        whole.pictures |= content.pictures
+        whole.links |= content.links
+        name = os.fsencode(entry.name).decode("utf-8", "replace")
+        whole.left_out += [f"{name}: {sentence}" for sentence in content.left_out]
+    for address, keys in (("/api/state", ("roots",)), ("/api/runs", ("runs",)), ("/api/scores", ("scores", "reports"))):
+        lists = {key: [one for content in contents for one in content.responses[address][key]] for key in keys}
+        whole.responses[address] = {**whole.responses[address], **{key: _once(lists[key]) for key in keys}}
+    return whole
+
+
+def _once(rows: Iterable[Any]) -> list[Any]:
+    """What a run and one inside it both hold stands once."""
+    kept: list[Any] = []
+    for row in rows:
+        if row not in kept:
+            kept.append(row)
+    return kept
 
 
 def check_target(path: Path) -> None:
@@ -128,23 +158,31 @@ def _is_export(path: Path) -> bool:
         return False
 
 
-def only_run(catalog: Catalog) -> Entry:
-    """The one run below the catalog's folders; what lies inside a run belongs to it."""
-    entries = catalog.entries()
+def chosen_runs(catalog: Catalog) -> list[Entry]:
+    """For each of the catalog's folders the one run in it."""
+    return list({entry.id: entry for entry in (only_run(catalog, root) for root in catalog.roots)}.values())
+
+
+def only_run(catalog: Catalog, root: Path) -> Entry:
+    """The one run below a folder; what lies inside a run belongs to it."""
+    entries = [entry for entry in catalog.entries() if entry.folder.is_relative_to(root)]
     tops = [
         entry
         for entry in entries
         if not any(entry is not other and entry.folder.is_relative_to(other.folder) for other in entries)
     ]
-    where = ", ".join(map(str, catalog.roots))
     if not tops:
-        raise InputError(f"no run below {where}", "a run to export", "name the folder of a run")
+        raise InputError(f"no run below {root}", "a run to export", "name the folder of a run")
     if len(tops) > 1:
         names = sorted(str(entry.folder) for entry in tops)
         shown = "\n".join(f"  {name}" for name in names[:20]) + (
             f"\n  and {len(names) - 20} more" if len(names) > 20 else ""
         )
-        raise InputError(f"{len(tops)} runs below {where}:\n{shown}", "one run: a page holds one", "name one of them")
+        raise InputError(
+            f"{len(tops)} runs below {root}:\n{shown}",
+            "folders of one run each: a page holds those that were named",
+            "name one of them, or each that the page is to hold",
+        )
     return tops[0]
 
 
@@ -152,9 +190,15 @@ def only_run(catalog: Catalog) -> Entry:
 
 
 def gather(
-    entry: Entry, catalog: Catalog, scores: Scores, path: Path, num_pictures: int, thumbnail: Thumbnail
+    entry: Entry,
+    catalog: Catalog,
+    scores: Scores,
+    path: Path,
+    num_pictures: int,
+    thumbnail: Thumbnail,
+    max_bytes: int,
 ) -> Content:
-    """Everything the page asks for, with fewer pictures where they would be too many bytes."""
+    """Everything the page asks for of one run, with fewer pictures where they would be too many bytes."""
     kept: dict[Path, bytes | None] = {}
 
     def small_once(file: Path) -> bytes | None:
@@ -182,7 +226,7 @@ def gather(
             _generation(entry, detail, content, shelf, left)
         else:
             _training(entry, detail, content, shelf, left)
-        if shelf.num_bytes <= MAX_PICTURE_BYTES or num_pictures <= 1:
+        if shelf.num_bytes <= max_bytes or num_pictures <= 1:
             return content
         num_pictures = num_pictures * 3 // 4
 

@@ -1,152 +1,211 @@
-"""`halation demo`: the whole job in a few minutes on a laptop, ending in one picture of the progress and one page of the run."""
+"""`halation demo`: the whole loop in a few minutes on a laptop: train, draw through a kill, score, and one page to look at all of it."""
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
-import os
-import shlex
-import shutil
-import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from halation import runs
 from halation.config.demo import DemoConfig
-from halation.config.fields import as_json
-from halation.config.gallery import GalleryConfig
-from halation.config.train import TrainConfig
 from halation.data.streets import DRIVING_PROMPTS
-from halation.errors import InputError
-from halation.gallery.catalog import id_of
-from halation.gallery.export import export
-from halation.gallery.scores import Scores
-from halation.jobs import train
-from halation.jobs.gallery import catalog_of
+from halation.errors import HalationError, InputError
+from halation.generation.crew import ending
+from halation.generation.results import METADATA_FILE
+from halation.jobs import demo_commands as commands
+from halation.jobs.demo_commands import MODEL, NUM_PICTURES, NUM_REFERENCE, Places, written
+from halation.jobs.demo_processes import heed, num_drawn, run_command
 from halation.pictures import progress_figure
 from halation.png import encode_png, read_png
 from halation.runs import Metrics, Run, publish
 from halation.world import launch
+from halation.world.signals import StopSignals
 
 MAX_ROWS = 8
+KILLED_AFTER = 12
+"""Pictures in the ledger when the kill comes: three sheets of eight."""
 
 
 def run(config: DemoConfig) -> int:
-    """Train, then put the samples of all saved steps into one picture, and the run into one page."""
+    """The four steps, and what they made; a command that fails, or a picture that differs, ends it with that."""
     if config.n_steps < MAX_ROWS:
         raise InputError(f"--n_steps {config.n_steps}", f"at least {MAX_ROWS} steps", "leave it out for the default")
-    began = time.monotonic()
-    settings = settings_for(config)
-    _say(
-        "Training a small diffusion transformer on embedded street scenes. This is the command:\n\n"
-        + command(settings)
-        + "\n"
-    )
-    train.run(settings)
-    path = draw_progress(
-        Run(config.output_dir), f"{config.n_steps} steps on {settings.nproc or launch.num_gpus()} ranks"
-    )
-    page = write_page(config.output_dir)
-    _say(
-        f"\nprogress    {path.resolve()}\n            rows are steps, columns are prompts; done in {time.monotonic() - began:.0f} s"
-        f"\npage        {page.resolve()}\n            samples, curves and settings in one file: open it in a browser"
-        f"\nlive        {program()} gallery {shlex.quote(str(config.output_dir))}"
-        "\n            the same while a run goes on" + ("" if has_web() else ", after pip install 'halation[web]'")
-    )
+    runs.make_folder(config.output_dir)
+    demo = Demo(config=config, places=Places(folder=config.output_dir))
+    with StopSignals(ends_at_once=False) as demo.signals:
+        for number, (title, step) in enumerate(STEPS, start=1):
+            demo.take(f"{number}/{len(STEPS)} {title}", step)
+        _say(demo.summary())
     return 0
 
 
-def settings_for(config: DemoConfig) -> TrainConfig:
-    """A training that shows something within minutes on two cores."""
-    return TrainConfig(
-        output_dir=config.output_dir,
-        data="streets",
-        model="tiny",
-        image_size=(32, 32),
-        patch_size=4,
-        num_register_tokens=2,
-        n_steps=config.n_steps,
-        batch_size=8,
-        lr=2e-3,
-        betas=(0.9, 0.95),
-        warmup_steps=40,
-        decay_steps=max(1, config.n_steps - 40),
-        ema_decay=0.98,
-        ckpt_every=-(-config.n_steps // 6),
-        keep_last=2,
-        heldout_pictures=16,
-        sample_steps=20,
-        guidance_scale=2.0,
-        nproc=config.nproc or (0 if launch.num_gpus() else 2),
-        progress=config.progress,
+@dataclass(kw_only=True)
+class Demo:
+    """One demo under way: what it was asked for, and what there is to say at its end."""
+
+    config: DemoConfig
+    places: Places
+    signals: StopSignals = field(default_factory=StopSignals)
+    times: list[tuple[str, float]] = field(default_factory=list)
+    equal: str = ""
+
+    def take(self, title: str, step: Callable[[Demo], None]) -> None:
+        _say(f"{'' if not self.times else chr(10)}{title}\n{'=' * len(title)}")
+        began = time.monotonic()
+        step(self)
+        heed(self.signals)
+        self.times.append((title, time.monotonic() - began))
+
+    def command(self, words: Sequence[str], kill_when: Callable[[], bool] = lambda: False) -> bool:
+        """Print a command, then run just that; whether it was killed, as it was wanted to be."""
+        _say(f"\n{written(words)}\n")
+        code, killed = run_command(words, self.signals, kill_when)
+        if code and not killed:
+            failure = HalationError(f"`halation {words[0]}` {ending(code)}; what it said stands above")
+            failure.exit_code = max(code, 1)
+            raise failure
+        return killed
+
+    def summary(self) -> str:
+        config, places = self.config, self.places
+        rows = [
+            ("training", places.training, "the run: checkpoints, samples of every rank, losses"),
+            ("progress", places.progress, "its samples step by step: rows are steps, columns are prompts"),
+            ("pictures", places.pictures, f"drawn by {MODEL} through a kill; {self.equal}"),
+            ("scores", places.scores, "the numbers, with all that they were computed from"),
+            ("page", places.page, "both runs and the scores in one file: open it in a browser"),
+        ]
+        lines = [f"{name:<10}{path.resolve()}\n{'':10}{words}" for name, path, words in rows]
+        spent = ", ".join(f"{title.split()[1].lower()} {seconds:.0f} s" for title, seconds in self.times)
+        total = sum(seconds for _title, seconds in self.times)
+        lines += [
+            f"{'live':<10}{written(commands.live_words(config))}\n{'':10}the same page while runs go on"
+            + ("" if has_web() else ", after pip install 'halation[web]'"),
+            f"{'time':<10}{spent}; together {total:.0f} s",
+            f"{'again':<10}the same command does only what is missing; without {config.output_dir} it begins anew",
+        ]
+        return "\nDone\n====\n\n" + "\n".join(lines)
+
+
+# -- the steps
+
+
+def train(demo: Demo) -> None:
+    config = demo.config
+    ranks = commands.num_ranks(config) or launch.num_gpus()
+    _say(
+        f"A small diffusion transformer learns the embedded street scenes on {_counted(ranks, 'rank')}. At each checkpoint "
+        "every rank draws\na share of the samples."
+    )
+    demo.command(commands.train_words(config))
+    draw_progress(Run(demo.places.training), demo.places.progress, f"{config.n_steps} steps on {ranks} ranks")
+    _say(f"\nIts progress in one picture: {demo.places.progress}")
+
+
+def generate(demo: Demo) -> None:
+    config, places = demo.config, demo.places
+    if not places.prompts.exists():
+        commands.write_prompts(places.prompts)
+    workers = commands.num_workers()
+    words = commands.generate_words(config, places.pictures, workers)
+    num_before = num_drawn(places.pictures)
+    if num_before == 0:
+        _say(
+            f"{MODEL}, a model that comes with Halation, draws the {NUM_PICTURES} captions of {places.prompts} on "
+            f"{_counted(workers, 'worker')}.\nThis command is killed in the middle, on purpose (SIGKILL, and its workers with it)."
+        )
+        killed = demo.command(words, lambda: num_drawn(places.pictures) >= KILLED_AFTER)
+        num_before = num_drawn(places.pictures)
+        what = "Killed" if killed else "It was faster than the kill:"
+        _say(f"\n{what} after {num_before} of {NUM_PICTURES} pictures. The same command goes on:")
+    else:
+        _say(f"{num_before} of {NUM_PICTURES} pictures are there from an earlier call. The same command goes on:")
+    demo.command(words)
+    _say(
+        f"\n{num_before} pictures were kept, {NUM_PICTURES - num_before} drawn after that. For comparison, the same without a kill, "
+        "and by one worker:"
+    )
+    demo.command(commands.generate_words(config, places.uninterrupted, 1))
+    num_equal, different = compare(places.pictures, places.uninterrupted)
+    if different:
+        raise HalationError(f"{places.pictures} and {places.uninterrupted} differ in {', '.join(different)}")
+    demo.equal = f"{num_equal} of {NUM_PICTURES} equal those drawn without one, byte by byte"
+    _say(
+        f"\nCompared byte by byte: {num_equal} of {NUM_PICTURES} pictures are equal, and so is {METADATA_FILE} (prompts, seeds, settings, "
+        "hashes)."
     )
 
 
-def command(settings: TrainConfig) -> str:
-    """What a person would type for these settings."""
-    words = ["halation train"]
-    defaults = as_json(TrainConfig())
-    for field in dataclasses.fields(settings):
-        value = as_json(settings)[field.name]
-        if value != defaults[field.name]:
-            values = value if isinstance(value, list) else [value]
-            words.append(f"--{field.name} {' '.join(shlex.quote(str(v)) for v in values)}")
-    lines, line = [], ""
-    for word in words:
-        if len(line) + len(word) > 100:
-            lines.append(line)
-            line = "    "
-        line += ("" if not line.strip() else " ") + word
-    return " \\\n".join([*lines, line])
+def evaluate(demo: Demo) -> None:
+    _say(
+        f"FD-streets, KID-streets and prompt agreement of these pictures, against {NUM_REFERENCE} scenes that no model was trained on."
+    )
+    demo.command(commands.evaluate_words(demo.config))
+    _say(
+        f"\n{NUM_PICTURES} pictures are far too few for FD and KID: these two show how it is done, not how good the model is. Prompt\n"
+        f"agreement, the part of what a caption says that its picture shows, bears it better. The card of {MODEL} (README.md in\n"
+        "its folder) has all three of 5,000 pictures."
+    )
 
 
-def draw_progress(run: Run, title: str) -> Path:
-    """progress.png: rows are steps, columns are prompts, the loss below."""
+def page(demo: Demo) -> None:
+    _say("The training, the pictures and the scores in one file, which opens from the disk without a server.")
+    demo.command(commands.page_words(demo.config))
+
+
+STEPS: tuple[tuple[str, Callable[[Demo], None]], ...] = (
+    ("Train a small model, with samples from every rank", train),
+    ("Generate through a kill", generate),
+    ("Evaluate the pictures", evaluate),
+    ("Look at all of it", page),
+)
+
+
+# -- what they show
+
+
+def compare(one: Path, other: Path) -> tuple[int, list[str]]:
+    """How many pictures of two generations are the same bytes, and which files are not, or are in one of them alone."""
+    names = sorted({path.name for folder in (one, other) for path in folder.glob("*.png")})
+    different = [name for name in (*names, METADATA_FILE) if _bytes(one / name) != _bytes(other / name)]
+    num_equal = len(names) - sum(name != METADATA_FILE for name in different)
+    if num_equal != NUM_PICTURES and not different:
+        different = [f"their number ({num_equal} pictures, {NUM_PICTURES} were asked for)"]
+    return num_equal, different
+
+
+def draw_progress(run: Run, path: Path, title: str) -> None:
+    """Rows are steps, columns are prompts, the loss below."""
     folders = sorted(run.samples.glob("step_*"))
-    chosen = (
-        [folders[round(i * (len(folders) - 1) / (MAX_ROWS - 1))] for i in range(MAX_ROWS)]
-        if len(folders) > MAX_ROWS
-        else folders
-    )
-    rows = []
-    for folder in chosen:
-        pictures = [_picture(folder / f"sample_{index:02d}.png") for index in range(len(DRIVING_PROMPTS))]
-        rows.append((int(folder.name.removeprefix("step_")), pictures))
+    if len(folders) > MAX_ROWS:
+        folders = [folders[round(i * (len(folders) - 1) / (MAX_ROWS - 1))] for i in range(MAX_ROWS)]
+    rows = [(int(folder.name.removeprefix("step_")), list(_pictures(folder))) for folder in folders]
     loss = [(row["step"], row["loss"]) for row in Metrics(run.metrics).lines() if "loss" in row]
-    path = run.folder / "progress.png"
     publish(path, encode_png(progress_figure(rows, list(DRIVING_PROMPTS), loss, title), {}))
-    return path
-
-
-def write_page(folder: Path) -> Path:
-    """gallery.html: the run as one page."""
-    catalog = catalog_of([folder])
-    scores = Scores(catalog)
-    catalog.refresh()
-    scores.refresh()
-    entry = catalog.get(id_of(folder))
-    assert entry is not None, f"{folder} holds no run"
-    return export(entry, catalog, scores, folder / "gallery.html", GalleryConfig().export_pictures).path
-
-
-def program() -> str:
-    """How to call this program again: by its name only where a shell would find it."""
-    beside = Path(sys.executable).with_name("halation")
-    if shutil.which("halation") or not beside.exists():
-        return "halation"
-    return shlex.quote(os.path.relpath(beside) if beside.is_relative_to(Path.cwd()) else str(beside))
 
 
 def has_web() -> bool:
     return all(importlib.util.find_spec(name) for name in ("starlette", "uvicorn"))
 
 
-def _picture(path: Path) -> NDArray[np.uint8] | None:
-    return read_png(path)[0] if path.exists() else None
+def _pictures(folder: Path) -> Iterator[NDArray[np.uint8] | None]:
+    for index in range(len(DRIVING_PROMPTS)):
+        path = folder / f"sample_{index:02d}.png"
+        yield read_png(path)[0] if path.exists() else None
+
+
+def _bytes(path: Path) -> bytes | None:
+    return path.read_bytes() if path.exists() else None
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
+    print(text, flush=True)

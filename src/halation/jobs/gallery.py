@@ -1,4 +1,4 @@
-"""`halation gallery`: the page of runs, served to whoever has its link, or one run written as a page of its own."""
+"""`halation gallery`: the page of runs, served to whoever has its link, or some runs written as a page of their own."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _export(config: GalleryConfig, file: Path) -> int:
     scores = Scores(catalog)
     catalog.refresh()
     scores.refresh()
-    made = export.export(export.only_run(catalog), catalog, scores, file, config.export_pictures)
+    made = export.export(export.chosen_runs(catalog), catalog, scores, file, config.export_pictures)
     counted = f"{made.num_pictures} picture" + ("" if made.num_pictures == 1 else "s")
     print(f"halation gallery: {made.path} ({counted}, {made.num_bytes / 1e6:.1f} MB)")
     for sentence in made.left_out:
