@@ -140,7 +140,7 @@ def flag(name: str, hint: Any, marks: typing.Sequence[Any]) -> str:
     """How the setting is written on the command line, with a word for its value."""
     described = next((mark for mark in marks if hasattr(mark, "aliases")), None)
     if tyro.conf.Positional in marks:
-        return f"`{(described and described.metavar) or name.upper()}`"
+        return in_cell(f"`{(described and described.metavar) or name.upper()}`")
     names = [f"--{name}", *((described and described.aliases) or ())]
     place = value(hint)
     return ", ".join(f"`{one} {place}`" if place else f"`{one}`" for one in names)
@@ -158,11 +158,12 @@ def value(hint: Any) -> str:
     return PLACES.get(hint, "")
 
 
-def choices(hint: Any) -> str:
+def choices(hint: Any, word: str = "One") -> str:
     """The values that may be chosen from, where there is a list of them."""
     if typing.get_origin(hint) is Literal:
-        return " One of " + ", ".join(f"`{one}`" for one in typing.get_args(hint) if one != "") + "."
-    return next((said for part in typing.get_args(hint) if (said := choices(part))), "")
+        return f" {word} of " + ", ".join(f"`{one}`" for one in typing.get_args(hint) if one != "") + "."
+    word = "Any" if typing.get_origin(hint) is tuple else word
+    return next((said for part in typing.get_args(hint) if (said := choices(part, word))), "")
 
 
 def shown(default: Any) -> str:

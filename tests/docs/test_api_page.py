@@ -88,6 +88,13 @@ def test_every_public_name_is_on_the_page() -> None:
     assert headings >= set(halation.__all__) - {"__version__"}
 
 
+def test_every_row_of_a_table_has_the_cells_of_its_head() -> None:
+    tables = re.findall(r"(?:^\|.*\|\n)+", (DOCS / "api.md").read_text(), re.MULTILINE)
+    cells = [{len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()} for table in tables]
+    assert len(cells) > 20
+    assert all(len(found) == 1 for found in cells)
+
+
 def offered(command: str, capsys: pytest.CaptureFixture[str]) -> set[str]:
     """The flags that --help lists, without the second name of a switch."""
     with pytest.raises(SystemExit):
