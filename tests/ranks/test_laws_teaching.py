@@ -70,5 +70,10 @@ def test_what_a_teacher_is_asked_is_told_before_and_few_lessons_for_many_steps_t
 
 def test_a_teacher_on_the_cpu_beside_a_student_on_a_gpu_is_asked_one_item_at_a_time() -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
-    assert items_at_once(cpu, gpu) == 1
-    assert items_at_once(cpu, cpu) == items_at_once(gpu, gpu) == ENCODE_SIZE > 1
+    assert items_at_once(cpu, gpu, 512) == 1
+    assert items_at_once(cpu, cpu, 512) == items_at_once(gpu, gpu, 2) == ENCODE_SIZE > 1
+
+
+def test_a_teacher_on_a_gpu_takes_a_batch_of_the_students_at_once() -> None:
+    gpu = torch.device("cuda", 0)
+    assert items_at_once(gpu, gpu, 512) == 512

@@ -71,7 +71,7 @@ class DistillConfig(TrainConfig):
     teacher_on_cpu: bool = free(False)
     """The same as --teacher_placement cpu."""
     teacher_batch_size: int = free(0)
-    """Rows of one forward of the teacher; 0 takes the student's batch at once."""
+    """Rows of one forward of the teacher; 0 takes the student's batch at once, and of what it is asked once on a CPU 8."""
     teacher_samples: bool = free(True)
     """Draw the teacher's picture for each prompt once, to stand beside the student's."""
 

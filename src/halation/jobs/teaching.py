@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ENCODE_SIZE = 8
-"""Items that the teacher takes at once where no batch size was asked for."""
+"""Items that the teacher takes at once on a CPU, and at least on a GPU, where no batch size was asked for."""
 SEEN_OFTEN = 50
 """Times a lesson is learned from, above which more of them would be better than more steps."""
 
@@ -195,7 +195,7 @@ def write_lessons(
             fingerprint=fingerprint,
             device=world.device,
             part=(world.rank, world.size),
-            encode_size=config.teacher_batch_size or items_at_once(teacher.device, world.device),
+            encode_size=config.teacher_batch_size or items_at_once(teacher.device, world.device, config.batch_size),
             agree=agree if sharded else None,
             on_progress=tell,
             stop=lambda: signals.number > 0,
@@ -211,9 +211,12 @@ def write_lessons(
         raise Interrupted(message, exit_code(stop))
 
 
-def items_at_once(teacher: torch.device, student: torch.device) -> int:
-    """How many items the teacher takes where no batch size was asked for: of one that is on a CPU for want of room an answer takes minutes."""
-    return 1 if teacher.type == "cpu" and student.type != "cpu" else ENCODE_SIZE
+def items_at_once(teacher: torch.device, student: torch.device, batch_size: int) -> int:
+    """How many items the teacher takes where nobody said: on a GPU a batch, which is what keeps it busy; of a teacher that is on a CPU
+    for want of room an answer takes minutes."""
+    if teacher.type != "cpu":
+        return max(ENCODE_SIZE, batch_size)
+    return 1 if student.type != "cpu" else ENCODE_SIZE
 
 
 @contextlib.contextmanager

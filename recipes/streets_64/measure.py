@@ -1,0 +1,114 @@
+"""The figures of a model card: FD-streets, KID-streets and prompt agreement, with real and with blurred scenes beside the model's.
+
+Every side has the captions of the same held-out scenes, and is compared with other held-out scenes: the first ones, which
+`--reference streets` stands for. What was drawn or scored already is not drawn or scored again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, ImageFilter
+
+import halation
+from halation.data.streets import caption, draw, scene
+
+NUM_REFERENCE = 5000
+BLUR = 2.0
+"""Radius of the Gaussian blur that a good model is far better than."""
+METRICS = ("fd", "kid", "agreement")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model_path", default="streets-64")
+    parser.add_argument("--num_pictures", type=int, default=NUM_REFERENCE)
+    parser.add_argument("--num_inference_steps", type=int, default=None, help="by default what the model is drawn with")
+    parser.add_argument("--dtype", default="fp32")
+    parser.add_argument("--nproc", type=int, default=0)
+    parser.add_argument("--size", type=int, default=64)
+    parser.add_argument("--output_dir", type=Path, default=Path("outputs/streets_64"))
+    asked = parser.parse_args()
+    folder: Path = asked.output_dir
+    prompts = write_prompts(folder / "prompts.csv", asked.num_pictures)
+    name = Path(asked.model_path).name
+    drawn = folder / (name if asked.num_inference_steps is None else f"{name}_{asked.num_inference_steps}_steps")
+    halation.generate(
+        prompts_csv=prompts,
+        model_path=asked.model_path,
+        output_dir=drawn,
+        num_inference_steps=asked.num_inference_steps,
+        dtype=asked.dtype,
+        batch_size=16,
+        nproc=asked.nproc,
+    )
+    sides = {
+        name: drawn,
+        "real scenes": write_scenes(folder / "real", asked.num_pictures, asked.size, 0.0),
+        f"real scenes, blurred (radius {BLUR:g})": write_scenes(folder / "blurred", asked.num_pictures, asked.size, BLUR),
+    }
+    report = {side: scored(place, prompts, asked.nproc) for side, place in sides.items()}
+    (folder / f"{drawn.name}.json").write_text(json.dumps(report, indent=1) + "\n")
+    sys.stdout.write(table(report))
+
+
+def image_id(index: int) -> str:
+    return f"heldout_{index:06d}"
+
+
+def held_out(num: int) -> range:
+    """The scenes that are drawn: those behind the reference's own."""
+    return range(NUM_REFERENCE, NUM_REFERENCE + num)
+
+
+def write_prompts(path: Path, num: int) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(("image_id", "caption"))
+        rows.writerows((image_id(index), caption(scene("heldout", index))) for index in held_out(num))
+    return path
+
+
+def write_scenes(folder: Path, num: int, size: int, radius: float) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for index in held_out(num):
+        path = folder / f"{image_id(index)}.png"
+        if not path.exists():
+            picture = Image.fromarray(draw(scene("heldout", index), size))
+            picture = picture.filter(ImageFilter.GaussianBlur(radius)) if radius else picture
+            picture.save(path.with_suffix(".tmp"), format="png")
+            path.with_suffix(".tmp").rename(path)
+    return folder
+
+
+def scored(generated: Path, prompts: Path, nproc: int) -> dict[str, Any]:
+    """The report's numbers, with how far they may be off where that is known."""
+    report = halation.evaluate(
+        generated=str(generated),
+        prompts=str(prompts),
+        reference="streets",
+        num_reference=NUM_REFERENCE,
+        metrics=METRICS,
+        allow_few=True,
+        nproc=nproc,
+        progress="none",
+    )
+    return {name: report["metrics"][name] for name in METRICS}
+
+
+def table(report: dict[str, dict[str, Any]]) -> str:
+    lines = ["| pictures | FD-streets | KID-streets | prompt agreement |", "|---|---|---|---|"]
+    for side, metrics in report.items():
+        fd, kid, agreement = (metrics[name]["value"] for name in METRICS)
+        lines.append(f"| {side} | {fd:.3g} | {kid:.3g} | {agreement:.3f} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
