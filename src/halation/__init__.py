@@ -9,16 +9,33 @@ What the command line does, from Python:
     halation.generate(prompts_csv="prompts.csv", model_path="models/pixart", output_dir="outputs/many")
     halation.evaluate(generated="outputs/many", reference="data/val2017", metrics=("fid", "kid"))["metrics"]["fid"]["value"]
 
+and, inside a training loop of your own, on every rank:
+
+    sampler = halation.RankSampler(draw, ["a red car", "a blue car"], "runs/mine", seed=0, model=model, every=100)
+    sampler(step)  # draw(prompt, generator) returns a picture; docs/own_trainer.md has an example for each trainer
+
 Settings are the flags (`halation train --help`). `evaluate` returns its report; the others return the exit code, 0, or 1 where some
 pictures could not be drawn. All raise `halation.errors.HalationError` where they cannot do what is asked.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from halation.rank_sampler import RankSampler, Sample
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "distill", "evaluate", "generate", "sample", "train", "watch"]
+__all__ = ["RankSampler", "Sample", "__version__", "distill", "evaluate", "generate", "sample", "train", "watch"]
+
+
+def __getattr__(name: str) -> Any:
+    """What needs torch is imported when it is asked for: `import halation` takes no time."""
+    if name in ("RankSampler", "Sample"):
+        from halation import rank_sampler
+
+        return getattr(rank_sampler, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def train(**settings: Any) -> int:

@@ -41,15 +41,8 @@ def held(folder: Path, what: str) -> Iterator[None]:
             "wait for it, stop it, or choose another --output_dir",
         ) from None
     try:
-        owner = {
-            "pid": os.getpid(),
-            "start": start_of(os.getpid()),
-            "host": socket.gethostname(),
-            "command": what,
-            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-        }
         before = _end_before(folder)
-        publish_json(owner_path, owner)
+        publish_json(owner_path, _card(what))
         with contextlib.suppress(FileNotFoundError):
             (folder / ENDED_FILE).unlink()
         with _telling_the_end(folder, what, before):
@@ -59,6 +52,26 @@ def held(folder: Path, what: str) -> Iterator[None]:
             with contextlib.suppress(OSError):
                 leftover.unlink()
         lock.release()
+
+
+def announce(folder: Path, what: str) -> None:
+    """Tell whoever looks that this process works here, without a hold on the folder: running while it lives, then stopped.
+
+    The end is told beforehand, because nobody will be asked when it comes; it counts only once the process is gone.
+    """
+    stopped = {**_end(what, None), "state": "stopped"}
+    publish_json(folder / ENDED_FILE, stopped)
+    publish_json(folder / OWNER_FILE, _card(what))
+
+
+def _card(what: str) -> dict[str, Any]:
+    return {
+        "pid": os.getpid(),
+        "start": start_of(os.getpid()),
+        "host": socket.gethostname(),
+        "command": what,
+        "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+    }
 
 
 @contextlib.contextmanager

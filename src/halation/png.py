@@ -207,11 +207,11 @@ def picture_text(spec_json: Mapping[str, Any], model: str = "", sampler: str = "
     """The texts every PNG carries: the spec as JSON, and the `parameters` text that other programs read."""
     sampler = sampler or str(spec_json.get("sampler", ""))
     settings = {
-        "Steps": spec_json["steps"],
+        "Steps": spec_json.get("steps", ""),
         "Sampler": sampler,
-        "CFG scale": spec_json["guidance_scale"],
+        "CFG scale": spec_json.get("guidance_scale", ""),
         "Seed": spec_json["seed"],
-        "Size": f"{spec_json['width']}x{spec_json['height']}",
+        "Size": f"{spec_json['width']}x{spec_json['height']}" if "width" in spec_json else "",
         "Model": model,
     }
     lines = [str(spec_json["prompt"])]

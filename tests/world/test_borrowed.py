@@ -45,10 +45,10 @@ def test_a_wrapper_is_taken_off_and_a_bare_module_stays() -> None:
     assert not is_sharded(module)
 
 
-def test_alone_there_is_a_world_of_one_for_a_while() -> None:
+def test_alone_there_is_a_world_of_one_and_no_group_is_made() -> None:
     with borrowed_world(0, 1, torch.device("cpu"), 10.0) as world:
-        assert world.exchange("word") == ["word"]
-    assert not torch.distributed.is_initialized()
+        assert world.exchange({"word": (1, 2)}) == [{"word": [1, 2]}]
+        assert not torch.distributed.is_initialized()
 
 
 def test_ranks_without_a_group_are_refused() -> None:

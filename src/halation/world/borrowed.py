@@ -6,6 +6,7 @@ import dataclasses
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -13,13 +14,12 @@ import torch.distributed as dist
 from torch import nn
 
 from halation.errors import InputError
-from halation.world import ranks
 from halation.world.ranks import World
 
 
 @contextmanager
 def borrowed_world(rank: int, size: int, device: torch.device, timeout_s: float) -> Iterator[World]:
-    """The caller's own ranks, with a group of ours for words; or a world of one that goes away again."""
+    """The caller's own ranks, with a group of ours for words while it lasts; or a world of one."""
     if not dist.is_initialized():
         if size != 1:
             raise InputError(
@@ -27,12 +27,10 @@ def borrowed_world(rank: int, size: int, device: torch.device, timeout_s: float)
                 "ranks that know each other",
                 "call torch.distributed.init_process_group first, or pass world_size=1",
             )
-        alone = dist.HashStore()
-        world = ranks.create(rank=0, size=1, local_rank=0, device=device, store=alone, timeout_s=timeout_s)
-        try:
-            yield world
-        finally:
-            world.close()
+        # No group is made, not even for a while: what the caller runs inside may ask whether there is one.
+        yield World(
+            rank=0, size=1, local_rank=0, device=device, store=dist.HashStore(), control=None, timeout_s=timeout_s
+        )
         return
     if (rank, size) != (dist.get_rank(), dist.get_world_size()):
         raise InputError(
@@ -40,7 +38,7 @@ def borrowed_world(rank: int, size: int, device: torch.device, timeout_s: float)
             f"what torch.distributed says: {dist.get_rank()} of {dist.get_world_size()}",
             "pass dist.get_rank() and dist.get_world_size()",
         )
-    control = dist.new_group(backend="gloo")
+    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     store = dist.distributed_c10d._get_default_store()
     local = device.index or 0
     world = World(

@@ -38,14 +38,17 @@ BEAT_S = 0.5
 
 @dataclass(kw_only=True)
 class World:
-    """This process among its peers. `rank` is global; collectives of tensors use the default group, words use `control`."""
+    """This process among its peers. `rank` is global; collectives of tensors use the default group, words use `control`.
+
+    Alone, where nobody has made a group, there is no `control` either.
+    """
 
     rank: int
     size: int
     local_rank: int
     device: torch.device
     store: dist.Store
-    control: dist.ProcessGroup
+    control: dist.ProcessGroup | None
     timeout_s: float
 
     @property
@@ -54,6 +57,8 @@ class World:
 
     def exchange(self, word: Any) -> list[Any]:
         """Every rank's word (plain JSON), in rank order, on every rank."""
+        if self.control is None:
+            return [json.loads(json.dumps(word))]
         data = torch.frombuffer(bytearray(json.dumps(word).encode() or b" "), dtype=torch.uint8)
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(lengths, torch.tensor([data.numel()]), group=self.control)

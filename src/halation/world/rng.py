@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,34 @@ def begin(seed: int, rank: int) -> None:
     random.seed(int(words[0]))
     np.random.seed(int(words[1]))
     torch.manual_seed(int(words[2]))
+
+
+def begin_picture(seed: int) -> None:
+    """The same beginning on every rank, for what draws a picture and asks a global state instead of the generator it was handed.
+
+    Not by torch.manual_seed, which would leave word for a GPU that nobody uses yet.
+    """
+    words = np.random.SeedSequence(seed).generate_state(3)
+    random.seed(int(words[0]))
+    np.random.seed(int(words[1]))
+    torch.default_generator.manual_seed(int(words[2]))
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(int(words[2]))
+
+
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """Whatever is drawn inside, afterwards the states of python, numpy, torch and of every GPU in use are what they were."""
+    python, arrays, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(arrays)
+        torch.set_rng_state(cpu)
+        if gpus:
+            torch.cuda.set_rng_state_all(gpus)
 
 
 def capture(device: torch.device) -> dict[str, Any]:

@@ -1,0 +1,41 @@
+"""A Lightning callback that draws samples on every rank after optimizer steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from halation.errors import InputError
+from halation.rank_sampler import RankSampler
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+except ImportError:
+    try:
+        from pytorch_lightning import Callback, LightningModule, Trainer  # type: ignore[assignment]
+    except ImportError:
+        raise InputError("lightning is not installed", "Lightning's Trainer", "pip install lightning") from None
+
+
+class SamplerCallback(Callback):
+    """`Trainer(callbacks=[SamplerCallback(sampler)])`: `sampler(trainer.global_step)` before the first and after every optimizer step.
+
+    The sampler's `every` says which of them draw. Where it names no model, the LightningModule is the one that draws.
+    """
+
+    def __init__(self, sampler: RankSampler) -> None:
+        self.sampler = sampler
+        self._last = -1
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._draw(trainer, pl_module)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._draw(trainer, pl_module)
+
+    def _draw(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.sampler.use(pl_module)
+        if trainer.global_step != self._last:  # not after a batch whose gradients only add up
+            self._last = trainer.global_step
+            self.sampler(self._last)

@@ -1,0 +1,32 @@
+"""A callback for the transformers Trainer that draws samples on every rank after optimizer steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from halation.rank_sampler import RankSampler
+
+
+class SamplerCallback(TrainerCallback):
+    """`Trainer(callbacks=[SamplerCallback(sampler)])`: `sampler(state.global_step)` before the first and after every optimizer step.
+
+    The sampler's `every` says which of them draw. Where it names no model, the Trainer's own is the one that draws.
+    """
+
+    def __init__(self, sampler: RankSampler) -> None:
+        self.sampler = sampler
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._draw(state, kwargs)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._draw(state, kwargs)
+
+    def _draw(self, state: TrainerState, told: dict[str, Any]) -> None:
+        if told.get("model") is not None:
+            self.sampler.use(told["model"])
+        self.sampler(state.global_step)

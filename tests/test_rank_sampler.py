@@ -1,0 +1,298 @@
+"""A sampler in somebody else's loop: training does not notice it, pictures do not depend on ranks, and nobody waits for a failure."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import own_trainer_jobs as jobs
+from halation import RankSampler
+from halation.errors import InputError
+from halation.gallery.catalog import Catalog
+from halation.gallery.training_runs import TrainingRun
+from halation.png import read_png
+from halation.training.own_drawing import as_pixels
+from halation.world.testing import RankPool, RanksFailed
+
+PICTURE = np.arange(12, dtype=np.uint8).reshape(2, 2, 3)
+
+
+def plain(prompt: str, generator: torch.Generator) -> np.ndarray:
+    return torch.randint(0, 256, (4, 4, 3), generator=generator, dtype=torch.uint8).numpy()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_loop_that_samples_at_every_step_is_the_loop_that_never_does(
+    ranks: RankPool, tmp_path: Path, size: int, autocast: bool
+) -> None:
+    often = ranks.run(size, jobs.losses, str(tmp_path / "often"), 1, "ddp", autocast)
+    never = ranks.run(size, jobs.losses, str(tmp_path / "never"), 0, "ddp", autocast)
+    assert often == never
+    assert len(set(often[0][0])) == 4
+    assert not (tmp_path / "never").exists()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("num", [0, 1, 5])
+@pytest.mark.parametrize("sloppy", [False, True])
+def test_each_prompt_is_drawn_once_and_its_bytes_do_not_depend_on_the_ranks(
+    ranks: RankPool, tmp_path: Path, num: int, sloppy: bool
+) -> None:
+    folders = []
+    for size in (1, 2, 3):
+        told = ranks.run(size, lambda_free_drawn, str(tmp_path / str(size)), jobs.PROMPTS[:num], sloppy)
+        assert all(mine == told[0] for mine in told)
+        assert [(row[0], row[2], row[3], row[6]) for row in told[0]] == [
+            (k, 7 + k, "done", k % size) for k in range(num)
+        ]
+        folders.append(jobs.files(tmp_path / str(size) / "samples" / "step_0000003"))
+    assert folders[0] == folders[1] == folders[2]
+    assert len(folders[0]) == (2 * num + 1 if num else 0)
+    assert len(set(folders[0].values())) == len(folders[0])
+
+
+def lambda_free_drawn(world: Any, out: str, prompts: tuple[str, ...], sloppy: bool) -> list[tuple[Any, ...]]:
+    return jobs.drawn(world, out, prompts, sloppy=sloppy)
+
+
+def drawn_spoilt(world: Any, out: str) -> list[tuple[Any, ...]]:
+    return jobs.drawn(world, out, jobs.PROMPTS, spoilt="a blue car")
+
+
+@pytest.mark.ranks
+def test_a_draw_that_raises_costs_its_picture_alone_and_every_rank_knows(ranks: RankPool, tmp_path: Path) -> None:
+    told = ranks.run(3, drawn_spoilt, str(tmp_path / "run"))
+    assert told[0] == told[1] == told[2]
+    assert [row[3] for row in told[0]] == ["done", "failed", "done", "done", "done"]
+    assert told[0][1][5] == "ValueError: no picture for a blue car"
+    folder = tmp_path / "run" / "samples" / "step_0000003"
+    said = json.loads((folder / "samples.json").read_text())
+    assert [row["state"] for row in said["samples"]] == [row[3] for row in told[0]]
+    assert not (folder / "sample_01.png").exists()
+    again = ranks.run(2, lambda_free_drawn, str(tmp_path / "run"), jobs.PROMPTS, False)  # resumed: only what is missing
+    assert [row[6] for row in again[0]] == [-1, 0, -1, -1, -1]
+    assert {row[3] for row in again[0]} == {"done"}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("size", [2, 3])
+def test_shards_are_drawn_with_by_all_ranks_equally_often(ranks: RankPool, tmp_path: Path, size: int) -> None:
+    whole = ranks.run(1, jobs.drawn_sharded, str(tmp_path / "whole"), jobs.PROMPTS)
+    told = ranks.run(size, jobs.drawn_sharded, str(tmp_path / "run"), jobs.PROMPTS)
+    assert [row[:2] for row in told[0][0]] == [(k, "done") for k in range(5)]
+    assert [row[2] for row in told[0][0]] == [k % size for k in range(5)]
+    step = Path("samples") / "step_0000001"
+    assert jobs.files(tmp_path / "run" / step) == jobs.files(tmp_path / "whole" / step)
+    assert [losses for _, losses in told] == ranks.run(size, jobs.unsampled_losses)
+    assert whole[0][1][0] != whole[0][1][1]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("spoilt", ["a red car", "night"])
+def test_a_prompt_that_fails_before_a_sharded_forward_is_survived(ranks: RankPool, tmp_path: Path, spoilt: str) -> None:
+    told = ranks.run(3, jobs.drawn_sharded, str(tmp_path / "run"), jobs.PROMPTS, spoilt)
+    states = {prompt: row[1] for prompt, row in zip(jobs.PROMPTS, told[0][0], strict=True)}
+    assert states == {prompt: "failed" if prompt == spoilt else "done" for prompt in jobs.PROMPTS}
+
+
+@pytest.mark.ranks
+def test_an_error_inside_a_sharded_forward_ends_all_ranks_and_names_the_culprit(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    with pytest.raises(RanksFailed) as caught:
+        ranks.run(2, jobs.failing_inside, str(tmp_path / "run"), timeout_s=60.0)
+    assert {trouble.kind for trouble in caught.value.troubles.values()} == {"RankFailure"}
+    assert "rank 1 failed inside a sharded forward" in caught.value.troubles[1].message
+    assert "rank 1 failed: ValueError: a layer broke" in caught.value.troubles[0].message
+
+
+@pytest.mark.ranks
+def test_a_wrapper_whose_forward_waits_for_others_is_refused_and_nobody_waits(ranks: RankPool, tmp_path: Path) -> None:
+    told = ranks.run(2, jobs.drawn_by_wrapper, str(tmp_path / "run"))
+    assert all(state == "failed" and "call model.module inside of draw" in reason for state, reason in told[0])
+    assert len(told[0]) == 5
+
+
+@pytest.mark.ranks
+def test_a_slow_draw_does_not_meet_the_patience_of_the_trainers_group(ranks: RankPool, tmp_path: Path) -> None:
+    told = ranks.run(2, jobs.drawn_slowly, str(tmp_path / "run"), world_timeout_s=1.0, timeout_s=30.0)
+    assert told == [["done", "done"]] * 2
+
+
+@pytest.mark.ranks
+def test_ranks_that_are_at_different_steps_are_told(ranks: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed, match="rank 1 samples step 1 where rank 0 samples step 0"):
+        ranks.run(2, jobs.disagreeing, str(tmp_path / "run"))
+
+
+def test_without_a_group_it_is_a_world_of_one_that_makes_none(tmp_path: Path) -> None:
+    sampler = RankSampler(plain, ["one", "two"], tmp_path / "run", 5, every=10, settings={"steps": (1, 2)})
+    assert sampler(5) == ()
+    assert not (tmp_path / "run").exists()
+    samples = sampler(20, loss=0.5)
+    assert not torch.distributed.is_initialized()
+    assert [(s.prompt, s.seed, s.state, s.rank) for s in samples] == [("one", 5, "done", 0), ("two", 6, "done", 0)]
+    pixels, text = read_png(samples[1].file)
+    assert (pixels == plain("two", torch.Generator().manual_seed(6))).all()
+    said = json.loads(text["halation"])
+    assert said == {"index": 1, "id": "sample_01", "prompt": "two", "seed": 6, "settings": {"steps": [1, 2]}}
+    folder = tmp_path / "run" / "samples" / "step_0000020"
+    assert {path.name for path in folder.iterdir()} == {
+        "sample_00.png", "sample_00.txt", "sample_01.png", "sample_01.txt", "grid.png", "samples.json",
+    }  # fmt: skip
+
+
+def test_a_step_that_is_complete_is_drawn_again_only_when_asked_or_changed(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def draw(prompt: str, generator: torch.Generator) -> np.ndarray:
+        asked.append(prompt)
+        return PICTURE
+
+    first = RankSampler(draw, ["one", "two"], tmp_path / "run")(1)
+    assert RankSampler(draw, ["one", "two"], tmp_path / "run")(1) == first
+    assert asked == ["one", "two"]
+    first[0].file.write_bytes(first[0].file.read_bytes()[:-4])
+    RankSampler(draw, ["one", "two"], tmp_path / "run")(1)
+    assert asked == ["one", "two", "one"]
+    RankSampler(draw, ["one", "three"], tmp_path / "run")(1)
+    assert asked[3:] == ["three"]
+    RankSampler(draw, ["one", "three"], tmp_path / "run", again=True)(1)
+    assert asked[4:] == ["one", "three"]
+
+
+def test_other_weights_are_in_place_while_it_draws_and_only_then(tmp_path: Path) -> None:
+    model = torch.nn.Linear(1, 1)
+    seen: list[float] = []
+
+    @contextlib.contextmanager
+    def averaged() -> Iterator[None]:
+        before = model.bias.detach().clone()
+        model.bias.data.fill_(9.0)
+        yield
+        model.bias.data.copy_(before)
+
+    def draw(prompt: str, generator: torch.Generator) -> np.ndarray:
+        seen.append(model.bias.item())
+        raise OSError("no disk")
+
+    before = model.bias.item()
+    samples = RankSampler(draw, "one", tmp_path / "run", model=model, weights=averaged)(0)
+    assert seen == [9.0]
+    assert model.bias.item() == before
+    assert [(sample.state, sample.reason) for sample in samples] == [("failed", "OSError: no disk")]
+
+
+def test_the_gallery_shows_it_as_a_run(tmp_path: Path) -> None:
+    settings = {"model_path": "my-unet", "image_size": [4, 4]}
+    sampler = RankSampler(plain, ["one", "two"], tmp_path / "runs" / "mine", settings=settings)
+    sampler(10, loss=0.25), sampler(20, loss=0.125)
+    catalog = Catalog([tmp_path / "runs"], {"train": TrainingRun})
+    catalog.refresh()
+    (entry,) = catalog.entries()
+    summary, detail = entry.summary(), entry.detail()
+    assert (summary["name"], summary["state"], summary["title"]) == ("mine", "running", "my-unet, 4x4")
+    assert [(step["step"], step["loss"]) for step in detail["steps"]] == [(10, 0.25), (20, 0.125)]
+    assert [prompt["prompt"] for prompt in detail["prompts"]] == ["one", "two"]
+    assert entry.picture(detail["steps"][1]["cells"]["ema"][1]["key"]) is not None
+
+
+@pytest.mark.parametrize(
+    "picture",
+    [
+        Image.fromarray(PICTURE),
+        PICTURE,
+        PICTURE / 255.0,
+        torch.from_numpy(PICTURE).permute(2, 0, 1),
+        (torch.from_numpy(PICTURE).permute(2, 0, 1) / 255).to(torch.float64),
+        (torch.from_numpy(PICTURE).permute(2, 0, 1)[None] / 255).requires_grad_(),
+    ],
+    ids=["pil", "bytes", "floats", "tensor of bytes", "tensor of floats", "batch of one"],
+)
+def test_a_picture_may_come_in_many_forms(picture: Any) -> None:
+    pixels = as_pixels(picture)
+    assert pixels.dtype == np.uint8
+    assert (pixels == PICTURE).all()
+
+
+def test_grey_pictures_become_rgb_and_floats_are_clamped() -> None:
+    grey = as_pixels(torch.tensor([[[-0.5, 0.5], [1.0, 2.0]]]))
+    assert grey.tolist() == [[[0] * 3, [128] * 3], [[255] * 3, [255] * 3]]
+
+
+@pytest.mark.parametrize(
+    "picture", [None, "file.png", np.zeros((2, 2, 4), np.uint8), torch.zeros(2, 3, 8, 8), np.zeros((2, 2, 3), np.int64)]
+)
+def test_what_is_no_picture_is_said_so(picture: Any) -> None:
+    with pytest.raises(InputError, match=r"draw returned .*\n  expected: one picture"):
+        as_pixels(picture)
+
+
+def test_a_picture_that_is_not_finite_is_said_so() -> None:
+    with pytest.raises(InputError, match="not finite"):
+        as_pixels(torch.full((3, 2, 2), torch.nan))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"every": 0}, "every=0"),
+        ({"seed": -1}, "seed=-1"),
+        ({"prompts": [1]}, "a prompt of the type int"),
+        ({"settings": {"model": object}}, "settings that are not JSON"),
+    ],
+)
+def test_arguments_that_mean_nothing_are_input_errors(tmp_path: Path, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        RankSampler(**{"draw": plain, "prompts": ["one"], "out": tmp_path / "run"} | options)
+
+
+@pytest.mark.parametrize("content", ["{}", '{"job": "train", "settings": {}, "fixed": {}, "changes": []}', "no json"])
+def test_a_folder_of_somebody_elses_is_refused_before_training(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(InputError, match="belongs to something else"):
+        RankSampler(plain, ["one"], tmp_path)
+    assert (tmp_path / "config.json").read_text() == content
+
+
+def test_ranks_without_a_group_are_told_to_make_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InputError, match="init_process_group before the first"):
+        RankSampler(plain, ["one"], tmp_path / "run")(0)
+
+
+def test_shards_without_a_model_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="sharded=True without a model"):
+        RankSampler(plain, ["one"], tmp_path / "run", sharded=True)(0)
+
+
+def test_a_disk_that_cannot_be_written_costs_the_samples_and_not_the_training(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    samples = RankSampler(plain, ["one"], tmp_path / "file" / "run")(0)
+    assert [sample.state for sample in samples] == ["failed"]
+    assert "cannot write to directory" in samples[0].reason
+
+
+def test_importing_halation_does_not_import_torch() -> None:
+    code = "import sys, halation; assert 'RankSampler' in halation.__all__; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_package_has_the_sampler_and_no_other_name() -> None:
+    import halation
+
+    assert halation.RankSampler is RankSampler
+    with pytest.raises(AttributeError, match="no attribute 'Sampler'"):
+        _ = halation.Sampler
