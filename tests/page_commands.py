@@ -63,6 +63,11 @@ def pages() -> list[Path]:
     return sorted([*ROOT.glob("*.md"), *(page for folder in folders for page in folder.rglob("*.md"))])
 
 
+def scripts() -> list[Path]:
+    """Shell scripts of the recipes: pages of another kind."""
+    return sorted((ROOT / "recipes").rglob("*.sh"))
+
+
 def blocks(page: Path, text: str | None = None) -> Iterator[Block]:
     """The fenced blocks of a page."""
     lines = (page.read_text(encoding="utf-8") if text is None else text).splitlines()
@@ -83,7 +88,11 @@ def blocks(page: Path, text: str | None = None) -> Iterator[Block]:
 
 
 def commands(page: Path, text: str | None = None) -> Iterator[Command]:
-    """The commands in all blocks of a page, those inside manifests (YAML) too."""
+    """The commands in all blocks of a page, those inside manifests (YAML) too; or those of a script, which is one block."""
+    if page.suffix == ".sh":
+        lines = tuple(page.read_text(encoding="utf-8").splitlines())
+        yield from shell_commands(Block(page=page, line=1, language="bash", lines=lines, code=None))
+        return
     for block in blocks(page, text):
         if block.language in SHELL:
             yield from shell_commands(block)
@@ -150,7 +159,10 @@ def simple_commands(line: str) -> Iterator[list[str]]:
     lexer.whitespace_split = True
     words: list[str] = []
     skip = False
-    for token in [*lexer, ";"]:
+    for token in [
+        *(re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", token) for token in lexer),
+        ";",
+    ]:  # what holds where nobody says else
         if token and set(token) <= OPERATORS:
             skip = token[0] in "<>"
             if skip and words and words[-1].isdigit():

@@ -17,10 +17,10 @@ import halation
 from halation import cli
 from halation.config.fields import checked
 from halation.errors import InputError
-from page_commands import ROOT, Command, blocks, commands, pages
+from page_commands import ROOT, Command, blocks, commands, pages, scripts
 
 PAGES = pages()
-LEFT_OUT = {"...": "further flags", "[--flags]": "further flags"}
+LEFT_OUT = {"...": "further flags", "[--flags]": "further flags", "$@": "what a script was told"}
 """Words of a page that stand for none."""
 STAND_FOR = {"PORT": "8642", "N": "2", "STEP": "1000", "STEPS": "1000"}
 """Words of a page that stand for a number. Those that stand for a name or a path (RUN, DIR, FOLDER) may be any word and need no entry."""
@@ -82,7 +82,7 @@ def wrong(found: Iterator[Command]) -> list[str]:
     return result
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+@pytest.mark.parametrize("page", [pytest.param(page, id=str(page.relative_to(ROOT))) for page in PAGES + scripts()])
 def test_every_command_of_a_page_is_understood(page: Path) -> None:
     assert not wrong(commands(page)), "\n".join(wrong(commands(page)))
 
