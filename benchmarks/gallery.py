@@ -107,7 +107,8 @@ def seen(run: Path, cache: Path) -> float | None:
         return None
     there = "() => [...document.querySelectorAll('main img')].some((image) => image.complete && image.naturalWidth > 0)"
     with serving(run.parent, cache) as visitor, sync_playwright() as playwright:
-        short = os.environ | {"TMPDIR": "/tmp"}  # Chromium's socket stands there, and a socket's path has 107 bytes
+        # Chromium's socket stands there, and a socket's path has 107 bytes.
+        short: dict[str, str | float | bool] = {**os.environ, "TMPDIR": "/tmp"}
         browser = playwright.chromium.launch(executable_path=executable, args=ARGUMENTS, env=short)
         page = browser.new_page()
         page.goto(visitor.link)
