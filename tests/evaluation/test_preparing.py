@@ -185,7 +185,7 @@ def decoders(command: Started) -> list[int]:
     return [pid for pid, words in command.alive().items() if "spawn_main" in words]
 
 
-@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("ending", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_the_command_ends_in_seconds_when_a_decode_process_does_or_when_it_is_told_to(
     tmp_path: Path, ending: signal.Signals
 ) -> None:

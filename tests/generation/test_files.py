@@ -232,8 +232,9 @@ def test_a_kill_at_any_step_costs_the_others_a_lease_and_nothing_more(
     assert leases(folder) == []
 
 
+@pytest.mark.slow
 @pytest.mark.faults
-@pytest.mark.parametrize("point", [pytest.param("lease.rename", marks=pytest.mark.slow), "lease.renamed"])
+@pytest.mark.parametrize("point", ["lease.rename", "lease.renamed"])
 def test_a_kill_in_the_middle_of_taking_over_is_taken_over_too(
     tmp_path: Path, alone: dict[str, bytes], point: str
 ) -> None:

@@ -94,9 +94,8 @@ def losses(folder: Path) -> list[float]:
     return [line["loss"] for line in lines if "loss" in line]
 
 
-@pytest.mark.parametrize(
-    "objective", ["trajectory", *(pytest.param(name, marks=SLOW) for name in OBJECTIVES if name != "trajectory")]
-)
+@SLOW
+@pytest.mark.parametrize("objective", OBJECTIVES)
 def test_losses_follow_each_other_whatever_the_number_of_ranks(ranks: RankPool, tmp_path: Path, objective: str) -> None:
     steps = {"n_steps": 4, "ckpt_every": 0, "sample": False}
     for size in (1, 2):

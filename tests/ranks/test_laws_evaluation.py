@@ -324,7 +324,8 @@ def train_until_stopped(world: Any, config: TrainConfig) -> tuple[int, int]:
     return session.position.step, 0
 
 
-@pytest.mark.parametrize(("engine", "ckpt_every"), [("fsdp", 1), pytest.param("auto", 0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("engine", "ckpt_every"), [("fsdp", 1), ("auto", 0)])
 def test_a_wish_to_stop_is_granted_while_evaluating_at_a_saved_step_and_else_at_the_next(
     ranks: RankPool, tmp_path: Path, trained: Callable[[str], Path], engine: str, ckpt_every: int
 ) -> None:
