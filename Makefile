@@ -9,7 +9,7 @@ RUN := $(VENV)/bin/python -m
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow browser lint format clean
+.PHONY: help demo test test-slow browser lint format docs clean
 .DELETE_ON_ERROR:
 
 # The scripts of a virtual environment hold its path: one that was moved or copied is made again.
@@ -22,6 +22,7 @@ help:
 	@echo "make browser    install Chromium for the tests of the page, or say how"
 	@echo "make lint       ruff, mypy and import-linter alone"
 	@echo "make format     put the code in order"
+	@echo "make docs       make docs/api.md anew of docstrings and settings"
 	@echo "make clean      remove caches and build folders (.venv and runs stay)"
 
 $(STAMP): pyproject.toml constraints.txt tests/oracles.txt
@@ -92,6 +93,9 @@ browser:
 format: $(STAMP)
 	$(RUN) ruff check --fix
 	$(RUN) ruff format
+
+docs: $(STAMP)
+	$(VENV)/bin/python docs/reference.py
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis src/halation.egg-info
