@@ -16,7 +16,7 @@ class DemoConfig:
 
     output_dir: Path = Path("demo_run")
     """Folder for all that is made."""
-    n_steps: int = 500
+    n_steps: int = 600
     """Training steps; more make better samples."""
     nproc: int = 0
     """Ranks to train and sample on; 0 is all GPUs, or two ranks without a GPU."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,8 +19,9 @@ from halation.errors import HalationError, InputError
 from halation.generation.crew import ending
 from halation.generation.results import METADATA_FILE
 from halation.jobs import demo_commands as commands
-from halation.jobs.demo_commands import MODEL, NUM_PICTURES, NUM_REFERENCE, Places, written
+from halation.jobs.demo_commands import LINE_LENGTH, MODEL, NUM_PICTURES, NUM_REFERENCE, Places, written
 from halation.jobs.demo_processes import heed, num_drawn, run_command
+from halation.models.embedded import meant
 from halation.pictures import progress_figure
 from halation.png import encode_png, read_png
 from halation.runs import Metrics, Run, publish
@@ -98,9 +100,9 @@ class Demo:
 def train(demo: Demo) -> None:
     config = demo.config
     ranks = commands.num_ranks(config) or launch.num_gpus()
-    _say(
-        f"A small diffusion transformer learns the embedded street scenes on {_counted(ranks, 'rank')}. At each checkpoint "
-        "every rank draws\na share of the samples."
+    _tell(
+        f"A small diffusion transformer learns the embedded street scenes on {_counted(ranks, 'rank')}. At each "
+        "checkpoint every rank draws its share of the samples."
     )
     demo.command(commands.train_words(config))
     draw_progress(Run(demo.places.training), demo.places.progress, f"{config.n_steps} steps on {ranks} ranks")
@@ -115,46 +117,51 @@ def generate(demo: Demo) -> None:
     words = commands.generate_words(config, places.pictures, workers)
     num_before = num_drawn(places.pictures)
     if num_before == 0:
-        _say(
+        _tell(
             f"{MODEL}, a model that comes with Halation, draws the {NUM_PICTURES} captions of {places.prompts} on "
-            f"{_counted(workers, 'worker')}.\nThis command is killed in the middle, on purpose (SIGKILL, and its workers with it)."
+            f"{_counted(workers, 'worker')}. This command is killed in the middle, on purpose (SIGKILL, and its workers "
+            "with it)."
         )
         killed = demo.command(words, lambda: num_drawn(places.pictures) >= KILLED_AFTER)
         num_before = num_drawn(places.pictures)
         what = "Killed" if killed else "It was faster than the kill:"
-        _say(f"\n{what} after {num_before} of {NUM_PICTURES} pictures. The same command goes on:")
+        _tell(f"{what} after {num_before} of {NUM_PICTURES} pictures. The same command goes on:", gap=True)
     else:
-        _say(f"{num_before} of {NUM_PICTURES} pictures are there from an earlier call. The same command goes on:")
+        _tell(f"{num_before} of {NUM_PICTURES} pictures are there from an earlier call. The same command goes on:")
     demo.command(words)
-    _say(
-        f"\n{num_before} pictures were kept, {NUM_PICTURES - num_before} drawn after that. For comparison, the same without a kill, "
-        "and by one worker:"
+    _tell(
+        f"{num_before} pictures were kept, {NUM_PICTURES - num_before} drawn after that. For comparison, the same without "
+        "a kill, and by one worker:",
+        gap=True,
     )
     demo.command(commands.generate_words(config, places.uninterrupted, 1))
     num_equal, different = compare(places.pictures, places.uninterrupted)
     if different:
         raise HalationError(f"{places.pictures} and {places.uninterrupted} differ in {', '.join(different)}")
     demo.equal = f"{num_equal} of {NUM_PICTURES} equal those drawn without one, byte by byte"
-    _say(
-        f"\nCompared byte by byte: {num_equal} of {NUM_PICTURES} pictures are equal, and so is {METADATA_FILE} (prompts, seeds, settings, "
-        "hashes)."
+    _tell(
+        f"Compared byte by byte: {num_equal} of {NUM_PICTURES} pictures are equal, and so is {METADATA_FILE} (prompts, "
+        "seeds, settings, hashes).",
+        gap=True,
     )
 
 
 def evaluate(demo: Demo) -> None:
-    _say(
-        f"FD-streets, KID-streets and prompt agreement of these pictures, against {NUM_REFERENCE} scenes that no model was trained on."
+    _tell(
+        f"FD-streets, KID-streets and prompt agreement of these pictures, against {NUM_REFERENCE} scenes that no model was "
+        "trained on."
     )
     demo.command(commands.evaluate_words(demo.config))
-    _say(
-        f"\n{NUM_PICTURES} pictures are far too few for FD and KID: these two show how it is done, not how good the model is. Prompt\n"
-        f"agreement, the part of what a caption says that its picture shows, bears it better. The card of {MODEL} (README.md in\n"
-        "its folder) has all three of 5,000 pictures."
+    _tell(
+        f"{NUM_PICTURES} pictures are far too few for FD and KID: these two show how it is done, not how good the model is. "
+        "Prompt agreement, the part of what a caption says that its picture shows, bears it better. All three of 5,000 "
+        f"pictures are in the model's card: {_near(meant(MODEL) / 'README.md')}",
+        gap=True,
     )
 
 
 def page(demo: Demo) -> None:
-    _say("The training, the pictures and the scores in one file, which opens from the disk without a server.")
+    _tell("The training, the pictures and the scores in one file, which opens from the disk without a server.")
     demo.command(commands.page_words(demo.config))
 
 
@@ -205,6 +212,17 @@ def _bytes(path: Path) -> bytes | None:
 
 def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def _near(path: Path) -> Path:
+    """As a person who stands here would write it."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def _tell(paragraph: str, *, gap: bool = False) -> None:
+    if gap:
+        _say("")
+    _say(textwrap.fill(paragraph, LINE_LENGTH, break_long_words=False, break_on_hyphens=False))
 
 
 def _say(text: str) -> None:
