@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import email
 import importlib.util
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -69,6 +71,59 @@ def test_the_version_is_told_at_once_and_is_the_package_s() -> None:
         assert (done.returncode, done.stdout) == (0, f"halation {halation.__version__}\n")
     words = "import sys; from halation.cli import main; main(['--version']); sys.exit('numpy' in sys.modules or 'tyro' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", words], capture_output=True, timeout=60).returncode == 0
+
+
+BARE = r"""
+import importlib, json, pkgutil, re, sys
+from importlib.machinery import PathFinder
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
+
+def needed(name, found):
+    if name not in found:
+        found.add(name)
+        try:
+            lines = requires(name) or []
+        except PackageNotFoundError:
+            return found
+        for line in lines:
+            if "extra ==" not in line:
+                needed(plain(line), found)
+    return found
+
+def plain(line):
+    return re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", line)[0]).lower()
+
+core = needed("halation", set())
+hidden = {module for module, homes in packages_distributions().items() if not core & set(map(plain, homes))}
+
+class Finder(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in hidden else super().find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
+import halation, halation.errors
+missing = {}
+for module in pkgutil.walk_packages(halation.__path__, "halation."):
+    try:
+        importlib.import_module(module.name)
+    except ModuleNotFoundError as error:
+        missing[module.name] = error.name
+    except halation.errors.InputError as error:
+        assert "pip install" in error.action, module.name
+print(json.dumps(missing))
+"""
+
+
+@pytest.mark.slow
+def test_with_nothing_but_the_declared_dependencies_every_module_is_there_or_needs_an_extra(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", BARE], cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    missing = json.loads(done.stdout.splitlines()[-1])
+    assert missing["halation.gallery.server"] in ("starlette", "uvicorn"), "what is not a dependency is really hidden"
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    packages = {re.split(r"[^\w-]", entry)[0] for entries in extras.values() for entry in entries}
+    assert set(missing.values()) <= packages, missing
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from PIL import Image
@@ -18,6 +17,8 @@ from halation.models.extractor_preparation import ShortestEdgeCrop, described
 from halation.models.extractor_weights import is_offline, sha256_of
 from halation.models.pipeline_files import PICKLES, read_json
 
+# The library that the hub asks the network with changes with its versions; its own error is a kind of that library's.
+_NETWORK_ERROR: type[BaseException] = HfHubHTTPError.__bases__[0]
 _FILES = ("*.json", "*.txt", "*.safetensors")
 TOKENIZER_FILES = (
     *("added_tokens.json", "merges.txt", "special_tokens_map.json"),
@@ -96,7 +97,7 @@ def _from_hub(name: str, flag: str) -> Path:
             "a local folder, or owner/name on the Hugging Face hub",
             f"check {flag}",
         ) from error
-    except (HfHubHTTPError, httpx.HTTPError) as error:
+    except (HfHubHTTPError, _NETWORK_ERROR) as error:
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
     except (LocalEntryNotFoundError, OSError) as error:
         if not is_offline():
