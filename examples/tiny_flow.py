@@ -27,7 +27,7 @@ PROMPTS = (
 
 
 class TinyFlow(nn.Module):
-    """A network that predicts the velocity from noise (t = 0) to the picture (t = 1); calling it gives the loss of a batch."""
+    """Sees a mix of noise (t = 0) and a picture (t = 1) and guesses the picture; calling it gives the loss of a batch."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -41,10 +41,10 @@ class TinyFlow(nn.Module):
     def forward(self, pictures: Tensor, words: Tensor) -> dict[str, Tensor]:
         noise, t = torch.randn_like(pictures), torch.rand(len(pictures), device=pictures.device)
         mix = t[:, None, None, None]
-        velocity = self.velocity(mix * pictures + (1 - mix) * noise, t, words)
-        return {"loss": functional.mse_loss(velocity, pictures - noise)}
+        guess = self.guess(mix * pictures + (1 - mix) * noise, t, words)
+        return {"loss": functional.mse_loss(guess, pictures)}
 
-    def velocity(self, x: Tensor, t: Tensor, words: Tensor) -> Tensor:
+    def guess(self, x: Tensor, t: Tensor, words: Tensor) -> Tensor:
         angle = torch.stack([torch.sin(3 * t), torch.cos(3 * t)], dim=-1)
         h = self.enter(x) + self.place + (self.words(words) + self.time(angle))[:, :, None, None]
         for block in self.blocks:
@@ -57,7 +57,8 @@ class TinyFlow(nn.Module):
         x = torch.randn(1, 3, SIZE, SIZE, generator=generator).to(device)
         words = word_numbers(prompt)[None].to(device)
         for step in range(num_steps):
-            x = x + self.velocity(x, torch.full((1,), step / num_steps, device=device), words) / num_steps
+            guess = self.guess(x, torch.full((1,), step / num_steps, device=device), words)
+            x = x + (guess - x) / (num_steps - step)  # a step of the flow towards it
         return (x[0] + 1) / 2
 
 
@@ -85,7 +86,7 @@ class Scenes(Dataset[dict[str, Tensor]]):
 def arguments(out: str) -> dict[str, Any]:
     """What every example can be told."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--out", default=out)
+    parser.add_argument("--output_dir", dest="out", default=out)
     parser.add_argument("--num_steps", type=int, default=200)
     parser.add_argument("--every", type=int, default=50)
     return vars(parser.parse_args())
