@@ -1,0 +1,85 @@
+"""What an optional library is missing for, and how to install it, is said in one error before anything is begun."""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from torch import nn
+
+from halation.config.distill import DistillConfig
+from halation.config.gallery import GalleryConfig
+from halation.config.generate import GenerateConfig
+from halation.config.train import TrainConfig
+from halation.errors import InputError
+from halation.jobs import distill, doctor, finetuning, gallery, generate, train
+from halation.models.lora import Lora, adapt
+from halation.world import deepspeed_engine
+
+EXTRAS = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+Ask = Callable[[Path], object]
+
+
+def _train(**settings: object) -> Ask:
+    return lambda _folder: train.resolved(TrainConfig(**settings))  # type: ignore[arg-type]
+
+
+def _generate(**settings: object) -> Ask:
+    return lambda _folder: generate.check(GenerateConfig(prompts_csv="x", model_path="testcard", **settings))  # type: ignore[arg-type]
+
+
+def _distill(folder: Path) -> None:
+    distill.resolved(DistillConfig(teacher_path=str(folder), data_path="streets", lora_rank=4))
+
+
+CASES: dict[str, tuple[str, str, Ask]] = {
+    "tensorboard": ("tensorboard", "train", _train(report_to=("tensorboard", "none"))),
+    "wandb": ("wandb", "wandb", _train(report_to=("wandb",))),
+    "trackio": ("trackio", "trackio", _train(report_to=("trackio",))),
+    "adapters": ("peft", "train", lambda folder: finetuning.resolved(TrainConfig(model_path=str(folder), lora_rank=4))),
+    "a student's adapters": ("peft", "train", _distill),
+    "adapters of a checkpoint": ("peft", "train", lambda _folder: adapt(nn.Linear(2, 2), Lora(rank=1), ["x"], 0)),
+    "deepspeed": ("deepspeed", "deepspeed", lambda _folder: deepspeed_engine.load(None)),  # type: ignore[arg-type]
+    "video": ("av", "video", _generate(num_frames=5)),
+    "isal": ("isal", "fast", _generate(png="isal")),
+    "ray": ("ray", "ray", _generate(cluster="ray")),
+    "web": ("uvicorn", "web", lambda folder: gallery.run(GalleryConfig(dirs=(folder,)))),
+}
+
+
+def without(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on Python finds no such package, as if it were not installed."""
+
+    class Finder(PathFinder):
+        @classmethod
+        def find_spec(
+            cls, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+        ) -> ModuleSpec | None:
+            return None if fullname.partition(".")[0] == package else super().find_spec(fullname, path, target)
+
+    finders = [Finder if finder is PathFinder else finder for finder in sys.meta_path]
+    monkeypatch.setattr(sys, "meta_path", finders)
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+@pytest.mark.parametrize("what", CASES)
+def test_a_missing_extra_names_itself(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package, extra, ask = CASES[what]
+    (tmp_path / "model_index.json").write_text('{"_class_name": "StableDiffusion3Pipeline"}')
+    without(package, monkeypatch)
+    with pytest.raises(InputError, match="not installed") as caught:
+        ask(tmp_path)
+    assert "\n" not in caught.value.found
+    assert caught.value.action.startswith(f"pip install 'halation[{extra}]'")
+    assert extra in EXTRAS
+
+
+def test_the_doctor_looks_for_every_extra_that_there_is() -> None:
+    wanted = {name: tuple(entries) for name, entries in EXTRAS.items() if name != "dev"}
+    assert wanted == doctor.EXTRAS
