@@ -23,7 +23,7 @@ from halation.runs import Run, publish_json
 from halation.training.own_drawing import Draw, OwnDrawing, OwnSpec
 from halation.training.rounds import complete
 from halation.training.sample_files import Place, Row, Writer, publish_index
-from halation.world.borrowed import borrowed_world, is_sharded, reshard
+from halation.world.borrowed import bare, borrowed_world, is_sharded, reshard
 from halation.world.ranks import World, on_first
 
 log = logging.getLogger(__name__)
@@ -196,7 +196,8 @@ class RankSampler:
 
     def _begin(self, place: Place, facts: Mapping[str, Any]) -> None:
         """What makes the folder a run for the gallery, and the step one that is coming."""
-        record = {"job": "train", "settings": self._settings.as_json() | {"every": self.every}}
+        models = {"model": type(bare(self.modules[0])).__name__} if self.modules else {}
+        record = {"job": "train", "settings": models | self._settings.as_json() | {"every": self.every}}
         try:
             if not self._began:
                 self.run.folder.mkdir(parents=True, exist_ok=True)

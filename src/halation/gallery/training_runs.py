@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -310,11 +310,13 @@ def title_of(kind: str, settings: Mapping[str, Any]) -> str:
     return ", ".join(word for word in words if word)
 
 
-def _subject(kind: str, settings: Mapping[str, Any], last: Any) -> str:
+def _subject(kind: str, settings: Mapping[str, Any], last: Callable[[str], str]) -> str:
     if kind == "distill":
         teacher = last("teacher_path")
         return f"student of {teacher}" if teacher else "student"
     if settings.get("model_path"):
-        return f"adapters on {last('model_path')}" if settings.get("lora_rank") else str(last("model_path"))
+        return f"adapters on {last('model_path')}" if settings.get("lora_rank") else last("model_path")
     model = last("model")
+    if settings.get("trainer") == "own":  # a loop that is not Halation's, see rank_sampler.py
+        return model or "a trainer of one's own"
     return f"{model} DiT" if model else ""

@@ -1,0 +1,126 @@
+"""A sampler in somebody else's loop: training does not notice it, pictures do not depend on ranks, and nobody waits for a failure."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import own_trainer_jobs as jobs
+from halation.world.testing import RankPool, RanksFailed
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_loop_that_samples_at_every_step_is_the_loop_that_never_does(
+    ranks: RankPool, tmp_path: Path, size: int, autocast: bool
+) -> None:
+    often = ranks.run(size, jobs.losses, str(tmp_path / "often"), 1, "ddp", autocast)
+    never = ranks.run(size, jobs.losses, str(tmp_path / "never"), 0, "ddp", autocast)
+    assert often == never
+    assert len(set(often[0][0])) == 4
+    assert not (tmp_path / "never").exists()
+
+
+@pytest.mark.parametrize("num", [0, 1, 5])
+@pytest.mark.parametrize("sloppy", [False, True])
+def test_each_prompt_is_drawn_once_and_its_bytes_do_not_depend_on_the_ranks(
+    ranks: RankPool, tmp_path: Path, num: int, sloppy: bool
+) -> None:
+    folders = []
+    for size in (1, 2, 3):
+        told = ranks.run(size, drawn, str(tmp_path / str(size)), jobs.PROMPTS[:num], sloppy)
+        assert all(mine == told[0] for mine in told)
+        assert [(row[0], row[2], row[3], row[6]) for row in told[0]] == [
+            (k, 7 + k, "done", k % size) for k in range(num)
+        ]
+        folders.append(jobs.files(tmp_path / str(size) / "samples" / "step_0000003"))
+    assert folders[0] == folders[1] == folders[2]
+    assert len(folders[0]) == (2 * num + 1 if num else 0)
+    assert len(set(folders[0].values())) == len(folders[0])
+
+
+def drawn(world: Any, out: str, prompts: tuple[str, ...], sloppy: bool) -> list[tuple[Any, ...]]:
+    return jobs.drawn(world, out, prompts, sloppy=sloppy)
+
+
+def drawn_spoilt(world: Any, out: str) -> list[tuple[Any, ...]]:
+    return jobs.drawn(world, out, jobs.PROMPTS, spoilt="a blue car")
+
+
+def test_a_draw_that_raises_costs_its_picture_alone_and_every_rank_knows(ranks: RankPool, tmp_path: Path) -> None:
+    told = ranks.run(3, drawn_spoilt, str(tmp_path / "run"))
+    assert told[0] == told[1] == told[2]
+    assert [row[3] for row in told[0]] == ["done", "failed", "done", "done", "done"]
+    assert told[0][1][5] == "ValueError: no picture for a blue car"
+    folder = tmp_path / "run" / "samples" / "step_0000003"
+    said = json.loads((folder / "samples.json").read_text())
+    assert [row["state"] for row in said["samples"]] == [row[3] for row in told[0]]
+    assert not (folder / "sample_01.png").exists()
+    again = ranks.run(2, drawn, str(tmp_path / "run"), jobs.PROMPTS, False)  # resumed: only what is missing
+    assert [row[6] for row in again[0]] == [-1, 0, -1, -1, -1]
+    assert {row[3] for row in again[0]} == {"done"}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_shards_are_drawn_with_by_all_ranks_equally_often(ranks: RankPool, tmp_path: Path, size: int) -> None:
+    whole = ranks.run(1, jobs.drawn_sharded, str(tmp_path / "whole"), jobs.PROMPTS)
+    told = ranks.run(size, jobs.drawn_sharded, str(tmp_path / "run"), jobs.PROMPTS)
+    assert [row[:2] for row in told[0][0]] == [(k, "done") for k in range(5)]
+    assert [row[2] for row in told[0][0]] == [k % size for k in range(5)]
+    step = Path("samples") / "step_0000001"
+    assert jobs.files(tmp_path / "run" / step) == jobs.files(tmp_path / "whole" / step)
+    assert [losses for _, losses in told] == ranks.run(size, jobs.unsampled_losses)
+    assert whole[0][1][0] != whole[0][1][1]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="the extra `deepspeed` is not installed")
+def test_zero_3_is_drawn_with_by_all_ranks_equally_often_and_keeps_its_bits(ranks: RankPool, tmp_path: Path) -> None:
+    told = ranks.run(3, jobs.drawn_zero_3, str(tmp_path / "run"), jobs.PROMPTS)
+    assert [row for row, _ in told] == [[(k, "done", k % 3) for k in range(5)]] * 3
+    assert [bits for _, bits in told] == [
+        bits for _, bits in ranks.run(3, jobs.drawn_zero_3, str(tmp_path / "none"), ())
+    ]
+    whole = ranks.run(1, jobs.drawn_zero_3, str(tmp_path / "whole"), jobs.PROMPTS)
+    step = Path("samples") / "step_0000001"
+    assert jobs.files(tmp_path / "run" / step) == jobs.files(tmp_path / "whole" / step)
+    assert whole[0][0] == [(k, "done", 0) for k in range(5)]
+
+
+@pytest.mark.parametrize("spoilt", ["a red car", "night"])
+def test_a_prompt_that_fails_before_a_sharded_forward_is_survived(ranks: RankPool, tmp_path: Path, spoilt: str) -> None:
+    told = ranks.run(3, jobs.drawn_sharded, str(tmp_path / "run"), jobs.PROMPTS, spoilt)
+    states = {prompt: row[1] for prompt, row in zip(jobs.PROMPTS, told[0][0], strict=True)}
+    assert states == {prompt: "failed" if prompt == spoilt else "done" for prompt in jobs.PROMPTS}
+
+
+def test_an_error_inside_a_sharded_forward_ends_all_ranks_and_names_the_culprit(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    with pytest.raises(RanksFailed) as caught:
+        ranks.run(2, jobs.failing_inside, str(tmp_path / "run"), timeout_s=60.0)
+    assert {trouble.kind for trouble in caught.value.troubles.values()} == {"RankFailure"}
+    assert "rank 1 failed inside a sharded forward" in caught.value.troubles[1].message
+    assert "rank 1 failed: ValueError: a layer broke" in caught.value.troubles[0].message
+
+
+def test_a_wrapper_whose_forward_waits_for_others_is_refused_and_nobody_waits(ranks: RankPool, tmp_path: Path) -> None:
+    told = ranks.run(2, jobs.drawn_by_wrapper, str(tmp_path / "run"))
+    assert all(state == "failed" and "call model.module inside of draw" in reason for state, reason in told[0])
+    assert len(told[0]) == 5
+
+
+def test_a_slow_draw_does_not_meet_the_patience_of_the_trainers_group(ranks: RankPool, tmp_path: Path) -> None:
+    told = ranks.run(2, jobs.drawn_slowly, str(tmp_path / "run"), world_timeout_s=1.0, timeout_s=30.0)
+    assert told == [["done", "done"]] * 2
+
+
+def test_ranks_that_are_at_different_steps_are_told(ranks: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed, match="rank 1 samples step 1 where rank 0 samples step 0"):
+        ranks.run(2, jobs.disagreeing, str(tmp_path / "run"))
