@@ -221,6 +221,7 @@ def _distill(store: Store, config: Any, folder: Path) -> Sequence[Any]:
 def _generate(store: Store, config: Any, folder: Path) -> Sequence[Any]:
     flags = [*QUIET, "--num_inference_steps", 2, "--num_samples", 2, "--no_compile", *_size(config.model_path, folder)]
     flags += ["--num_frames", 5] if config.num_frames > 1 else []
+    flags += ["--offload", "none"]  # there is no GPU that parts could leave
     return [*flags, "--cfg_truncation_step", 1] if config.cfg_truncation_step else flags
 
 
