@@ -142,3 +142,12 @@ def test_a_number_in_brackets_behind_a_flag_is_its_default() -> None:
     ]
     assert not wrong
     assert len(told) > 10
+
+
+def test_the_index_names_every_page_and_every_recipe() -> None:
+    index = (DOCS / "README.md").read_text()
+    pages = {page.name for page in DOCS.glob("*.md")} - {"README.md"}
+    recipes = {
+        f"../recipes/{folder.name}/" for folder in (DOCS.parent / "recipes").iterdir() if any(folder.glob("*.*"))
+    }
+    assert {name for name in pages | recipes if f"]({name}" not in index} == set()
