@@ -24,7 +24,14 @@ PATIENCE_S = 60.0
 NUM_TAIL_BYTES = 64 * 1024
 NUM_TAIL_LINES = 12
 # Tied to us by the kernel before anything else is imported; the folder the user stands in must shadow no module (-P).
-START = "from halation.world.launch import tie_to_parent as tie; tie(); import sys; from halation.cli import main; sys.exit(main())"
+# Until the command line is there to put Ctrl+C into words, it ends the process without any: Python's own are a traceback. Whoever
+# starts it may block that signal until here.
+START = (
+    "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "
+    "signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT]); "
+    "from halation.world.launch import tie_to_parent as tie; tie(); import sys; from halation.cli import main; "
+    "signal.signal(signal.SIGINT, signal.default_int_handler); sys.exit(main())"
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,14 +35,7 @@ def run_command(words: Sequence[str], signals: StopSignals, kill_when: Callable[
     ranks and workers are tied to it by the kernel as it is tied to us, so a kill of one is the end of all below it.
     """
     heed(signals)
-    environment = {name: value for name, value in os.environ.items() if name not in (*FOREIGN, "RANK")}
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-c", START, *words],
-        env=environment | {PARENT: str(os.getpid())},
-        process_group=0,
-        stdin=subprocess.DEVNULL,
-        stderr=subprocess.STDOUT,
-    )
+    process = _started(words)
     asked_at, killed = 0.0, False
     try:
         while process.poll() is None:
@@ -63,6 +56,22 @@ def run_command(words: Sequence[str], signals: StopSignals, kill_when: Callable[
         process.wait()
     heed(signals)
     return process.returncode, killed and process.returncode == -signal.SIGKILL
+
+
+def _started(words: Sequence[str]) -> subprocess.Popen[bytes]:
+    environment = {name: value for name, value in os.environ.items() if name not in (*FOREIGN, "RANK")}
+    # A Ctrl+C that we hand on while its Python starts would come out as a traceback: it hears no such thing before it is ready.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-c", START, *words],
+            env=environment | {PARENT: str(os.getpid())},
+            process_group=0,
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.STDOUT,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def num_drawn(folder: Path) -> int:
