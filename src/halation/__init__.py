@@ -57,7 +57,7 @@ def distill(**settings: Any) -> int:
 
 
 def sample(**settings: Any) -> int:
-    """`halation sample` with these settings."""
+    """`halation sample` with these settings; `model_path` is the same as `checkpoint`, as on the command line."""
     from halation.config.fields import checked
     from halation.config.sample import SampleConfig
     from halation.jobs import sample as job
@@ -71,7 +71,6 @@ def generate(**settings: Any) -> int:
     from halation.config.generate import GenerateConfig
     from halation.jobs import generate as job
 
-    settings = {"prompts_csv" if name == "prompts" else name: value for name, value in settings.items()}
     return job.run(GenerateConfig(**checked(GenerateConfig, settings, "halation.generate()")))
 
 
