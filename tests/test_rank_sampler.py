@@ -20,6 +20,7 @@ from halation.errors import InputError
 from halation.gallery.catalog import Catalog
 from halation.gallery.training_runs import TrainingRun
 from halation.png import read_png
+from halation.runs import Metrics
 from halation.training.own_drawing import as_pixels
 
 PICTURE = np.arange(12, dtype=np.uint8).reshape(2, 2, 3)
@@ -99,6 +100,10 @@ def test_the_gallery_shows_it_as_a_run(tmp_path: Path) -> None:
     assert [(step["step"], step["loss"]) for step in detail["steps"]] == [(10, 0.25), (20, 0.125)]
     assert [prompt["prompt"] for prompt in detail["prompts"]] == ["one", "two"]
     assert entry.picture(detail["steps"][1]["cells"]["ema"][1]["key"]) is not None
+    assert (summary["done"], summary["loss"], summary["spark"]) == (20, 0.125, [[10, 0.25], [20, 0.125]])
+    again = RankSampler(plain, ["one", "two", "three"], tmp_path / "runs" / "mine")  # it went on from before step 20
+    again(20, loss=0.5)
+    assert [row["loss"] for row in Metrics(tmp_path / "runs" / "mine" / "metrics.jsonl").lines()] == [0.25, 0.5]
 
 
 @pytest.mark.parametrize(

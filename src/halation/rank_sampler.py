@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import nn
 
 from halation import plan
-from halation.errors import InputError, RankFailure
+from halation.errors import HalationError, InputError, RankFailure
 from halation.holds import announce
-from halation.runs import Run, publish_json
+from halation.runs import Metrics, Run, publish_json
 from halation.training.own_drawing import Draw, OwnDrawing, OwnSpec
 from halation.training.rounds import complete
 from halation.training.sample_files import Place, Row, Writer, publish_index
@@ -176,8 +176,8 @@ class RankSampler:
         with self._in_place() if todo else contextlib.nullcontext():
             rows = drawing.draw_sheets(sheets, todo, Writer(place, ""), f"sampling step {step}")
         rows = complete(specs, rows, place)
-        facts |= {"loss": loss} if loss is not None else {}
-        on_first(world, f"index of step {step}", lambda _: _publish(place, rows, facts), self.timeout_s)
+        measured = {} if loss is None else {"loss": loss}
+        on_first(world, f"index of step {step}", lambda _: self._finish(place, rows, facts, measured), self.timeout_s)
         return rows
 
     @contextlib.contextmanager
@@ -202,11 +202,23 @@ class RankSampler:
             if not self._began:
                 self.run.folder.mkdir(parents=True, exist_ok=True)
                 publish_json(self.run.config, record | {"fixed": {}, "changes": []})
+                Metrics(self.run.metrics).rewind(facts["step"] - 1)  # a training that went on from before this step
                 announce(self.run.folder, "own trainer")
             publish_json(place.index, {**facts, "samples": []})
             self._began = True
         except OSError as error:
             log.error("cannot write to directory %s: %s; training goes on", self.run.folder, error.strerror or error)
+
+    def _finish(
+        self, place: Place, rows: Sequence[Row], facts: Mapping[str, Any], measured: Mapping[str, float]
+    ) -> None:
+        try:
+            publish_index(place, rows, {**facts, **measured})
+            Metrics(self.run.metrics).append({"step": facts["step"], **measured})
+        except OSError as error:
+            log.error("cannot write to directory %s: %s; training goes on", place.folder, error.strerror or error)
+        except HalationError as error:  # or somebody removed or damaged a picture between its writing and now
+            log.error("the samples of step %d are not listed; training goes on: %s", facts["step"], error)
 
 
 def _modules(model: nn.Module | Sequence[nn.Module] | None) -> tuple[nn.Module, ...]:
@@ -279,15 +291,6 @@ def _recorded(place: Place, specs: Sequence[OwnSpec]) -> list[Row] | None:
     if not isinstance(rows, list) or len(rows) != len(specs):
         return None
     return rows if all(isinstance(row, dict) and row.get("state") == "done" for row in rows) else None
-
-
-def _publish(place: Place, rows: Sequence[Row], facts: dict[str, Any]) -> None:
-    try:
-        publish_index(place, rows, facts)
-    except OSError as error:
-        log.error("cannot write to directory %s: %s; training goes on", place.folder, error.strerror or error)
-    except InputError as error:  # somebody removed or damaged a picture between its writing and now
-        log.error("a sample cannot be read again; training goes on: %s", error)
 
 
 def _sample(row: Row, place: Place) -> Sample:

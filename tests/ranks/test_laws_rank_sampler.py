@@ -15,8 +15,7 @@ from halation.world.testing import RankPool, RanksFailed
 pytestmark = pytest.mark.ranks
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(("size", "autocast"), [(1, False), (2, False), (3, False), (2, True)])
 def test_a_loop_that_samples_at_every_step_is_the_loop_that_never_does(
     ranks: RankPool, tmp_path: Path, size: int, autocast: bool
 ) -> None:
@@ -27,8 +26,7 @@ def test_a_loop_that_samples_at_every_step_is_the_loop_that_never_does(
     assert not (tmp_path / "never").exists()
 
 
-@pytest.mark.parametrize("num", [0, 1, 5])
-@pytest.mark.parametrize("sloppy", [False, True])
+@pytest.mark.parametrize(("num", "sloppy"), [(0, False), (1, False), (5, False), (5, True)])
 def test_each_prompt_is_drawn_once_and_its_bytes_do_not_depend_on_the_ranks(
     ranks: RankPool, tmp_path: Path, num: int, sloppy: bool
 ) -> None:

@@ -128,6 +128,8 @@ class OwnDrawing(Rounds):
         self._begun = self._inside = 0
         fault_point("sample.forward")
         rng.begin_picture(spec.seed)
+        for module in self.modules:
+            module.eval()  # again: the draw before may have ended with train()
         try:
             return as_pixels(self.draw(spec.prompt, torch.Generator(device="cpu").manual_seed(spec.seed)))
         except torch.OutOfMemoryError:
