@@ -141,6 +141,7 @@ def test_what_cannot_be_is_found_with_its_page_and_line() -> None:
 
 def calls(text: str) -> Iterator[tuple[str, dict[str, object]]]:
     """`halation.train(...)` and its like in a piece of Python, with those settings whose value stands there."""
+    text = text.replace(", ...)", ")")  # further arguments
     try:
         tree = ast.parse(text)
     except SyntaxError:  # a signature, as the reference shows them
