@@ -88,6 +88,27 @@ def test_other_weights_are_in_place_while_it_draws_and_only_then(tmp_path: Path)
     assert [(sample.state, sample.reason) for sample in samples] == [("failed", "OSError: no disk")]
 
 
+def test_inside_an_autocast_region_the_weights_in_place_are_the_ones_that_draw(tmp_path: Path) -> None:
+    model = torch.nn.Linear(12, 12)
+
+    @contextlib.contextmanager
+    def doubled() -> Iterator[None]:
+        model.weight.data.mul_(2.0)
+        yield
+        model.weight.data.mul_(0.5)
+
+    def draw(prompt: str, generator: torch.Generator) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return torch.sigmoid(model(torch.randn(1, 12, generator=generator))).float().reshape(3, 2, 2)
+
+    samplers = [RankSampler(draw, "one", tmp_path / name, model=model, weights=doubled) for name in ("in", "out")]
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.ones(1, 12))  # now the cache of casts holds the weights as they are
+        (inside,) = samplers[0](1)
+    (outside,) = samplers[1](1)
+    assert inside.file.read_bytes() == outside.file.read_bytes()
+
+
 def test_the_gallery_shows_it_as_a_run(tmp_path: Path) -> None:
     settings = {"data": "pebbles", "image_size": [4, 4]}
     sampler = RankSampler(plain, ["one", "two"], tmp_path / "runs" / "mine", model=torch.nn.ReLU(), settings=settings)

@@ -179,8 +179,8 @@ class OwnDrawing(Rounds):
 def _full_precision() -> Iterator[None]:
     """No autocast but draw's own, and that without the cache of casts, also where the caller is inside of an autocast region.
 
-    Training must not find weights there that were cast without gradients, nor draw those of before the weights changed. Clearing the
-    cache would do as much, but training would cast again and add its gradients up in another precision.
+    There draw would find the weights of before they changed, and training perhaps weights that were cast without gradients. Clearing
+    the cache would do as much, but training would cast again and add its gradients up in another precision.
     """
     with contextlib.ExitStack() as stack:
         for kind in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
