@@ -27,7 +27,7 @@ METRICS = ("fd", "kid", "agreement")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model_path", default="streets-64")
-    parser.add_argument("--num_pictures", type=int, default=NUM_REFERENCE)
+    parser.add_argument("--num_samples", type=int, default=NUM_REFERENCE)
     parser.add_argument("--num_inference_steps", type=int, default=None, help="by default what the model is drawn with")
     parser.add_argument("--dtype", default="fp32")
     parser.add_argument("--nproc", type=int, default=0)
@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/streets_64"))
     asked = parser.parse_args()
     folder: Path = asked.output_dir
-    prompts = write_prompts(folder / "prompts.csv", asked.num_pictures)
+    prompts = write_prompts(folder / "prompts.csv", asked.num_samples)
     name = Path(asked.model_path).name
     drawn = folder / (name if asked.num_inference_steps is None else f"{name}_{asked.num_inference_steps}_steps")
     halation.generate(
@@ -49,8 +49,10 @@ def main() -> None:
     )
     sides = {
         name: drawn,
-        "real scenes": write_scenes(folder / "real", asked.num_pictures, asked.size, 0.0),
-        f"real scenes, blurred (radius {BLUR:g})": write_scenes(folder / "blurred", asked.num_pictures, asked.size, BLUR),
+        "real scenes": write_scenes(folder / "real", asked.num_samples, asked.size, 0.0),
+        f"real scenes, blurred (radius {BLUR:g})": write_scenes(
+            folder / "blurred", asked.num_samples, asked.size, BLUR
+        ),
     }
     report = {side: scored(place, prompts, asked.nproc) for side, place in sides.items()}
     (folder / f"{drawn.name}.json").write_text(json.dumps(report, indent=1) + "\n")
