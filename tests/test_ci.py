@@ -50,7 +50,7 @@ def test_z():
 
 
 def capped(
-    folder: Path, source: str, cap_s: float, *, by: str = "-m pytest", grace_s: float = 1
+    folder: Path, source: str, cap_s: float, *, by: str = "-m pytest", grace_s: float = 1, reserve_s: float = 0
 ) -> subprocess.CompletedProcess[str]:
     (folder / "test_laws.py").write_text(source)
     (folder / "pytest.ini").write_text("[pytest]\naddopts = -q\nmarkers =\n    ranks:\n")
@@ -62,6 +62,8 @@ def capped(
         str(cap_s),
         "--grace_s",
         str(grace_s),
+        "--reserve_s",
+        str(reserve_s),
         "--",
         "sh",
         "-c",
@@ -95,6 +97,14 @@ def test_a_failure_that_may_be_a_pause_of_the_machine_has_its_second_run_within_
     result = capped(tmp_path, PASSES + PAUSES, cap_s=50, by=f"'{FAST}'")
     assert result.returncode == 0, result.stdout
     assert "RACY: test_laws.py::test_c failed, then passed alone" in result.stdout
+
+
+def test_where_something_failed_the_run_ends_before_the_cap_and_it_has_its_second_run(tmp_path: Path) -> None:
+    result = capped(tmp_path, PAUSES + HANGS, cap_s=50, by=f"'{FAST}'", reserve_s=49.5)
+    assert result.returncode == 0, result.stdout
+    assert "stopped before the cap" in result.stdout
+    assert "RACY: test_laws.py::test_c failed, then passed alone" in result.stdout
+    assert "test_z" not in result.stdout
 
 
 @pytest.mark.slow
