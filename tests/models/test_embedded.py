@@ -18,7 +18,9 @@ import torch
 from safetensors import safe_open
 
 import halation
+from halation import cli
 from halation.config.distill import DistillConfig
+from halation.config.evaluate import EvaluateConfig
 from halation.config.fields import checked
 from halation.config.generate import GenerateConfig
 from halation.config.sample import SampleConfig
@@ -31,11 +33,13 @@ from halation.gallery.again import command
 from halation.generation.painter import Painter, collected
 from halation.jobs import distill, finetuning, sample, watch
 from halation.jobs.assembly import new_denoiser
+from halation.jobs.live import open_live
 from halation.jobs.models import digest_of, find, load_denoiser
 from halation.jobs.painters import open_model
 from halation.jobs.subject import STEPS, Subject, pipeline_folder, subject_of
 from halation.models import embedded, streets_net
 from halation.specs import Sheet, Spec
+from halation.world.checkpoint import COMMIT
 
 Pixels = npt.NDArray[np.uint8]
 NAMES = embedded.embedded_names()
@@ -131,6 +135,51 @@ def test_a_file_of_that_name_is_no_model_and_does_not_hide_it(tmp_path: Path) ->
     assert subject_of("streets-64", raw=False).order["embedded"] == "streets-64"
 
 
+def test_the_pictures_it_drew_may_lie_in_a_folder_called_after_it(tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("A rural road\n")
+    drawing = {"prompts": "prompts.txt", "output_dir": "streets-64", "height": 8, "width": 8, "progress": "none"}
+    assert halation.generate(model_path="testcard", **drawing) == 0  # the folder is the same whatever draws
+    assert {"config.json", "metadata.jsonl"} <= {path.name for path in (tmp_path / "streets-64").iterdir()}
+    (tmp_path / "streets-64/checkpoints").mkdir()  # a training leaves this before it has saved
+    teacher = distill.resolved(DistillConfig(data_path="streets", report_to=("none",), teacher_path="streets-64"))
+    scored = EvaluateConfig(model_path="streets-64", prompts="prompts.txt", reference=("streets",))
+    for meant in (
+        Path(subject_of("streets-64", raw=False).order["path"]),
+        Path(open_live(scored, "cpu").subject.order["path"]),
+        sample.folder_of("streets-64"),
+        find(Path("streets-64")),
+        find(Path(teacher.teacher_path)),
+    ):
+        assert meant == embedded.FOLDER / "streets-64"
+
+
+@pytest.mark.parametrize("made", ["model_index.json", "COMMIT.json", "checkpoints/step_0000001/COMMIT.json"])
+def test_a_folder_that_holds_a_model_of_any_kind_is_meant(tmp_path: Path, made: str) -> None:
+    file = tmp_path / "streets-64" / made
+    file.parent.mkdir(parents=True)
+    file.write_text("{}")
+    assert embedded.meant("streets-64") == Path("streets-64")
+    assert embedded.COMMIT == COMMIT
+
+
+@pytest.mark.parametrize("path", ["./streets-64", "streets-64/"])
+def test_with_a_separator_it_is_a_path_for_every_job(path: str) -> None:
+    asked = [
+        lambda: subject_of(path, raw=False),
+        lambda: sample.run(cli.parse("sample", ["--checkpoint", path])),
+        lambda: halation.sample(model_path=path),
+        lambda: distill.resolved(DistillConfig(teacher_path=path, data_path="streets", report_to=("none",))),
+        lambda: new_denoiser(TrainConfig(model=path), None, None),  # type: ignore[arg-type]
+    ]
+    for ask in asked:
+        with pytest.raises(InputError, match=r"(?s)streets-64.*did you mean streets-64, which comes with the package"):
+            ask()
+    Path("streets-64").mkdir()
+    for ask in asked:
+        with pytest.raises(InputError, match=r"no whole checkpoint in .*streets-64"):
+            ask()
+
+
 def test_on_a_machine_where_the_package_lies_elsewhere_the_name_finds_it() -> None:
     subject = subject_of("streets-64", raw=False)
     moved = {**subject.order, "path": "/nowhere/streets-64"}
@@ -167,7 +216,7 @@ def test_weights_that_are_not_there_are_asked_for_in_vain() -> None:
 
 def test_sample_knows_the_model_by_either_flag_and_from_python_and_files() -> None:
     for name in ("checkpoint", "model_path"):
-        assert checked(SampleConfig, {name: "streets-64"}, "here")["checkpoint"] == Path("streets-64")
+        assert checked(SampleConfig, {name: "streets-64"}, "here")["checkpoint"] == "streets-64"
     with pytest.raises(InputError, match=r"both 'checkpoint' and 'model_path'"):
         halation.sample(checkpoint="streets-64", model_path="streets-64")
 
@@ -227,11 +276,14 @@ def test_captions_it_has_never_seen_are_drawn_as_they_say(name: str) -> None:
 @pytest.mark.slow
 def test_every_job_takes_the_name(tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("A rural road\nA highway at night\n")
-    assert halation.generate(prompts="prompts.txt", model_path="streets-64", output_dir="drawn", progress="none") == 0
-    rows = [json.loads(line) for line in (tmp_path / "drawn/metadata.jsonl").read_text().splitlines()]
+    drawing = {"prompts": "prompts.txt", "model_path": "streets-64", "output_dir": "streets-64", "progress": "none"}
+    assert halation.generate(**drawing) == 0
+    rows = [json.loads(line) for line in (tmp_path / "streets-64/metadata.jsonl").read_text().splitlines()]
     assert [(row["steps"], row["guidance_scale"], row["height"]) for row in rows] == [(12, 1.0, 64)] * 2
-    record = json.loads((tmp_path / "drawn/config.json").read_text())
+    record = json.loads((tmp_path / "streets-64/config.json").read_text())
     assert (record["settings"]["model_path"], record["fixed"]["model name"]) == ("streets-64", "streets-64")
+    next((tmp_path / "streets-64").glob("*.png")).unlink()
+    assert halation.generate(**drawing) == 0, "the same command goes on in a folder of the model's name"
     assert halation.sample(model_path="streets-64", prompts="A rural road", output_dir="samples", progress="none") == 0
     assert json.loads((tmp_path / "samples/samples.json").read_text())["checkpoint"] == "streets-64"
     report = halation.evaluate(

@@ -16,7 +16,7 @@ class SampleConfig:
     What is not given here is taken from the run the checkpoint belongs to.
     """
 
-    checkpoint: Annotated[Path, tyro.conf.arg(aliases=["--model_path"])]
+    checkpoint: Annotated[str | Path, tyro.conf.arg(aliases=["--model_path"])]
     """A checkpoint folder, a run folder (its newest good checkpoint), an export folder, or a model of the package, such as `streets-64`."""
     output_dir: Path | None = None
     """Folder for the pictures, their prompts, grid.png and samples.json; by default one of their own under outputs/."""

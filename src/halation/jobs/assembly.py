@@ -201,13 +201,14 @@ def bar(
 def new_denoiser(config: TrainConfig, source: Pictures, space: Space) -> DiTDenoiser:
     """A model of a named size, or the one in a folder, if it fits the data."""
     if config.model not in SIZES:
-        if not meant(config.model).is_dir():
+        folder = meant(config.model)
+        if not folder.is_dir():
             raise InputError(
                 f"--model {config.model}",
                 f"one of {', '.join(SIZES)}, {', '.join(embedded_names())}, or the folder of an export or checkpoint",
                 advice(config.model, "check the name or path"),
             )
-        denoiser = load_denoiser(Path(config.model), raw=False)
+        denoiser = load_denoiser(folder, raw=False)
         if not isinstance(denoiser, DiTDenoiser):
             raise InputError(
                 f"--model {config.model} is a run that fine-tuned a pipeline",

@@ -37,21 +37,7 @@ SAMPLE_RANGES = {
 def run(config: SampleConfig) -> int:
     """Draw on ranks that are already there or on ranks started here; exit code 0 only if every picture is there."""
     check_ranges(config, SAMPLE_RANGES)
-    if config.checkpoint.name == "latest" and config.checkpoint.is_file():  # the text file that names the newest one
-        config = dataclasses.replace(
-            config, checkpoint=config.checkpoint.parent / config.checkpoint.read_text().strip()
-        )
-    if config.checkpoint.is_file():
-        raise InputError(
-            f"{config.checkpoint} is a file", "a run, a checkpoint or an export", "give the folder it is in"
-        )
-    config = dataclasses.replace(config, checkpoint=meant(config.checkpoint))
-    if not config.checkpoint.is_dir():  # found without torch, so said at once
-        raise InputError(
-            f"there is no folder {config.checkpoint}",
-            f"a run, a checkpoint, an export, or a model of the package: {', '.join(embedded_names())}",
-            advice(config.checkpoint, "check --checkpoint"),
-        )
+    config = dataclasses.replace(config, checkpoint=folder_of(config.checkpoint))
     places = () if launch.launched() else launch.devices(config.nproc, config.gpu_ids, config.oversubscribe)
     if not places:
         run_rank(config)
@@ -69,11 +55,27 @@ def run(config: SampleConfig) -> int:
     return 0
 
 
+def folder_of(checkpoint: str | Path) -> Path:
+    """The folder that is meant; what can be found without torch is said at once."""
+    folder = meant(checkpoint)
+    if folder.name == "latest" and folder.is_file():  # the text file that names the newest one
+        folder = folder.parent / folder.read_text().strip()
+    if folder.is_file():
+        raise InputError(f"{folder} is a file", "a run, a checkpoint or an export", "give the folder it is in")
+    if not folder.is_dir():
+        raise InputError(
+            f"there is no folder {folder}",
+            f"a run, a checkpoint, an export, or a model of the package: {', '.join(embedded_names())}",
+            advice(checkpoint, "check --checkpoint"),
+        )
+    return folder
+
+
 def _resolved(config: SampleConfig) -> tuple[SampleConfig, dict[str, Any]]:
     """The checkpoint that is meant, the prompts written out, a folder of its own for these very pictures, and what decides them."""
     from halation.jobs.models import digest_of, refuse_lost_base
 
-    folder, recorded = _newest(config.checkpoint)
+    folder, recorded = _newest(Path(config.checkpoint))
     refuse_lost_base(folder)
     settings = _settings(config, recorded)
     config = dataclasses.replace(config, checkpoint=folder, prompts=settings["prompts"], prompts_file="")
@@ -165,7 +167,8 @@ def _draw(world: World, config: SampleConfig, folder: Path) -> None:
     from halation.training.trackers import Progress
     from halation.world.signals import StopSignals
 
-    recorded = sampling_of(config.checkpoint)
+    checkpoint = Path(config.checkpoint)
+    recorded = sampling_of(checkpoint)
     settings = SampleSettings(**_settings(config, recorded))
     learned = distilled_steps(recorded)
     if learned and settings.steps != learned["steps"] and world.first:
@@ -178,7 +181,7 @@ def _draw(world: World, config: SampleConfig, folder: Path) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.set_num_threads(settings.threads)
     torch.use_deterministic_algorithms(settings.deterministic)
-    denoiser = load_denoiser(config.checkpoint, raw=config.raw, checked=True).to(world.device)
+    denoiser = load_denoiser(checkpoint, raw=config.raw, checked=True).to(world.device)
     denoiser.encode_prompts((*settings.prompts, ""))
     if settings.compile:
         compile_units(denoiser.shard_units())
@@ -197,7 +200,7 @@ def _draw(world: World, config: SampleConfig, folder: Path) -> None:
         )
         rows = drawing.run(place, "by hand")
     if world.first:
-        publish_index(place, rows, {"checkpoint": portable(config.checkpoint)})
+        publish_index(place, rows, {"checkpoint": portable(checkpoint)})
     missing = [row for row in rows if row["state"] != "done"]
     if missing and signals.number:
         raise Interrupted(

@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 
 FOLDER = Path(__file__).with_name("embedded")
+COMMIT = "COMMIT.json"
+"""What closes a checkpoint; halation.world.checkpoint, which writes it, is not imported without torch."""
 
 
 def embedded_names() -> tuple[str, ...]:
@@ -26,9 +28,27 @@ def embedded_name(folder: Path) -> str | None:
 
 
 def meant(model: str | Path) -> Path:
-    """What a person means by a path or a name: the folder that is there, or else the model of that name that comes with the package."""
+    """What a person means by a path or a name: the model in the folder of that name, or else the one that comes with the package.
+
+    A folder of that name that holds no model hides none: it is where a run puts its pictures, called after what draws them. Text with
+    a separator in it is a path; where it would be forgotten (a Path has no leading "./"), the path is made whole.
+    """
     path = Path(model).expanduser()
-    return path if path.is_dir() else embedded_folder(model) or path
+    named = embedded_folder(path)
+    if named is None:
+        return path
+    if str(model) != str(path):
+        return path.absolute()
+    return path if _holds_model(path) else named
+
+
+def _holds_model(folder: Path) -> bool:
+    """A pipeline, a checkpoint, a run that has one, or an export; told by names alone, because nothing heavy is imported for it."""
+    if any((folder / name).exists() for name in ("model_index.json", COMMIT)) or any(
+        folder.glob(f"checkpoints/*/{COMMIT}")
+    ):
+        return True
+    return (folder / "config.json").exists() and any(folder.glob("*.safetensors"))
 
 
 def portable(folder: Path) -> str:
