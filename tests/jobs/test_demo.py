@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 from benchmarks.big_folders import training_folder
 
-from halation import cli
+from halation import cli, runs
 from halation.config.demo import DemoConfig
+from halation.config.fields import as_json, fixed
 from halation.errors import Interrupted
 from halation.jobs import demo
 from halation.jobs import demo_commands as commands
@@ -84,6 +85,31 @@ def test_too_few_steps_for_a_picture_of_the_progress_are_refused(
     assert not (tmp_path / "run").exists()
 
 
+def begun(folder: Path, n_steps: int) -> DemoConfig:
+    """A demo whose training has saved, as far as its record tells."""
+    config = DemoConfig(output_dir=folder, n_steps=n_steps)
+    training = Run(commands.Places(folder=folder).training)
+    settings = cli.parse("train", commands.train_words(config)[1:])
+    training.folder.mkdir(parents=True)
+    runs.begin(training, "train", as_json(settings), fixed(settings), accept_changes=False)
+    (training.folder / "checkpoints/step_0000001").mkdir(parents=True)
+    (training.folder / "checkpoints/step_0000001/COMMIT.json").write_text("{}")
+    assert training.has_saved()
+    return config
+
+
+def test_another_number_of_steps_is_refused_in_the_demos_own_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = begun(tmp_path, 600)
+    demo.refuse_other_steps(config)
+    for number in ("50", "900"):
+        assert cli.main(["demo", "--output_dir", str(tmp_path), "--n_steps", number]) == 2
+        said = capsys.readouterr().err
+        assert f"--n_steps {number}, but {tmp_path} was begun with --n_steps 600" in said
+        assert "give --n_steps 600 to go on, or another --output_dir" in said
+
+
 # -- equal or not
 
 
@@ -118,6 +144,7 @@ def test_folders_that_lack_the_same_picture_are_not_taken_for_whole(tmp_path: Pa
 # -- processes
 
 
+@pytest.mark.faults
 def test_a_command_killed_in_the_middle_goes_on_and_ends_as_one_that_never_was(tmp_path: Path) -> None:
     config = DemoConfig(output_dir=tmp_path, progress="none")
     places = commands.Places(folder=tmp_path)
@@ -129,11 +156,12 @@ def test_a_command_killed_in_the_middle_goes_on_and_ends_as_one_that_never_was(t
         return [*said, "--height", "32", "--width", "32"]
 
     with StopSignals(ends_at_once=False) as signals:
+        # A quarter of a minute of drawing is left when the kill is due: no pause of a busy machine is that long.
         code, killed = run_command(
-            words(places.pictures, "testcard:0.4"), signals, lambda: num_drawn(places.pictures) >= 12
+            words(places.pictures, "testcard:1"), signals, lambda: num_drawn(places.pictures) >= 1
         )
         assert (code, killed) == (-signal.SIGKILL, True)
-        assert 12 <= num_drawn(places.pictures) < 32
+        assert 1 <= num_drawn(places.pictures) < 32
         assert not (places.pictures / "metadata.jsonl").exists()
         for folder in (places.pictures, places.uninterrupted):
             assert run_command(words(folder, "testcard"), signals, lambda: False) == (0, False)
@@ -191,6 +219,7 @@ def stopped(folder: Path, word: str, number: int, timeout_s: float) -> tuple[int
     return code, said.read_text()
 
 
+@pytest.mark.faults
 def test_control_c_while_the_training_starts_leaves_nothing_running(tmp_path: Path) -> None:
     code, said = stopped(tmp_path / NAME, "1/4", signal.SIGINT, 60)
     assert code == 130, said
@@ -232,7 +261,7 @@ def test_the_demo_trains_draws_through_a_kill_scores_and_writes_a_page_and_again
         "2/4",
         "3/4",
         "4/4",
-        "Killed after 1",
+        "Killed after ",
         "32 of 32 pictures are equal",
         "FD-streets",
         "prompt agreement",

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from halation.errors import Interrupted
 from halation.generation.crew import FOREIGN, ending
@@ -20,6 +20,7 @@ from halation.world.launch import PARENT
 from halation.world.signals import StopSignals, exit_code
 
 POLL_S = 0.1
+REPORT_S = 1.0
 PATIENCE_S = 60.0
 NUM_TAIL_BYTES = 64 * 1024
 NUM_TAIL_LINES = 12
@@ -49,47 +50,62 @@ def run_command(
 
     What it writes goes to `log`; of its JSON lines the newest is handed to `on_report` now and then.
     """
-    environment = {name: value for name, value in os.environ.items() if name not in (*FOREIGN, "RANK")}
-    command = [sys.executable, "-P", "-c", START, *words]
     with open(log, "wb") as file:
-        process = subprocess.Popen(
-            command,
+        process = started(words, file)
+    looked_at = 0.0
+
+    def look() -> bool:
+        nonlocal looked_at
+        if time.monotonic() - looked_at >= REPORT_S:
+            looked_at = time.monotonic()
+            report = _newest_report(log)
+            if report:
+                on_report(report)
+        return False
+
+    wait(process, signals, look, POLL_S)
+    if signals.number:
+        raise Interrupted("stopped; the same command goes on from here", exit_code(signals.number))
+    return Ended(code=process.returncode, words=_last_words(log, process.returncode))
+
+
+def started(words: Sequence[str], output: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
+    """`halation WORDS...` in a process group of its own, which ends with us; it writes to `output`, or to where we do."""
+    environment = {name: value for name, value in os.environ.items() if name not in (*FOREIGN, "RANK")}
+    # A Ctrl+C that we hand on while its Python starts would come out as a traceback: it hears no such thing before it is ready.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-c", START, *words],
             env=environment | {PARENT: str(os.getpid())},
             process_group=0,
             stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
+            stdout=output,
+            stderr=subprocess.STDOUT,
         )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def wait(process: subprocess.Popen[bytes], signals: StopSignals, look: Callable[[], bool], poll_s: float) -> bool:
+    """Wait until a command has ended, and hand on to it what stops us; SIGKILL it as soon as `look` says so, and return whether that
+    was its end."""
+    asked_at, killed = 0.0, False
     try:
-        code = _wait(process, log, signals, on_report)
+        while process.poll() is None:
+            if signals.number and not asked_at:
+                asked_at = time.monotonic()
+                with contextlib.suppress(ProcessLookupError):
+                    process.send_signal(signal.SIGINT if signals.number == signal.SIGINT else signal.SIGTERM)
+            killed = look()
+            if killed or (asked_at and (signals.urgent or time.monotonic() - asked_at > PATIENCE_S)):
+                break
+            time.sleep(poll_s)
     finally:
         if process.poll() is None:
             process.kill()
         process.wait()
-    if signals.number:
-        raise Interrupted("stopped; the same command goes on from here", exit_code(signals.number))
-    return Ended(code=code, words=_last_words(log, code))
-
-
-def _wait(
-    process: subprocess.Popen[bytes], log: Path, signals: StopSignals, on_report: Callable[[dict[str, Any]], None]
-) -> int:
-    asked_at = looked_at = 0.0
-    while (code := process.poll()) is None:
-        now = time.monotonic()
-        if signals.number and not asked_at:
-            asked_at = now
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(signal.SIGINT if signals.number == signal.SIGINT else signal.SIGTERM)
-        if asked_at and (signals.urgent or now - asked_at > PATIENCE_S):
-            process.kill()
-        if now - looked_at >= 1.0:
-            looked_at = now
-            report = _newest_report(log)
-            if report:
-                on_report(report)
-        time.sleep(POLL_S)
-    return code
+    return killed and process.returncode == -signal.SIGKILL
 
 
 def _tail(log: Path) -> list[str]:

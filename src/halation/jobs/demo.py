@@ -29,14 +29,15 @@ from halation.world import launch
 from halation.world.signals import StopSignals
 
 MAX_ROWS = 8
-KILLED_AFTER = 12
-"""Pictures in the ledger when the kill comes: three sheets of eight."""
+KILLED_AFTER = 8
+"""Pictures in the ledger when the kill comes: a quarter, so that even a fast machine has most of them to go."""
 
 
 def run(config: DemoConfig) -> int:
     """The four steps, and what they made; a command that fails, or a picture that differs, ends it with that."""
     if config.n_steps < MAX_ROWS:
         raise InputError(f"--n_steps {config.n_steps}", f"at least {MAX_ROWS} steps", "leave it out for the default")
+    refuse_other_steps(config)
     runs.make_folder(config.output_dir)
     demo = Demo(config=config, places=Places(folder=config.output_dir))
     with StopSignals(ends_at_once=False) as demo.signals:
@@ -44,6 +45,22 @@ def run(config: DemoConfig) -> int:
             demo.take(f"{number}/{len(STEPS)} {title}", step)
         _say(demo.summary())
     return 0
+
+
+def refuse_other_steps(config: DemoConfig) -> None:
+    """The training would refuse them too, in words about settings that nobody gave."""
+    training = Run(Places(folder=config.output_dir).training)
+    if not (training.config.exists() and training.has_saved()):
+        return
+    record = runs.read_record(training)
+    if record["fixed"].get("decay_steps", commands.decay_steps(config)) == commands.decay_steps(config):
+        return
+    begun = record.get("settings", {}).get("n_steps")
+    raise InputError(
+        f"--n_steps {config.n_steps}, but {config.output_dir} was begun with --n_steps {begun}",
+        "the same number: the learning rate falls over all of the steps",
+        f"give --n_steps {begun} to go on, or another --output_dir to begin anew",
+    )
 
 
 @dataclass(kw_only=True)
@@ -124,8 +141,13 @@ def generate(demo: Demo) -> None:
         )
         killed = demo.command(words, lambda: num_drawn(places.pictures) >= KILLED_AFTER)
         num_before = num_drawn(places.pictures)
-        what = "Killed" if killed else "It was faster than the kill:"
-        _tell(f"{what} after {num_before} of {NUM_PICTURES} pictures. The same command goes on:", gap=True)
+        if killed:
+            end = f"Killed after {num_before} of {NUM_PICTURES} pictures. The same command goes on:"
+        else:
+            end = (
+                f"All {num_before} pictures were there before the kill came. The same command has nothing left to draw:"
+            )
+        _tell(end, gap=True)
     else:
         _tell(f"{num_before} of {NUM_PICTURES} pictures are there from an earlier call. The same command goes on:")
     demo.command(words)

@@ -26,6 +26,7 @@ MODEL = "streets-64"
 MODEL_SIZE = 64
 NUM_PICTURES = 32
 NUM_REFERENCE = 1000
+WARMUP_STEPS = 40
 LINE_LENGTH = 100
 
 
@@ -82,8 +83,8 @@ def train_words(config: DemoConfig) -> list[str]:
         batch_size=8,
         lr=2e-3,
         betas=(0.9, 0.95),
-        warmup_steps=40,
-        decay_steps=max(1, config.n_steps - 40),
+        warmup_steps=WARMUP_STEPS,
+        decay_steps=decay_steps(config),
         ema_decay=0.98,
         ckpt_every=-(-config.n_steps // 6),
         keep_last=2,
@@ -96,12 +97,19 @@ def train_words(config: DemoConfig) -> list[str]:
     return ["train", *flags(settings, TrainConfig())]
 
 
+def decay_steps(config: DemoConfig) -> int:
+    """Over all steps but those that warm up: so the number of steps is part of what a demo is begun with."""
+    return max(1, config.n_steps - WARMUP_STEPS)
+
+
 def generate_words(config: DemoConfig, folder: Path, num_workers: int) -> list[str]:
-    """Lines and no bars, because a bar that is killed leaves a terminal without its cursor."""
+    """Lines and no bars, because a bar that is killed leaves a terminal without its cursor; one picture a sheet, so that a kill finds
+    something left to draw on a fast machine too."""
     settings = GenerateConfig(
         prompts_csv=str(Places(folder=config.output_dir).prompts),
         model_path=MODEL,
         output_dir=folder,
+        batch_size=1,
         nproc=num_workers,
         progress="plain" if config.progress in ("auto", "rich") else config.progress,
     )
