@@ -274,8 +274,11 @@ def test_captions_it_has_never_seen_are_drawn_as_they_say(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_every_job_takes_the_name(tmp_path: Path) -> None:
-    (tmp_path / "prompts.txt").write_text("A rural road\nA highway at night\n")
+def test_every_job_takes_the_name_and_says_which_words_the_model_does_not_know(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts.txt").write_text("A rural road\nA highway with a unicorn at night\n")
+    unknown = "streets-64 does not know: unicorn (in 1 of 2 prompts)"
     drawing = {"prompts": "prompts.txt", "model_path": "streets-64", "output_dir": "streets-64", "progress": "none"}
     assert halation.generate(**drawing) == 0
     rows = [json.loads(line) for line in (tmp_path / "streets-64/metadata.jsonl").read_text().splitlines()]
@@ -284,11 +287,15 @@ def test_every_job_takes_the_name(tmp_path: Path) -> None:
     assert (record["settings"]["model_path"], record["fixed"]["model name"]) == ("streets-64", "streets-64")
     next((tmp_path / "streets-64").glob("*.png")).unlink()
     assert halation.generate(**drawing) == 0, "the same command goes on in a folder of the model's name"
-    assert halation.sample(model_path="streets-64", prompts="A rural road", output_dir="samples", progress="none") == 0
+    assert capfd.readouterr().err.count(unknown) == 2
+    prompts = ["A unicorn", "A rural road"]
+    assert halation.sample(model_path="streets-64", prompts=prompts, output_dir="samples", progress="none") == 0
+    assert capfd.readouterr().err.count(unknown) == 1
     assert json.loads((tmp_path / "samples/samples.json").read_text())["checkpoint"] == "streets-64"
     report = halation.evaluate(
         model_path="streets-64", prompts="prompts.txt", reference="streets", metrics="agreement", nproc=1
     )
+    assert capfd.readouterr().err.count(unknown) == 1
     assert report["generated"]["path"] == "streets-64"
     assert report["generated"]["settings"]["num_inference_steps"] == 12
     short = {"n_steps": 1, "batch_size": 2, "sample": False, "report_to": "none", "progress": "none"}

@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from halation.generation.requests import Defaults
 from halation.generation.supervisor import Claims, Effort, Rules, Supervisor
 from halation.jobs.logs import Echo
 from halation.jobs.subject import Subject
+from halation.jobs.vocabulary import remarks
 from halation.plan import Sheets, sheets_of
 from halation.prompts import PromptFile
 from halation.runs import Run
@@ -106,6 +108,16 @@ class Session:
                 runs.publish(config, before)
             raise
         self._reopen()
+        self._remark(prompts)
+
+    def _remark(self, prompts: PromptFile) -> None:
+        """What the model cannot read of its prompts, if any are still to be drawn."""
+        counts, order = self.ledger.counts(), self.subject.order
+        if order["kind"] != "checkpoint" or counts["done"] == counts["planned"]:
+            return
+        rows = islice(prompts.rows(), self.config.num_samples or None)
+        for words in remarks(Path(order["path"]), self.subject.name, (row.prompt for row in rows)):
+            log.warning("%s", words)
 
     def _settings(self, places: Sequence[Place]) -> dict[str, Any]:
         """What a later call must not change."""

@@ -18,6 +18,7 @@ from halation.config.sample import SampleConfig
 from halation.errors import HalationError, InputError, Interrupted
 from halation.jobs.ranges import check_ranges
 from halation.jobs.train import RANGES
+from halation.jobs.vocabulary import remarks
 from halation.models.embedded import advice, embedded_names, meant, portable
 from halation.world import launch
 from halation.world.signals import exit_code
@@ -177,6 +178,9 @@ def _draw(world: World, config: SampleConfig, folder: Path) -> None:
     if recorded.get("distilled") and settings.guidance_scale != recorded["guidance_scale"] and world.first:
         words = guidance_words(settings.guidance_scale, recorded["guidance_scale"])
         sys.stderr.write(f"halation: --guidance_scale {words}\n")
+    if world.first:
+        for words in remarks(checkpoint, portable(checkpoint), settings.prompts, lengths=False):
+            sys.stderr.write(f"halation: {words}\n")
     if settings.deterministic:  # read by cuBLAS when it is first used
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.set_num_threads(settings.threads)

@@ -23,6 +23,7 @@ from halation.jobs.cast import FLAGS, cast, facts_of, rules_of, saved_reference,
 from halation.jobs.live import Live, open_live
 from halation.jobs.passes import Passes, first_size
 from halation.jobs.scored import open_generated, with_prompts
+from halation.jobs.vocabulary import remarks
 from halation.models.extractors import Extractor, open_extractor
 from halation.world.launch import computes_on
 from halation.world.ranks import World, alive, on_first
@@ -57,6 +58,10 @@ class Scoring:
             misguided = live.subject.misguided(config.guidance_scale) if config.guidance_scale is not None else ""
             if misguided and self.world.first:
                 log.warning("--guidance_scale %s", misguided)
+            if live.subject.order["kind"] == "checkpoint" and self.world.first:
+                captions = (spec.prompt for spec in live.specs)
+                for words in remarks(Path(live.subject.order["path"]), live.subject.name, captions):
+                    log.warning("%s", words)
             return live
         return generated_files(config)
 
