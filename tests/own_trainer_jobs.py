@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,7 +96,7 @@ def drawn(world: World, out: str, prompts: tuple[str, ...], step: int = 3, **opt
     sampler = RankSampler(drawer(model, spoilt, sloppy), prompts, out, 7, model=model, **options)
     samples = sampler(step)
     dist.barrier()  # the trainer's group is whole afterwards
-    return [(s.index, s.prompt, s.seed, s.state, s.file.name, s.reason, s.rank) for s in samples]
+    return [(s.index, s.prompt, s.seed, s.state, s.file and s.file.name, s.reason, s.rank) for s in samples]
 
 
 def drawn_sharded(world: World, out: str, prompts: tuple[str, ...], spoilt: str = "") -> tuple[list[Any], list[Any]]:
@@ -182,8 +183,71 @@ def drawn_slowly(world: World, out: str) -> list[str]:
         return np.zeros((2, 2, 3), np.uint8)
 
     samples = RankSampler(draw, PROMPTS[:2], out, timeout_s=30.0)(1)
-    dist.barrier()
     return [sample.state for sample in samples]
+
+
+def drawn_after_validation(world: World, out: str) -> list[tuple[Any, ...]]:
+    """One prompt, after a forward without a backward, which leaves all weights of a root's own group whole."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 12))
+    fully_shard(model, mesh=init_device_mesh("cpu", (world.size,)))
+    with torch.no_grad():
+        model(torch.ones(2, 12))
+    samples = RankSampler(drawer(model), PROMPTS[:1], out, model=model, timeout_s=20.0)(1)
+    return [(s.index, s.state, s.rank) for s in samples]
+
+
+def failing_between(world: World, out: str, step: int, nested: bool = True) -> list[tuple[str, str]]:
+    """Rank 1 fails after the first of two forwards at step 2, after the second at step 3.
+
+    Nested shards make the others wait in the second forward; the root's own stay whole, so that the others finish theirs.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 12))
+    for part in (model[1], model) if nested else (model,):
+        fully_shard(part, mesh=init_device_mesh("cpu", (world.size,)))
+    now = 1
+
+    def draw(prompt: str, generator: torch.Generator) -> torch.Tensor:
+        value = torch.zeros(1, 12)
+        for forward in (1, 2):
+            value = model(value)
+            if world.rank == 1 and now == forward + 1:
+                raise ValueError(f"not finite after forward {forward}")
+        return torch.sigmoid(value).reshape(3, 2, 2)
+
+    sampler = RankSampler(draw, PROMPTS[:2], out, model=model, timeout_s=20.0)
+    sampler(1)
+    now = step
+    return [(sample.state, sample.reason) for sample in sampler(step)]
+
+
+def hanging(world: World, out: str) -> None:
+    import time
+
+    def draw(prompt: str, generator: torch.Generator) -> np.ndarray:
+        if world.rank == 1:
+            time.sleep(3.4)
+            os._exit(0)  # the others have given up by now
+        return np.zeros((2, 2, 3), np.uint8)
+
+    RankSampler(draw, PROMPTS[:2], out, timeout_s=2.0)(1)
+
+
+def called_by_first_alone(world: World, out: str) -> None:
+    if world.rank == 0:
+        RankSampler(drawer(network()), PROMPTS, out, timeout_s=2.0)(1)
+
+
+def drawn_over_damage(world: World, out: str) -> list[str]:
+    """Rank 0 alone meets a record that is damaged."""
+    model = network()
+    sampler = RankSampler(drawer(model), PROMPTS, out, model=model, timeout_s=5.0)
+    return [sample.state for step in (1, 2) for sample in sampler(step)]
 
 
 def disagreeing(world: World, out: str) -> None:

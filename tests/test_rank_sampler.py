@@ -66,6 +66,80 @@ def test_a_step_that_is_complete_is_drawn_again_only_when_asked_or_changed(tmp_p
     assert asked[4:] == ["one", "three"]
 
 
+def test_steps_that_a_process_trained_its_way_to_are_drawn_anew_and_later_ones_forgotten(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def draw(prompt: str, generator: torch.Generator) -> np.ndarray:
+        asked.append(prompt)
+        if len(asked) == 2:
+            raise ValueError("once")
+        return PICTURE
+
+    first = RankSampler(draw, ["one"], tmp_path / "run", every=10)
+    for step in (0, 10, 20, 30):
+        first(step, loss=1.0)
+    assert len(asked) == 4
+    resumed = RankSampler(draw, ["one"], tmp_path / "run", every=10)
+    resumed(0, loss=2.0)  # complete: weights of the start are what they were
+    assert len(asked) == 4
+    again = RankSampler(draw, ["one"], tmp_path / "run", every=10)
+    again(10, loss=3.0)  # what failed is drawn; the steps after it stay
+    assert len(asked) == 5
+    lines = Metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [(row["step"], row["loss"]) for row in lines.lines()] == [(0, 1.0), (10, 3.0), (20, 1.0), (30, 1.0)]
+    for step in range(11, 21):
+        again(step, loss=4.0)
+    assert len(asked) == 6
+    assert [(row["step"], row["loss"]) for row in lines.lines()] == [(0, 1.0), (10, 3.0), (20, 4.0)]
+    assert sorted(path.name[-2:] for path in (tmp_path / "run" / "samples").iterdir()) == ["00", "10", "20"]
+    again(20, loss=5.0)
+    assert len(asked) == 6
+
+
+@pytest.mark.parametrize(
+    ("loss", "shown"), [(torch.tensor(0.5, requires_grad=True), 0.5), (np.float32(0.25), 0.25), (float("nan"), None)]
+)
+def test_a_loss_may_be_what_a_training_has_at_hand(tmp_path: Path, loss: Any, shown: float | None) -> None:
+    (sample,) = RankSampler(plain, "one", tmp_path / "run")(np.int64(3), loss=loss)
+    assert sample.file is not None
+    said = json.loads((sample.file.parent / "samples.json").read_text())
+    assert (said["step"], said["loss"]) == (3, shown)
+
+
+@pytest.mark.parametrize(
+    ("step", "loss", "words"), [(-1, None, "step -1"), (1.5, None, "step 1.5"), (1, torch.zeros(2), "not a number")]
+)
+def test_a_step_or_a_loss_that_is_none_is_refused_before_anything_is_drawn(
+    tmp_path: Path, step: Any, loss: Any, words: str
+) -> None:
+    with pytest.raises(InputError, match=words):
+        RankSampler(plain, "one", tmp_path / "run")(step, loss=loss)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_failed_picture_has_no_file_and_one_line_that_names_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def draw(prompt: str, generator: torch.Generator) -> np.ndarray:
+        raise ValueError("broken today")
+
+    (sample,) = RankSampler(draw, "one", tmp_path / "run")(5)
+    assert (sample.state, sample.file) == ("failed", None)
+    said = [record.message for record in caplog.records if record.levelname == "ERROR"]
+    assert said == ["Error during sampling on rank 0: prompt 0 'one' at step 5: ValueError: broken today"]
+
+
+def test_the_old_kind_of_shards_is_refused_by_name(tmp_path: Path) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    wrapped = torch.nn.Sequential(FullyShardedDataParallel.__new__(FullyShardedDataParallel))
+    torch.nn.Module.__init__(wrapped[0])
+    with pytest.raises(InputError, match=r"FSDP1(.|\n)*fully_shard"):
+        RankSampler(plain, "one", tmp_path / "run", model=wrapped)
+    with pytest.raises(InputError, match="FSDP1"):
+        RankSampler(plain, "one", tmp_path / "run").use(wrapped)
+
+
 def test_other_weights_are_in_place_while_it_draws_and_only_then(tmp_path: Path) -> None:
     model = torch.nn.Linear(1, 1)
     seen: list[float] = []
@@ -169,6 +243,8 @@ def test_a_picture_that_is_not_finite_is_said_so() -> None:
         ({"every": 0}, "every=0"),
         ({"seed": -1}, "seed=-1"),
         ({"prompts": [1]}, "a prompt of the type int"),
+        ({"prompts": ["caf\udce9"]}, "text that UTF-8 can hold"),
+        ({"settings": {"style": "caf\udce9"}}, "settings that are not JSON"),
         ({"settings": {"model": object}}, "settings that are not JSON"),
     ],
 )

@@ -108,6 +108,47 @@ def test_an_error_inside_a_sharded_forward_ends_all_ranks_and_names_the_culprit(
     assert "rank 1 failed: ValueError: a layer broke" in caught.value.troubles[0].message
 
 
+@pytest.mark.parametrize("nested", [True, False])
+def test_a_prompt_that_fails_between_two_sharded_forwards_ends_all_ranks_at_once(
+    ranks: RankPool, tmp_path: Path, nested: bool
+) -> None:
+    with pytest.raises(RanksFailed) as caught:
+        ranks.run(2, jobs.failing_between, str(tmp_path / "run"), 2, nested, timeout_s=60.0)
+    assert {trouble.kind for trouble in caught.value.troubles.values()} == {"RankFailure"}
+    assert "rank 1 failed after 1 of a picture's sharded forwards" in caught.value.troubles[1].message
+    assert "rank 1 failed: ValueError: not finite after forward 1" in caught.value.troubles[0].message
+
+
+def test_a_prompt_that_fails_after_the_last_sharded_forward_is_survived(ranks: RankPool, tmp_path: Path) -> None:
+    told = ranks.run(2, jobs.failing_between, str(tmp_path / "run"), 3)
+    assert told == [[("done", ""), ("failed", "ValueError: not finite after forward 2")]] * 2
+
+
+def test_shards_that_a_validation_left_whole_are_still_shards(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(2, jobs.drawn_after_validation, str(tmp_path / "run")) == [[(0, "done", 0)]] * 2
+
+
+def test_a_rank_that_hangs_in_draw_is_named_with_where_it_stands(ranks: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed) as caught:
+        ranks.run(2, jobs.hanging, str(tmp_path / "run"))
+    assert caught.value.troubles[0].kind == "RankFailure"
+    said = caught.value.troubles[0].message
+    assert "rank 1 has made no progress for 2 s in sampling step 1" in said
+    assert "time.sleep(" in said
+
+
+def test_a_rank_that_never_calls_is_missed_after_the_timeout(ranks: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed) as caught:
+        ranks.run(2, jobs.called_by_first_alone, str(tmp_path / "run"))
+    assert caught.value.troubles[0].kind == "RankFailure"
+    assert "not every rank called sampler(step) within 2 s" in caught.value.troubles[0].message
+
+
+def test_what_the_first_rank_alone_meets_costs_no_other_rank_its_time(ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": "x"}\n')
+    assert ranks.run(2, jobs.drawn_over_damage, str(tmp_path)) == [["done"] * 10] * 2
+
+
 def test_a_wrapper_whose_forward_waits_for_others_is_refused_and_nobody_waits(ranks: RankPool, tmp_path: Path) -> None:
     told = ranks.run(2, jobs.drawn_by_wrapper, str(tmp_path / "run"))
     assert all(state == "failed" and "call model.module inside of draw" in reason for state, reason in told[0])

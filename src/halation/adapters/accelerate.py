@@ -8,6 +8,7 @@ from typing import Any
 
 from accelerate import Accelerator
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from halation.rank_sampler import Draw, RankSampler
 
@@ -26,5 +27,7 @@ def rank_sampler(
     `draw` must use `accelerator.unwrap_model(model)`. Call the sampler where `accelerator.sync_gradients` is true, with the number of
     updates as the step.
     """
-    inside = accelerator.unwrap_model(model, keep_fp32_wrapper=True)
-    return RankSampler(draw, prompts, out, seed, model=[inside], **options)
+    # With its wrapper, so that a draw which calls that one by mistake is refused instead of waiting for other ranks.
+    if not isinstance(model, DistributedDataParallel):
+        model = accelerator.unwrap_model(model, keep_fp32_wrapper=True)
+    return RankSampler(draw, prompts, out, seed, model=[model], **options)

@@ -62,15 +62,27 @@ class OwnDrawing(Rounds):
         specs: Sequence[OwnSpec],
         modules: Sequence[nn.Module],
         *,
+        step: int,
         sharded: bool,
         timeout_s: float,
+        num_forwards: int | None = None,
     ) -> None:
+        """`num_forwards`: how many a whole picture takes, where an earlier drawing has told."""
         super().__init__(world, sharded=sharded, timeout_s=timeout_s, stop=lambda: 0)
         self.draw = draw
         self.company = (*specs, OwnSpec(index=-1, id="", prompt="", seed=0, settings={}))
         self.modules = tuple(modules)
+        self.step = step
+        self.num_forwards = num_forwards
         self._beat: Callable[[], None] = lambda: None
         self._begun = self._inside = 0
+
+    def draw_sheets(self, sheets: Sequence[Sheet], todo: Sequence[int], sink: Sink, label: str) -> list[Row]:
+        rows = super().draw_sheets(sheets, todo, sink, label)
+        ended = next((row for row in rows if row["state"] == "ended"), None)
+        if ended is not None:
+            raise RankFailure(f"rank {ended['rank']} failed: {ended['reason']}")
+        return rows
 
     @contextlib.contextmanager
     def _invisible(self) -> Iterator[None]:
@@ -102,7 +114,7 @@ class OwnDrawing(Rounds):
                 "the model itself, because ranks draw apart",
                 "call model.module inside of draw",
             )
-        self._begun += 1
+        self._begun += not self._inside  # parts of a forward are not forwards
         self._inside += 1
         self._beat()
 
@@ -131,17 +143,19 @@ class OwnDrawing(Rounds):
         for module in self.modules:
             module.eval()  # again: the draw before may have ended with train()
         try:
-            return as_pixels(self.draw(spec.prompt, torch.Generator(device="cpu").manual_seed(spec.seed)))
+            picture = self.draw(spec.prompt, torch.Generator(device="cpu").manual_seed(spec.seed))
+            self.num_forwards = self._begun
+            return as_pixels(picture)
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()  # training needs it next
             raise
 
     def _together(self, spec: Spec, rows: list[Row], vigil: Vigil) -> np.ndarray | None:
-        """A sharded model's picture. Peers wait inside its forwards, so an error there is everybody's; one before or after is not."""
+        """A sharded model's picture. Peers wait inside its forwards, so an error amid them is everybody's; one before or after is not."""
         try:
             return self._pixels(spec)
         except Exception as error:  # noqa: BLE001 - whatever a picture dies of
-            self._refuse_inside(error, vigil)
+            self._refuse_amid(error, vigil)
             log.debug("while sampling:\n%s", traceback.format_exc())
             self._failed(rows, f"{type(error).__name__}: {error}")
         if not self._begun:
@@ -155,24 +169,41 @@ class OwnDrawing(Rounds):
             try:
                 self._pixels(spec)
             except Exception as error:  # noqa: BLE001 - see _together
-                self._refuse_inside(error, vigil)
+                self._refuse_amid(error, vigil)
                 reason = f"{type(error).__name__}: {error}"
             if self._begun:
                 return
-        vigil.fail(reason)
+        self._end(reason, vigil)
         raise RankFailure(
             f"rank {self.world.rank} cannot make the forwards that the others wait for: no forward of `model` in draw ({reason})"
         )
 
-    def _refuse_inside(self, error: Exception, vigil: Vigil) -> None:
-        if not self._inside:
+    def _refuse_amid(self, error: Exception, vigil: Vigil) -> None:
+        """Raise where this rank owes the others forwards: inside of one, or not known to have made all of a picture's."""
+        if not self._inside and self._begun in (0, self.num_forwards):
             return
         if isinstance(error, RuntimeError) and about_peers(str(error)):
             raise RankFailure(f"a sharded forward of the samples could not be completed: {vigil.blame()}") from error
-        vigil.fail(f"{type(error).__name__}: {error}")
+        self._end(f"{type(error).__name__}: {error}", vigil)
+        where = "inside a sharded forward" if self._inside else f"after {self._begun} of a picture's sharded forwards"
         raise RankFailure(
-            f"rank {self.world.rank} failed inside a sharded forward while sampling, which no rank can survive:\n{traceback.format_exc()}"
+            f"rank {self.world.rank} failed {where} while sampling, which no rank can survive:\n{traceback.format_exc()}"
         ) from error
+
+    def _end(self, reason: str, vigil: Vigil) -> None:
+        """Leave word for those who miss this rank in a forward, and for those who only wait for its rows."""
+        vigil.fail(reason)
+        with contextlib.suppress(RuntimeError):
+            vigil.leave([{"state": "ended", "rank": self.world.rank, "reason": reason}])
+
+    def _failed(self, rows: list[Row], reason: str) -> None:
+        for row in rows:
+            what = f"prompt {row['index']} {row['prompt']!r} at step {self.step}"
+            log.error("Error during sampling on rank %d: %s: %s", self.world.rank, what, reason)
+            row |= {"state": "failed", "reason": reason}
+
+    def _pass_on(self, rows: Sequence[Row]) -> None:
+        """Ranks of one trainer write to one place as a rule: the rank that failed has said it."""
 
 
 @contextlib.contextmanager

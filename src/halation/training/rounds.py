@@ -85,9 +85,7 @@ class Rounds(ABC):
                 sink.finish()
             words = vigil.finish(rows)
         rows = [row for word in words for row in word]
-        for row in rows:
-            if row["state"] == "failed" and row["rank"] != self.world.rank:
-                log.error("Error during sampling on GPU %d: %s", row["rank"], row["reason"])
+        self._pass_on([row for row in rows if row["state"] == "failed" and row["rank"] != self.world.rank])
         return rows
 
     def _turns(self, num_sheets: int) -> Iterator[int | None]:
@@ -131,6 +129,11 @@ class Rounds(ABC):
             log.debug("while sampling:\n%s", traceback.format_exc())
             self._failed(rows, f"{type(error).__name__}: {error}")
             return None
+
+    def _pass_on(self, rows: Sequence[Row]) -> None:
+        """What failed on other ranks, into this rank's log."""
+        for row in rows:
+            log.error("Error during sampling on GPU %d: %s", row["rank"], row["reason"])
 
     def _failed(self, rows: list[Row], reason: str) -> None:
         log.error("Error during sampling on GPU %d: %s", self.world.rank, reason)
