@@ -250,6 +250,20 @@ def drawn_over_damage(world: World, out: str) -> list[str]:
     return [sample.state for step in (1, 2) for sample in sampler(step)]
 
 
+def left_behind(world: World, out: str) -> tuple[list[int], list[int]]:
+    """How many keys the trainer's store has, and how many groups torch knows, after each of four calls."""
+    model = network()
+    sampler = RankSampler(drawer(model), PROMPTS, out, model=model)
+    keys, groups = [], []
+    for step in range(1, 5):
+        sampler(step)
+        dist.barrier()
+        keys.append(dist.distributed_c10d._get_default_store().num_keys())
+        groups.append(len(dist.distributed_c10d._world.pg_map))
+        dist.barrier()
+    return keys, groups
+
+
 def disagreeing(world: World, out: str) -> None:
     RankSampler(drawer(network()), PROMPTS, out)(world.rank)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from halation import RankSampler
@@ -120,8 +121,24 @@ def test_the_transformers_trainer_draws_after_updates(tmp_path: Path) -> None:
     assert drawn_steps(tmp_path / "run") == ["step_0000000", "step_0000002", "step_0000004"]
 
 
-@pytest.mark.slow
-def test_accelerate_names_the_model_inside_its_wrapper(tmp_path: Path) -> None:
+def test_the_transformers_callback_names_the_model_and_draws_at_the_trainers_steps(tmp_path: Path) -> None:
+    from transformers import TrainerControl, TrainerState
+
+    from halation.adapters.transformers import SamplerCallback
+
+    model = Scale().train()
+    sampler = RankSampler(model.draw, PROMPTS, tmp_path / "run", every=2)
+    callback = SamplerCallback(sampler)
+    arguments: Any = None
+    callback.on_train_begin(arguments, TrainerState(global_step=0), TrainerControl(), model=model)
+    for step in (1, 2):
+        callback.on_step_end(arguments, TrainerState(global_step=step), TrainerControl(), model=model)
+    assert sampler.modules == (model,)
+    assert drawn_steps(tmp_path / "run") == ["step_0000000", "step_0000002"]
+    assert len(list((tmp_path / "run").rglob("sample_*.png"))) == 4
+
+
+def test_accelerate_names_the_model_that_it_prepared(tmp_path: Path) -> None:
     from accelerate import Accelerator
 
     from halation.adapters.accelerate import rank_sampler
@@ -132,6 +149,21 @@ def test_accelerate_names_the_model_inside_its_wrapper(tmp_path: Path) -> None:
     assert sampler.modules == (model,)
     assert [sample.seed for sample in sampler(10)] == [3, 4]
     assert sampler(11) == ()
+
+
+def test_accelerate_names_the_wrapper_too_so_that_a_draw_which_calls_it_is_refused(tmp_path: Path) -> None:
+    from accelerate import Accelerator
+
+    from halation.adapters.accelerate import rank_sampler
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(Scale())
+        sampler = rank_sampler(Accelerator(cpu=True), wrapped, wrapped.module.draw, PROMPTS, tmp_path / "run")
+        assert sampler.modules == (wrapped,)
+        assert [sample.state for sample in sampler(1)] == ["done", "done"]
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_library_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

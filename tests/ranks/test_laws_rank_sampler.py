@@ -160,6 +160,12 @@ def test_a_slow_draw_does_not_meet_the_patience_of_the_trainers_group(ranks: Ran
     assert told == [["done", "done"]] * 2
 
 
+def test_calls_leave_no_keys_in_the_trainers_store_and_make_one_group(ranks: RankPool, tmp_path: Path) -> None:
+    for keys, groups in ranks.run(2, jobs.left_behind, str(tmp_path / "run")):
+        assert len(set(keys)) == 1
+        assert len(set(groups)) == 1
+
+
 def test_ranks_that_are_at_different_steps_are_told(ranks: RankPool, tmp_path: Path) -> None:
     with pytest.raises(RanksFailed, match="rank 1 samples step 1 where rank 0 samples step 0"):
         ranks.run(2, jobs.disagreeing, str(tmp_path / "run"))
