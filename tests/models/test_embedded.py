@@ -274,6 +274,12 @@ def test_captions_it_has_never_seen_are_drawn_as_they_say(name: str) -> None:
 
 
 @pytest.mark.slow
+def test_the_example_of_the_first_page_is_drawn_as_it_says() -> None:
+    prompts = ["A rural road with two cars at night"] * 5
+    assert agreeing(drawn(subject_of("streets-64", raw=False), prompts), prompts) >= 0.9
+
+
+@pytest.mark.slow
 def test_every_job_takes_the_name_and_says_which_words_the_model_does_not_know(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
