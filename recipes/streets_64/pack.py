@@ -30,6 +30,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("export", type=Path)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--num_inference_steps", type=int, default=12)
     asked = parser.parse_args()
-    pack(asked.export, asked.folder, asked.steps)
+    pack(asked.export, asked.folder, asked.num_inference_steps)

@@ -32,7 +32,13 @@ def test_a_model_is_trained_packed_and_measured_beside_real_and_blurred_scenes(t
     call(tmp_path, "bash", str(RECIPE / "train.sh"), *small, "--sample_steps", "2", "--heldout_pictures", "2")
     packed = tmp_path / "packed"
     call(
-        tmp_path, sys.executable, str(RECIPE / "pack.py"), str(tmp_path / "run" / "export"), str(packed), "--steps", "3"
+        tmp_path,
+        sys.executable,
+        str(RECIPE / "pack.py"),
+        str(tmp_path / "run" / "export"),
+        str(packed),
+        "--num_inference_steps",
+        "3",
     )
     assert json.loads((packed / "config.json").read_text())["sampling"]["steps"] == 3
     assert (packed / "model.safetensors").stat().st_size <= 16 * 2**20
@@ -51,3 +57,34 @@ def test_a_model_is_trained_packed_and_measured_beside_real_and_blurred_scenes(t
     assert table.count("\n") == 5
     agreements = {side: metrics["agreement"]["value"] for side, metrics in report.items()}
     assert agreements["real scenes"] > 0.9 > agreements["packed"]
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_the_model_of_the_package_is_distilled_to_four_steps_and_packed(tmp_path: Path) -> None:
+    small = [
+        "--n_steps",
+        "2",
+        "--batch_size",
+        "2",
+        "--teacher_steps",
+        "4",
+        "--teacher_states",
+        "4",
+        "--trajectories",
+        "4",
+    ]
+    quiet = ["--no_sample", "--no_teacher_samples", "--dtype", "fp32"]
+    call(tmp_path, "bash", str(RECIPE / "distil.sh"), *small, *quiet)
+    packed = tmp_path / "packed"
+    call(
+        tmp_path,
+        sys.executable,
+        str(RECIPE / "pack.py"),
+        str(tmp_path / "run" / "export"),
+        str(packed),
+        "--num_inference_steps",
+        "4",
+    )
+    sampling = json.loads((packed / "config.json").read_text())["sampling"]
+    assert (sampling["steps"], sampling["sampler"], sampling["distilled"]["steps"]) == (4, "euler", 4)
