@@ -238,6 +238,14 @@ def test_a_folder_of_another_job_is_refused(run: runs.Run) -> None:
         begin(run)
 
 
+def test_a_folder_with_the_samples_of_another_trainer_is_refused(run: runs.Run) -> None:
+    runs.begin(run, "train", {"trainer": runs.OWN_TRAINER}, {}, False)
+    before = run.config.read_bytes()
+    with pytest.raises(InputError, match="holds the samples of another trainer"):
+        begin(run)
+    assert run.config.read_bytes() == before
+
+
 @pytest.mark.parametrize("text", ["", "{", '{"job": "train"', "\udcff", "null", "[]", '"train"', '{"job": "train"}'])
 def test_a_record_that_cannot_be_read_is_refused_by_name(run: runs.Run, text: str) -> None:
     run.config.write_bytes(text.encode(errors="surrogateescape"))

@@ -21,7 +21,7 @@ from torch import nn
 from halation import plan
 from halation.errors import InputError, RankFailure
 from halation.holds import announce
-from halation.runs import Metrics, Run, publish_json
+from halation.runs import OWN_TRAINER, Metrics, Run, publish_json
 from halation.training.own_drawing import Draw, OwnDrawing, OwnSpec
 from halation.training.rounds import complete, row_of
 from halation.training.sample_files import Place, Row, Writer, forget_after, publish_index
@@ -30,8 +30,6 @@ from halation.world.ranks import World, on_first
 
 log = logging.getLogger(__name__)
 
-TRAINER = "own"
-"""What the record of a run says whose loop no command of Halation's is."""
 MAX_SEED = 2**63 - 1
 
 
@@ -74,7 +72,7 @@ class _Settings:
         ]
 
     def as_json(self) -> dict[str, Any]:
-        own = {"trainer": TRAINER, "prompts": self.prompts, "seed": self.seed, "same_seed": self.same_seed}
+        own = {"trainer": OWN_TRAINER, "prompts": self.prompts, "seed": self.seed, "same_seed": self.same_seed}
         return self.given | own
 
 
@@ -340,7 +338,7 @@ def _check_folder(run: Run) -> None:
     except ValueError:
         record = None
     settings = record.get("settings") if isinstance(record, dict) else None
-    if not isinstance(settings, dict) or settings.get("trainer") != TRAINER:
+    if not isinstance(settings, dict) or settings.get("trainer") != OWN_TRAINER:
         raise InputError(
             f"{run.config} belongs to something else",
             "a folder of the sampler's own",

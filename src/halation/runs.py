@@ -18,6 +18,8 @@ from halation.faults import fault_point
 
 CONFIG_FILE = "config.json"
 METRICS_FILE = "metrics.jsonl"
+OWN_TRAINER = "own"
+"""What the record of a run says under `trainer` whose loop no command of Halation's is."""
 _num_temporaries = itertools.count()
 
 
@@ -203,6 +205,13 @@ def begin(
         publish_json(run.config, {"job": job, "settings": dict(settings), "fixed": dict(fixed), "changes": []})
         return True
     record = read_record(run)
+    settings_there = record.get("settings")
+    if isinstance(settings_there, dict) and settings_there.get("trainer") == OWN_TRAINER:
+        raise InputError(
+            f"{run.folder} holds the samples of another trainer, drawn by a RankSampler",
+            f"a `{job}` run or an empty folder",
+            "choose another --output_dir",
+        )
     if record.get("job") != job:
         raise InputError(
             f"{run.folder} holds a `{record.get('job')}` run",

@@ -15,7 +15,7 @@ from halation.gallery.sample_steps import STEP_FOLDER, Cell, SampleSteps, Step
 from halation.gallery.states import State, state_of
 from halation.gallery.tail import Stamp, damage_of, first_line, is_count, last_lines, read_object, read_record, stamp_of
 from halation.holds import ENDED_FILE, OWNER_FILE
-from halation.runs import CONFIG_FILE, METRICS_FILE
+from halation.runs import CONFIG_FILE, METRICS_FILE, OWN_TRAINER
 
 KEY = re.compile(r"(?:s(\d{1,15})\.(\d{1,6})(\.raw)?|t\.(\d{1,6}))")
 Column = tuple[str, int, int]
@@ -317,6 +317,6 @@ def _subject(kind: str, settings: Mapping[str, Any], last: Callable[[str], str])
     if settings.get("model_path"):
         return f"adapters on {last('model_path')}" if settings.get("lora_rank") else last("model_path")
     model = last("model")
-    if settings.get("trainer") == "own":  # a loop that is not Halation's, see rank_sampler.py
+    if settings.get("trainer") == OWN_TRAINER:
         return model or "a trainer of one's own"
     return f"{model} DiT" if model else ""
