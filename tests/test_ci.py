@@ -100,7 +100,7 @@ def test_a_failure_that_may_be_a_pause_of_the_machine_has_its_second_run_within_
 
 
 def test_where_something_failed_the_run_ends_before_the_cap_and_it_has_its_second_run(tmp_path: Path) -> None:
-    result = capped(tmp_path, PAUSES + HANGS, cap_s=50, by=f"'{FAST}'", reserve_s=49.5)
+    result = capped(tmp_path, PAUSES + HANGS, cap_s=50, by=f"'{FAST}'", reserve_s=60)
     assert result.returncode == 0, result.stdout
     assert "stopped before the cap" in result.stdout
     assert "RACY: test_laws.py::test_c failed, then passed alone" in result.stdout

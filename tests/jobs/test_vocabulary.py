@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from halation.generation.crew import Place
 from halation.generation.ledger import LEDGER_FILE, Ledger
 from halation.jobs import generate
 from halation.jobs.generation import Session
+from halation.jobs.logs import Echo
 from halation.jobs.subject import subject_of
 from halation.jobs.vocabulary import MOST_PROMPTS, remarks
 from halation.models.embedded import FOLDER
@@ -97,3 +99,17 @@ def test_generate_says_it_before_a_worker_starts_and_keeps_it_in_its_log(
     for text in (capsys.readouterr().err, (tmp_path / "logs/generate.log").read_text()):
         assert text.count("does not know") == bool(expected)
         assert expected in text
+
+
+def test_a_warning_is_told_once_also_after_a_job_of_this_process_left_its_echo(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logger, left = logging.getLogger("halation"), Echo()
+    logger.addHandler(left)
+    try:
+        with generate.logging_to(tmp_path):
+            logger.warning("no room")
+        assert left in logger.handlers
+    finally:
+        logger.removeHandler(left)
+    assert capsys.readouterr().err == "halation: no room\n"

@@ -290,17 +290,15 @@ def run_rank(config: EvaluateConfig) -> dict[str, Any]:
     """One rank; the first leaves the report in --output and returns it."""
     launch.die_with_parent()
     from halation.jobs.assembly import joined
-    from halation.jobs.logs import Echo
+    from halation.jobs.logs import Echo, alone
     from halation.jobs.scoring import Scoring
 
     world = joined(config.gpu_ids, config.oversubscribe, config.dist_timeout_s, config.threads)
-    logger = logging.getLogger("halation")
     logging.getLogger("transformers").setLevel(logging.ERROR)  # it recommends torchvision, which nothing here needs
     echo = Echo()
     with world.leaving_together(), contextlib.ExitStack() as stack:
         if world.first:
-            logger.addHandler(echo)
-            stack.callback(logger.removeHandler, echo)
+            stack.enter_context(alone(echo))
         report = Scoring(world, config, cache_of(config)).run()
         if world.first and config.output is not None:
             runs.publish_json(config.output, report)

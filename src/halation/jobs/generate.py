@@ -22,7 +22,7 @@ from halation.generation.crew import Crew, LocalCrew, Place
 from halation.generation.ledger import LEDGER_FILE, Ledger
 from halation.jobs import cluster
 from halation.jobs.generation import Session, sweep
-from halation.jobs.logs import Echo
+from halation.jobs.logs import Echo, alone
 from halation.jobs.ranges import check_ranges
 from halation.jobs.subject import Subject, subject_of
 from halation.prompts import PromptFile
@@ -202,12 +202,11 @@ def logging_to(folder: Path) -> Iterator[Echo]:
     logger.setLevel(logging.INFO)
     logger.propagate = False
     logger.addHandler(file)
-    logger.addHandler(echo)
     try:
-        yield echo
+        with alone(echo):
+            yield echo
     finally:
-        for handler in (file, echo):
-            logger.removeHandler(handler)
-            handler.close()
+        logger.removeHandler(file)
+        file.close()
         logger.setLevel(level)
         logger.propagate = propagate

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 
@@ -20,6 +21,22 @@ class Echo(logging.Handler):
             self.say(record.getMessage())
         else:  # before the bar and after it: a damaged checkpoint is found then
             sys.stderr.write(f"halation: {record.getMessage()}\n")
+
+
+@contextlib.contextmanager
+def alone(echo: Echo) -> Iterator[None]:
+    """This one speaks to the person, and not also one that an earlier job of this process left behind."""
+    logger = logging.getLogger("halation")
+    before = [handler for handler in logger.handlers if isinstance(handler, Echo)]
+    for handler in before:
+        logger.removeHandler(handler)
+    logger.addHandler(echo)
+    try:
+        yield
+    finally:
+        logger.removeHandler(echo)
+        for handler in before:
+            logger.addHandler(handler)
 
 
 def set_up(folder: Path, rank: int) -> Echo:
