@@ -25,21 +25,18 @@ def call(folder: Path, *words: str) -> str:
     return done.stdout
 
 
+def packed_by_the_recipe(folder: Path, num_steps: int) -> Path:
+    words = [str(RECIPE / "pack.py"), str(folder / "run" / "export"), str(folder / "packed")]
+    call(folder, sys.executable, *words, "--num_inference_steps", str(num_steps))
+    return folder / "packed"
+
+
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_a_model_is_trained_packed_and_measured_beside_real_and_blurred_scenes(tmp_path: Path) -> None:
     small = ["--n_steps", "2", "--batch_size", "2", "--no_compile", "--dtype", "fp32", "--num_workers", "0"]
     call(tmp_path, "bash", str(RECIPE / "train.sh"), *small, "--sample_steps", "2", "--heldout_pictures", "2")
-    packed = tmp_path / "packed"
-    call(
-        tmp_path,
-        sys.executable,
-        str(RECIPE / "pack.py"),
-        str(tmp_path / "run" / "export"),
-        str(packed),
-        "--num_inference_steps",
-        "3",
-    )
+    packed = packed_by_the_recipe(tmp_path, num_steps=3)
     assert json.loads((packed / "config.json").read_text())["sampling"]["steps"] == 3
     assert (packed / "model.safetensors").stat().st_size <= 16 * 2**20
     measure = [
@@ -76,15 +73,6 @@ def test_the_model_of_the_package_is_distilled_to_four_steps_and_packed(tmp_path
     ]
     quiet = ["--no_sample", "--no_teacher_samples", "--dtype", "fp32"]
     call(tmp_path, "bash", str(RECIPE / "distil.sh"), *small, *quiet)
-    packed = tmp_path / "packed"
-    call(
-        tmp_path,
-        sys.executable,
-        str(RECIPE / "pack.py"),
-        str(tmp_path / "run" / "export"),
-        str(packed),
-        "--num_inference_steps",
-        "4",
-    )
+    packed = packed_by_the_recipe(tmp_path, num_steps=4)
     sampling = json.loads((packed / "config.json").read_text())["sampling"]
     assert (sampling["steps"], sampling["sampler"], sampling["distilled"]["steps"]) == (4, "euler", 4)
