@@ -18,6 +18,8 @@ from halation.faults import fault_point
 
 CONFIG_FILE = "config.json"
 METRICS_FILE = "metrics.jsonl"
+COMMIT = "COMMIT.json"
+"""Written last into a checkpoint: without it there is none."""
 OWN_TRAINER = "own"
 """What the record of a run says under `trainer` whose loop no command of Halation's is."""
 _num_temporaries = itertools.count()

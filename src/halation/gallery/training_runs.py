@@ -15,7 +15,7 @@ from halation.gallery.sample_steps import STEP_FOLDER, Cell, SampleSteps, Step
 from halation.gallery.states import State, state_of
 from halation.gallery.tail import Stamp, damage_of, first_line, is_count, last_lines, read_object, read_record, stamp_of
 from halation.holds import ENDED_FILE, OWNER_FILE
-from halation.runs import CONFIG_FILE, METRICS_FILE, OWN_TRAINER
+from halation.runs import COMMIT, CONFIG_FILE, METRICS_FILE, OWN_TRAINER
 
 KEY = re.compile(r"(?:s(\d{1,15})\.(\d{1,6})(\.raw)?|t\.(\d{1,6}))")
 Column = tuple[str, int, int]
@@ -92,7 +92,7 @@ class TrainingRun:
             step = STEP_FOLDER.fullmatch(path.name)
             if step:
                 known = self._checkpoints.get(path.name)
-                kind = known["kind"] if known else str(read_object(path / "COMMIT.json", self.folder).get("kind") or "")
+                kind = known["kind"] if known else str(read_object(path / COMMIT, self.folder).get("kind") or "")
                 found[path.name] = {"step": int(step[1]), "kind": kind}
         changed = found != self._checkpoints
         self._checkpoints = found

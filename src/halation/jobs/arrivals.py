@@ -19,9 +19,9 @@ from pathlib import Path
 from halation.errors import InputError
 from halation.generation.identity import EXPORT_FILE
 from halation.models.pipeline_files import check_safetensors
-from halation.runs import sync_folder
+from halation.runs import COMMIT, sync_folder
 
-COMMIT, MODEL_INDEX = "COMMIT.json", "model_index.json"
+MODEL_INDEX = "model_index.json"
 UNLINKABLE = (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.EACCES)
 
 

@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from halation.models.embedded import COMMIT
+from halation.runs import COMMIT
 
 if TYPE_CHECKING:
     from halation.models.text import WordTokenizer

@@ -6,9 +6,9 @@ import difflib
 import re
 from pathlib import Path
 
+from halation.runs import COMMIT
+
 FOLDER = Path(__file__).with_name("embedded")
-COMMIT = "COMMIT.json"
-"""What closes a checkpoint; halation.world.checkpoint, which writes it, is not imported without torch."""
 
 
 def embedded_names() -> tuple[str, ...]:

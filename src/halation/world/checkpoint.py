@@ -27,7 +27,7 @@ from torch import Tensor
 
 from halation.errors import HalationError, RankFailure
 from halation.faults import fault_point
-from halation.runs import publish, publish_json, sync_folder
+from halation.runs import COMMIT, publish, publish_json, sync_folder
 from halation.world import tensor_files
 from halation.world.engines import Piece
 from halation.world.host_copies import HostCopies
@@ -35,7 +35,6 @@ from halation.world.ranks import World
 
 log = logging.getLogger(__name__)
 
-COMMIT = "COMMIT.json"
 POLL_S = 0.02
 AGAIN_S = 0.2
 HURRY_S = 3.0
