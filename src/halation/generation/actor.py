@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from halation.errors import HalationError, InputError
-from halation.generation.crew import FOREIGN
 from halation.generation.easel import Easel
 from halation.generation.tasks import Task
 from halation.generation.worker import DEPTH, Hand
 from halation.generation.writer import Parcel
+from halation.world.launch import FOREIGN
 
 CALLS_AT_ONCE = DEPTH + 4
 """Sheets, and the short calls that must not wait behind them."""

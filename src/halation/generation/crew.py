@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import queue
-import signal
 import socket
 import subprocess
 import sys
@@ -23,19 +22,9 @@ from typing import Any, Protocol
 
 from halation.generation.tasks import Event, Task
 from halation.specs import Spec
-from halation.world.launch import PARENT
+from halation.world.launch import FOREIGN, PARENT, ending
 
 GRACE_S = 5.0
-# A worker is alone in its world, whoever started its parent.
-FOREIGN = (
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "TORCHELASTIC_RUN_ID",
-)
 
 
 class Crew(Protocol):
@@ -210,11 +199,3 @@ class LocalCrew:
         for post in self._posts.values():
             post.close()
         self._posts.clear()
-
-
-def ending(code: int) -> str:
-    """How a process ended, in words."""
-    if code >= 0:
-        return f"ended with exit code {code}"
-    words = f"was killed by signal {-code} ({signal.Signals(-code).name})"
-    return f"{words}; where nobody sent it, the machine ran out of memory" if code == -signal.SIGKILL else words

@@ -12,11 +12,10 @@ from typing import Any, Protocol
 
 from halation.errors import HalationError, InputError
 from halation.faults import fault_point
-from halation.models.painting import REHEARSING, Frames, NotFinite, PaintError, Painting
+from halation.models.painting import REHEARSING, Frames, NotFinite, OnStep, PaintError, Painting
 from halation.specs import Sheet, Spec
 
 log = logging.getLogger(__name__)
-OnStep = Callable[[], None]
 
 
 class Model(Protocol):

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from halation.errors import InputError
-from halation.generation.painter import OnStep
-from halation.models.painting import Frames, Painting
+from halation.models.painting import Frames, OnStep, Painting
 from halation.specs import Spec
 
 NAME = "testcard"

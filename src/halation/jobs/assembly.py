@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,29 +31,14 @@ from halation.models.embedded import advice, embedded_names, meant
 from halation.training.loop import StepSettings
 from halation.training.sampling import SampleSettings
 from halation.training.trackers import Progress
-from halation.world import launch
 from halation.world.engines import EngineSettings
 from halation.world.launch import computes_on
-from halation.world.ranks import Vigil, World, join, on_first
+from halation.world.ranks import Vigil, World, on_first
 
 log = logging.getLogger(__name__)
 
 NUM_DEFAULT_PROMPTS = 8
 PATIENCE_S = 2.0
-
-
-def joined(gpu_ids: Sequence[int], oversubscribe: bool, timeout_s: float, threads: int) -> World:
-    """Join the world on this rank's device, with a fixed number of CPU threads."""
-    torch.set_num_threads(threads)
-    place = os.environ.get(launch.DEVICE)
-    if place is None:
-        local = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
-        if not gpu_ids and "LOCAL_RANK" not in os.environ and launch.num_gpus() == 1:
-            return join(torch.device("cuda:0"), timeout_s)  # the scheduler shows each task its own GPU
-        count = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", "0"))) or local + 1
-        places = launch.devices(max(count, local + 1), gpu_ids, oversubscribe)
-        place = places[local]
-    return join(torch.device(place), timeout_s)
 
 
 def confirm_device(world: World, config: TrainConfig, run: runs.Run, space: Space) -> None:

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from halation.errors import Interrupted
-from halation.generation.crew import FOREIGN, ending
-from halation.world.launch import PARENT
+from halation.world.launch import FOREIGN, PARENT, ending
 from halation.world.signals import StopSignals, exit_code
 
 POLL_S = 0.1

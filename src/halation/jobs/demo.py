@@ -16,7 +16,6 @@ from halation import runs
 from halation.config.demo import DemoConfig
 from halation.data.streets import DRIVING_PROMPTS
 from halation.errors import HalationError, InputError
-from halation.generation.crew import ending
 from halation.generation.results import METADATA_FILE
 from halation.jobs import demo_commands as commands
 from halation.jobs.demo_commands import LINE_LENGTH, MODEL, NUM_PICTURES, NUM_REFERENCE, Places, written
@@ -26,6 +25,7 @@ from halation.pictures import progress_figure
 from halation.png import encode_png, read_png
 from halation.runs import Metrics, Run, publish
 from halation.world import launch
+from halation.world.launch import ending
 from halation.world.signals import StopSignals
 
 MAX_ROWS = 8

@@ -289,9 +289,9 @@ def read_config(path: Path) -> EvaluateConfig:
 def run_rank(config: EvaluateConfig) -> dict[str, Any]:
     """One rank; the first leaves the report in --output and returns it."""
     launch.die_with_parent()
-    from halation.jobs.assembly import joined
     from halation.jobs.logs import Echo, alone
     from halation.jobs.scoring import Scoring
+    from halation.world.ranks import joined
 
     world = joined(config.gpu_ids, config.oversubscribe, config.dist_timeout_s, config.threads)
     logging.getLogger("transformers").setLevel(logging.ERROR)  # it recommends torchvision, which nothing here needs

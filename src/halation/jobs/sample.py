@@ -136,8 +136,7 @@ def from_json(values: dict[str, Any]) -> SampleConfig:
 def run_rank(config: SampleConfig, held: bool = False) -> None:
     """One rank; under torchrun or srun, where no parent did it, rank 0 also holds the folder."""
     launch.die_with_parent()
-    from halation.jobs.assembly import joined
-    from halation.world.ranks import on_first
+    from halation.world.ranks import joined, on_first
 
     world = joined(config.gpu_ids, config.oversubscribe, config.dist_timeout_s, max(1, config.threads))
     with world.leaving_together(), contextlib.ExitStack() as stack:

@@ -18,14 +18,13 @@ from halation.config.distill import DistillConfig
 from halation.errors import HalationError, InputError, Interrupted, RankFailure, refused_by_system
 from halation.jobs.assembly import bar
 from halation.jobs.models import load_denoiser
-from halation.models.base import Denoiser
+from halation.models.base import AUTOCAST, Denoiser
 from halation.models.compiling import compile_units
 from halation.models.denoiser import DiTDenoiser
 from halation.models.teacher import Teacher, spread_by_layers
 from halation.runs import publish_json
 from halation.training import lessons
 from halation.training.batches import Items
-from halation.training.loop import AUTOCAST
 from halation.training.sample_files import Place, is_drawn
 from halation.training.sampling import Drawing, SampleSettings
 from halation.world.engines import Fsdp

@@ -199,8 +199,8 @@ def run_rank(config: TrainConfig, held: bool = False, job: str = "train", begin:
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     launch.die_with_parent()
-    from halation.jobs.assembly import joined
     from halation.jobs.session import Session
+    from halation.world.ranks import joined
 
     world = joined(config.gpu_ids, config.oversubscribe, config.dist_timeout_s, config.threads)
     alone = held or launch.RENDEZVOUS in os.environ

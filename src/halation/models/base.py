@@ -21,6 +21,9 @@ does not depend on its neighbours'. Text has `tokens` (int64) and `mask` (bool, 
 Guides = Literal["pair", "embedded", "none"]
 """How a family does guidance: by a null branch, by a number that its module reads, or not at all."""
 
+AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""The type that a dtype's name autocasts to; None for no autocast."""
+
 OWN = "own"
 """Instead of the name of a sampler: the pipeline's own scheduler."""
 

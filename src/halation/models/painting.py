@@ -14,6 +14,8 @@ from halation.errors import HalationError
 Frames = npt.NDArray[np.uint8]
 """One picture or video: uint8, (frames, height, width, 3)."""
 
+OnStep = Callable[[], None]
+"""Called after each step of the solver."""
 
 REHEARSING: ContextVar[bool] = ContextVar("rehearsing", default=False)
 """True while a painter tries whether a shape fits: nothing is compiled or recorded for good."""

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from halation.errors import HalationError
 from halation.faults import fault_point
 from halation.flow.ema import Ema
+from halation.models.base import AUTOCAST
 from halation.world.engines import Engine
 from halation.world.ranks import World
 
-AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 MAX_SKIPPED = 20
 
 

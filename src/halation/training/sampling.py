@@ -16,9 +16,8 @@ from halation import plan
 from halation.errors import RankFailure
 from halation.faults import fault_point
 from halation.models import draw
-from halation.models.base import Denoiser, Inputs, Solver
+from halation.models.base import AUTOCAST, Denoiser, Inputs, Solver
 from halation.specs import Sheet, Spec
-from halation.training.loop import AUTOCAST
 from halation.training.rounds import Rounds, Shares, Sink, complete, row_of
 from halation.training.sample_files import Place, Row, Writer
 from halation.world.launch import about_peers

@@ -43,6 +43,17 @@ TOLD = (
 )  # ends that a rank's own code has words for
 PR_SET_PDEATHSIG = 1
 
+# Not for a child process that is alone in its world: the variables of whatever launched its parent.
+FOREIGN = (
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
+)
+
 
 def launched() -> bool:
     """Whether this process is already a rank of somebody's world (ours, torchrun's or srun's)."""
@@ -290,14 +301,8 @@ class Launcher:
         silent = [rank for rank in failed if rank not in {error.rank for error in errors}]
         if silent:
             code = self.ranks[silent[0]].returncode
-            why = (
-                f"was killed by signal {-code} ({signal.Signals(-code).name})"
-                if code < 0
-                else f"ended with exit code {code}"
-            )
-            if code == -signal.SIGKILL:
-                why += "; where nobody sent it, the machine ran out of memory"
-            return RankError(rank=silent[0], kind="Killed", message=f"rank {silent[0]} {why}", exit_code=1, time=0.0)
+            message = f"rank {silent[0]} {ending(code)}"
+            return RankError(rank=silent[0], kind="Killed", message=message, exit_code=1, time=0.0)
         return min(errors, key=lambda error: (_misses_a_peer(error), error.kind == "RankFailure", error.time))
 
     def _codes(self) -> list[int]:
@@ -327,6 +332,14 @@ class Launcher:
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self.signals.append(number)
+
+
+def ending(code: int) -> str:
+    """How a process ended, in words."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    words = f"was killed by signal {-code} ({signal.Signals(-code).name})"
+    return f"{words}; where nobody sent it, the machine ran out of memory" if code == -signal.SIGKILL else words
 
 
 def about_peers(message: str) -> bool:

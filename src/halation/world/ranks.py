@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import timedelta
@@ -100,6 +100,20 @@ class World:
     def close(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def joined(gpu_ids: Sequence[int], oversubscribe: bool, timeout_s: float, threads: int) -> World:
+    """Join the world on this rank's device, with a fixed number of CPU threads."""
+    torch.set_num_threads(threads)
+    place = os.environ.get(launch.DEVICE)
+    if place is None:
+        local = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
+        if not gpu_ids and "LOCAL_RANK" not in os.environ and launch.num_gpus() == 1:
+            return join(torch.device("cuda:0"), timeout_s)  # the scheduler shows each task its own GPU
+        count = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", "0"))) or local + 1
+        places = launch.devices(max(count, local + 1), gpu_ids, oversubscribe)
+        place = places[local]
+    return join(torch.device(place), timeout_s)
 
 
 def join(device: torch.device | None = None, timeout_s: float = 600.0) -> World:
