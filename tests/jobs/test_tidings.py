@@ -6,7 +6,7 @@ import pytest
 
 from halation.config.train import TrainConfig
 from halation.jobs.tidings import adapted, in_words
-from halation.training.trackers import Progress
+from halation.step_progress import Progress
 
 
 def test_a_run_of_adapters_says_what_is_trained_beside_what_there_is() -> None:

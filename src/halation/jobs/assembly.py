@@ -28,9 +28,9 @@ from halation.models.base import OWN, Habits
 from halation.models.denoiser import DiTDenoiser, new_dit
 from halation.models.dit import SIZES
 from halation.models.embedded import advice, embedded_names, meant
+from halation.step_progress import Progress
 from halation.training.loop import StepSettings
 from halation.training.sampling import SampleSettings
-from halation.training.trackers import Progress
 from halation.world.engines import EngineSettings
 from halation.world.launch import computes_on
 from halation.world.ranks import Vigil, World, on_first

@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from halation import png, runs
+from halation import png, runs, step_progress
 from halation.config.fields import as_json, fixed
 from halation.config.generate import GenerateConfig
 from halation.errors import InputError, Interrupted
@@ -30,7 +30,6 @@ from halation.jobs.vocabulary import remarks
 from halation.plan import Sheets, sheets_of
 from halation.prompts import PromptFile
 from halation.runs import Run
-from halation.training import trackers
 from halation.world.signals import StopSignals, exit_code
 
 log = logging.getLogger(__name__)
@@ -172,7 +171,7 @@ class Session:
 
     def _verified(self) -> list[results.Damage]:
         num_done = self.ledger.counts()["done"]
-        with trackers.Progress(self.config.progress, num_done, 0, "checking") as bar:
+        with step_progress.Progress(self.config.progress, num_done, 0, "checking") as bar:
             self.echo.say = bar.say
             try:
                 return results.verify(

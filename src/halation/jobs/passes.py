@@ -22,7 +22,7 @@ from halation.jobs.cast import Cast, embedding, facts_of, side_of
 from halation.jobs.live import Live
 from halation.models.extractors import Extractor
 from halation.runs import publish_json, read_json
-from halation.training.trackers import Progress
+from halation.step_progress import Progress
 from halation.world.ranks import Vigil, World
 from halation.world.signals import exit_code
 

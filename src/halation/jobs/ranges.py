@@ -8,6 +8,11 @@ from typing import Any
 
 from halation.errors import InputError
 
+AT_LEAST_0 = (0, sys.float_info.max)
+ABOVE_0 = (sys.float_info.min, sys.float_info.max)
+SEEDS = (0, 2**63 - 2**32)
+"""Every image of a run adds its index to the seed."""
+
 
 def check_ranges(config: Any, ranges: dict[str, tuple[float, float]]) -> None:
     """Refuse numbers that nothing below could work with; one that is not a number is in no range."""

@@ -16,8 +16,7 @@ from halation import holds, runs
 from halation.config.fields import as_json
 from halation.config.sample import SampleConfig
 from halation.errors import HalationError, InputError, Interrupted
-from halation.jobs.ranges import check_ranges
-from halation.jobs.train import RANGES
+from halation.jobs.ranges import ABOVE_0, AT_LEAST_0, SEEDS, check_ranges
 from halation.jobs.vocabulary import remarks
 from halation.models.embedded import advice, embedded_names, meant, portable
 from halation.world import launch
@@ -29,9 +28,9 @@ if TYPE_CHECKING:
 # 0, and -1 where 0 has a meaning, stand for what the run used.
 SAMPLE_RANGES = {
     **dict.fromkeys(("sample_steps", "batch_size", "threads"), (0, math.inf)),
-    "guidance_scale": (-1, RANGES["guidance_scale"][1]),
-    "sample_seed": (-1, RANGES["sample_seed"][1]),
-    "dist_timeout_s": RANGES["dist_timeout_s"],
+    "guidance_scale": (-1, AT_LEAST_0[1]),
+    "sample_seed": (-1, SEEDS[1]),
+    "dist_timeout_s": ABOVE_0,
 }
 
 
@@ -162,9 +161,9 @@ def _draw(world: World, config: SampleConfig, folder: Path) -> None:
     from halation.jobs.models import load_denoiser, sampling_of
     from halation.jobs.subject import distilled_steps, few_steps_words, guidance_words
     from halation.models.compiling import compile_units
+    from halation.step_progress import Progress
     from halation.training.sample_files import Place, publish_index
     from halation.training.sampling import Drawing, SampleSettings
-    from halation.training.trackers import Progress
     from halation.world.signals import StopSignals
 
     checkpoint = Path(config.checkpoint)

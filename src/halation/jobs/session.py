@@ -28,6 +28,7 @@ from halation.jobs import appraisal, assembly, exporting, finetuning, fitting, l
 from halation.jobs.duties import Duties
 from halation.jobs.task import Task
 from halation.models.compiling import compile_units
+from halation.step_progress import Progress
 from halation.training import batches, sample_files, state, trackers
 from halation.training.cadence import Cadence
 from halation.training.loop import Position, StepReport, train_steps
@@ -159,7 +160,7 @@ class Session:
             name = config.run_name or self.folder.folder.resolve().name
             self.trackers = trackers.open_trackers(names, self.folder.folder, name, as_json(config), self.position.step)
         kind = config.progress if world.first else "none"
-        with StopSignals() as signals, trackers.Progress(kind, config.n_steps, self.position.step) as progress:
+        with StopSignals() as signals, Progress(kind, config.n_steps, self.position.step) as progress:
             self.echo.say = progress.say
             self.progress = progress
             self.signals = signals

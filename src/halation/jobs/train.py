@@ -21,7 +21,7 @@ from halation.config.train import TrainConfig
 from halation.errors import InputError
 from halation.generation.identity import fingerprint
 from halation.jobs import finetuning
-from halation.jobs.ranges import check_ranges
+from halation.jobs.ranges import ABOVE_0, AT_LEAST_0, SEEDS, check_ranges
 from halation.prompts import from_flags
 from halation.runs import Run
 from halation.training.trackers import check as check_trackers
@@ -136,9 +136,9 @@ RANGES: dict[str, tuple[float, float]] = {
         ("ckpt_every", "ckpt_latest_every", "keep_last", "num_register_tokens", "patch_size"), (0, math.inf)
     ),
     **dict.fromkeys(("heldout_pictures", "warmup_steps", "decay_steps", "num_workers", "max_restarts"), (0, math.inf)),
-    **dict.fromkeys(("weight_decay", "grad_clip", "guidance_scale", "sample_timeout_s"), (0, sys.float_info.max)),
-    **dict.fromkeys(("lr", "time_shift", "dist_timeout_s"), (sys.float_info.min, sys.float_info.max)),
-    **dict.fromkeys(("seed", "sample_seed"), (0, 2**63 - 2**32)),
+    **dict.fromkeys(("weight_decay", "grad_clip", "guidance_scale", "sample_timeout_s"), AT_LEAST_0),
+    **dict.fromkeys(("lr", "time_shift", "dist_timeout_s"), ABOVE_0),
+    **dict.fromkeys(("seed", "sample_seed"), SEEDS),
     "caption_dropout": (0, 1),
     "ema_decay": (0, math.nextafter(1, 0)),
     "betas": (0, math.nextafter(1, 0)),
