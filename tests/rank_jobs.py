@@ -52,9 +52,10 @@ def distill(world: Any, config: Any) -> None:
     _let_libraries_be_old()
     from halation.jobs import distill as job
     from halation.jobs import train
+    from halation.jobs.distilling import Distillation
     from halation.jobs.session import Session
 
-    with train._hold(config, world, False, "distill", job.begin), Session(world, config) as session:
+    with train._hold(config, world, False, "distill", job.begin), Session(world, config, Distillation) as session:
         session.run()
 
 

@@ -22,7 +22,8 @@ from halation.data.streets import Streets
 from halation.flow.noise import training_draw
 from halation.models.denoiser import DiTDenoiser, new_dit
 from halation.training import lessons
-from halation.training.batches import Items, LessonPreparer, NoisePreparer, Preparer, on_device, positions
+from halation.training.batches import Preparer, on_device, positions
+from halation.training.lesson_batches import Items, LessonPreparer, NoisePreparer
 from halation.training.loop import Rows
 
 

@@ -23,7 +23,7 @@ from halation.models.base import Condition
 from halation.models.denoiser import DiTDenoiser, new_dit
 from halation.models.teacher import Teacher
 from halation.training import lessons
-from halation.training.batches import Items
+from halation.training.lesson_batches import Items
 from halation.training.lesson_plan import Plan, taught
 
 CPU = torch.device("cpu")

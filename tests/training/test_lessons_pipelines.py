@@ -16,7 +16,7 @@ from halation.models.student_config import StudentConfig
 from halation.models.students import open_student
 from halation.models.teacher import Teacher
 from halation.specs import Sheet, Spec
-from halation.training.batches import Items
+from halation.training.lesson_batches import Items
 from halation.training.lesson_plan import Plan
 
 CPU = torch.device("cpu")

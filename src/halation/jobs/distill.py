@@ -44,7 +44,7 @@ NOT_HERE = {
 
 def run(config: DistillConfig) -> int:
     """Distil, on ranks that are already there or on ranks started here. Exit code 0 when the last step is saved."""
-    return train.start(resolved(config), "distill", begin)
+    return train.start(resolved(config), "distill", begin, run_rank)
 
 
 def read_config(path: Path) -> DistillConfig:
@@ -52,8 +52,11 @@ def read_config(path: Path) -> DistillConfig:
     return train.read_config(path, DistillConfig)
 
 
-def run_rank(config: DistillConfig) -> None:
-    train.run_rank(config, job="distill", begin=begin)
+def run_rank(config: DistillConfig, held: bool = False) -> None:
+    """One rank of the distillation."""
+    from halation.jobs.distilling import Distillation
+
+    train.run_rank(config, held, "distill", begin, Distillation)
 
 
 def resolved(config: DistillConfig) -> DistillConfig:

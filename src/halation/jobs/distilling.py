@@ -28,8 +28,8 @@ from halation.models.student_config import StudentConfig
 from halation.models.students import open_student
 from halation.models.teacher import Teacher
 from halation.training import distillation, lessons
-from halation.training.batches import Items, LessonPreparer, NoisePreparer
 from halation.training.distillation import FAKE, PROJECTION, DistributionMatching, FeatureMatching
+from halation.training.lesson_batches import Items, LessonPreparer, NoisePreparer
 from halation.training.loop import MODEL, Objective, Part, Rows
 from halation.training.sample_files import Place
 from halation.training.sampling import SampleSettings

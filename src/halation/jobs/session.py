@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from halation import controls, plan, runs
-from halation.config.distill import DistillConfig
 from halation.config.fields import as_json
 from halation.config.train import TrainConfig
 from halation.data.loader import Batches
@@ -26,7 +25,7 @@ from halation.errors import HalationError, InputError, Interrupted, RankFailure
 from halation.flow.ema import Ema
 from halation.jobs import appraisal, assembly, exporting, finetuning, fitting, logs, tidings
 from halation.jobs.duties import Duties
-from halation.jobs.task import Task
+from halation.jobs.task import NewTask, Task
 from halation.models.compiling import compile_units
 from halation.step_progress import Progress
 from halation.training import batches, sample_files, state, trackers
@@ -51,7 +50,7 @@ LOADER_THREADS = 4
 class Session:
     """Everything one rank needs, built in the order in which it can fail."""
 
-    def __init__(self, world: World, config: TrainConfig) -> None:
+    def __init__(self, world: World, config: TrainConfig, new_task: NewTask = Task) -> None:
         self.world = world
         self.config = config
         self.folder = runs.Run(config.output_dir)
@@ -62,7 +61,7 @@ class Session:
             torch.use_deterministic_algorithms(True)
         self.global_batch = assembly.global_batch(world, config, self.folder)
         check(config.engine, world, assembly.engine_settings(world, config, self.global_batch))
-        self.task = task_of(world, config, self.folder)
+        self.task = new_task(world, config, self.folder)
         self.denoiser, self.source = self.task.open()
         self.config = config = self.task.dated(self.global_batch)
         fitting.refuse_weights(self)
@@ -394,15 +393,6 @@ class Session:
             alive(lambda: exporting.export(Reader(self.newest()), self.folder.export, self.denoiser), beat)
 
         on_first(self.world, "exporting", write, self.config.dist_timeout_s)
-
-
-def task_of(world: World, config: TrainConfig, run: runs.Run) -> Task:
-    """What a config asks for: to learn from pictures, or from a teacher."""
-    if isinstance(config, DistillConfig):
-        from halation.jobs.distilling import Distillation
-
-        return Distillation(world, config, run)
-    return Task(world, config, run)
 
 
 def set_aside(item: Found, problem: str) -> None:

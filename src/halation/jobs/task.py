@@ -25,6 +25,8 @@ from halation.world.ranks import World
 
 Spread = Callable[[torch.nn.Module, list[torch.nn.Module]], Engine]
 """A module and its units to an engine with an optimizer."""
+NewTask = Callable[[World, Any, Run], "Task"]
+"""World, config and run to the task; the command that starts a session chooses it."""
 
 
 class Task:

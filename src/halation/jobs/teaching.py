@@ -24,7 +24,7 @@ from halation.models.denoiser import DiTDenoiser
 from halation.models.teacher import Teacher, spread_by_layers
 from halation.runs import publish_json
 from halation.training import lessons
-from halation.training.batches import Items
+from halation.training.lesson_batches import Items
 from halation.training.sample_files import Place, is_drawn
 from halation.training.sampling import Drawing, SampleSettings
 from halation.world.engines import Fsdp

@@ -29,6 +29,7 @@ from halation.world import deepspeed_config, launch
 
 if TYPE_CHECKING:
     from halation.jobs.session import Session
+    from halation.jobs.task import NewTask
 
 log = logging.getLogger(__name__)
 
@@ -38,13 +39,13 @@ Begin = Callable[[Any, str], bool]
 
 def run(config: TrainConfig) -> int:
     """Train, on ranks that are already there or on ranks started here. Exit code 0 when the last step is saved."""
-    return start(resolved(config), "train", begin)
+    return start(resolved(config), "train", begin, run_rank)
 
 
-def start(config: TrainConfig, job: str, begin: Begin) -> int:
-    """Run a job whose ranks hold sessions; `begin` opens its record."""
+def start(config: TrainConfig, job: str, begin: Begin, run_rank: Callable[..., None]) -> int:
+    """Run a job whose ranks hold sessions; `begin` opens its record, `run_rank` is one of its ranks."""
     if launch.launched():
-        run_rank(config, job=job, begin=begin)
+        run_rank(config)
         return 0
     places = launch.devices(config.nproc, config.gpu_ids, config.oversubscribe)
     folder = Run(config.output_dir)
@@ -54,7 +55,7 @@ def start(config: TrainConfig, job: str, begin: Begin) -> int:
         begin(config, places[0])
         if len(places) == 1:
             os.environ[launch.DEVICE] = places[0]
-            run_rank(config, held=True, job=job, begin=begin)
+            run_rank(config, held=True)
         else:
             launch.Launcher(job, as_json(config), places, config.max_restarts, folder.folder).run()
     return 0
@@ -193,18 +194,26 @@ def _kind(engine: Any, zero_stage: int, file: dict[str, Any]) -> str:
     return "fsdp" if engine == "fsdp" else "ddp"
 
 
-def run_rank(config: TrainConfig, held: bool = False, job: str = "train", begin: Begin = begin) -> None:
+def run_rank(
+    config: TrainConfig,
+    held: bool = False,
+    job: str = "train",
+    begin: Begin = begin,
+    new_task: NewTask | None = None,
+) -> None:
     """One rank of the training; under torchrun or srun, rank 0 also holds the folder."""
     # cuBLAS reads this when it is first used, so it has to be there before torch touches the GPU.
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     launch.die_with_parent()
     from halation.jobs.session import Session
+    from halation.jobs.task import Task
     from halation.world.ranks import joined
 
     world = joined(config.gpu_ids, config.oversubscribe, config.dist_timeout_s, config.threads)
     alone = held or launch.RENDEZVOUS in os.environ
-    with world.leaving_together(), _hold(config, world, alone, job, begin), Session(world, config) as session:
+    task = new_task or Task
+    with world.leaving_together(), _hold(config, world, alone, job, begin), Session(world, config, task) as session:
         session.run()
         if world.first:
             _tell(config, session)
