@@ -74,7 +74,7 @@ def evaluated(config: EvaluateConfig) -> dict[str, Any]:
             finally:
                 del os.environ[launch.DEVICE]
         else:
-            launch.Launcher("evaluate", as_json(order), places, 0, Path(scratch)).run()
+            launch.Launcher(__name__, as_json(order), places, 0, Path(scratch)).run()
         report: dict[str, Any] = runs.read_json(output)
     if config.output is not None:
         runs.publish_json(config.output, report)

@@ -1,4 +1,4 @@
-"""One rank of a job, as the launcher starts it: `python -m halation.jobs.rank JOB CONFIG.json`."""
+"""One rank of a job, as the launcher starts it: `python -m halation.jobs.rank MODULE CONFIG.json`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def main() -> int:
     from halation.world import launch
 
     launch.die_with_parent()
-    job, path = sys.argv[1], Path(sys.argv[2])
+    name, path = sys.argv[1], Path(sys.argv[2])
     try:
-        module = importlib.import_module(f"halation.jobs.{job}")
+        module = importlib.import_module(name)
         module.run_rank(module.read_config(path))
     except BaseException as error:  # noqa: BLE001 - whatever ends a rank, its parent must be told
         trace = traceback.format_exc()

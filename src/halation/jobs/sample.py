@@ -51,7 +51,7 @@ def run(config: SampleConfig) -> int:
             os.environ[launch.DEVICE] = places[0]
             run_rank(config, held=True)
         else:
-            launch.Launcher("sample", as_json(config), places, 0, config.output_dir).run()
+            launch.Launcher(__name__, as_json(config), places, 0, config.output_dir).run()
     return 0
 
 

@@ -57,7 +57,7 @@ def start(config: TrainConfig, job: str, begin: Begin, run_rank: Callable[..., N
             os.environ[launch.DEVICE] = places[0]
             run_rank(config, held=True)
         else:
-            launch.Launcher(job, as_json(config), places, config.max_restarts, folder.folder).run()
+            launch.Launcher(run_rank.__module__, as_json(config), places, config.max_restarts, folder.folder).run()
     return 0
 
 

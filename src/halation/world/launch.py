@@ -203,10 +203,13 @@ class Launcher:
     """Starts the ranks of one job, waits for them, and starts them again after a failure as often as it may."""
 
     def __init__(
-        self, job: str, config: dict[str, Any], places: Sequence[str], max_restarts: int, folder: Path | None = None
+        self, module: str, config: dict[str, Any], places: Sequence[str], max_restarts: int, folder: Path | None = None
     ) -> None:
-        """`folder` is one that this job holds alone: what a killed launcher leaves in it is swept by the next one."""
-        self.job = job
+        """`module` is the name of a module with `run_rank` and `read_config`; the config is passed to them as JSON.
+
+        `folder` is one that this job holds alone: what a killed launcher leaves in it is swept by the next one.
+        """
+        self.module = module
         self.config = config
         self.places = places
         self.max_restarts = max_restarts
@@ -262,7 +265,7 @@ class Launcher:
             PARENT: str(os.getpid()),
         }
         # -P: the folder the user stands in must not shadow modules the rank imports.
-        command = [sys.executable, "-P", "-m", "halation.jobs.rank", self.job, str(folder / "config.json")]
+        command = [sys.executable, "-P", "-m", "halation.jobs.rank", self.module, str(folder / "config.json")]
         return subprocess.Popen(command, env=environment, process_group=0)
 
     def _watch(self, folder: Path) -> RankError | None:
