@@ -32,7 +32,8 @@ from halation.evaluation.sources import Source, files_below
 from halation.evaluation.store import Store
 from halation.jobs.cast import embedding, facts_of, side_of
 from halation.jobs.live import CHUNK
-from halation.models.extractors import Extractor, open_extractor
+from halation.models.extractor_registry import open_extractor
+from halation.models.extractors import Extractor
 from halation.png import Pixels
 
 BATCH_SIZE = 32

@@ -134,7 +134,8 @@ def drawn_sharded(world: World, out: str, prompts: tuple[str, ...], spoilt: str 
 
 def drawn_zero_3(world: World, out: str, prompts: tuple[str, ...]) -> tuple[list[Any], list[bytes]]:
     """The same from DeepSpeed's ZeRO-3, and the bits of its weights afterwards."""
-    from halation.world.engines import EngineSettings, spread
+    from halation.world.engine_registry import spread
+    from halation.world.engines import EngineSettings
 
     module = network()
     known = EngineSettings(zero_stage=3, global_batch=6, num_micro_batches=1, grad_clip=0.5)

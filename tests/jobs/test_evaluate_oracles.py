@@ -113,7 +113,7 @@ def test_pytorch_fid(place: Path, ours: Callable[[str], dict[str, Any]], monkeyp
 
 @pytest.mark.slow
 def test_clean_fid(place: Path, ours: Callable[[str], dict[str, Any]]) -> None:
-    from halation.models.extractors import open_extractor
+    from halation.models.extractor_registry import open_extractor
 
     fid = oracles.clean_fid("fid")
     extractor = open_extractor("inception", device="cpu", weights=str(place / "inception.pth"))
@@ -141,7 +141,7 @@ def test_clean_fid(place: Path, ours: Callable[[str], dict[str, Any]]) -> None:
 def test_torchmetrics(place: Path, ours: Callable[[str], dict[str, Any]]) -> None:
     """torchmetrics' own Inception is torch-fidelity's; here it is given ours, and its moments and distances are compared."""
     from halation.data.resize import resized
-    from halation.models.extractors import open_extractor
+    from halation.models.extractor_registry import open_extractor
 
     extractor = open_extractor("inception", device="cpu", resize="tf", weights=str(place / "inception.pth"))
 

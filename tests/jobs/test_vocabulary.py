@@ -16,7 +16,7 @@ from halation.generation.crew import Place
 from halation.generation.ledger import LEDGER_FILE, Ledger
 from halation.jobs import generate
 from halation.jobs.generation import Session
-from halation.jobs.logs import Echo
+from halation.jobs.logs import Echo, logging_to
 from halation.jobs.subject import subject_of
 from halation.jobs.vocabulary import MOST_PROMPTS, remarks
 from halation.models.embedded import FOLDER
@@ -93,7 +93,7 @@ def test_generate_says_it_before_a_worker_starts_and_keeps_it_in_its_log(
     (tmp_path / "prompts.txt").write_text("\n".join(STRANGE))
     subject, places = subject_of(model, raw=False), [Place(label="0", device="cpu")]
     asked = GenerateConfig(model_path=model, output_dir=tmp_path, num_samples=num_samples)
-    with generate.logging_to(tmp_path / "logs") as echo, Ledger(tmp_path / LEDGER_FILE) as ledger:
+    with logging_to(tmp_path / "logs") as echo, Ledger(tmp_path / LEDGER_FILE) as ledger:
         session = Session(generate.resolved(asked, subject, places), subject, ledger, echo)
         session.begin(PromptFile.open(str(tmp_path / "prompts.txt")), places)
     for text in (capsys.readouterr().err, (tmp_path / "logs/generate.log").read_text()):
@@ -107,7 +107,7 @@ def test_a_warning_is_told_once_also_after_a_job_of_this_process_left_its_echo(
     logger, left = logging.getLogger("halation"), Echo()
     logger.addHandler(left)
     try:
-        with generate.logging_to(tmp_path):
+        with logging_to(tmp_path):
             logger.warning("no room")
         assert left in logger.handlers
     finally:

@@ -114,7 +114,8 @@ def compiled_close_to_eager(world: Any, folder: Path) -> float:
 
 def partitioned_equals_whole(world: Any, folder: Path, rank_of_lora: int) -> list[bool]:
     """Whether forwards and samples under ZeRO-3 have the bits of the whole model, and a step changes them."""
-    from halation.world.engines import EngineSettings, spread
+    from halation.world.engine_registry import spread
+    from halation.world.engines import EngineSettings
 
     warnings.simplefilter("ignore")
     lora = Lora(rank=rank_of_lora) if rank_of_lora else None

@@ -15,7 +15,7 @@ import pytest
 import tiny_extractors
 from halation.data import resize
 from halation.models.extractor_preparation import ShortestEdgeCrop
-from halation.models.extractors import open_extractor
+from halation.models.extractor_registry import open_extractor
 
 
 @pytest.fixture(scope="module")

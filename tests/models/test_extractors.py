@@ -21,9 +21,10 @@ import tiny_extractors
 from halation.data.resize import resized
 from halation.errors import InputError
 from halation.models import streets_net
+from halation.models.extractor_registry import open_extractor
 from halation.models.extractor_transformers import ClipExtractor
 from halation.models.extractor_weights import sha256_of
-from halation.models.extractors import Extractor, open_extractor
+from halation.models.extractors import Extractor
 
 SHAPES = [(64, 64), (40, 90), (300, 20), (33, 32), (32, 257), (5, 5), (1, 70), (480, 640)]
 

@@ -13,7 +13,8 @@ import tiny_extractors
 from halation.evaluation import extraction
 from halation.evaluation.frechet import frechet_distance
 from halation.evaluation.moments import moments
-from halation.models.extractors import Extractor, open_extractor
+from halation.models.extractor_registry import open_extractor
+from halation.models.extractors import Extractor
 
 pytestmark = [
     pytest.mark.gpu,

@@ -23,8 +23,9 @@ import oracles
 import tiny_extractors
 from halation.errors import InputError
 from halation.models import extractor_weights
+from halation.models.extractor_registry import open_extractor
 from halation.models.extractor_weights import FID_NAME, FID_SHA256, default_weights, fetched, read_tensors, sha256_of
-from halation.models.extractors import Extractor, full_precision, open_extractor
+from halation.models.extractors import Extractor, full_precision
 from halation.models.inception import Inception, inception_from, unfit
 from halation.runs import cache_folder
 

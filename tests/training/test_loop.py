@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from halation.flow.ema import Ema
 from halation.training.loop import MODEL, Part, Position, Rows, StepReport, StepSettings, train_steps
-from halation.world.engines import spread
+from halation.world.engine_registry import spread
 from halation.world.testing import RankPool, RanksFailed
 
 

@@ -15,7 +15,8 @@ from halation.flow.ema import Ema
 from halation.training import state
 from halation.training.loop import MODEL, Part, Position, Rows, StepSettings, autocast, train_steps
 from halation.world.checkpoint import Checkpoints
-from halation.world.engines import EngineSettings, spread
+from halation.world.engine_registry import spread
+from halation.world.engines import EngineSettings
 from halation.world.ranks import World
 from halation.world.reading import Reader
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from halation.errors import HalationError, InputError, RankFailure
-from halation.world.engines import spread
+from halation.world.engine_registry import spread
 from halation.world.ranks import Vigil, World, check_ranks_agree, on_first
 
 WORDS: list[Any] = ["", "ä" * 1000, {"日本": [1, None, True]}, "🙂\u0000\n"]

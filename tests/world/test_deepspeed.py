@@ -186,7 +186,7 @@ def test_deepspeed_is_imported_only_where_it_is_asked_for_and_missed_with_the_na
     code = (
         "import sys; import halation.jobs.session; assert 'deepspeed' not in sys.modules\n"
         "import torch; sys.modules['deepspeed'] = None\n"
-        "from halation.world import ranks; from halation.world.engines import spread; from halation.errors import InputError\n"
+        "from halation.world import ranks; from halation.world.engine_registry import spread; from halation.errors import InputError\n"
         "try: spread('deepspeed', ranks.join(), torch.nn.Linear(1, 1), [])\n"
         "except InputError as error: print(error)\n"
     )

@@ -12,7 +12,8 @@ import torch
 
 from halation.errors import InputError
 from halation.world.deepspeed_config import unknown_keys
-from halation.world.engines import EngineSettings, spread
+from halation.world.engine_registry import spread
+from halation.world.engines import EngineSettings
 from halation.world.ranks import World
 from halation.world.testing import RankPool
 

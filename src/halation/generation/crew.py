@@ -20,9 +20,10 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any, Protocol
 
+from halation.config.generate import GenerateConfig
 from halation.generation.tasks import Event, Task
 from halation.specs import Spec
-from halation.world.launch import FOREIGN, PARENT, ending
+from halation.world.launch import FOREIGN, PARENT, devices, ending
 
 GRACE_S = 5.0
 
@@ -199,3 +200,14 @@ class LocalCrew:
         for post in self._posts.values():
             post.close()
         self._posts.clear()
+
+
+def places_of(config: GenerateConfig) -> list[Place]:
+    """A place for each worker that the flags ask for."""
+    found = devices(config.nproc, config.gpu_ids, config.oversubscribe)
+    labels = (
+        [device.removeprefix("cuda:") for device in found] if found[0] != "cpu" else list(map(str, range(len(found))))
+    )
+    if len(set(labels)) < len(labels):  # several workers on one GPU
+        labels = [f"{label}-{number}" for number, label in enumerate(labels)]
+    return [Place(label=label, device=device) for label, device in zip(labels, found, strict=True)]

@@ -31,6 +31,8 @@ from halation.runs import sync_folder
 
 log = logging.getLogger(__name__)
 
+SHARED_LEDGER = "ledger"
+"""Folder of the ledgers of commands that share a run; one command alone has its ledger in one file."""
 CHUNK_BYTES = 1 << 24
 DIGEST_BYTES = 8
 NUM_SHOWN = 5

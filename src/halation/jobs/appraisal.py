@@ -32,7 +32,8 @@ from halation.evaluation.store import Store
 from halation.faults import fault_point
 from halation.jobs.cast import cast, embedding, facts_of, side_of, versions
 from halation.jobs.comparison import comparison
-from halation.models.extractors import Extractor, open_extractor
+from halation.models.extractor_registry import open_extractor
+from halation.models.extractors import Extractor
 from halation.png import encode_png
 from halation.training.evaluating import Handing, evaluation_settings
 from halation.training.sample_files import Row

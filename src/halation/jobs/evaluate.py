@@ -127,7 +127,7 @@ def rehearse(config: EvaluateConfig) -> int:
     from halation.evaluation.measures import NEEDS_REFERENCE, few
     from halation.evaluation.sources import files_below
     from halation.jobs.cast import FLAGS, cast, embedding, facts_of, rules_of, saved_reference
-    from halation.models.extractors import open_extractor
+    from halation.models.extractor_registry import open_extractor
 
     config = replace(config, extractor=extractor_of(config))
     parts = cast(replace(config, metrics=config.metrics or ("fd", "kid")))

@@ -18,11 +18,12 @@ from halation import holds, png, runs, videos
 from halation.config.generate import GenerateConfig
 from halation.errors import InputError, Interrupted
 from halation.generation import results
-from halation.generation.crew import Crew, LocalCrew, Place
+from halation.generation.crew import Crew, LocalCrew, Place, places_of
 from halation.generation.ledger import LEDGER_FILE, Ledger
+from halation.generation.shared_ledger import SHARED_LEDGER
 from halation.jobs import cluster
 from halation.jobs.generation import Session, sweep
-from halation.jobs.logs import Echo, alone
+from halation.jobs.logs import logging_to
 from halation.jobs.ranges import check_ranges
 from halation.jobs.subject import Subject, subject_of
 from halation.prompts import PromptFile
@@ -35,8 +36,6 @@ CrewOf = Callable[[Mapping[str, Any]], Crew]
 MANY = sys.float_info.max
 RESULTS = (CONFIG_FILE, results.METADATA_FILE, results.SUMMARY_FILE)
 PICTURE = re.compile(r".*_seed\d+(\.png|\.mp4)?")
-SHARED_LEDGER = "ledger"
-"""A folder where commands share theirs as files; one command alone has a ledger in one file."""
 RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("num_samples", "micro_batch"), (0, 10**12)),
     **dict.fromkeys(("batch_size", "num_inference_steps", "num_frames", "fps", "threads"), (1, 10_000)),
@@ -166,18 +165,6 @@ def refuse_foreign(folder: Path) -> None:
         )
 
 
-def places_of(config: GenerateConfig) -> list[Place]:
-    devices = launch.devices(config.nproc, config.gpu_ids, config.oversubscribe)
-    labels = (
-        [device.removeprefix("cuda:") for device in devices]
-        if devices[0] != "cpu"
-        else list(map(str, range(len(devices))))
-    )
-    if len(set(labels)) < len(labels):  # several workers on one GPU
-        labels = [f"{label}-{number}" for number, label in enumerate(labels)]
-    return [Place(label=label, device=device) for label, device in zip(labels, devices, strict=True)]
-
-
 def resolved(config: GenerateConfig, subject: Subject, places: Sequence[Place]) -> GenerateConfig:
     """The config with what the model and the device decide written out."""
     chosen: dict[str, Any] = {
@@ -188,25 +175,3 @@ def resolved(config: GenerateConfig, subject: Subject, places: Sequence[Place]) 
         "dtype": config.dtype or ("fp32" if places[0].device == "cpu" else "bf16"),
     }
     return dataclasses.replace(config, **chosen)
-
-
-@contextlib.contextmanager
-def logging_to(folder: Path) -> Iterator[Echo]:
-    """generate.log for everything, and warnings for the person."""
-    folder.mkdir(parents=True, exist_ok=True)
-    logger = logging.getLogger("halation")
-    file = logging.FileHandler(folder / "generate.log", encoding="utf-8")
-    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    echo = Echo()
-    level, propagate = logger.level, logger.propagate
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-    logger.addHandler(file)
-    try:
-        with alone(echo):
-            yield echo
-    finally:
-        logger.removeHandler(file)
-        file.close()
-        logger.setLevel(level)
-        logger.propagate = propagate

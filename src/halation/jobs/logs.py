@@ -55,3 +55,25 @@ def set_up(folder: Path, rank: int) -> Echo:
     if rank == 0:
         logger.addHandler(echo)
     return echo
+
+
+@contextlib.contextmanager
+def logging_to(folder: Path) -> Iterator[Echo]:
+    """generate.log for everything, and warnings for the person."""
+    folder.mkdir(parents=True, exist_ok=True)
+    logger = logging.getLogger("halation")
+    file = logging.FileHandler(folder / "generate.log", encoding="utf-8")
+    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    echo = Echo()
+    level, propagate = logger.level, logger.propagate
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    logger.addHandler(file)
+    try:
+        with alone(echo):
+            yield echo
+    finally:
+        logger.removeHandler(file)
+        file.close()
+        logger.setLevel(level)
+        logger.propagate = propagate

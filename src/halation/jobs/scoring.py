@@ -24,7 +24,8 @@ from halation.jobs.live import Live, open_live
 from halation.jobs.passes import Passes, first_size
 from halation.jobs.scored import open_generated, with_prompts
 from halation.jobs.vocabulary import remarks
-from halation.models.extractors import Extractor, open_extractor
+from halation.models.extractor_registry import open_extractor
+from halation.models.extractors import Extractor
 from halation.world.launch import computes_on
 from halation.world.ranks import World, alive, on_first
 from halation.world.signals import StopSignals

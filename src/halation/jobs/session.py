@@ -35,7 +35,8 @@ from halation.training.sampling import SampleSettings
 from halation.training.speed import Window, matrix_rate
 from halation.world import launch, rng
 from halation.world.checkpoint import Checkpoints, Found, newest_good
-from halation.world.engines import Engine, check, spread
+from halation.world.engine_registry import check, spread
+from halation.world.engines import Engine
 from halation.world.ranks import Vigil, World, alive, check_ranks_agree, on_first
 from halation.world.reading import Reader
 from halation.world.signals import StopSignals, exit_code
@@ -64,7 +65,7 @@ class Session:
         self.task = new_task(world, config, self.folder)
         self.denoiser, self.source = self.task.open()
         self.config = config = self.task.dated(self.global_batch)
-        fitting.refuse_weights(self)
+        fitting.refuse_weights(world, config, self.denoiser)
         self.sample_settings = self._sample_settings()
         self.appraisal = (
             appraisal.Appraisal(world, config, self.folder, self.source, self.sample_settings)
@@ -151,9 +152,10 @@ class Session:
         """Resume if there is something to resume, train to the last step, save, sample and export."""
         world, config = self.world, self.config
         fresh = not self._resume()
-        fitting.warm_up(self)
+        saved = self.saved_bytes()
+        fitting.warm_up(self.task, config, self.parts, self.checkpoints, self.global_batch, saved)
         if world.device.type == "cuda":
-            fitting.probe(self)
+            fitting.probe(self.task, config, self.parts, self.sample_settings)
         if world.first:
             names = trackers.check(config.report_to, asked=config.report_to != TrainConfig.report_to)
             name = config.run_name or self.folder.folder.resolve().name
@@ -163,9 +165,22 @@ class Session:
             self.echo.say = progress.say
             self.progress = progress
             self.signals = signals
+            self.step_log = tidings.StepLog(
+                world=world,
+                config=config,
+                progress=progress,
+                metrics=self.metrics,
+                trackers=self.trackers,
+                flops_per_picture=self.denoiser.flops_per_picture(),
+                peak=self.peak,
+                num_train=self.source.num_train,
+                began=self.began,
+            )
             self.duties = self._make_duties()
             if world.first:
-                tidings.of_beginning(self, fresh)
+                resumed_at = None if fresh else self.position.step
+                settings = self.drawn_settings()
+                tidings.of_beginning(self.task, config, self.engine, settings, self.global_batch, resumed_at)
             try:
                 if not fresh:
                     self._after_save(self.position.step)
@@ -252,7 +267,7 @@ class Session:
         if math.isfinite(report.loss):
             self.last_loss = report.loss if self.last_loss == 0.0 else 0.9 * self.last_loss + 0.1 * report.loss
         if self.world.first:
-            tidings.of_step(self, report, window.pictures_per_s())
+            self.step_log.write(report, window.pictures_per_s(), self.last_loss, self.position.pictures)
 
     # -- saving and what follows
 

@@ -30,18 +30,17 @@ from halation.config.fields import as_json
 from halation.config.generate import GenerateConfig
 from halation.errors import InputError
 from halation.generation import results
-from halation.generation.crew import Crew, LocalCrew, Place
+from halation.generation.crew import Crew, LocalCrew, Place, places_of
 from halation.generation.leases import Leases, Ranges, look
 from halation.generation.ledger import LEDGER_FILE
 from halation.generation.planning import RENAMED_FILE
 from halation.generation.progress import Progress
 from halation.generation.results import Tally, WorkerTally
-from halation.generation.shared_ledger import Process, SharedLedger, create_once
+from halation.generation.shared_ledger import SHARED_LEDGER, Process, SharedLedger, create_once
 from halation.generation.supervisor import Claims, Effort
 from halation.generation.worker import DEPTH
-from halation.jobs.generate import SHARED_LEDGER, logging_to, places_of
 from halation.jobs.generation import Session
-from halation.jobs.logs import Echo
+from halation.jobs.logs import Echo, logging_to
 from halation.jobs.subject import Subject
 from halation.plan import Sheets
 from halation.prompts import PromptFile

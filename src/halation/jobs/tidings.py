@@ -6,41 +6,46 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from halation.config.train import TrainConfig
+from halation.jobs.task import Task
+from halation.runs import Metrics
+from halation.step_progress import Progress
 from halation.training.loop import StepReport
+from halation.training.sampling import SampleSettings
 from halation.training.speed import memory_gb
-
-if TYPE_CHECKING:
-    from halation.jobs.session import Session
+from halation.training.trackers import Tracker
+from halation.world.engines import Engine
+from halation.world.ranks import World
 
 log = logging.getLogger(__name__)
 
 
-def of_beginning(session: Session, fresh: bool) -> None:
-    """What is trained on what, by whom."""
-    world, config, settings = session.world, session.config, session.drawn_settings()
+def of_beginning(
+    task: Task, config: TrainConfig, engine: Engine, settings: SampleSettings, global_batch: int, resumed_at: int | None
+) -> None:
+    """Log what is trained on what, and on which ranks; `resumed_at` is the step of the checkpoint, None for a new run."""
+    world, source = task.world, task.source
     if world.device.type == "cuda" and settings.sheet_size == 1 and len(settings.prompts) > 2 * world.size:
         log.info("samples are drawn one by one; --sample_batch_size %d would draw them at once", len(settings.prompts))
-    how = "" if fresh else f"going on from step {session.position.step}: "
     log.warning(
         "%s%s on %s: %s, %d %s%s, global batch %d, %d rank%s (%s, %s, %s)",
-        how,
-        session.task.title,
-        session.source.name,
-        in_words(config, session.engine.num_trained, session.engine.num_parameters),
-        session.source.num_train,
-        session.task.item,
-        "s" if session.source.num_train > 1 else "",
-        session.global_batch,
+        "" if resumed_at is None else f"going on from step {resumed_at}: ",
+        task.title,
+        source.name,
+        in_words(config, engine.num_trained, engine.num_parameters),
+        source.num_train,
+        task.item,
+        "s" if source.num_train > 1 else "",
+        global_batch,
         world.size,
         "s" if world.size > 1 else "",
-        session.engine.name,
+        engine.name,
         world.device.type,
         config.dtype if config.weights_dtype == "fp32" else f"{config.dtype}, weights {config.weights_dtype}",
     )
-    layers = adapted([name for name, _ in session.engine.named_parameters()])
+    layers = adapted([name for name, _ in engine.named_parameters()])
     if layers:
         log.info("adapters on %d layers: %s", sum(layers.values()), ", ".join(sorted(layers)))
 
@@ -59,26 +64,46 @@ def adapted(names: Sequence[str]) -> Counter[str]:
     return Counter(".".join(layer[-2:] if layer[-1].isdigit() else layer[-1:]) for layer in layers)
 
 
-def of_step(session: Session, report: StepReport, rate: float) -> None:
-    """The bar at every step; metrics.jsonl and the trackers at every `log_every`th."""
-    config, world = session.config, session.world
-    numbers = {"loss": report.loss, "lr": report.lr, "pictures_per_s": round(rate, 2)}
-    session.progress.update(report.step, f"mean loss {session.last_loss:.4f}  {rate:.0f} pictures/s", numbers)
-    if report.step % config.log_every and report.step not in (1, config.n_steps):
-        return
-    # Forward and two products backward; the frozen weights under adapters need only one.
-    passes = 2 if config.lora_rank else 3
-    flops = passes * session.denoiser.flops_per_picture() * rate / world.size
-    values = {
-        "loss": report.loss,
-        "lr": report.lr,
-        "grad_norm": report.grad_norm,
-        "pictures_per_s": round(rate, 3),
-        "mfu": round(flops / session.peak, 4),
-        "memory_gb": round(memory_gb(world.device), 3),
-        "data_s": round(report.data_s, 5),
-        "epoch": round(session.position.pictures / session.source.num_train, 4),
-    }
-    session.metrics.append({"step": report.step, "time_s": round(time.monotonic() - session.began, 3), **values})
-    for tracker in session.trackers:
-        tracker.scalars(report.step, {f"train/{name}": value for name, value in values.items()})
+@dataclass(frozen=True, kw_only=True)
+class StepLog:
+    """Writes the numbers of every step: to the progress bar, metrics.jsonl and the trackers."""
+
+    world: World
+    config: TrainConfig
+    progress: Progress
+    metrics: Metrics
+    trackers: Sequence[Tracker]
+    flops_per_picture: float
+    peak: float
+    """Matrix rate of the device in FLOP/s."""
+    num_train: int
+    """Pictures in an epoch."""
+    began: float
+    """On the monotonic clock; the time of earlier calls of the run is counted in."""
+
+    def write(self, report: StepReport, rate: float, mean_loss: float, pictures: int) -> None:
+        """The bar at every step; metrics.jsonl and the trackers at every `log_every`th.
+
+        `rate` is in pictures a second, `pictures` counts those since the run began.
+        """
+        config = self.config
+        numbers = {"loss": report.loss, "lr": report.lr, "pictures_per_s": round(rate, 2)}
+        self.progress.update(report.step, f"mean loss {mean_loss:.4f}  {rate:.0f} pictures/s", numbers)
+        if report.step % config.log_every and report.step not in (1, config.n_steps):
+            return
+        # Forward and two products backward; the frozen weights under adapters need only one.
+        passes = 2 if config.lora_rank else 3
+        flops = passes * self.flops_per_picture * rate / self.world.size
+        values = {
+            "loss": report.loss,
+            "lr": report.lr,
+            "grad_norm": report.grad_norm,
+            "pictures_per_s": round(rate, 3),
+            "mfu": round(flops / self.peak, 4),
+            "memory_gb": round(memory_gb(self.world.device), 3),
+            "data_s": round(report.data_s, 5),
+            "epoch": round(pictures / self.num_train, 4),
+        }
+        self.metrics.append({"step": report.step, "time_s": round(time.monotonic() - self.began, 3), **values})
+        for tracker in self.trackers:
+            tracker.scalars(report.step, {f"train/{name}": value for name, value in values.items()})

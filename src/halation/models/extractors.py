@@ -1,20 +1,17 @@
-"""What a feature extractor is, whatever its network, and how one is opened by name or folder."""
+"""The interface of a feature extractor, whatever its network."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from halation.errors import InputError
-from halation.models.extractor_preparation import Preparation, Rule
+from halation.models.extractor_preparation import Preparation
 
-NAMES = ("inception", "dinov2", "clip", "streets")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -66,49 +63,3 @@ def full_precision() -> Iterator[None]:
         for switch, value in zip(switches, before, strict=True):
             switch.fp32_precision = value
         cudnn.benchmark, cudnn.deterministic = benchmark, deterministic
-
-
-def open_extractor(
-    name: str,
-    *,
-    device: str,
-    dtype: str = "fp32",
-    resize: Rule = "clean",
-    weights: str = "",
-    flag: str = "--weights",
-) -> Extractor:
-    """The extractor of that name, or of the folder of a DINOv2 or CLIP model; `weights` replaces the default weights.
-
-    `flag` is where a person gives those weights, for messages that tell them to.
-    """
-    _check(dtype, resize)
-    if name == "inception":
-        from halation.models.extractor_inception import InceptionExtractor
-
-        return InceptionExtractor(weights, device=device, dtype=dtype, rule=resize, flag=flag)
-    if name == "streets":
-        from halation.models.extractor_streets import StreetsExtractor
-
-        if weights:
-            raise InputError(
-                f"{flag} {weights} for the streets extractor",
-                f"no {flag}: its network comes with Halation",
-                "leave it out",
-            )
-        return StreetsExtractor(device=device, dtype=dtype)
-    if name in NAMES or Path(name).is_dir():
-        from halation.models.extractor_transformers import open_transformer
-
-        return open_transformer(name, weights, device=device, dtype=dtype, rule=resize, flag=flag)
-    raise InputError(
-        f"the extractor {name!r} is neither a known name nor a folder",
-        f"{', '.join(NAMES)}, or the folder of a DINOv2 or CLIP model",
-        "check --extractor",
-    )
-
-
-def _check(dtype: str, resize: str) -> None:
-    if dtype not in DTYPES:
-        raise InputError(f"dtype {dtype!r} for an extractor", ", ".join(DTYPES), "choose one of them")
-    if resize not in get_args(Rule):
-        raise InputError(f"the resize rule {resize!r}", ", ".join(get_args(Rule)), "choose one of them by --resize")

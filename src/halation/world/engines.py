@@ -10,12 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeGuard, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from halation.errors import InputError
-from halation.world import deepspeed_config
 from halation.world.ranks import World
 
 if TYPE_CHECKING:
@@ -272,70 +269,6 @@ class Fsdp(Engine):
 
     def parameters_agree(self) -> Iterator[tuple[str, Tensor]]:
         return iter(())
-
-
-def spread(
-    name: str,
-    world: World,
-    module: nn.Module,
-    units: Sequence[nn.Module],
-    settings: EngineSettings = EngineSettings(),  # noqa: B008 - frozen
-) -> Engine:
-    """The engine of this name over this module; `auto` is ddp for several ranks and single for one."""
-    check(name, world, settings)
-    name = _settled(name, world)
-    if name == "single":
-        return Engine(world, module)
-    if name == "ddp":
-        return Ddp(world, module) if dist.is_initialized() else Engine(world, module)
-    if name == "fsdp":
-        return Fsdp(world, module, units, settings.offload_optimizer)
-    from halation.world.deepspeed_engine import DeepSpeed
-
-    unknown = deepspeed_config.unknown_keys(deepspeed_config.read(settings.deepspeed_config))
-    if unknown and world.first:
-        log.warning("--deepspeed_config: DeepSpeed may not know %s, and then ignores it", ", ".join(unknown))
-    return DeepSpeed(world, module, settings)
-
-
-def _settled(name: str, world: World) -> str:
-    if name != "auto":
-        return name
-    return "ddp" if world.size > 1 else "single"
-
-
-def check(name: str, world: World, settings: EngineSettings) -> None:
-    """Refuse what does not go together, before data and model cost anything."""
-    name = _settled(name, world)
-    if name == "single" and world.size > 1:
-        raise InputError(
-            f"--engine single with {world.size} ranks",
-            "one rank",
-            "use --engine ddp or fsdp, or --nproc 1 (ranks would never meet)",
-        )
-    if settings.offload_optimizer and name in ("single", "ddp"):
-        raise InputError(
-            f"--offload_optimizer with --engine {name}",
-            "an engine that can keep the optimizer in host memory",
-            "use --engine fsdp or deepspeed, or leave the flag away",
-        )
-    if settings.deepspeed_config and name != "deepspeed":
-        raise InputError(
-            f"--deepspeed_config with --engine {name}", "--engine deepspeed", "add it, or leave the file away"
-        )
-    if settings.zero_stage != EngineSettings.zero_stage and name != "deepspeed":
-        raise InputError(
-            f"--zero_stage {settings.zero_stage} with --engine {name}",
-            "--engine deepspeed",
-            "add it, or leave the stage away",
-        )
-    if name == "deepspeed":
-        from halation.world.deepspeed_engine import config_of, load
-
-        load(world)
-        given = deepspeed_config.read(settings.deepspeed_config)
-        deepspeed_config.unknown_keys(given)
-        config_of(given, settings, pin=False)
 
 
 def adamw(
