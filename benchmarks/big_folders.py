@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from halation import runs
-from halation.config.fields import as_json, fixed
-from halation.config.generate import GenerateConfig
-from halation.config.train import TrainConfig
+from halation.config import as_json, fixed
+from halation.generation.config import GenerateConfig
 from halation.generation.ledger import LEDGER_FILE, Ledger, Outcome
 from halation.generation.requests import Request
 from halation.generation.results import digest
-from halation.png import encode_png, picture_text
+from halation.images.png import encode_png, picture_text
+from halation.runs import folder as runs
 from halation.specs import Spec
+from halation.training.config import TrainConfig
 
 NUM_DISTINCT = 32
 """A file takes at most 65,000 names on ext4, so 32 serve for two million pictures."""

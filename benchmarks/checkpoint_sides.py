@@ -34,7 +34,7 @@ class Ours(Side):
     """`world.checkpoint` as a run of one rank uses it; only the newest stays on disk."""
 
     def __init__(self, world: Any, folder: Path, state: State) -> None:
-        from halation.world.checkpoint import Checkpoints
+        from halation.distributed.checkpoint.writer import Checkpoints
 
         self.checkpoints = Checkpoints(world, folder, keep_last=1, sharded=False)
         self.checkpoints.reserve(tensor.nbytes for tensors in state.values() for tensor in tensors.values())
@@ -42,7 +42,7 @@ class Ours(Side):
         self.folder, self.step = folder, 0
 
     def save(self, state: State) -> None:
-        from halation.world.engines import piece
+        from halation.distributed.engines.ddp_fsdp import piece
 
         self.step += 1
         parts = {part: {name: piece(tensor) for name, tensor in tensors.items()} for part, tensors in state.items()}

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from benchmarks import measure, oracles
-from halation.png import Pixels
+from halation.images.png import Pixels
 
 BATCH_SIZE, MOST_WORKERS = 32, 12
 """clean-fid's own defaults; it gets no more processes than there are cores, which would only slow it down."""

@@ -28,12 +28,12 @@ from safetensors.torch import save_file
 from benchmarks import inputs, measure, shipped
 from benchmarks.street_scores import Jury, Score, captions, run, table, with_interval
 from halation.data.streets import caption, scene
-from halation.jobs.models import find, load_denoiser, sampling_of
-from halation.models.base import Denoiser, Solver
-from halation.models.draw import draw
+from halation.images.grid import grid
+from halation.images.png import encode_png
+from halation.models.checkpoints import find, load_denoiser, sampling_of
+from halation.models.denoiser import Denoiser, Solver
 from halation.models.load import build_dit
-from halation.pictures import grid
-from halation.png import encode_png
+from halation.models.sampling import draw
 from halation.specs import Sheet, Spec
 
 PIXELS = 32

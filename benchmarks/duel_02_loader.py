@@ -39,7 +39,7 @@ class Numbers:
         self.num_train = num_train
 
     def train(self, index: int) -> Any:
-        from halation.data.base import Picture
+        from halation.data.dataset import Picture
 
         pixels = np.array([index % 256, index // 256 % 256, index // 65536], np.uint8).reshape(1, 1, 3)
         return Picture(pixels=pixels, caption="", label=index % 1000)
@@ -94,8 +94,8 @@ class Files:
 
 
 def ours(cache: Any, num_samples: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    from halation.data.loader import Batches
-    from halation.data.order import Order
+    from halation.data.prefetch import Batches
+    from halation.data.shuffle import Order
 
     positions = ((step, np.arange(step * BATCH, (step + 1) * BATCH)) for step in range(num_samples // BATCH))
     with Batches(cache, Order(seed, cache.num_train), positions, num_threads=NUM_CORES) as batches:
@@ -106,7 +106,7 @@ def ours(cache: Any, num_samples: int, seed: int) -> Iterator[tuple[np.ndarray, 
 def peer(files: Files, num_samples: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     from torch.utils.data import DataLoader
 
-    from halation.data.order import Order
+    from halation.data.shuffle import Order
 
     order = Order(seed, files.num).indices(0, num_samples // BATCH * BATCH).tolist()
     with warnings.catch_warnings():
@@ -136,8 +136,8 @@ def behind_a_step(batches: Iterator[Any]) -> float:
 
 def prepared_rate(cache: Any, num_samples: int) -> float:
     """Our loader with everything a training batch needs besides: noise, times and dropped captions for every sample."""
-    from halation.data.loader import Batches
-    from halation.data.order import Order
+    from halation.data.prefetch import Batches
+    from halation.data.shuffle import Order
     from halation.flow.noise import training_draw
 
     def transform(batch: dict[str, Any]) -> dict[str, Any]:
@@ -163,11 +163,11 @@ def copy_rate() -> float:
 
 
 def duel(num: int, num_peer: int, rounds: int, work: Path) -> measure.Report:
-    from halation.data import latents
+    from halation.data import latent_cache
 
     measure.say(f"writing {num} latents as a cache, and as {2 * num} files")
-    latents.build(Numbers(num), work / "cache", encode, fingerprint=FINGERPRINT)
-    cache = latents.open(work / "cache", FINGERPRINT)
+    latent_cache.build(Numbers(num), work / "cache", encode, fingerprint=FINGERPRINT)
+    cache = latent_cache.open(work / "cache", FINGERPRINT)
     write_files(work / "files", num)
     files = Files(work / "files", num)
     cores = sorted(os.sched_getaffinity(0))

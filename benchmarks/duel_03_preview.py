@@ -53,10 +53,10 @@ class Preview:
     """Our side: a denoiser in training, its EMA, and the drawing that training does."""
 
     def __init__(self, setting: Setting, work: Path, device: torch.device) -> None:
+        from halation.distributed.world import join
         from halation.flow.ema import Ema
         from halation.models.autoencoder import LatentSpace
-        from halation.models.denoiser import new_dit
-        from halation.world.ranks import join
+        from halation.models.dit.denoiser import new_dit
 
         self.setting, self.work = setting, work
         self.world = join(device)
@@ -78,8 +78,8 @@ class Preview:
             unit.compile(dynamic=False)
 
     def draw(self, num_pictures: int, sheet_size: int) -> Path:
-        from halation.training.sample_files import Place
-        from halation.training.sampling import Drawing, SampleSettings
+        from halation.sampling.denoiser_sampler import Drawing, SampleSettings
+        from halation.sampling.files import Place
 
         setting = self.setting
         settings = SampleSettings(
@@ -140,7 +140,7 @@ def diffusers_preview(setting: Setting, work: Path, device: torch.device) -> Cal
 
 def psnr(one: Path, other: Path) -> float:
     """The lowest over the pictures of two folders, in decibels; 99 where they are the same."""
-    from halation.png import read_png
+    from halation.images.png import read_png
 
     lowest = 99.0
     for path in sorted(one.glob("sample_*.png")):

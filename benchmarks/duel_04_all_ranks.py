@@ -105,8 +105,8 @@ def as_rank(name: str, export: Path, place: Path) -> None:
     import torch
     import torch.distributed as dist
 
-    from halation.jobs.models import load_denoiser
-    from halation.world.ranks import World, join
+    from halation.distributed.world import World, join
+    from halation.models.checkpoints import load_denoiser
 
     torch.set_num_threads(1)
     setting = FULL if name == "full" else SMALL
@@ -138,7 +138,7 @@ class Patterns:
     """The two ways to draw the same specs in one world."""
 
     def __init__(self, setting: Setting, world: Any, solo: Any, denoiser: Any, place: Path) -> None:
-        from halation.training.sampling import SampleSettings
+        from halation.sampling.denoiser_sampler import SampleSettings
 
         self.world, self.solo, self.denoiser, self.place = world, solo, denoiser, place
         self.number = 0
@@ -148,8 +148,8 @@ class Patterns:
         )  # fmt: skip
 
     def _draw(self, world: Any) -> None:
-        from halation.training.sample_files import Place
-        from halation.training.sampling import Drawing
+        from halation.sampling.denoiser_sampler import Drawing
+        from halation.sampling.files import Place
 
         drawing = Drawing(world, self.denoiser, self.settings, sharded=False, timeout_s=600, stop=lambda: 0)
         rows = drawing.run(Place(folder=self.place / f"drawing_{self.number}"), f"{self.number}")

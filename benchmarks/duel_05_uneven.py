@@ -25,7 +25,7 @@ from typing import Any, Literal
 from PIL import Image
 
 from benchmarks import inputs, measure, shipped
-from halation.generation.testcard import Pace, card, pace_of
+from halation.models.test_pattern import Pace, card, pace_of
 from halation.specs import Spec
 
 SIDES = (32, 48, 64, 96)

@@ -1,4 +1,4 @@
-"""Duel 6: a picture to PNG bytes on one core, lossless: `halation.png` against Pillow, at its default and at its fastest level.
+"""Duel 6: a picture to PNG bytes on one core, lossless: `halation.images.png` against Pillow, at its default and at its fastest level.
 
 Photographs are made here, since none can be shipped: detail at every scale whose strength falls with its frequency, as in nature,
 things with edges in front of each other, and grain. The limit is the entropy coder alone, on bytes that are filtered already.
@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from benchmarks import measure
-from halation.png import CODERS, Pixels, best_coder, encode_png
+from halation.images.png import CODERS, Pixels, best_coder, encode_png
 
 MOST_BYTES = 1.15
 """How much larger than Pillow's file ours may be."""

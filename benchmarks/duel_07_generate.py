@@ -56,7 +56,7 @@ class Ours:
     """A worker's easel on the pipeline folder, with the threads a worker has."""
 
     def __init__(self, setting: Setting, model: Path, work: Path, device: str, *, sheet: int, **options: Any) -> None:
-        from halation.jobs.painters import open_easel
+        from halation.generation.workers.open_model import open_easel
 
         work.mkdir(parents=True)
         self.setting, self.sheet, self.work = setting, sheet, work
@@ -80,7 +80,7 @@ class Ours:
         self.numbers = itertools.count()
 
     def draw(self, num: int) -> list[Any]:
-        from halation.generation.worker import DEPTH
+        from halation.generation.workers.worker import DEPTH
 
         with ThreadPoolExecutor(DEPTH) as threads:
             drawn = list(threads.map(lambda _: self._sheet(), range(num // self.sheet)))
@@ -91,7 +91,7 @@ class Ours:
 
     def _sheet(self) -> Any:
         from halation.generation.requests import Request
-        from halation.generation.tasks import Task
+        from halation.generation.workers.messages import Task
         from halation.specs import Spec
 
         number = next(self.numbers)
@@ -111,7 +111,7 @@ class Ours:
 
 
 def _coder() -> str:
-    from halation.png import best_coder
+    from halation.images.png import best_coder
 
     return best_coder()
 

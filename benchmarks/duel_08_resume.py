@@ -48,8 +48,8 @@ def peak_memory() -> float:
 
 def decide(work: Path, then: str) -> int:
     """The command, up to its first worker."""
-    from halation.config.generate import GenerateConfig
-    from halation.jobs import generate
+    from halation.generation import command as generate
+    from halation.generation.config import GenerateConfig
 
     began = 0.0
 
@@ -141,7 +141,7 @@ def digest(indices: np.ndarray) -> str:
 def prepare(work: Path, num: int, num_real: int) -> np.ndarray:
     """The folder of a run that was stopped: planned by the command, its outcomes in the ledger, its files there. Returns the done rows."""
     from halation.generation.ledger import Ledger, Outcome
-    from halation.png import CODERS, best_coder, encode_png
+    from halation.images.png import CODERS, best_coder, encode_png
 
     measure.say(f"planning {num} pictures")
     write_prompts(work / "prompts.csv", num)

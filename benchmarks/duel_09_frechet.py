@@ -17,8 +17,8 @@ import scipy.linalg
 import torch
 
 from benchmarks import measure
-from halation.evaluation.frechet import frechet_distance, frechet_distance_of_few
-from halation.evaluation.moments import Features, Moments, moments
+from halation.evaluation.metrics.frechet import frechet_distance, frechet_distance_of_few
+from halation.evaluation.metrics.moments import Features, Moments, moments
 
 MOST_DIFFERENCE = 1e-6
 """Between two sides, relative."""

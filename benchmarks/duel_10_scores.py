@@ -24,17 +24,18 @@ import torch
 
 from benchmarks import clean_fid, inputs, measure, oracles, scored
 from benchmarks.stages import Turn, median_total, medians_by_stage
-from halation.evaluation import extraction, measures
-from halation.evaluation.extraction import Desk
-from halation.evaluation.kid import SEED
-from halation.evaluation.preparing import Preparations, Prepared, Preparer, Sheet, prepare
-from halation.evaluation.sources import Source, files_below
-from halation.evaluation.store import Store
-from halation.jobs.cast import embedding, facts_of, side_of
-from halation.jobs.live import CHUNK
-from halation.models.extractor_registry import open_extractor
-from halation.models.extractors import Extractor
-from halation.png import Pixels
+from halation.evaluation import features as extraction
+from halation.evaluation.extractor_plan import embedding, facts_of, side_of
+from halation.evaluation.extractors.extractor import Extractor
+from halation.evaluation.extractors.registry import open_extractor
+from halation.evaluation.feature_store import Store
+from halation.evaluation.features import Desk
+from halation.evaluation.image_sources import Source, files_below
+from halation.evaluation.metrics import measure as measures
+from halation.evaluation.metrics.kid import SEED
+from halation.evaluation.model_images import CHUNK
+from halation.evaluation.preprocess import Preparations, Prepared, Preparer, Sheet, prepare
+from halation.images.png import Pixels
 
 BATCH_SIZE = 32
 """As `halation evaluate` has it unless it is told otherwise."""

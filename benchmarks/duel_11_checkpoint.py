@@ -151,8 +151,8 @@ def copy_rate(device: torch.device) -> float:
 
 def equal(training: Training, ours: Ours, peer: TorchSave) -> str:
     """Both files of one state, tensor by tensor."""
-    from halation.world.checkpoint import newest_good
-    from halation.world.reading import Reader
+    from halation.distributed.checkpoint.reader import Reader
+    from halation.distributed.checkpoint.writer import newest_good
 
     state = training.state()
     ours.save(state)
@@ -272,7 +272,7 @@ def sides_of(training: Training, world: Any, work: Path) -> tuple[dict[str, Side
 
 
 def main(arguments: list[str] | None = None) -> measure.Report:
-    from halation.world.ranks import join
+    from halation.distributed.world import join
 
     parser = measure.parser(__doc__ or "")
     parser.add_argument("--rounds", type=int, help="turns of each side (default: the duel's 5)")

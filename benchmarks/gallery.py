@@ -26,7 +26,7 @@ import psutil
 from benchmarks import inputs, measure, shipped
 from benchmarks.big_folders import generation_folder, training_folder
 from halation.gallery.catalog import id_of
-from halation.png import read_png
+from halation.images.png import read_png
 
 LINK = re.compile(r"http://127\.0\.0\.1:(\d+)/\?token=(\S+)")
 GOAL_CPU = 0.01

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from halation.data.sources import open_pictures
-from halation.pictures import grid
-from halation.png import encode_png, read_png
+from halation.data.open import open_pictures
+from halation.images.grid import grid
+from halation.images.png import encode_png, read_png
 
 
 def main() -> None:

@@ -103,7 +103,7 @@ def bare(folder: Path, size: int, num_workers: int, num_pictures: int) -> float:
 def bare_loop(folder: Path, size: int, num_pictures: int, first: int, step: int) -> int:
     from PIL import Image
 
-    from halation.generation.testcard import card
+    from halation.models.test_pattern import card
     from halation.specs import Spec
 
     for number in range(first, num_pictures * step, step):

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import inputs, measure, shipped
-from halation.models.denoiser import DiTDenoiser
+from halation.models.dit.denoiser import DiTDenoiser
 
 GOAL = 1.15
 NUM_PROMPTS = 8
@@ -63,7 +63,7 @@ class Sleeping(DiTDenoiser):
 
 
 def painter(setting: Setting) -> Sleeping:
-    from halation.models.denoiser import new_dit
+    from halation.models.dit.denoiser import new_dit
 
     plain = new_dit("tiny", height=SIZE, width=SIZE, captions=PROMPTS)
     result = Sleeping(config=plain.config, space=plain.space, tokenizer=plain.tokenizer)
@@ -78,8 +78,8 @@ class Drawings:
     def __init__(self, setting: Setting, world: Any, place: Path) -> None:
         import torch.distributed as dist
 
-        from halation.training.sampling import SampleSettings
-        from halation.world.ranks import World
+        from halation.distributed.world import World
+        from halation.sampling.denoiser_sampler import SampleSettings
 
         self.world, self.place, self.number = world, place, 0
         self.denoiser = painter(setting)
@@ -105,8 +105,8 @@ class Drawings:
         """Seconds from when all ranks of this world begin until all of them know every picture; others wait for them."""
         import torch.distributed as dist
 
-        from halation.training.sample_files import Place
-        from halation.training.sampling import Drawing
+        from halation.sampling.denoiser_sampler import Drawing
+        from halation.sampling.files import Place
 
         self.number += 1
         dist.barrier()
@@ -126,7 +126,7 @@ def as_rank(name: str, place: Path) -> None:
     """What each rank does: all worlds in turn, first each rank on its own, then as with sharded weights."""
     import torch.distributed as dist
 
-    from halation.world.ranks import join
+    from halation.distributed.world import join
 
     torch.set_num_threads(1)
     setting = FULL if name == "full" else SMALL

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from benchmarks.duel_06_png import photograph
-from halation.png import Pixels
+from halation.images.png import Pixels
 
 NUM_PHOTOGRAPHS = 16
 """Made in full; the others are made from them, because making one takes longer than scoring it."""
@@ -64,7 +64,7 @@ def inception_file(file: Path) -> Path:
 
 def inception_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
     """Random weights of FID's Inception that keep the signal's size through all layers, with normalisation that is far from doing nothing."""
-    from halation.models.inception import Inception
+    from halation.evaluation.extractors.inception_network import Inception
 
     generator = torch.Generator().manual_seed(seed)
 

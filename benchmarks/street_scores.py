@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks import measure, shipped
 from halation.data.streets import caption, scene
-from halation.data.streets_scenes import Part
+from halation.data.streets.attributes import Part
 
 # Two-sided 95 % of Student's t by degrees of freedom.
 STUDENT_T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import importlib
 import inspect
 import re
 import sys
@@ -19,9 +18,9 @@ from typing import Any, Literal
 import tyro
 
 import halation
-from halation import errors
+from halation import cli, errors
 from halation.cli import COMMANDS
-from halation.jobs import doctor
+from halation.tools import doctor
 
 PAGE = Path(__file__).with_name("api.md")
 COMMAND = "python docs/reference.py"
@@ -205,13 +204,12 @@ def line(cells: list[str]) -> str:
 
 
 def command_part(command: str) -> Iterator[str]:
-    name, _ = COMMANDS[command]
-    config_type = getattr(importlib.import_module(f"halation.config.{command}"), name)
+    config_type = cli.config_type(command)
     yield f"### halation {command}\n"
     yield in_markdown(config_type.__doc__)
     base = config_type.__mro__[1]
     if base is not object:
-        other = next(key for key, (known, _) in COMMANDS.items() if known == base.__name__)
+        other = next(key for key, known in COMMANDS.items() if known.config == base.__name__)
         unused = sorted(set(sentences(config_type)) - {row.name for row in settings(config_type)})
         without = ", ".join(f"`--{one}`" for one in unused)
         yield f"It also has every flag of [halation {other}](#halation-{other}) but {without}.\n"

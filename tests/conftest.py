@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-import rank_jobs
-from halation.config.train import TrainConfig
-from halation.world.launch import num_gpus
-from halation.world.testing import RankPool
+from halation.distributed.launcher import num_gpus
+from halation.training.config import TrainConfig
+from support import rank_jobs
+from support.rank_pool import RankPool
 
 # A machine that pauses for a second while an example is drawn says nothing about the law.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -33,9 +33,9 @@ for number in (signal.SIGINT, signal.SIGHUP):
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """Three ranks that live as long as the session; see RankPool.run."""
-    preload = ["rank_jobs", "halation.jobs.session", "halation.jobs.sample"]
+    preload = ["support.rank_jobs", "halation.training.session", "halation.sampling.command"]
     if not num_gpus():  # diffusers and what it imports may touch the GPU, which a forked rank could then not use
-        preload.append("halation.models.finetuning")
+        preload.append("halation.models.pipelines.training.denoiser")
     with RankPool(3, preload=preload) as pool:
         yield pool
 

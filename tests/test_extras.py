@@ -12,14 +12,19 @@ from types import ModuleType
 import pytest
 from torch import nn
 
-from halation.config.distill import DistillConfig
-from halation.config.gallery import GalleryConfig
-from halation.config.generate import GenerateConfig
-from halation.config.train import TrainConfig
+from halation.distillation import command as distill
+from halation.distillation.config import DistillConfig
+from halation.distributed.engines import deepspeed
 from halation.errors import InputError
-from halation.jobs import distill, doctor, finetuning, gallery, generate, train
-from halation.models.lora import Lora, adapt
-from halation.world import deepspeed_engine
+from halation.gallery import command as gallery
+from halation.gallery.config import GalleryConfig
+from halation.generation import command as generate
+from halation.generation.config import GenerateConfig
+from halation.models.pipelines.training.lora import Lora, adapt
+from halation.tools import doctor
+from halation.training import command as train
+from halation.training import finetune
+from halation.training.config import TrainConfig
 
 EXTRAS = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 Ask = Callable[[Path], object]
@@ -41,10 +46,10 @@ CASES: dict[str, tuple[str, str, Ask]] = {
     "tensorboard": ("tensorboard", "train", _train(report_to=("tensorboard", "none"))),
     "wandb": ("wandb", "wandb", _train(report_to=("wandb",))),
     "trackio": ("trackio", "trackio", _train(report_to=("trackio",))),
-    "adapters": ("peft", "train", lambda folder: finetuning.resolved(TrainConfig(model_path=str(folder), lora_rank=4))),
+    "adapters": ("peft", "train", lambda folder: finetune.resolved(TrainConfig(model_path=str(folder), lora_rank=4))),
     "a student's adapters": ("peft", "train", _distill),
     "adapters of a checkpoint": ("peft", "train", lambda _folder: adapt(nn.Linear(2, 2), Lora(rank=1), ["x"], 0)),
-    "deepspeed": ("deepspeed", "deepspeed", lambda _folder: deepspeed_engine.load(None)),  # type: ignore[arg-type]
+    "deepspeed": ("deepspeed", "deepspeed", lambda _folder: deepspeed.load(None)),  # type: ignore[arg-type]
     "video": ("av", "video", _generate(num_frames=5)),
     "isal": ("isal", "fast", _generate(png="isal")),
     "ray": ("ray", "ray", _generate(cluster="ray")),

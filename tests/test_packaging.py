@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 import halation
-from halation.models.embedded import FOLDER, embedded_names
+from halation.models.bundled import FOLDER, embedded_names
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(halation.__file__).parent
@@ -167,7 +167,9 @@ def test_from_the_wheel_alone_the_command_answers_and_finds_its_model(wheel: Pat
     command = place / "bin/halation"
     told = subprocess.run([command, "--version"], env=there, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert (told.returncode, told.stdout) == (0, f"halation {halation.__version__}\n"), told.stderr
-    lookup = "from halation.jobs.subject import subject_of; print(subject_of('streets-64', raw=False).order['path'])"
+    lookup = (
+        "from halation.models.model_ref import subject_of; print(subject_of('streets-64', raw=False).order['path'])"
+    )
     found = subprocess.run(
         [sys.executable, "-c", lookup], env=there, cwd=tmp_path, capture_output=True, text=True, timeout=120
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from halation.errors import HalationError, InputError
-from halation.runs import publish
+from halation.runs.folder import publish
 
 
 def rows(captions: Path) -> list[tuple[str, str]]:

@@ -15,7 +15,7 @@ ranks=()
 case " ${*//-/_} " in
     *" __nproc"* | *" __help "* | *" _h "*) ;;
     *)
-        gpus="$("$python" -c 'from halation.world.launch import num_gpus; print(num_gpus())')"
+        gpus="$("$python" -c 'from halation.distributed.launcher import num_gpus; print(num_gpus())')"
         if [ "$gpus" = 0 ]; then
             echo "run_ddp.sh: no GPU is visible, so 2 ranks train on the CPU" >&2
             ranks=(--nproc 2)

@@ -19,14 +19,14 @@ from PIL import Image, ImageFilter
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from halation.data.resize import resized
 from halation.data.streets import caption, draw, scene
-from halation.data.streets_scenes import CAR_COLOURS, PLACES, TIMES, WEATHERS, Attributes
-from halation.evaluation.agreement import agreement
-from halation.evaluation.frechet import frechet_distance
-from halation.evaluation.moments import moments
-from halation.models import streets_net
-from halation.models.streets_net import HEADS, INPUT_SIZE, NUM_FEATURES, Record, StreetsNet
+from halation.data.streets.attributes import CAR_COLOURS, PLACES, TIMES, WEATHERS, Attributes
+from halation.evaluation.extractors import streets_network
+from halation.evaluation.extractors.resize import resized
+from halation.evaluation.extractors.streets_network import HEADS, INPUT_SIZE, NUM_FEATURES, Record, StreetsNet
+from halation.evaluation.metrics.caption_agreement import agreement
+from halation.evaluation.metrics.frechet import frechet_distance
+from halation.evaluation.metrics.moments import moments
 
 Pixels: TypeAlias = npt.NDArray[np.uint8]
 
@@ -254,10 +254,10 @@ def main() -> None:
         net = trained(Scenes(arguments.num_pictures, folder), arguments)
     rounded(net)
     record = examined(net, arguments)
-    streets_net.save(net, record, arguments.output)
+    streets_network.save(net, record, arguments.output)
     print_record(record)
     print(
-        f"{arguments.output}: {arguments.output.stat().st_size} bytes, SHA-256 {streets_net.sha256(arguments.output)}"
+        f"{arguments.output}: {arguments.output.stat().st_size} bytes, SHA-256 {streets_network.sha256(arguments.output)}"
     )
     print_distances(net, arguments.num_heldout)
 

@@ -13,19 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halation.models import library_messages
-from halation.models.base import OWN
-from halation.models.pipeline_files import PipelineFiles
-from halation.training.sample_files import ByRank, Place, Row, publish_index
-from halation.training.sampling import Drawing, SampleSettings
-from halation.world.borrowed import bare, borrowed_world, is_sharded, reshard, undisturbed
-from halation.world.ranks import World
+from halation.distributed.external_group import bare, borrowed_world, is_sharded, reshard, undisturbed
+from halation.distributed.world import World
+from halation.models.denoiser import OWN
+from halation.models.pipelines import library_messages
+from halation.models.pipelines.folder_check import PipelineFiles
+from halation.sampling.denoiser_sampler import Drawing, SampleSettings
+from halation.sampling.files import ByRank, Place, Row, publish_index
 
 library_messages.silence()  # before the pipeline is imported, which is when some of it is said
 from diffusers import WanPipeline  # noqa: E402
 
-from halation.models.family_wan import WanFamily  # noqa: E402
-from halation.models.finetuning import PipelineDenoiser  # noqa: E402
+from halation.models.pipelines.training.denoiser import PipelineDenoiser  # noqa: E402
+from halation.models.pipelines.training.wan import WanFamily  # noqa: E402
 
 TIMEOUT_S = 600.0
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from halation import plan
 from halation.errors import InputError
-from halation.png import read_png
+from halation.images.png import read_png
 
 NUM_RANKS = 4
 PROMPTS = ("A cat", "A dog", "A bird", "A fish", "A glass vase of tulips on a piano", "A greenhouse full of ferns")
@@ -69,7 +69,7 @@ def rank_main(rank: int, size: int, folder: str, model: str) -> None:
 
 def opened(model: str) -> tuple[Any, Any]:
     """The teacher's pipeline and a student, the same on every rank."""
-    from halation.models import library_messages
+    from halation.models.pipelines import library_messages
 
     library_messages.silence()
     import diffusers

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from halation import cli
+from halation.distributed import launcher
 from halation.errors import HalationError, InputError
-from halation.world import launch
 
 RECIPE = Path(__file__).resolve().parent
 TINY = "tiny"
@@ -76,7 +76,7 @@ def main(words: Sequence[str], prog: str = "train_distillation.py") -> int:
     except HalationError as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return error.exit_code
-    if distributed and not launch.launched() and asked.nproc <= 1:
+    if distributed and not launcher.launched() and asked.nproc <= 1:
         print(f"{prog}: --distributed without torchrun or srun: one process; --nproc N starts N", file=sys.stderr)
     if asked.sample_prompts and not asked.sample:
         print(f"{prog}: --sample_prompts without --save_samples: no samples will be drawn", file=sys.stderr)
@@ -115,7 +115,7 @@ def precision(flag: str, value: str) -> str:
 
 def by_machine() -> dict[str, Any]:
     """Without a launcher it is one process, whatever the machine has."""
-    return {"nproc": 0 if launch.launched() else 1, "dtype": "bf16" if launch.num_gpus() else "fp32"}
+    return {"nproc": 0 if launcher.launched() else 1, "dtype": "bf16" if launcher.num_gpus() else "fp32"}
 
 
 def by_flags(words: Sequence[str]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from halation.rank_sampler import RankSampler, Sample
+    from halation.sampling.rank_sampler import RankSampler, Sample
 
 __version__ = "0.1.0"
 __all__ = ["RankSampler", "Sample", "__version__", "distill", "evaluate", "generate", "sample", "train", "watch"]
@@ -32,7 +32,7 @@ __all__ = ["RankSampler", "Sample", "__version__", "distill", "evaluate", "gener
 def __getattr__(name: str) -> Any:
     """What needs torch is imported when it is asked for: `import halation` takes no time."""
     if name in ("RankSampler", "Sample"):
-        from halation import rank_sampler
+        from halation.sampling import rank_sampler
 
         return getattr(rank_sampler, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -40,53 +40,53 @@ def __getattr__(name: str) -> Any:
 
 def train(**settings: Any) -> int:
     """`halation train` with these settings."""
-    from halation.config.fields import checked
-    from halation.config.train import TrainConfig
-    from halation.jobs import train as job
+    from halation.config import checked
+    from halation.training import command as job
+    from halation.training.config import TrainConfig
 
     return job.run(TrainConfig(**checked(TrainConfig, settings, "halation.train()")))
 
 
 def distill(**settings: Any) -> int:
     """`halation distill` with these settings."""
-    from halation.config.distill import DistillConfig
-    from halation.config.fields import checked
-    from halation.jobs import distill as job
+    from halation.config import checked
+    from halation.distillation import command as job
+    from halation.distillation.config import DistillConfig
 
     return job.run(DistillConfig(**checked(DistillConfig, settings, "halation.distill()")))
 
 
 def sample(**settings: Any) -> int:
     """`halation sample` with these settings; `model_path` is the same as `checkpoint`, as on the command line."""
-    from halation.config.fields import checked
-    from halation.config.sample import SampleConfig
-    from halation.jobs import sample as job
+    from halation.config import checked
+    from halation.sampling import command as job
+    from halation.sampling.config import SampleConfig
 
     return job.run(SampleConfig(**checked(SampleConfig, settings, "halation.sample()")))
 
 
 def generate(**settings: Any) -> int:
     """`halation generate` with these settings; `prompts` is short for `prompts_csv`, as on the command line."""
-    from halation.config.fields import checked
-    from halation.config.generate import GenerateConfig
-    from halation.jobs import generate as job
+    from halation.config import checked
+    from halation.generation import command as job
+    from halation.generation.config import GenerateConfig
 
     return job.run(GenerateConfig(**checked(GenerateConfig, settings, "halation.generate()")))
 
 
 def evaluate(**settings: Any) -> dict[str, Any]:
     """`halation evaluate` with these settings: the object that `--json` prints."""
-    from halation.config.evaluate import EvaluateConfig
-    from halation.config.fields import checked
-    from halation.jobs import evaluate as job
+    from halation.config import checked
+    from halation.evaluation import command as job
+    from halation.evaluation.config import EvaluateConfig
 
     return job.evaluated(EvaluateConfig(**checked(EvaluateConfig, settings, "halation.evaluate()")))
 
 
 def watch(**settings: Any) -> int:
     """`halation watch` with these settings; with `once` it ends when all that is there is scored."""
-    from halation.config.fields import checked
-    from halation.config.watch import WatchConfig
-    from halation.jobs import watch as job
+    from halation.config import checked
+    from halation.watcher import command as job
+    from halation.watcher.config import WatchConfig
 
     return job.run(WatchConfig(**checked(WatchConfig, settings, "halation.watch()")))

@@ -12,24 +12,54 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from halation.errors import HalationError, InputError, refused_by_system
 
+
+class Command(NamedTuple):
+    """A command: its module has `run(config)`, and the module `config` beside that has the class of its flags."""
+
+    module: str
+    config: str
+    sentence: str
+
+
 COMMANDS = {
-    "train": ("TrainConfig", "train a diffusion transformer on every rank, with samples from every rank"),
-    "distill": ("DistillConfig", "distil a teacher into a smaller student, or one that draws in few steps"),
-    "sample": ("SampleConfig", "draw pictures from a checkpoint on every rank"),
-    "generate": ("GenerateConfig", "draw a picture for every prompt of a list on every GPU, resumable"),
-    "evaluate": (
+    "train": Command(
+        "training.command", "TrainConfig", "train a diffusion transformer on every rank, with samples from every rank"
+    ),
+    "distill": Command(
+        "distillation.command",
+        "DistillConfig",
+        "distil a teacher into a smaller student, or one that draws in few steps",
+    ),
+    "sample": Command("sampling.command", "SampleConfig", "draw pictures from a checkpoint on every rank"),
+    "generate": Command(
+        "generation.command", "GenerateConfig", "draw a picture for every prompt of a list on every GPU, resumable"
+    ),
+    "evaluate": Command(
+        "evaluation.command",
         "EvaluateConfig",
         "score pictures: FID, KID, precision and recall, CLIP score, on every GPU, or an error",
     ),
-    "watch": ("WatchConfig", "follow a folder of checkpoints: draw from each, score it, plot it, keep the best"),
-    "ctl": ("CtlConfig", "ask a running training to sample, save or stop at its next step"),
-    "gallery": ("GalleryConfig", "look at runs in a browser: samples by step, pictures, losses and scores, live"),
-    "demo": ("DemoConfig", "the whole loop on embedded data in minutes: train, draw through a kill, score, look"),
-    "doctor": ("DoctorConfig", "show devices, versions, backends, and what is missing"),
+    "watch": Command(
+        "watcher.command",
+        "WatchConfig",
+        "follow a folder of checkpoints: draw from each, score it, plot it, keep the best",
+    ),
+    "ctl": Command("tools.ctl", "CtlConfig", "ask a running training to sample, save or stop at its next step"),
+    "gallery": Command(
+        "gallery.command",
+        "GalleryConfig",
+        "look at runs in a browser: samples by step, pictures, losses and scores, live",
+    ),
+    "demo": Command(
+        "tools.demo",
+        "DemoConfig",
+        "the whole loop on embedded data in minutes: train, draw through a kill, score, look",
+    ),
+    "doctor": Command("tools.doctor", "DoctorConfig", "show devices, versions, backends, and what is missing"),
 }
 TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
@@ -69,8 +99,7 @@ def _outcome(command: str, words: Sequence[str], defaults: Mapping[str, Any] | N
         if command not in COMMANDS:
             raise InputError(f"there is no command '{command}'", f"one of {', '.join(COMMANDS)}", _nearest(command))
         config = parse(command, words, defaults=defaults, prog=prog)
-        job = importlib.import_module(f"halation.jobs.{command}")
-        return int(job.run(config))
+        return int(importlib.import_module(f"halation.{COMMANDS[command].module}").run(config))
     except HalationError as error:
         _say(f"{name}: {error}")
         return error.exit_code
@@ -96,16 +125,20 @@ def parse(
     """The command's config: defaults, below `--config FILE`, below flags."""
     import tyro
 
-    from halation.config import fields
+    from halation.config import from_file
 
-    name, _ = COMMANDS[command]
-    module = importlib.import_module(f"halation.config.{command}")
-    config_type = getattr(module, name)
+    kind = config_type(command)
     file, rest = _take_config(words)
-    if hasattr(module, "check_words"):
-        module.check_words(rest)
-    settings = {**(defaults or {}), **(fields.from_file(config_type, file) if file else {})}
-    return parse_flags(tyro, config_type, settings, rest, prog=prog or f"halation {command}")
+    if hasattr(kind, "check_words"):
+        kind.check_words(rest)
+    settings = {**(defaults or {}), **(from_file(kind, file) if file else {})}
+    return parse_flags(tyro, kind, settings, rest, prog=prog or f"halation {command}")
+
+
+def config_type(command: str) -> Any:
+    """The dataclass of a command's flags."""
+    package = COMMANDS[command].module.rpartition(".")[0]
+    return getattr(importlib.import_module(f"halation.{package}.config"), COMMANDS[command].config)
 
 
 def parse_flags(
@@ -220,7 +253,7 @@ def _take_config(words: Sequence[str]) -> tuple[Path | None, list[str]]:
 
 def _overview() -> str:
     width = max(map(len, COMMANDS))
-    lines = [f"  {name.ljust(width)}  {sentence}" for name, (_, sentence) in COMMANDS.items()]
+    lines = [f"  {name.ljust(width)}  {command.sentence}" for name, command in COMMANDS.items()]
     return "\n".join(
         [
             "usage: halation COMMAND [--flags]",

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
-from complaints import Complaints
+
+from support.complaints import Complaints
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, Page

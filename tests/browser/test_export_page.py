@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 from benchmarks.big_folders import generation_folder, training_folder
 
-from halation.config.gallery import GalleryConfig
+from halation.gallery import command as gallery
 from halation.gallery.catalog import id_of
-from halation.jobs import gallery
+from halation.gallery.config import GalleryConfig
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 from benchmarks.big_folders import generation_folder, pictures, settle, spec_of, training_folder
-from complaints import Complaints
-from opened import Opened, opened
 
-from faults.commands import HALATION, started, train, until
-from gallery.script_payloads import PAYLOADS
 from halation.gallery.catalog import id_of
 from halation.generation.ledger import LEDGER_FILE, Ledger
 from halation.generation.requests import Request
+from support.commands import HALATION, started, train, until
+from support.complaints import Complaints
+from support.opened import Opened, opened
+from support.script_payloads import PAYLOADS
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 from benchmarks.big_folders import generation_folder, training_folder
-from complaints import Complaints
-from opened import Opened, opened
 
 from halation.gallery.catalog import id_of
+from support.complaints import Complaints
+from support.opened import Opened, opened
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

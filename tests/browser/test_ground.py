@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import pytest
-from complaints import Complaints
+
+from support.complaints import Complaints
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

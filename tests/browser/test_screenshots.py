@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from benchmarks.big_folders import generation_folder, training_folder
-from opened import Opened, opened
 
-from halation.png import read_png
+from halation.images.png import read_png
+from support.opened import Opened, opened
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

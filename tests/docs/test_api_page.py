@@ -17,8 +17,8 @@ import pytest
 import tyro
 
 import halation
-from halation.cli import COMMANDS, parse
-from halation.config.fields import free, setting
+from halation.cli import COMMANDS, config_type, parse
+from halation.config import free, setting
 
 DOCS = Path(__file__).parents[2] / "docs"
 FLAG = re.compile(r"--[a-z]\w+")
@@ -121,8 +121,8 @@ def test_a_command_has_every_flag_of_its_help_and_no_other(command: str, capsys:
 def defaults() -> dict[str, list[object]]:
     """What each flag is where it is not said, by any of the commands."""
     found: dict[str, list[object]] = {}
-    for command, (name, _) in COMMANDS.items():
-        for field in dataclasses.fields(getattr(importlib.import_module(f"halation.config.{command}"), name)):
+    for command in COMMANDS:
+        for field in dataclasses.fields(config_type(command)):
             found.setdefault(field.name, []).append(field.default)
     return found
 

@@ -12,16 +12,14 @@ from typing import Any
 
 import pytest
 
-from halation.config.ctl import CtlConfig
-from halation.config.demo import DemoConfig
-from halation.config.distill import DistillConfig
-from halation.config.doctor import DoctorConfig
-from halation.config.evaluate import EvaluateConfig
-from halation.config.gallery import GalleryConfig
-from halation.config.generate import GenerateConfig
-from halation.config.sample import SampleConfig
-from halation.config.train import TrainConfig
-from halation.config.watch import WatchConfig
+from halation.distillation.config import DistillConfig
+from halation.evaluation.config import EvaluateConfig
+from halation.gallery.config import GalleryConfig
+from halation.generation.config import GenerateConfig
+from halation.sampling.config import SampleConfig
+from halation.tools.config import CtlConfig, DemoConfig, DoctorConfig
+from halation.training.config import TrainConfig
+from halation.watcher.config import WatchConfig
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *(ROOT / "recipes").rglob("*.md"), ROOT / "README.md"])

@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 
 from halation import cli
-from page_commands import ROOT, Command, commands, pages, scripts
-from page_furniture import HALATION, Store, environment, furnish, small
+from support.page_commands import ROOT, Command, commands, pages, scripts
+from support.page_furniture import HALATION, Store, environment, furnish, small
 
 PATIENCE_S = 120
 ONLY_READ = {
     "srun": "needs SLURM; tests/docs/test_cluster_generation.py runs such scripts under a stand-in for it",
     "torchrun": "several machines; tests/docs/test_cluster.py runs it with both on one",
     "docker": "needs an image",
-    "RAY_ADDRESS": "a Ray of several machines; tests/generation/test_ray.py runs one of two nodes",
-    "auto": "a Ray of several machines; tests/generation/test_ray.py runs one of two nodes",
-    "demo": "minutes of its own; tests/jobs/test_demo.py runs it",
+    "RAY_ADDRESS": "a Ray of several machines; tests/generation/workers/test_ray.py runs one of two nodes",
+    "auto": "a Ray of several machines; tests/generation/workers/test_ray.py runs one of two nodes",
+    "demo": "minutes of its own; tests/tools/test_demo.py runs it",
     "--help": "tests/test_cli.py asks every command for it",
     "--version": "tests/test_cli.py asks for it",
     "...": "no whole command",

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from halation.config.generate import GenerateConfig
-from halation.models.pipeline_checks import Checks, Options
-from halation.models.pipeline_family import family_of
-from pipeline_specs import plain_pipe
+from halation.generation.config import GenerateConfig
+from halation.models.pipelines.families import family_of
+from halation.models.pipelines.options import Checks, Options
+from support.pipeline_specs import plain_pipe
 
 PAGE = (Path(__file__).parents[2] / "docs" / "determinism.md").read_text()
 CLASSES = re.split(r"^## ", PAGE.split("## Equality classes\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]

@@ -15,16 +15,16 @@ import pytest
 import torch
 from PIL import Image, ImageFilter
 
-import tiny_extractors
-from halation.config.evaluate import EvaluateConfig
 from halation.data.streets import Streets
-from halation.evaluation.coverage import coverage
-from halation.evaluation.frechet import frechet_distance
-from halation.evaluation.kid import kernel_distance
-from halation.evaluation.moments import moments
-from halation.jobs import evaluate
-from halation.models.extractors import open_extractor
-from halation.png import encode_png
+from halation.evaluation import command as evaluate
+from halation.evaluation.config import EvaluateConfig
+from halation.evaluation.extractors.registry import open_extractor
+from halation.evaluation.metrics.frechet import frechet_distance
+from halation.evaluation.metrics.kid import kernel_distance
+from halation.evaluation.metrics.moments import moments
+from halation.evaluation.metrics.prdc import coverage
+from halation.images.png import encode_png
+from support import tiny_extractors
 
 PAGE = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text()
 NUM, SIZE = 8, 32

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import importlib
 import io
 import re
 import subprocess
@@ -15,9 +14,9 @@ import pytest
 
 import halation
 from halation import cli
-from halation.config.fields import checked
+from halation.config import checked
 from halation.errors import InputError
-from page_commands import ROOT, Command, blocks, commands, pages, scripts
+from support.page_commands import ROOT, Command, blocks, commands, pages, scripts
 
 PAGES = pages()
 LEFT_OUT = {"...": "further flags", "[--flags]": "further flags", "$@": "what a script was told"}
@@ -164,7 +163,7 @@ def check_calls(text: str, where: str) -> int:
             settings = {
                 "prompts_csv" if (name, key) == ("generate", "prompts") else key: settings[key] for key in settings
             }
-            checked(getattr(importlib.import_module(f"halation.config.{name}"), cli.COMMANDS[name][0]), settings, where)
+            checked(cli.config_type(name), settings, where)
         number += 1
     return number
 

@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from halation.gallery.catalog import kind_of
-from halation.world.testing import RankPool
+from support.rank_pool import RankPool
 
 pytestmark = pytest.mark.ranks
 

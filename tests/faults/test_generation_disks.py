@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from faults import generation_checker as checker
-from faults.commands import fired
-from faults.generation_commands import (
+from support import generation_checker as checker
+from support.commands import fired
+from support.generation_commands import (
     PROMPTS,
     assert_completed_by_the_same_command,
     assert_whole,

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from faults import generation_checker as checker
-from faults.commands import Started, fired, started, until
-from faults.generation_commands import (
+from support import generation_checker as checker
+from support.commands import Started, fired, started, until
+from support.generation_commands import (
     assert_completed_by_the_same_command,
     assert_whole,
     generate,

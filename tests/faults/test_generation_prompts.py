@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from faults import generation_checker as checker
-from faults.commands import finish, fired
-from faults.generation_commands import (
+from support import generation_checker as checker
+from support.commands import finish, fired
+from support.generation_commands import (
     assert_completed_by_the_same_command,
     assert_whole,
     generate,
@@ -162,7 +162,7 @@ def test_a_tiny_pipeline_sets_a_prompt_aside_that_gives_not_a_number(tmp_path: P
 
     from safetensors.torch import load_file, save_file
 
-    import tiny_pipelines
+    from support import tiny_pipelines
 
     model = tmp_path / "model"
     shutil.copytree(tiny_pipelines.built("pixart"), model)

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from faults import checker, commands
-from faults.commands import finish, halation, train
+from support import checker, commands
+from support.commands import finish, halation, train
 
 CANARY = "canary-5b1f"
 MANY = """

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from faults import checker, commands
-from faults.commands import finish, fired, halation, train
+from support import checker, commands
+from support.commands import finish, fired, halation, train
 
 pytestmark = pytest.mark.faults
 

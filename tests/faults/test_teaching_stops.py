@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-import tiny_teachers
-from faults import commands
-from faults.commands import finish, halation, started
+from support import commands, tiny_teachers
+from support.commands import finish, halation, started
 
 pytestmark = [pytest.mark.ranks, pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from faults import checker, commands
-from faults.commands import finish, halation, started, train
+from support import checker, commands
+from support.commands import finish, halation, started, train
 
 SLOWLY = "train.step:1+:sleep=0.1;checkpoint.fsync:1+:sleep=0.05"
 """So that kills fall between steps and into saves, and not only into the start."""

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks import big_folders
-from halation import holds, runs
 from halation.gallery.catalog import Catalog, id_of, kind_of
 from halation.gallery.training_runs import TrainingRun
 from halation.gallery.watch_runs import WatchRun
+from halation.runs import folder as runs
+from halation.runs import lock
 
 MAKERS = dict.fromkeys(("train", "distill", "sample", "generate"), TrainingRun) | {"watch": WatchRun}
 
@@ -134,7 +135,7 @@ def test_a_run_at_rest_is_looked_at_every_five_seconds_and_a_running_one_always(
     metrics.append({"step": 1})
     assert catalog.refresh(now=1.0) == []
     assert catalog.refresh(now=5.0) == [id_of(folder)]
-    with holds.held(folder, "train"):
+    with lock.held(folder, "train"):
         assert catalog.refresh(now=10.0) == [id_of(folder)]
         metrics.append({"step": 2})
         assert catalog.refresh(now=10.5) == [id_of(folder)]
@@ -144,7 +145,7 @@ def test_a_run_at_rest_is_looked_at_every_five_seconds_and_a_running_one_always(
 def test_a_run_at_rest_that_a_command_takes_is_seen_at_once(tmp_path: Path) -> None:
     folder = begin(tmp_path / "run", "train")
     catalog = catalog_of(tmp_path)
-    with holds.held(folder, "train"):
+    with lock.held(folder, "train"):
         assert catalog.refresh(now=0.5) == [id_of(folder)]
         assert [entry.summary()["state"] for entry in catalog.entries()] == ["running"]
     assert catalog.refresh(now=1.0) == [id_of(folder)]

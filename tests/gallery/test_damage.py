@@ -12,16 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from served import serving
 
 from benchmarks import big_folders
-from halation import holds, runs
 from halation.gallery.catalog import Catalog
+from halation.gallery.command import catalog_of
 from halation.gallery.generation_runs import Query
+from halation.gallery.run_files import Lines, last_lines, read_object
 from halation.gallery.scores import Scores
 from halation.gallery.server import encoded
-from halation.gallery.tail import Lines, last_lines, read_object
-from halation.jobs.gallery import catalog_of
+from halation.runs import folder as runs
+from halation.runs import lock
+from support.served import serving
 
 SECRET = "nobody outside should read this"
 HUGE = 10**400
@@ -165,7 +166,7 @@ def test_the_page_goes_on_while_a_run_is_damaged(tmp_path: Path) -> None:
     top = tmp_path / "runs"
     good = big_folders.training_folder(top / "good", 1, 1, size=8)
     bad = big_folders.generation_folder(top / "bad", 2, size=8)
-    with holds.held(good, "train"), serving(top, cache=tmp_path / "cache") as visitor:
+    with lock.held(good, "train"), serving(top, cache=tmp_path / "cache") as visitor:
         ids = visitor.ids()
         with visitor.listening() as stream:
             (bad / "config.json").write_bytes(b'{"job": "generate", "settings": "x", "fixed": [')

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from benchmarks.big_folders import pictures, training_folder
 
-from halation import runs
-from halation.config.evaluate import EvaluateConfig
+from halation.evaluation.config import EvaluateConfig
 from halation.gallery.catalog import Catalog, id_of
 from halation.gallery.scores import Scores, key_of
 from halation.gallery.training_runs import TrainingRun
+from halation.runs import folder as runs
 
 VERSIONS = {"halation": "0.1.0"}
 
@@ -200,7 +200,7 @@ def test_a_report_cannot_name_what_lies_outside_the_roots_or_is_no_picture(tmp_p
 
 
 def test_a_real_evaluation_is_shown_with_its_nearest_and_farthest(tmp_path: Path) -> None:
-    from halation.jobs import evaluate
+    from halation.evaluation import command as evaluate
 
     (tmp_path / "drawn").mkdir()
     for number, data in enumerate(pictures(32, 6)):

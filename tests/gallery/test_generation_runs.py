@@ -18,17 +18,17 @@ import numpy as np
 import pytest
 from benchmarks.big_folders import generation_folder, pictures, prompt_of, settle
 
-from halation import runs
-from halation.config.generate import GenerateConfig
-from halation.gallery.again import command
 from halation.gallery.catalog import Catalog, id_of
+from halation.gallery.generation_rows import LedgerTables
 from halation.gallery.generation_runs import GenerationRun, Query
-from halation.gallery.ledgers import LedgerTables
+from halation.gallery.reproduce_command import command
 from halation.gallery.row_index import with_words, words_of
+from halation.generation.command import run as generate
+from halation.generation.config import GenerateConfig
 from halation.generation.ledger import LEDGER_FILE, Ledger, Outcome
-from halation.generation.shared_ledger import Process, SharedLedger
-from halation.jobs.generate import run as generate
-from halation.png import read_png
+from halation.generation.shared_folder.ledger import Process, SharedLedger
+from halation.images.png import read_png
+from halation.runs import folder as runs
 
 
 def opened(folder: Path) -> GenerationRun:

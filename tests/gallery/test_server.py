@@ -22,13 +22,14 @@ from benchmarks.big_folders import (
     spec_of,
     training_folder,
 )
-from script_payloads import PAYLOADS
-from served import Visitor, serving
 
-from halation import holds, runs
 from halation.gallery.server import KEY, encoded, image_type
 from halation.generation.ledger import LEDGER_FILE, Ledger
 from halation.generation.requests import Request
+from halation.runs import folder as runs
+from halation.runs import lock
+from support.script_payloads import PAYLOADS
+from support.served import Visitor, serving
 
 CANARY = b"\x89PNG\r\n\x1a\n CANARY "
 TRAVERSALS = (
@@ -334,7 +335,7 @@ def test_a_training_that_runs_can_be_asked_only_by_our_page_and_only_where_that_
     running = training_folder(tmp_path / "runs" / "running", 1, 1, size=16)
     generation_folder(tmp_path / "runs" / "generate", 1, size=16)
     with (
-        holds.held(running, "train"),
+        lock.held(running, "train"),
         serving(tmp_path / "runs", cache=tmp_path / "c", allow_control=True) as visitor,
     ):
         ids = visitor.ids()
@@ -363,7 +364,7 @@ def test_a_training_that_runs_can_be_asked_only_by_our_page_and_only_where_that_
 
 def test_a_page_hears_of_new_samples_at_once_uncompressed_and_each_by_its_id(tmp_path: Path) -> None:
     folder = training_folder(tmp_path / "run", 1, 1, size=16)
-    with holds.held(folder, "train"), serving(folder, cache=tmp_path / "cache") as visitor:
+    with lock.held(folder, "train"), serving(folder, cache=tmp_path / "cache") as visitor:
         (id,) = visitor.ids().values()
         with visitor.listening(accept_encoding="gzip") as stream:
             assert stream.headers["content-type"] == "text/event-stream; charset=utf-8"

@@ -19,7 +19,7 @@ from PIL import Image
 
 from halation.gallery import thumbnails
 from halation.gallery.thumbnails import Thumbnails, default_folder
-from halation.png import encode_png
+from halation.images.png import encode_png
 
 
 def opened(data: bytes | None) -> Image.Image:

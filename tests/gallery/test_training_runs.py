@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from benchmarks import big_folders
-from halation import holds, runs
 from halation.gallery.metric_rows import MAX_OLDER, MAX_ROWS, MetricRows
 from halation.gallery.training_runs import TrainingRun
 from halation.gallery.watch_runs import WatchRun
+from halation.runs import folder as runs
+from halation.runs import lock
 
 SETTINGS = {"prompts": ["a", "b"], "seed": 42, "same_seed": False, "height": 8, "width": 16}
 
@@ -61,7 +62,7 @@ def test_steps_are_rows_and_prompts_columns_and_a_key_is_a_picture(folder: Path)
 
 
 def test_the_summary_of_a_run_says_where_it_is(folder: Path) -> None:
-    with holds.held(folder, "train"):
+    with lock.held(folder, "train"):
         summary = opened(folder).summary()
     assert (summary["state"], summary["done"], summary["planned"], summary["unit"]) == ("running", 30, 30, "steps")
     assert summary["rate"] == pytest.approx(10.0)

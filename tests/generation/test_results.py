@@ -19,7 +19,7 @@ from halation.generation import results
 from halation.generation.ledger import Ledger, Outcome, Row
 from halation.generation.requests import Defaults, requests
 from halation.generation.results import Tally, WorkerTally
-from halation.png import encode_png
+from halation.images.png import encode_png
 from halation.prompts import PromptRow
 
 DEFAULTS = Defaults(

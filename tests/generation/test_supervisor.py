@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from faults import generation_checker as checker
-from faults.commands import fired
-from faults.generation_commands import assert_whole, run, said
+from support import generation_checker as checker
+from support.commands import fired
+from support.generation_commands import assert_whole, run, said
 
 pytestmark = pytest.mark.ranks
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from halation.models.denoiser import DiTDenoiser, new_dit
+from halation.models.dit.denoiser import DiTDenoiser, new_dit
 
 CAPTIONS = ["a red car at night", "a green tree by day", "two houses and a sign"]
 

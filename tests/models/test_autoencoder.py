@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from halation.errors import InputError
 from halation.models.autoencoder import LatentSpace, PixelSpace, space_from, to_bytes
-from halation.models.base import NotFiniteError
+from halation.models.denoiser import NotFiniteError
 
 
 def pictures(num: int = 3, size: int = 16) -> Tensor:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from faults import checker, commands
-from faults.commands import TORCHRUN, finish, fired, halation, last_step, started, train, until
+from support import checker, commands
+from support.commands import TORCHRUN, finish, fired, halation, last_step, started, train, until
 
 pytestmark = pytest.mark.ranks
 
@@ -125,15 +125,15 @@ def test_tasks_of_srun_join_one_world_and_its_signal_saves(tmp_path: Path) -> No
 
 def test_a_batch_script_is_no_world_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inside sbatch, before srun, the variables speak of the whole job: one command is still one process."""
-    from halation.world import launch
+    from halation.distributed import launcher
 
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}.items():
         monkeypatch.setenv(name, value)
-    assert not launch.launched()
+    assert not launcher.launched()
     monkeypatch.setenv("SLURM_STEP_ID", "0")
-    assert launch.launched()
-    assert launch.slurm_world() == 8
+    assert launcher.launched()
+    assert launcher.slurm_world() == 8
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
-    assert not launch.launched()
+    assert not launcher.launched()

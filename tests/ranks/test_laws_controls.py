@@ -11,16 +11,15 @@ from typing import Any
 
 import pytest
 
-import rank_jobs
-import run_folders
-from halation import controls
-from halation.config.ctl import CtlConfig
-from halation.config.train import TrainConfig
 from halation.errors import Interrupted
-from halation.jobs import ctl
-from halation.jobs import train as job
-from halation.jobs.session import Session
-from halation.world.testing import RankPool
+from halation.runs import control
+from halation.tools import ctl
+from halation.tools.config import CtlConfig
+from halation.training import command as job
+from halation.training.config import TrainConfig
+from halation.training.session import Session
+from support import rank_jobs, run_folders
+from support.rank_pool import RankPool
 
 pytestmark = pytest.mark.ranks
 
@@ -35,7 +34,7 @@ class Asking(Session):
     def _log(self, report: Any, window: Any) -> None:
         super()._log(report, window)
         for action in self.asked.get(report.step, ()) if self.world.first else ():
-            controls.ask(self.config.output_dir, action)
+            control.ask(self.config.output_dir, action)
 
 
 def train_asked(world: Any, config: TrainConfig, asked: Asked) -> tuple[int, str, int]:
@@ -51,7 +50,7 @@ def train_asked(world: Any, config: TrainConfig, asked: Asked) -> tuple[int, str
 
 
 def answers(folder: Path) -> list[tuple[str, int, str]]:
-    rows = [json.loads(line) for line in (folder / controls.ANSWERS).read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder / control.ANSWERS).read_text().splitlines()]
     return [(row["action"], row["step"], row.get("refused", "")) for row in rows]
 
 
@@ -90,7 +89,7 @@ def test_samples_and_saves_that_were_asked_for_are_invisible_to_training(
     assert pictures[2] == run_folders.pictures(never / "samples/step_0000005")
     assert visible(asked, 5, size) == visible(never, 5, size)
     assert saved_steps(asked) == [5], "the one that was asked for makes way, as others of its kind"
-    assert not (asked / controls.FOLDER).exists()
+    assert not (asked / control.FOLDER).exists()
 
 
 def test_all_ranks_stop_at_the_step_at_which_one_of_them_was_asked(ranks: RankPool, tmp_path: Path) -> None:
@@ -101,7 +100,7 @@ def test_all_ranks_stop_at_the_step_at_which_one_of_them_was_asked(ranks: RankPo
     assert answers(run) == [("sample", 3, ""), ("stop", 3, "")]
     assert saved_steps(run) == drawn_steps(run) == [3], "the stop comes last"
     assert "stop, asked for by `halation ctl`, is taken at step 3" in run_folders.log_of(run, 0)
-    assert not (run / controls.FOLDER).exists()
+    assert not (run / control.FOLDER).exists()
 
 
 @pytest.mark.slow
@@ -131,11 +130,11 @@ def test_a_stop_at_a_date_saves_as_the_date_asks_and_leaves_its_samples_to_the_n
 def test_what_was_asked_of_a_dead_run_or_at_the_last_step_is_dropped_and_no_samples_means_none(
     ranks: RankPool, tmp_path: Path
 ) -> None:
-    (tmp_path / controls.FOLDER).mkdir()
+    (tmp_path / control.FOLDER).mkdir()
     dead = {"pid": 1, "host": socket.gethostname(), "command": "train", "since": "2020-01-01 00:00:00"}
     left = {"action": "stop", "id": "0", "by": "`halation ctl`", "owner": dead}
-    (tmp_path / controls.FOLDER / "stop-0.json").write_text(json.dumps(left))
-    (tmp_path / controls.FOLDER / "save-1.json").write_text("{")
+    (tmp_path / control.FOLDER / "stop-0.json").write_text(json.dumps(left))
+    (tmp_path / control.FOLDER / "save-1.json").write_text("{")
     config = rank_jobs.small_config(tmp_path, n_steps=4, sample=False)
     asked = {1: ("sample",), 3: ("save", "stop"), 4: ("sample",)}
     assert ranks.run(2, train_asked, config, asked) == [(4, "", 0)] * 2
@@ -149,7 +148,7 @@ def test_what_was_asked_of_a_dead_run_or_at_the_last_step_is_dropped_and_no_samp
     assert "dropped stop-0.json: it was not asked of this start of the run" in log
     assert "dropped save-1.json" in log
     assert f"sample, asked for by `halation ctl`, is not done at step 2: {none}" in log
-    assert not (tmp_path / controls.FOLDER).exists()
+    assert not (tmp_path / control.FOLDER).exists()
     assert not (tmp_path / "samples").exists()
 
 
@@ -218,5 +217,5 @@ def test_a_person_samples_saves_and_stops_a_training_while_it_takes_its_steps(
     assert {(step, code) for step, _, code in ends} == {(told[2], 130)}
     assert drawn_steps(folder) == [told[0]]
     assert told[2] in saved_steps(folder)
-    assert not (folder / controls.FOLDER).exists()
+    assert not (folder / control.FOLDER).exists()
     assert not (folder / ".owner.json").exists()

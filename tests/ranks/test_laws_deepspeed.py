@@ -11,20 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-import rank_jobs
-import run_folders
-from halation.config.sample import SampleConfig
-from halation.config.train import TrainConfig
+from halation.distributed import rng
+from halation.distributed.checkpoint.reader import Reader
 from halation.errors import HalationError
-from halation.jobs import train as job
-from halation.jobs.session import Session
+from halation.sampling.config import SampleConfig
+from halation.sampling.denoiser_sampler import Drawing
+from halation.sampling.files import Place, publish_index
+from halation.training import command as job
 from halation.training import state
-from halation.training.sample_files import Place, publish_index
-from halation.training.sampling import Drawing
-from halation.world import rng
-from halation.world.reading import Reader
-from halation.world.testing import RankPool, RanksFailed
-from suspicious import SuspiciousSession
+from halation.training.config import TrainConfig
+from halation.training.session import Session
+from support import rank_jobs, run_folders
+from support.rank_pool import RankPool, RanksFailed
+from support.suspicious import SuspiciousSession
 
 pytestmark = [
     pytest.mark.ranks,

@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-import rank_jobs
-import run_folders
-import tiny_teachers
-from halation.config.distill import DistillConfig
-from halation.world.testing import RankPool
+from halation.distillation.config import DistillConfig
+from support import rank_jobs, run_folders, tiny_teachers
+from support.rank_pool import RankPool
 
 pytestmark = pytest.mark.ranks
 

@@ -15,18 +15,17 @@ import pytest
 import torch
 from PIL import Image
 
-import rank_jobs
-import run_folders
-from halation.config.evaluate import EvaluateConfig
-from halation.config.train import TrainConfig
 from halation.data.streets import caption, scene
+from halation.distributed import rng
 from halation.errors import HalationError, Interrupted
-from halation.jobs import evaluate
-from halation.jobs import train as job
-from halation.jobs.duties import Duties
-from halation.jobs.session import Session
-from halation.world import rng
-from halation.world.testing import RankPool, RanksFailed
+from halation.evaluation import command as evaluate
+from halation.evaluation.config import EvaluateConfig
+from halation.training import command as job
+from halation.training.checkpoint_hooks import Duties
+from halation.training.config import TrainConfig
+from halation.training.session import Session
+from support import rank_jobs, run_folders
+from support.rank_pool import RankPool, RanksFailed
 
 pytestmark = pytest.mark.ranks
 

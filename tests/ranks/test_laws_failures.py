@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-import rank_jobs
-import run_folders
-from halation.config.train import TrainConfig
-from halation.world.testing import RankPool, RanksFailed
+from halation.training.config import TrainConfig
+from support import rank_jobs, run_folders
+from support.rank_pool import RankPool, RanksFailed
 
 pytestmark = [pytest.mark.ranks, pytest.mark.faults]
 

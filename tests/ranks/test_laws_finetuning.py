@@ -11,12 +11,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import rank_jobs
-import run_folders
-import tiny_pipelines
-from halation.config.sample import SampleConfig
-from halation.config.train import TrainConfig
-from halation.world.testing import RankPool, RanksFailed
+from halation.sampling.config import SampleConfig
+from halation.training.config import TrainConfig
+from support import rank_jobs, run_folders, tiny_pipelines
+from support.rank_pool import RankPool, RanksFailed
 
 pytestmark = pytest.mark.ranks
 

@@ -11,15 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import rank_jobs
-import run_folders
-import tiny_extractors
-import tiny_pipelines
-from halation.config.train import TrainConfig
-from halation.jobs import train as job
-from halation.jobs.session import Session
-from halation.world.ranks import create
-from halation.world.testing import RankPool, RanksFailed
+from halation.distributed.world import create
+from halation.training import command as job
+from halation.training.config import TrainConfig
+from halation.training.session import Session
+from support import rank_jobs, run_folders, tiny_extractors, tiny_pipelines
+from support.rank_pool import RankPool, RanksFailed
 
 pytestmark = [
     pytest.mark.gpu,

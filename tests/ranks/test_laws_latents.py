@@ -13,10 +13,10 @@ import torch
 from diffusers import AutoencoderKL
 from PIL import Image
 
-from halation.config.sample import SampleConfig
-from halation.config.train import TrainConfig
-from halation.world.testing import RankPool, RanksFailed
-from rank_jobs import run_job, small_config, train
+from halation.sampling.config import SampleConfig
+from halation.training.config import TrainConfig
+from support.rank_jobs import run_job, small_config, train
+from support.rank_pool import RankPool, RanksFailed
 
 pytestmark = pytest.mark.ranks
 

@@ -13,11 +13,10 @@ from typing import Any
 import psutil
 import pytest
 
-import rank_jobs
-import run_folders
-from halation.config.fields import as_json
-from halation.config.train import TrainConfig
-from halation.world.testing import RankPool
+from halation.config import as_json
+from halation.training.config import TrainConfig
+from support import rank_jobs, run_folders
+from support.rank_pool import RankPool
 
 pytestmark = [pytest.mark.ranks, pytest.mark.faults, pytest.mark.slow]
 

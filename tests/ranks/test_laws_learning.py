@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import rank_jobs
-import run_folders
-from halation.config.train import TrainConfig
-from halation.jobs import train as job
-from halation.jobs.session import Session
+from halation.training import command as job
 from halation.training import heldout
+from halation.training.config import TrainConfig
 from halation.training.objectives import denoising
-from halation.world.testing import RankPool
+from halation.training.session import Session
+from support import rank_jobs, run_folders
+from support.rank_pool import RankPool
 
 pytestmark = pytest.mark.ranks
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from halation.config.train import TrainConfig
-from halation.jobs import train as job
-from halation.jobs.session import Session
-from halation.world.testing import RankPool
-from rank_jobs import PROMPTS, small_config
+from halation.training import command as job
+from halation.training.config import TrainConfig
+from halation.training.session import Session
+from support.rank_jobs import PROMPTS, small_config
+from support.rank_pool import RankPool
 
 pytestmark = [pytest.mark.ranks, pytest.mark.faults]
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from halation import faults
-from halation.world.testing import RankPool, RanksFailed
+from support.rank_pool import RankPool, RanksFailed
 
 pytestmark = pytest.mark.ranks
 
@@ -107,7 +107,7 @@ def test_ranks_are_gone_soon_after_their_owner_was_killed(tmp_path: Path) -> Non
     script = tmp_path / "owner.py"
     script.write_text(
         "import os, sys, time\n"
-        "from halation.world.testing import RankPool\n"
+        "from support.rank_pool import RankPool\n"
         "def pid(world):\n    return os.getpid()\n"
         "if __name__ == '__main__':\n"
         "    pool = RankPool(2)\n    print(*pool.run(2, pid), flush=True)\n    time.sleep(600)\n"

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-import own_trainer_jobs as jobs
-from halation.world.testing import RankPool, RanksFailed
+from support import own_trainer_jobs as jobs
+from support.rank_pool import RankPool, RanksFailed
 
 pytestmark = pytest.mark.ranks
 

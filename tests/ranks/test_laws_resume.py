@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-import rank_jobs
-import run_folders
-from halation.config.train import TrainConfig
-from halation.world.testing import RankPool
+from halation.training.config import TrainConfig
+from support import rank_jobs, run_folders
+from support.rank_pool import RankPool
 
 pytestmark = pytest.mark.ranks
 

@@ -13,18 +13,17 @@ import numpy as np
 import pytest
 import torch
 
-import rank_jobs
-import run_folders
-from halation.config.sample import SampleConfig
-from halation.config.train import TrainConfig
-from halation.jobs import train as job
-from halation.jobs.models import find, load_denoiser, sampling_of
-from halation.jobs.session import Session
-from halation.training.sample_files import Place, publish_index
-from halation.training.sampling import Drawing, SampleSettings
-from halation.world import rng
-from halation.world.testing import RankPool
-from suspicious import SuspiciousSession
+from halation.distributed import rng
+from halation.models.checkpoints import find, load_denoiser, sampling_of
+from halation.sampling.config import SampleConfig
+from halation.sampling.denoiser_sampler import Drawing, SampleSettings
+from halation.sampling.files import Place, publish_index
+from halation.training import command as job
+from halation.training.config import TrainConfig
+from halation.training.session import Session
+from support import rank_jobs, run_folders
+from support.rank_pool import RankPool
+from support.suspicious import SuspiciousSession
 
 pytestmark = pytest.mark.ranks
 

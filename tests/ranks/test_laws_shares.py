@@ -10,15 +10,14 @@ from typing import Any
 
 import pytest
 
-import rank_jobs
-import run_folders
-from halation.config.train import TrainConfig
-from halation.jobs import train as job
-from halation.jobs.models import find, load_denoiser, sampling_of
-from halation.jobs.session import Session
-from halation.training.sample_files import ByRank, Place, publish_index
-from halation.training.sampling import Drawing, SampleSettings
-from halation.world.testing import RankPool
+from halation.models.checkpoints import find, load_denoiser, sampling_of
+from halation.sampling.denoiser_sampler import Drawing, SampleSettings
+from halation.sampling.files import ByRank, Place, publish_index
+from halation.training import command as job
+from halation.training.config import TrainConfig
+from halation.training.session import Session
+from support import rank_jobs, run_folders
+from support.rank_pool import RankPool
 
 pytestmark = pytest.mark.ranks
 

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-import teaching_jobs
-import tiny_teachers
-from halation.config.distill import DistillConfig
-from halation.jobs.teaching import ENCODE_SIZE, items_at_once
-from halation.world.testing import RankPool
+from halation.distillation.config import DistillConfig
+from halation.distillation.teacher_setup import ENCODE_SIZE, items_at_once
+from support import teaching_jobs, tiny_teachers
+from support.rank_pool import RankPool
 
 pytestmark = pytest.mark.ranks
 

@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-import rank_jobs
-import run_folders
-from halation.config.train import TrainConfig
-from halation.jobs import train as job
-from halation.jobs.session import Session
 from halation.models.autoencoder import PixelSpace
-from halation.world.testing import RankPool, RanksFailed
+from halation.training import command as job
+from halation.training.config import TrainConfig
+from halation.training.session import Session
+from support import rank_jobs, run_folders
+from support.rank_pool import RankPool, RanksFailed
 
 pytestmark = pytest.mark.ranks
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-import tiny_pipelines
+from support import tiny_pipelines
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "coco_eval"
 SCRIPT = "batch_generate_t2i_multigpu.py"

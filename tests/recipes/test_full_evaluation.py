@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
-import tiny_extractors
-import tiny_pipelines
 from halation.data.streets import Streets
-from halation.png import encode_png
+from halation.images.png import encode_png
+from support import tiny_extractors, tiny_pipelines
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "coco_eval"
 SIZE = 32

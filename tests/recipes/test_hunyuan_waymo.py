@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 import torch
 
-import tiny_pipelines
-from halation.config.train import TrainConfig
 from halation.data.streets import DRIVING_PROMPTS, Streets
 from halation.errors import InputError
-from halation.png import encode_png, read_png
-from halation.world.testing import RankPool
+from halation.images.png import encode_png, read_png
+from halation.training.config import TrainConfig
+from support import tiny_pipelines
+from support.rank_pool import RankPool
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "hunyuan_waymo"
 sys.path.insert(0, str(RECIPE))

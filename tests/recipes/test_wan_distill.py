@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-import run_folders
-from halation.config.distill import DistillConfig
+from halation.distillation.config import DistillConfig
 from halation.errors import InputError
-from halation.models.student_config import StudentConfig
-from halation.png import read_png
-from halation.world.testing import RankPool
+from halation.images.png import read_png
+from halation.models.students.config import StudentConfig
+from support import run_folders
+from support.rank_pool import RankPool
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "wan_distill"
 sys.path.insert(0, str(RECIPE))

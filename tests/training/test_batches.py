@@ -14,16 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halation import plan
-from halation.data.base import Pictures
-from halation.data.loader import Batches
-from halation.data.order import Order
-from halation.data.prompt_list import Prompts
+from halation.data.dataset import Pictures
+from halation.data.prefetch import Batches
+from halation.data.prompt_dataset import Prompts
+from halation.data.shuffle import Order
 from halation.data.streets import Streets
+from halation.distillation import targets
+from halation.distillation.batches import Items, LessonPreparer, NoisePreparer
 from halation.flow.noise import training_draw
-from halation.models.denoiser import DiTDenoiser, new_dit
-from halation.training import lessons
+from halation.models.dit.denoiser import DiTDenoiser, new_dit
 from halation.training.batches import Preparer, on_device, positions
-from halation.training.lesson_batches import Items, LessonPreparer, NoisePreparer
 from halation.training.loop import Rows
 
 
@@ -97,11 +97,11 @@ def rows_of(
     return list(zip(seen, micro, strict=True))
 
 
-def lessons_of(folder: Path, denoiser: DiTDenoiser, source: Pictures, plan: lessons.Plan) -> lessons.Lessons:
+def lessons_of(folder: Path, denoiser: DiTDenoiser, source: Pictures, plan: targets.Plan) -> targets.Lessons:
     """Answers that say which item and which time they belong to."""
     items = Items(denoiser, source, CPU, plan.dropped)
     fingerprint = {"plan": plan.as_json()}
-    lessons.build(
+    targets.build(
         plan,
         folder,
         range(source.num_train),
@@ -115,7 +115,7 @@ def lessons_of(folder: Path, denoiser: DiTDenoiser, source: Pictures, plan: less
         fingerprint=fingerprint,
         device=CPU,
     )
-    return lessons.open(folder, fingerprint)
+    return targets.open(folder, fingerprint)
 
 
 @pytest.mark.parametrize("pictures", [False, True])
@@ -123,7 +123,7 @@ def test_a_lesson_arrives_with_its_item_s_caption_its_time_and_its_answer(
     tmp_path: Path, denoiser: DiTDenoiser, pictures: bool
 ) -> None:
     source: Pictures = Streets(32, 32, num_train=12) if pictures else prompts(tmp_path)
-    plan = lessons.Plan(
+    plan = targets.Plan(
         objective="velocity",
         pictures=pictures,
         times=(1.0, 0.8, 0.6, 0.3, 0.0),

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from halation.distributed.engines.registry import spread
 from halation.flow.ema import Ema
 from halation.training.loop import MODEL, Part, Position, Rows, StepReport, StepSettings, train_steps
-from halation.world.engine_registry import spread
-from halation.world.testing import RankPool, RanksFailed
+from support.rank_pool import RankPool, RanksFailed
 
 
 def settings(**changes: Any) -> StepSettings:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from halation.models.denoiser import DiTDenoiser, new_dit
+from halation.models.dit.denoiser import DiTDenoiser, new_dit
 from halation.training import batches, memory
 from halation.training.objectives import denoising
 

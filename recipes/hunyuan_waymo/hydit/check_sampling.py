@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from halation.data.streets import DRIVING_PROMPTS
+from halation.distributed import launcher
 from halation.errors import InputError
-from halation.png import read_png
-from halation.world import launch
+from halation.images.png import read_png
 
 FOLDER = Path("results/test_sampling")
 NUM_RANKS = 4
@@ -27,7 +27,7 @@ Check = tuple[bool, str]
 
 def ranks() -> tuple[int, list[str]]:
     """How many ranks, and the flags for them. The tiny model lets ranks share a GPU; a real one gets as many ranks as there are GPUs."""
-    gpus = launch.num_gpus()
+    gpus = launcher.num_gpus()
     num = min(NUM_RANKS, gpus) if gpus and os.environ.get("MODEL_PATH") else NUM_RANKS
     return num, ["--nproc", str(num), *(["--oversubscribe"] if 0 < gpus < num else [])]
 

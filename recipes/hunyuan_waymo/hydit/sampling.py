@@ -17,19 +17,19 @@ import torch
 from torch import Tensor, nn
 
 from halation.data.streets import DRIVING_PROMPTS
-from halation.models import library_messages
-from halation.models.base import OWN
-from halation.models.pipeline_files import PipelineFiles
-from halation.training.sample_files import Place, Row, publish_index
-from halation.training.sampling import Drawing, SampleSettings
-from halation.world.borrowed import bare, borrowed_world, is_sharded, reshard, undisturbed
-from halation.world.ranks import World
+from halation.distributed.external_group import bare, borrowed_world, is_sharded, reshard, undisturbed
+from halation.distributed.world import World
+from halation.models.denoiser import OWN
+from halation.models.pipelines import library_messages
+from halation.models.pipelines.folder_check import PipelineFiles
+from halation.sampling.denoiser_sampler import Drawing, SampleSettings
+from halation.sampling.files import Place, Row, publish_index
 
 library_messages.silence()  # before the pipeline is imported, which is when some of it is said
 from diffusers import HunyuanDiTPipeline  # noqa: E402
 
-from halation.models.family_hunyuan import HunyuanFamily  # noqa: E402
-from halation.models.finetuning import PipelineDenoiser  # noqa: E402
+from halation.models.pipelines.training.denoiser import PipelineDenoiser  # noqa: E402
+from halation.models.pipelines.training.hunyuan import HunyuanFamily  # noqa: E402
 
 TIMEOUT_S = 600.0
 
@@ -105,7 +105,7 @@ def _unsaid(*beginnings: str) -> Iterator[None]:
     def wanted(record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith(beginnings)
 
-    words = logging.getLogger("halation.training.sampling")
+    words = logging.getLogger("halation.sampling.denoiser_sampler")
     words.addFilter(wanted)
     try:
         yield

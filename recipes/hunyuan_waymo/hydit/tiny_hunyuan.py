@@ -40,7 +40,7 @@ def ensure(folder: Path) -> bool:
 def write(folder: Path) -> None:
     import transformers
 
-    from halation.models import library_messages
+    from halation.models.pipelines import library_messages
 
     library_messages.silence()
     with warnings.catch_warnings():

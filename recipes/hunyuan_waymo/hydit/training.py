@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from halation import cli
-from halation.config.train import TrainConfig
 from halation.data.streets import DRIVING_PROMPTS
+from halation.distributed import launcher
 from halation.errors import HalationError, InputError
-from halation.world import launch
+from halation.training.config import TrainConfig
 
 TINY = "tiny_hunyuandit"
 NUM_CPU_RANKS = 2
@@ -51,12 +51,12 @@ def main(words: Sequence[str], *, prog: str, engine: str = "auto") -> int:
 
 def by_environment() -> dict[str, Any]:
     """MODEL_PATH and DATA, and what a machine with GPUs does differently."""
-    gpus = launch.num_gpus()
+    gpus = launcher.num_gpus()
     return {
         "model_path": os.environ.get("MODEL_PATH", ""),
         "data": os.environ.get("DATA") or "streets",
         "dtype": "bf16" if gpus else "fp32",
-        "nproc": 0 if gpus or launch.launched() else NUM_CPU_RANKS,
+        "nproc": 0 if gpus or launcher.launched() else NUM_CPU_RANKS,
     }
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from halation.rank_sampler import RankSampler
+from halation.sampling.rank_sampler import RankSampler
 
 
 class SamplerCallback(TrainerCallback):

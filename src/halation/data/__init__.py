@@ -1,1 +1,1 @@
-"""Pictures and their captions, in an order that depends on seed, epoch and index alone."""
+"""Data sets: read, cropped, shuffled, cached and prefetched."""

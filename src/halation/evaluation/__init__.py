@@ -1,1 +1,1 @@
-"""Scores of pictures: features in, numbers out."""
+"""`halation evaluate`: features of images on all ranks, and the metrics computed from them."""

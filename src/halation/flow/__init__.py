@@ -1,1 +1,1 @@
-"""Maths of flows: noise, paths, samplers, guidance and averages; knows no processes and no diffusers."""
+"""Diffusion and flow-matching maths on tensors."""

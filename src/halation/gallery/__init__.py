@@ -1,1 +1,1 @@
-"""The page that shows runs while they work."""
+"""`halation gallery`: runs in a browser, served or exported as one file."""

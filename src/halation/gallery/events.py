@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from halation.gallery.guarded import DAMAGE
+from halation.gallery.catalog import DAMAGE
 from halation.gallery.security import Receive, Scope, Send
 
 log = logging.getLogger(__name__)

@@ -14,15 +14,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from halation.gallery import again
-from halation.gallery.ledgers import OUTCOME, SHARED_FOLDER, SPEC, STATES, SharedTables, file_of, tables_of
-from halation.gallery.reasons import grouped
+from halation.gallery import reproduce_command
+from halation.gallery.generation_rows import OUTCOME, SHARED_FOLDER, SPEC, STATES, SharedTables, file_of, tables_of
 from halation.gallery.row_index import Indices, RowIndex, counts_in, selected, with_words, words_of
-from halation.gallery.states import State, state_of
-from halation.gallery.tail import damage_of, first_line, last_lines, read_record, stamp_of
-from halation.holds import ENDED_FILE, OWNER_FILE
-from halation.runs import CONFIG_FILE
+from halation.gallery.run_files import State, damage_of, first_line, last_lines, read_record, stamp_of, state_of
+from halation.runs.folder import CONFIG_FILE
+from halation.runs.lock import ENDED_FILE, OWNER_FILE
 
+GAP = "…"
+"""Stands for whatever differs; a page takes it for any letters when it looks for the rows of a reason."""
+PART = re.compile(r"""('[^']*'|"[^"]*"|`[^`]*`|[^\s/]{0,200}/\S*[^\s:;,.)]|\d+(?:\.\d+)?)""")
 KEY = re.compile(r"g([0-9]{1,12})(?:\.([0-9]{1,6}))?")
 MAX_REASONS = 100
 RECENT_S = 60.0
@@ -30,6 +31,18 @@ REST = 20
 """After reading for a second, rest for twenty: whatever the size of a run, watching it costs a twentieth of a core."""
 LEASES_EVERY_S = 2.0
 Pace = deque[tuple[float, dict[str, int]]]
+
+
+def grouped(counts: Mapping[str, int]) -> Counter[str]:
+    """Counts of texts, with those that differ only in paths, numbers and quoted words taken together."""
+    groups: dict[tuple[str, ...], tuple[list[str], int]] = {}
+    for text, number in counts.items():
+        pieces = PART.split(text)
+        fixed = tuple(pieces[::2])
+        known, before = groups.get(fixed, (pieces, 0))
+        same = [piece if piece == other else GAP for piece, other in zip(pieces, known, strict=True)]
+        groups[fixed] = (same, before + number)
+    return Counter({"".join(pieces): number for pieces, number in groups.values()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,7 +339,9 @@ class GenerationRun:
             "spec": spec,
             "outcome": outcome,
             "file": f"{found['name']}.{ending}" if found["name"] else "",
-            "command": again.command(record, spec, found["micro_batch"], found["epoch"]) if found["steps"] else "",
+            "command": reproduce_command.command(record, spec, found["micro_batch"], found["epoch"])
+            if found["steps"]
+            else "",
         }
 
     def _row_of(self, key: str, columns: tuple[str, ...]) -> dict[str, Any]:

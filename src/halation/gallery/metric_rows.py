@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from halation.gallery.tail import Lines, is_count, is_number
+from halation.gallery.run_files import Lines, is_count, is_number
 
 MAX_ROWS = 4_000
 """In one answer; so many of the newest are kept as they are."""

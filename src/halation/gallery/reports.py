@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from halation.gallery.tail import as_dict, is_count, is_number, read_json
+from halation.gallery.run_files import as_dict, is_count, is_number, read_json
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from halation.gallery.ledgers import MAX_PLANNED, STATES
+from halation.gallery.generation_rows import MAX_PLANNED, STATES
 
 OPEN, DONE, FAILED = range(len(STATES))
 ABSENT = -1

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from halation.gallery.tail import Stamp, as_dict, is_count, is_number, read_object, stamp_of
-from halation.runs import CONFIG_FILE
+from halation.gallery.run_files import Stamp, as_dict, is_count, is_number, read_object, stamp_of
+from halation.runs.folder import CONFIG_FILE
 
 NUM_WATCHED = 2
 """Newest steps that are looked at every time: the names of older ones do not change while a training runs."""

@@ -14,12 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from halation.gallery.catalog import Catalog, Entry, id_of
-from halation.gallery.guarded import DAMAGE
+from halation.gallery.catalog import DAMAGE, Catalog, Entry, id_of
 from halation.gallery.reports import Report, Shelf, picture_of, place_of
-from halation.gallery.tail import Lines, is_count, is_number
-from halation.plots import direction
-from halation.runs import METRICS_FILE
+from halation.gallery.run_files import Lines, is_count, is_number
+from halation.images.plot import direction
+from halation.runs.folder import METRICS_FILE
 
 log = logging.getLogger(__name__)
 

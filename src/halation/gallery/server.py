@@ -27,8 +27,8 @@ from starlette.routing import Route
 from halation.errors import InputError
 from halation.gallery.catalog import Catalog, Entry
 from halation.gallery.events import Changes, EventStream
+from halation.gallery.run_files import NUM_LOG_LINES, finite, opened
 from halation.gallery.security import App, Guard, Names
-from halation.gallery.tail import NUM_LOG_LINES, finite, opened
 
 PAGE = Path(__file__).with_name("page")
 CONTENT_TYPES = {

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from PIL import Image
 
-from halation.png import MAX_PIXELS
-from halation.runs import cache_folder, temporary_for
+from halation.images.png import MAX_PIXELS
+from halation.runs.folder import cache_folder, temporary_for
 
 log = logging.getLogger(__name__)
 

@@ -11,11 +11,21 @@ from typing import Any
 
 from halation.gallery.catalog import kind_of
 from halation.gallery.metric_rows import MetricRows
+from halation.gallery.run_files import (
+    Stamp,
+    State,
+    damage_of,
+    first_line,
+    is_count,
+    last_lines,
+    read_object,
+    read_record,
+    stamp_of,
+    state_of,
+)
 from halation.gallery.sample_steps import STEP_FOLDER, Cell, SampleSteps, Step
-from halation.gallery.states import State, state_of
-from halation.gallery.tail import Stamp, damage_of, first_line, is_count, last_lines, read_object, read_record, stamp_of
-from halation.holds import ENDED_FILE, OWNER_FILE
-from halation.runs import COMMIT, CONFIG_FILE, METRICS_FILE, OWN_TRAINER
+from halation.runs.folder import COMMIT, CONFIG_FILE, METRICS_FILE, OWN_TRAINER
+from halation.runs.lock import ENDED_FILE, OWNER_FILE
 
 KEY = re.compile(r"(?:s(\d{1,15})\.(\d{1,6})(\.raw)?|t\.(\d{1,6}))")
 Column = tuple[str, int, int]

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from halation.gallery.metric_rows import evenly
-from halation.gallery.states import State, state_of
-from halation.gallery.tail import (
+from halation.gallery.run_files import (
     Lines,
     Stamp,
+    State,
     damage_of,
     is_count,
     is_number,
@@ -21,9 +21,10 @@ from halation.gallery.tail import (
     read_object,
     read_record,
     stamp_of,
+    state_of,
 )
-from halation.holds import ENDED_FILE, OWNER_FILE
-from halation.runs import CONFIG_FILE, METRICS_FILE
+from halation.runs.folder import CONFIG_FILE, METRICS_FILE
+from halation.runs.lock import ENDED_FILE, OWNER_FILE
 
 KEY = re.compile(r"s(\d{1,15})\.0")
 NUM_SPARK = 60

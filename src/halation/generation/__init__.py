@@ -1,1 +1,1 @@
-"""Pictures by the thousand: plan, ledger, supervisor, workers."""
+"""`halation generate`: an image for every prompt of a list, on every GPU, resumable."""

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from halation import runs
 from halation.errors import InputError
 from halation.generation.ledger import Ledger
 from halation.generation.requests import Defaults, Renamed, Request, Requests, requests
 from halation.prompts import PromptFile
+from halation.runs import folder as runs
 
 log = logging.getLogger(__name__)
 RENAMED_FILE = "renamed_ids.jsonl"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from halation.generation.ledger import Row
-from halation.runs import publish_json, publishing
+from halation.runs.folder import publish_json, publishing
 
 METADATA_FILE = "metadata.jsonl"
 SUMMARY_FILE = "summary.json"

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from halation.errors import HalationError
-from halation.generation.crew import Crew
-from halation.generation.dealing import Slot, Table, Work
 from halation.generation.ledger import Ledger, Outcome
-from halation.generation.progress import Progress
 from halation.generation.results import WorkerTally
-from halation.generation.tasks import Event
-from halation.generation.worker import DEPTH
+from halation.generation.work_queue import Slot, Table, Work
+from halation.generation.workers.local import Crew
+from halation.generation.workers.messages import Event
+from halation.generation.workers.worker import DEPTH
 from halation.plan import Sheets
+from halation.progress import Progress
 
 log = logging.getLogger(__name__)
 

@@ -1,1 +1,1 @@
-"""Model families behind one protocol; the only importers of diffusers and transformers."""
+"""Model families behind one protocol, and how a model is found, loaded and sampled from."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from halation.errors import InputError
-from halation.models.base import NotFiniteError
+from halation.models.denoiser import NotFiniteError
 
 logger = logging.getLogger(__name__)
 

@@ -1,214 +1,176 @@
-"""The DiT family behind the Denoiser protocol: module, tokenizer or class names, and the space it works in."""
+"""What a model family must offer so that training, sampling and export need not know which family it is."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from halation.errors import InputError
-from halation.flow.paths import Straight
-from halation.flow.samplers import schedule
-from halation.models import draw
-from halation.models.autoencoder import PixelSpace, Space
-from halation.models.base import Condition, Guides, Habits, Solver
-from halation.models.dit import DiT, DiTConfig, sized
-from halation.models.text import WordTokenizer
+from halation.errors import HalationError
+from halation.flow.paths import Path, TimeKind
 from halation.specs import Sheet
 
+Condition = dict[str, Tensor]
+"""What a prompt or label becomes: tensors by name, each with one row a picture and a fixed length, so that a picture's condition
+does not depend on its neighbours'. Text has `tokens` (int64) and `mask` (bool, true where there is a token); classes `label`."""
 
-class DiTDenoiser:
-    """A DiT with what it needs to read prompts and to make pixels."""
 
-    name = "Halation DiT"
-    guides: Guides = "pair"
+Guides = Literal["pair", "embedded", "none"]
+"""How a family does guidance: by a null branch, by a number that its module reads, or not at all."""
 
-    def __init__(
-        self,
-        *,
-        config: DiTConfig,
-        space: Space,
-        tokenizer: WordTokenizer | None = None,
-        class_names: Sequence[str] = (),
-    ) -> None:
-        if config.conditioning == "text" and (tokenizer is None or tokenizer.vocabulary_size != config.vocabulary_size):
-            raise ValueError("a model that reads text needs the tokenizer its vocabulary_size was taken from")
-        if config.conditioning == "class" and len(class_names) != config.num_classes:
-            raise ValueError(f"{len(class_names)} class names for {config.num_classes} classes")
-        if config.channels != space.channels:
-            raise ValueError(f"a model of {config.channels} channels in a space of {space.channels}")
-        self.config = config
-        module = DiT(config)
-        self.module: nn.Module = module
-        self.space = space
-        self.tokenizer = tokenizer
-        self.class_names = tuple(class_names)
-        self._class_ids = {name: index for index, name in enumerate(self.class_names)}
-        self._flops = module.flops()
-        self.path = Straight()
-        self.habits = Habits()
-        self.downsample = space.downsample
-        self.hidden = config.hidden
-        self.depth = config.depth
+AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""The type that a dtype's name autocasts to; None for no autocast."""
 
-    def initialise(self, seed: int) -> DiTDenoiser:
-        """Fresh weights on the CPU from a seed."""
-        assert isinstance(self.module, DiT)
-        self.module.initialise(seed)
-        return self
+OWN = "own"
+"""Instead of the name of a sampler: the pipeline's own scheduler."""
 
-    def encode_prompts(self, prompts: Sequence[str]) -> Condition:
-        if self.tokenizer is not None:
-            return self.tokenizer.encode_batch(prompts)
-        return {"label": torch.tensor([self._class_of(prompt) for prompt in prompts], dtype=torch.int64)}
 
-    def encode_captions(self, captions: Sequence[str], labels: Sequence[int]) -> Condition:
-        if self.tokenizer is not None:
-            return self.tokenizer.encode_batch(captions)
-        return {"label": torch.tensor(list(labels), dtype=torch.int64)}
+class NotFiniteError(HalationError):
+    """A picture came out as NaN or infinity; `rows` says which pictures of the batch."""
 
-    def _class_of(self, prompt: str) -> int:
-        """A class by its name, or by its number; the empty prompt is no class at all."""
-        name = prompt.strip()
-        if not name:
-            return self.config.num_classes
-        if name in self._class_ids:
-            return self._class_ids[name]
-        if name.isascii() and name.isdigit() and int(name) < self.config.num_classes:
-            return int(name)
-        near = difflib.get_close_matches(name, self.class_names, n=3, cutoff=0.0)
-        raise InputError(
-            f"prompt {prompt!r} for a model that knows classes",
-            f"a class name or a number below {self.config.num_classes}",
-            f"use one of its classes, such as {', '.join(near)}",
-        )
+    def __init__(self, message: str, rows: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.rows = rows
 
-    def truncated(self, prompts: Sequence[str]) -> list[bool]:
-        if self.tokenizer is None:
-            return [False] * len(prompts)
-        return [self.tokenizer.encode(prompt).truncated for prompt in prompts]
 
-    def null_condition(self, num: int) -> Condition:
-        return self.encode_prompts([""] * num)
+@dataclass(frozen=True, kw_only=True)
+class Solver:
+    """How a sheet is drawn, besides what its specs say. Sampler and shift are of models that are drawn by our own samplers."""
 
-    def sample_shape(self, height: int, width: int) -> tuple[int, int, int]:
-        config, factor = self.config, self.space.downsample
-        if (height, width) != (config.height * factor, config.width * factor):
-            raise InputError(
-                f"a picture of {height} x {width}",
-                f"{config.height * factor} x {config.width * factor}, the size this model was made for",
-                "ask for that size, or train a model for the other one",
-            )
-        return (config.channels, config.height, config.width)
+    sampler: str = "multistep"
+    """One of ours, or OWN."""
+    pair: bool = True
+    """Whether the null branch runs too. It comes from the whole plan: a sheet whose own scales are all 1 then still makes the
+    forwards of the others."""
+    dtype: torch.dtype = torch.float32
+    shift: float = 1.0
+    truncate_from: int | None = None
 
-    def to_model(self, pixels: Tensor) -> Tensor:
-        return self.space.encode(pixels)
 
-    def to_pixels(self, x: Tensor) -> Tensor:
-        return self.space.decode(x)
+@dataclass(frozen=True, kw_only=True)
+class Habits:
+    """What a family does where nobody says otherwise."""
+
+    guidance_scale: float = 3.0
+    time_sampling: TimeKind = "logit_normal"
+    time_shift: float = 1.0
+
+
+class Inputs(Protocol):
+    """Everything that drawing one sheet needs, on the device; what is in it is the family's own affair."""
+
+    @property
+    def truncated(self) -> tuple[bool, ...]:
+        """Which prompts are longer than the model reads."""
+
+    @property
+    def num_rows(self) -> int:
+        """Pictures in it, fillers included."""
+
+    def halves(self) -> tuple[Inputs, Inputs]:
+        """The first and the second half of the rows."""
+
+
+class Denoiser(Protocol):
+    """A model family: the module that is trained, and everything around it that turns prompts and pixels into tensors and back."""
+
+    name: str
+    """The family in a word or two, for people."""
+    module: nn.Module
+    """What is trained: its parameters that require a gradient. Engines wrap it; `forward` is told what to call."""
+
+    @property
+    def path(self) -> Path:
+        """How noise is mixed in, and what the module is asked for."""
+
+    @property
+    def habits(self) -> Habits:
+        """Guidance of samples and times of training where nothing was asked for."""
+
+    @property
+    def guides(self) -> Guides:
+        """How guidance comes into an answer of `forward`."""
+
+    @property
+    def downsample(self) -> int:
+        """Pixels on a side of what the module sees as one place: 1, or the factor of an autoencoder."""
+
+    @property
+    def hidden(self) -> int:
+        """Width of the module, for an estimate of its activations."""
+
+    @property
+    def depth(self) -> int:
+        """Blocks of the module, for the same estimate."""
 
     def forward(self, module: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
-        velocity: Tensor = module(x, t, condition)
-        return velocity.to(torch.float32)
-
-    def predict(self, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
-        return self.forward(self.module, x, t, condition)
+        """What `module`, bare or wrapped by an engine, answers to states at times `t`: a tensor like the path's target."""
 
     def tell_guidance(self, scale: float) -> None:
-        """Its guidance is a null branch."""
+        """What a module with embedded guidance reads in `forward` from now on; nothing for others."""
 
     def placed(self, condition: Condition, originals: Tensor, height: int, width: int) -> Condition:
-        return condition
+        """The condition of training pictures of this size with what the family wants to know of their sizes; `originals` are
+        heights and widths of the files, one row a picture."""
+
+    def encode_prompts(self, prompts: Sequence[str]) -> Condition:
+        """The condition of each prompt, on the CPU."""
+
+    def encode_captions(self, captions: Sequence[str], labels: Sequence[int]) -> Condition:
+        """The condition of training pictures, on the CPU: labels where the family knows classes, captions otherwise."""
+
+    def truncated(self, prompts: Sequence[str]) -> list[bool]:
+        """Which prompts are longer than the model reads."""
+
+    def null_condition(self, num: int) -> Condition:
+        """What captions are replaced by in training, `num` rows on the CPU."""
+
+    def sample_shape(self, height: int, width: int) -> tuple[int, int, int]:
+        """(channels, height, width) of the tensor behind a picture of this size; another size than the model's is an InputError."""
+
+    def to_model(self, pixels: Tensor) -> Tensor:
+        """uint8 NHWC pictures to the float32 NCHW tensors the module learns, on the device of the pictures."""
+
+    def to_pixels(self, x: Tensor) -> Tensor:
+        """The way back, to uint8 NHWC; NotFiniteError where a picture is NaN."""
 
     def times(self, num_steps: int, height: int, width: int, shift: float) -> tuple[float, ...]:
-        return tuple(schedule(num_steps, shift).tolist())
+        """The times, from 1 to 0 and one more than steps, that a sample of this size goes through. `shift` is that of models that
+        are drawn by our own samplers."""
 
-    def prepare(self, sheet: Sheet, device: torch.device | str) -> draw.NoiseInputs:
-        return draw.prepare(self, sheet, device)
+    def prepare(self, sheet: Sheet, device: torch.device | str) -> Any:
+        """`Inputs` of a sheet; everything that bad input can make fail happens here."""
 
-    def filler(self, sheet: Sheet, device: torch.device | str) -> draw.NoiseInputs:
-        return draw.filler(self, sheet, device)
+    def filler(self, sheet: Sheet, device: torch.device | str) -> Any:
+        """`Inputs` of that sheet's shapes that need no prompt, to keep the other ranks company."""
 
-    def sample(self, inputs: draw.NoiseInputs, solver: Solver, on_step: Callable[[], None]) -> Tensor:
-        x = inputs.noise
-        for x in draw.denoise(self, inputs, solver):  # noqa: B007 - the last state is the result
-            on_step()
-        return x
+    def sample(self, inputs: Any, solver: Solver, on_step: Callable[[], None]) -> Tensor:
+        """Draw: float32 tensors for `to_pixels`. `on_step` is called after every step. Nothing else runs the module here."""
 
     def hold_encoders(self) -> None:
-        """A tokenizer is always there."""
+        """Keep what reads prompts ready, where they come one after the other and not all at once."""
 
     def keep_no_activations(self) -> None:
-        self.module.checkpointing = True  # type: ignore[assignment]
+        """Compute activations inside shard units again in the backward pass instead of keeping them."""
 
     def shard_units(self) -> list[nn.Module]:
-        text = getattr(self.module, "text", None)
-        blocks = list(getattr(self.module, "blocks"))  # noqa: B009  the module may be wrapped by an engine
-        return [*([] if text is None else [text]), *blocks]
+        """Modules to shard one by one, innermost first; nobody calls into their parts from outside."""
 
     def describe(self) -> dict[str, Any]:
-        return {
-            "family": "dit",
-            "version": 1,
-            "config": self.config.as_json(),
-            "tokenizer": None if self.tokenizer is None else self.tokenizer.as_json(),
-            "class_names": list(self.class_names),
-            "space": self.space.describe(),
-        }
+        """JSON from which `models.load.build` makes the same denoiser again, without its weights."""
 
     def flops_per_picture(self) -> int:
-        return self._flops
+        """Floating-point operations of one forward of one picture (a multiply-add is two)."""
 
-    def to(self, device: torch.device | str, *, module: bool = True) -> DiTDenoiser:
-        if module:
-            self.module.to(device)
-        self.space.to(device)
-        return self
+    def to(self, device: torch.device | str, *, module: bool = True) -> Denoiser:
+        """Move the module, unless an engine will, and what surrounds it, in place."""
 
 
-def default_patch_size(space: Space, height: int) -> int:
-    """2 in latents as in DiT; in pixels 4 up to 64, then 8, which keeps the sequence near 256 tokens."""
-    if space.downsample > 1:
-        return 2
-    return 4 if height <= 64 else 8
+class VelocityDenoiser(Denoiser, Protocol):
+    """A family that our own samplers draw from."""
 
-
-def new_dit(
-    size: str,
-    *,
-    height: int,
-    width: int,
-    captions: Iterable[str] = (),
-    class_names: Sequence[str] = (),
-    space: Space | None = None,
-    patch_size: int | None = None,
-    num_register_tokens: int = 0,
-) -> DiTDenoiser:
-    """A DiT of a named size for pictures of `height` x `width` pixels, conditioned on classes where there are any.
-
-    Its module is on the meta device: call `initialise(seed)`, or load weights.
-    """
-    space = PixelSpace() if space is None else space
-    if height % space.downsample or width % space.downsample:
-        raise InputError(
-            f"a picture of {height} x {width}",
-            f"multiples of {space.downsample}, the factor of the autoencoder",
-            "change the image size",
-        )
-    tokenizer = None if class_names else WordTokenizer.from_captions(captions)
-    config = sized(
-        size,
-        height=height // space.downsample,
-        width=width // space.downsample,
-        channels=space.channels,
-        patch_size=default_patch_size(space, height) if patch_size is None else patch_size,
-        num_register_tokens=num_register_tokens,
-        conditioning="class" if tokenizer is None else "text",
-        vocabulary_size=0 if tokenizer is None else tokenizer.vocabulary_size,
-        max_tokens=48 if tokenizer is None else tokenizer.max_tokens,
-        num_classes=len(class_names),
-    )
-    return DiTDenoiser(config=config, space=space, tokenizer=tokenizer, class_names=class_names)
+    def predict(self, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
+        """The velocity at `x` and time `t` (one a picture, 1 is noise), in float32."""

@@ -15,20 +15,20 @@ from torch import Tensor
 
 from halation.errors import InputError
 from halation.models.autoencoder import Space, space_from
-from halation.models.base import Denoiser
-from halation.models.denoiser import DiTDenoiser
-from halation.models.dit import DiT, DiTConfig
-from halation.models.text import WordTokenizer
+from halation.models.denoiser import Denoiser
+from halation.models.dit.denoiser import DiTDenoiser
+from halation.models.dit.network import DiT, DiTConfig
+from halation.models.dit.tokenizer import WordTokenizer
 
 
 def build(description: Mapping[str, Any]) -> Denoiser:
     """The denoiser a description names: a DiT with nothing in it yet, or the pipeline that was fine-tuned, as it was before."""
     if description.get("family") == "pipeline":
         # diffusers takes seconds to import, and a DiT does without; some of what it says, it says while it is imported
-        from halation.models.library_messages import silence
+        from halation.models.pipelines.library_messages import silence
 
         silence()
-        from halation.models.finetuning import PipelineDenoiser
+        from halation.models.pipelines.training.denoiser import PipelineDenoiser
 
         return PipelineDenoiser.described(description)
     return build_dit(description)

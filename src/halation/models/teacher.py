@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halation.models.base import Condition, Denoiser
+from halation.models.denoiser import Condition, Denoiser
 
 
 class Teacher:

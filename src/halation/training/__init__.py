@@ -1,1 +1,1 @@
-"""The training loop, its objectives, and the samples it draws on all ranks."""
+"""`halation train`: the loop, its parts, and what happens at a checkpoint."""

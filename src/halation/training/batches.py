@@ -14,7 +14,7 @@ from halation import plan
 from halation.flow.guidance import drop
 from halation.flow.noise import training_draw
 from halation.flow.paths import times_from_uniform
-from halation.models.base import Condition, Denoiser
+from halation.models.denoiser import Condition, Denoiser
 from halation.training.loop import Rows
 
 

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from halation import plan
-from halation.data.base import Pictures
+from halation.data.dataset import Pictures
+from halation.distributed.world import World
 from halation.flow.noise import training_draw
-from halation.models.base import Denoiser
+from halation.models.denoiser import Denoiser
 from halation.training.loop import Objective, Rows, autocast
-from halation.world.ranks import World
 
 NUM_BINS = 8
 SHEET = 32

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from halation.distributed.engines.ddp_fsdp import Engine
+from halation.distributed.world import World
 from halation.errors import HalationError
 from halation.faults import fault_point
 from halation.flow.ema import Ema
-from halation.models.base import AUTOCAST
-from halation.world.engines import Engine
-from halation.world.ranks import World
+from halation.models.denoiser import AUTOCAST
 
 MAX_SKIPPED = 20
 

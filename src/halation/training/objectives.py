@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from halation.models.base import Denoiser
+from halation.models.denoiser import Denoiser
 from halation.training.loop import Objective, Rows
 
 

@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from halation.distributed.checkpoint.reader import Piece, Reader
+from halation.distributed.engines.ddp_fsdp import Engine
 from halation.errors import InputError
 from halation.flow.ema import Ema
 from halation.models.autoencoder import LatentSpace, Space
-from halation.runs import publish_json, sync_folder
+from halation.runs.folder import publish_json, sync_folder
 from halation.training.loop import MODEL, Part, Position
-from halation.world.engines import Engine, Piece
-from halation.world.reading import Reader
 
 
 def parts(learning: Mapping[str, Part]) -> dict[str, dict[str, Piece]]:

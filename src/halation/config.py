@@ -1,0 +1,170 @@
+"""How a setting is declared, checked, read from a file, and compared between two calls of the same run."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import re
+import sys
+import tomllib
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from halation.errors import InputError
+
+Change = Literal["refused", "free", "grows"]
+ConfigType = TypeVar("ConfigType")
+AT_LEAST_0 = (0, sys.float_info.max)
+ABOVE_0 = (sys.float_info.min, sys.float_info.max)
+SEEDS = (0, 2**63 - 2**32)
+"""Every image of a run adds its index to the seed."""
+
+
+def setting(default: Any, *, change: Change = "refused") -> Any:
+    """A field with a default; `change` says what a resumed run may do with it."""
+    if isinstance(default, list | dict):
+        raise TypeError("a default must not be shared between configs")
+    return dataclasses.field(default=default, metadata={"change": change})
+
+
+def free(default: Any) -> Any:
+    """A setting that may differ at every call of the same run, because it decides no weight and no picture."""
+    return setting(default, change="free")
+
+
+def as_json(config: Any) -> dict[str, Any]:
+    """The settings as plain JSON values, in the order they are declared."""
+    values: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config), default=str))
+    return values
+
+
+def fixed(config: Any) -> dict[str, Any]:
+    """The settings that a resumed run must not change."""
+    values = as_json(config)
+    return {
+        f.name: values[f.name] for f in dataclasses.fields(config) if f.metadata.get("change", "refused") == "refused"
+    }
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """Settings from a YAML, TOML or JSON file, by its ending."""
+    if not path.is_file():
+        raise InputError(
+            f"there is no file {path}", "a YAML, TOML or JSON file of settings", "check the path given to --config"
+        )
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        match path.suffix.lower():
+            case ".yaml" | ".yml":
+                values = _read_yaml(text)
+            case ".toml":
+                values = tomllib.loads(text)
+            case ".json":
+                values = json.loads(text)
+            case ending:
+                raise InputError(
+                    f"{path} ends in {ending or 'nothing'}", "a file ending in .yaml, .yml, .toml or .json", "rename it"
+                )
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(
+            f"{path} cannot be read: {error}", "a well-formed file of settings", "correct the place it names"
+        ) from error
+    if values is None:
+        values = {}
+    if not isinstance(values, dict):
+        raise InputError(
+            f"{path} holds a {type(values).__name__}", "a table of settings (key: value)", "write one setting a line"
+        )
+    return {str(key).replace("-", "_"): value for key, value in values.items()}
+
+
+def _read_yaml(text: str) -> Any:
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """YAML 1.1 takes 1e-4 for text, which nobody means."""
+
+    Loader.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+    )
+    return yaml.load(text, Loader)
+
+
+def from_file(config_type: type[ConfigType], path: Path) -> dict[str, Any]:
+    """The file's settings with their declared types; an unknown key is an error that names the nearest known one."""
+    values = read_file(path)
+    if {"job", "settings", "fixed"} <= values.keys() and isinstance(values["settings"], dict):
+        values = values["settings"]  # the config.json of a run
+    return checked(config_type, values, str(path))
+
+
+def checked(config_type: type[ConfigType], values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Settings with their declared types, or an error that says where and what was wrong with one."""
+    import pydantic
+
+    hints = typing.get_type_hints(config_type)
+    names = [f.name for f in dataclasses.fields(config_type)]  # type: ignore[arg-type]
+    others = _other_names(config_type)
+    settings: dict[str, Any] = {}
+    for given, value in values.items():
+        key = given if given in names else others.get(given, given)
+        if key in settings or (key != given and key in values):
+            raise InputError(f"{where}: both '{key}' and '{given}'", "one of them: they are the same", "remove one")
+        if key not in names:
+            near = difflib.get_close_matches(key, names, n=1, cutoff=0.0)
+            raise InputError(
+                f"{where}: unknown setting '{key}'",
+                f"the nearest known one is '{near[0]}'",
+                "correct or remove it; --help lists all of them",
+            )
+        if _is_list(hints[key]) and not isinstance(
+            value, list | tuple
+        ):  # as on the command line, one value is a list of one
+            value = [value]
+        try:
+            adapter: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(hints[key])
+            settings[key] = adapter.validate_json(json.dumps(value, default=str), strict=True)
+        except (pydantic.ValidationError, TypeError) as error:
+            problem = error.errors()[0]["msg"] if isinstance(error, pydantic.ValidationError) else str(error)
+            raise InputError(
+                f"{where}: {key} is {value!r}", f"a value of its type ({problem})", "correct it; --help shows the type"
+            ) from error
+    return settings
+
+
+def _other_names(config_type: type[ConfigType]) -> dict[str, str]:
+    """The setting for each second name that the command line knows it by."""
+    hints = typing.get_type_hints(config_type, include_extras=True)
+    found = {}
+    for name, hint in hints.items():
+        for note in getattr(hint, "__metadata__", ()):
+            for alias in getattr(note, "aliases", None) or ():
+                found[alias.lstrip("-").replace("-", "_")] = name
+    return found
+
+
+def _is_list(hint: Any) -> bool:
+    return typing.get_origin(hint) is tuple and typing.get_args(hint)[-1] is Ellipsis
+
+
+def check_ranges(config: Any, ranges: dict[str, tuple[float, float]]) -> None:
+    """Refuse numbers that nothing below could work with; one that is not a number is in no range."""
+    for name, (low, high) in ranges.items():
+        value = getattr(config, name)
+        if value is None:
+            continue
+        values = value if isinstance(value, tuple) else (value,)
+        if not all(low <= each <= high for each in values):
+            least = "above 0" if low == sys.float_info.min else f"from {low} on"
+            most = f", at most {high}" if high < 1e30 else ""
+            most = ", below 1" if high == math.nextafter(1, 0) else most
+            given = " ".join(map(str, values))
+            raise InputError(
+                f"--{name} {given}", f"a number {least}{most}", f"change --{name}; --help says what it means"
+            )

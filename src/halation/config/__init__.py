@@ -1,1 +1,0 @@
-"""One frozen dataclass a job, with a sentence and a default for every setting."""

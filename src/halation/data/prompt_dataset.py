@@ -1,0 +1,103 @@
+"""A file of prompts as a source without pictures, and how it is told from pictures: what a teacher draws from, item by item."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from halation.data.dataset import JSON, Picture
+from halation.data.image_listing import has_file_column, is_table
+from halation.data.process_pool import Stack
+from halation.errors import InputError
+from halation.prompts import FORMATS, iter_prompts
+
+_NUM_CAPTIONS = 100_000
+
+
+def has_pictures(data: str) -> bool:
+    """Whether these words name pictures, and not a file of prompts; a CSV file has them where a column could be one of pictures."""
+    path = Path(data)
+    if data == "streets" or path.is_dir():
+        return True
+    if is_table(path):
+        return path.is_file() and has_file_column(path)
+    if path.suffix.lower().removeprefix(".") in FORMATS:
+        return False
+    if path.is_file():
+        raise InputError(
+            f"{data} is a file that ends with {path.suffix!r}",
+            f"prompts in a file that ends with {', '.join(f'.{name}' for name in FORMATS)}, or a folder of pictures",
+            "name the file after what is in it",
+        )
+    return True
+
+
+class Prompts:
+    """Prompts of a TXT, CSV, JSONL or Parquet file, in the file's order and repeated until there are `num_items`.
+
+    `max_prompts` keeps the first ones; 0 keeps all.
+    There are no pictures: pixels are one black dot, spread to the size by its strides, so that they cost nothing.
+    """
+
+    class_names: tuple[str, ...] = ()
+    num_heldout = 0
+
+    def __init__(self, file: str | Path, height: int, width: int, *, num_items: int = 0, max_prompts: int = 0) -> None:
+        self.name = str(file)
+        self.height = height
+        self.width = width
+        texts = [row.prompt for row in iter_prompts(file)]
+        if max_prompts < 0 or num_items < 0:
+            raise ValueError(f"{num_items} items of the first {max_prompts} prompts; expected numbers from 0 on")
+        self.texts = tuple(texts[:max_prompts] if max_prompts else texts)
+        self.num_train = max(len(self.texts), num_items)
+
+    @property
+    def fingerprint(self) -> dict[str, JSON]:
+        """The texts and how many items they make; neither the file's name nor its format."""
+        digest = hashlib.sha256()
+        for text in self.texts:
+            data = text.encode("utf-8", "surrogatepass")
+            digest.update(len(data).to_bytes(8, "little") + data)
+        return {
+            "kind": "prompts",
+            "texts": digest.hexdigest(),
+            "num_train": self.num_train,
+            "height": self.height,
+            "width": self.width,
+        }
+
+    def caption(self, index: int) -> str:
+        """The prompt of item `index`."""
+        if not 0 <= index < self.num_train:
+            raise IndexError(f"item {index} of {self.name}, which makes {self.num_train}")
+        return self.texts[index % len(self.texts)]
+
+    def train(self, index: int) -> Picture:
+        return Picture(pixels=self._nothing(), caption=self.caption(index))
+
+    def heldout(self, index: int) -> Picture:
+        raise IndexError(f"{self.name} holds prompts, and no pictures are kept out of it")
+
+    def read(self, indices: Sequence[int] | np.ndarray) -> Stack:
+        """Many items at once, for a batch."""
+        wanted = [int(index) for index in indices]
+        num = len(wanted)
+        return Stack(
+            self._nothing(num),
+            [self.caption(index) for index in wanted],
+            np.full(num, -1, np.int64),
+            np.full((num, 2), (self.height, self.width), np.int64),
+        )
+
+    def captions(self) -> Iterable[str]:
+        return self.texts[:_NUM_CAPTIONS]
+
+    def every_caption(self) -> Iterator[str]:
+        return iter(self.texts)
+
+    def _nothing(self, *num: int) -> np.ndarray:
+        return np.broadcast_to(np.uint8(0), (*num, self.height, self.width, 3))

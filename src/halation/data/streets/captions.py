@@ -1,0 +1,167 @@
+"""Captions of street scenes in the words of the driving prompts, true of their scene, and what a caption says."""
+
+from __future__ import annotations
+
+import re
+from typing import TypedDict
+
+from halation.data.streets.attributes import CAR_COLOURS, TOPIC_CAPTION, Attributes, Colour, Dice, Place, Time, Weather
+
+DRIVING_PROMPTS: tuple[str, ...] = (
+    "A residential street scene with wet roads and parked cars during daytime",
+    "An urban intersection with traffic lights and multiple vehicles",
+    "A highway scene with clear lane markings and distant cars",
+    "A rainy street with reflections on the pavement and buildings",
+    "A suburban road with trees and houses on both sides",
+    "A parking lot scene with various parked vehicles",
+    "A city street with pedestrian crossings and traffic signs",
+    "A rural road with natural scenery and minimal traffic",
+)
+
+MAX_CARS = 5
+"""No scene has more."""
+
+_HEADS: dict[Place, str] = {
+    "residential": "A residential street scene",
+    "urban intersection": "An urban intersection",
+    "highway": "A highway scene",
+    "rainy street": "A rainy street",
+    "suburban": "A suburban road",
+    "parking lot": "A parking lot scene",
+    "city crossing": "A city street",
+    "rural": "A rural road",
+}
+# What every scene of the place has, in the sets it is told in; a parking lot says all with its cars.
+_ALWAYS: dict[Place, tuple[tuple[str, ...], ...]] = {
+    "residential": (("houses on both sides",),),
+    "urban intersection": (("traffic lights",), ("traffic lights",), ("traffic lights", "buildings")),
+    "highway": (("clear lane markings",),),
+    "rainy street": (
+        ("reflections on the pavement", "buildings"),
+        ("reflections on the pavement",),
+        ("buildings",),
+    ),
+    "suburban": (("trees", "houses on both sides"), ("trees", "houses on both sides"), ("houses on both sides",)),
+    "parking lot": (),
+    "city crossing": (("pedestrian crossings", "traffic signs"), ("pedestrian crossings",), ("traffic signs",)),
+    "rural": (("natural scenery",),),
+}
+# The words a place uses for its cars: for one, and for any other number.
+_CAR_WORDS: dict[Place, tuple[str, str]] = {
+    "residential": ("parked car", "parked cars"),
+    "urban intersection": ("vehicle", "vehicles"),
+    "highway": ("distant car", "distant cars"),
+    "rainy street": ("car", "cars"),
+    "suburban": ("car", "cars"),
+    "parking lot": ("parked vehicle", "parked vehicles"),
+    "city crossing": ("vehicle", "vehicles"),
+    "rural": ("car", "cars"),
+}
+_NUMBERS = ("no", "one", "two", "three", "four", "five")
+# Words that stand for a range of counts. The prompts' own wordings are here, so each is what training saw.
+_AMOUNTS: dict[str, range] = {
+    "minimal traffic": range(0, 2),
+    "multiple vehicles": range(3, MAX_CARS + 1),
+    "various parked vehicles": range(3, MAX_CARS + 1),
+    "parked cars": range(2, MAX_CARS + 1),
+    "distant cars": range(2, MAX_CARS + 1),
+}
+_AMOUNTS_OF: dict[Place, str] = {
+    "residential": "parked cars",
+    "urban intersection": "multiple vehicles",
+    "highway": "distant cars",
+    "parking lot": "various parked vehicles",
+    "rural": "minimal traffic",
+}
+_TIMES: dict[Time, str] = {"day": "during daytime", "dusk": "at dusk", "night": "at night"}
+_ROADS: dict[Weather, str] = {"dry": "dry roads", "wet": "wet roads"}
+
+
+class Mentioned(TypedDict):
+    """What a caption says of its scene, None where it is silent."""
+
+    place: Place | None
+    time: Time | None
+    weather: Weather | None
+    cars: range | None
+    """The numbers of cars it allows."""
+    car_colours: tuple[Colour, ...] | None
+    """Colours of which there is at least one car."""
+
+
+def caption(attributes: Attributes) -> str:
+    """The scene in words: its place always, the rest now and then, and nothing that is not so."""
+    dice = Dice(TOPIC_CAPTION, attributes.variation)
+    always = _ALWAYS[attributes.place]
+    details = []
+    if _tells_road(attributes, dice):
+        details.append(_ROADS[attributes.weather])
+    # A residential street has houses in every scene but its prompt does not say so, hence only now and then.
+    if always and dice.chance(0.3 if attributes.place == "residential" else 0.85):
+        details += dice.pick(always)
+    if dice.chance(0.95 if attributes.place == "parking lot" else 0.7):
+        details.append(_cars(attributes, dice))
+    if attributes.place in ("residential", "urban intersection") and attributes.num_pedestrians and dice.chance(0.5):
+        details.append("pedestrians")
+    words = [_HEADS[attributes.place]]
+    if details:
+        words += ["with", _listed(details)]
+    if dice.chance(0.6):
+        words.append(_TIMES[attributes.time])
+    return " ".join(words)
+
+
+def _tells_road(attributes: Attributes, dice: Dice) -> bool:
+    """A rainy street's road goes without saying; the prompt of a residential one is about its road."""
+    if attributes.place == "rainy street":
+        return False
+    return dice.chance(0.7 if attributes.place == "residential" else 0.4)
+
+
+def _listed(details: list[str]) -> str:
+    """ "a", "a and b", "a, b and c"."""
+    if len(details) == 1:
+        return details[0]
+    return f"{', '.join(details[:-1])} and {details[-1]}"
+
+
+def _cars(attributes: Attributes, dice: Dice) -> str:
+    """The cars by their number, by their amount, or, of a single one, by its colour."""
+    one, many = _CAR_WORDS[attributes.place]
+    num = attributes.num_cars
+    amount = _AMOUNTS_OF.get(attributes.place)
+    if amount is not None and num in _AMOUNTS[amount] and dice.chance(0.6):
+        return amount
+    if num == 1:
+        return f"a {attributes.car_colours[0]} {one}" if dice.chance(0.6) else f"one {one}"
+    return f"{_NUMBERS[num]} {many}"
+
+
+_COUNTED = re.compile(rf"\b({'|'.join(_NUMBERS)}) (?:parked |distant )?(?:cars?|vehicles?)\b")
+_COLOURED = re.compile(rf"\ba ({'|'.join(CAR_COLOURS)}) (?:parked |distant )?(?:car|vehicle)\b")
+
+
+def mentioned(text: str) -> Mentioned:
+    """What a caption says; the opposite of `caption`, for captions and for prompts in the same words."""
+    place = next((place for place, head in _HEADS.items() if text.startswith(head)), None)
+    weather = next((weather for weather, road in _ROADS.items() if road in text), None)
+    cars, colours = _mentioned_cars(text)
+    return {
+        "place": place,
+        "time": next((time for time, words in _TIMES.items() if words in text), None),
+        "weather": "wet" if weather is None and place == "rainy street" else weather,
+        "cars": cars,
+        "car_colours": colours,
+    }
+
+
+def _mentioned_cars(text: str) -> tuple[range | None, tuple[Colour, ...] | None]:
+    coloured = _COLOURED.search(text)
+    if coloured:
+        colour = next(colour for colour in CAR_COLOURS if colour == coloured[1])
+        return range(1, 2), (colour,)
+    counted = _COUNTED.search(text)
+    if counted:
+        num = _NUMBERS.index(counted[1])
+        return range(num, num + 1), None
+    return next((numbers for words, numbers in _AMOUNTS.items() if words in text), None), None

@@ -1,0 +1,1 @@
+"""`halation distill`: train a student on the targets of a teacher."""

@@ -1,0 +1,1 @@
+"""Ranks, process groups, launching, engines and checkpoints; nothing here knows of diffusion."""

@@ -1,0 +1,1 @@
+"""Checkpoints: written asynchronously, committed last, read on any number of ranks."""

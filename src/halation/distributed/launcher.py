@@ -1,0 +1,379 @@
+"""Starting ranks on this machine: which devices, how they find each other, how they end together, and when they start again.
+
+The parent imports no torch and owns no port: rank 0 lets the system choose one and leaves it in a private folder, so two
+jobs can never meet. Ranks die with their parent (PR_SET_PDEATHSIG) and are signalled by it alone (own process groups).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from halation.distributed.signals import exit_code
+from halation.errors import HalationError, InputError, Interrupted, RankFailure, refused_by_system
+
+log = logging.getLogger(__name__)
+
+RENDEZVOUS = "HALATION_RENDEZVOUS"
+DEVICE = "HALATION_DEVICE"
+PARENT = "HALATION_PARENT"
+SCRATCH = ".halation_ranks_"
+GRACE_S = 5.0
+TOLD = (
+    "Interrupted",
+    "HalationError",
+    "InputError",
+    "RankFailure",
+    "OSError",
+)  # ends that a rank's own code has words for
+PR_SET_PDEATHSIG = 1
+
+# Not for a child process that is alone in its world: the variables of whatever launched its parent.
+FOREIGN = (
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
+)
+
+
+def launched() -> bool:
+    """Whether this process is already a rank of somebody's world (ours, torchrun's or srun's)."""
+    return ("RANK" in os.environ and "WORLD_SIZE" in os.environ) or slurm_world() > 1
+
+
+def slurm_world() -> int:
+    """The number of tasks srun started this one among; 1 in a batch script or an interactive shell."""
+    if "SLURM_PROCID" not in os.environ or "SLURM_STEP_ID" not in os.environ:
+        return 1
+    return int(os.environ.get("SLURM_STEP_NUM_TASKS", os.environ.get("SLURM_NTASKS", "1")))
+
+
+def would_start_again() -> bool:
+    """Whether torchrun starts ranks again that end with an exit code: who is asked to stop must then end without one."""
+    counts = [os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("MAX_RESTARTS", "RESTART_COUNT")]
+    return all(count.isdigit() for count in counts) and int(counts[0]) > int(counts[1])
+
+
+def num_gpus() -> int:
+    """GPUs that torch would see; torch itself is imported only where the driver's own list does not settle it."""
+    if not any(Path(node).exists() for node in ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")):
+        return 0
+    if not _torch_has_gpu_build():
+        return 0
+    counted = _counted_by_driver()
+    if counted is not None:
+        return counted
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _torch_has_gpu_build() -> bool:
+    """Whether the installed torch can use GPUs at all, asked of its files: its import takes seconds."""
+    found = importlib.util.find_spec("torch")
+    folders = (found.submodule_search_locations if found else None) or []
+    return any(
+        list((Path(folder) / "lib").glob(name)) for folder in folders for name in ("libtorch_cuda*", "libtorch_hip*")
+    )
+
+
+def _counted_by_driver() -> int | None:
+    """What NVML says within a CUDA_VISIBLE_DEVICES of plain numbers, which end, as in CUDA, at the first that is not there."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        present = int(pynvml.nvmlDeviceGetCount())
+        pynvml.nvmlShutdown()
+    except Exception:  # noqa: BLE001 - no NVML, no answer: torch knows other ways
+        return None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return present
+    words = [word.strip() for word in visible.split(",")] if visible.strip() else []
+    if not all(word.lstrip("-").isdigit() for word in words) or len(set(words)) != len(words):
+        return None
+    return next((place for place, word in enumerate(words) if not 0 <= int(word) < present), len(words))
+
+
+def computes_on(device: str) -> str:
+    """What a run records as the thing that computed: on another one pictures and weights round differently."""
+    import torch
+
+    if torch.device(device).type == "cpu":
+        return "cpu"
+    return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda or torch.version.hip}"
+
+
+def devices(nproc: int, gpu_ids: Sequence[int], oversubscribe: bool) -> tuple[str, ...]:
+    """One device for each rank of this machine, or an error that lists what is there."""
+    present = num_gpus()
+    there = f"GPUs 0 to {present - 1}" if present > 1 else ("GPU 0" if present else "no GPU (ranks run on the CPU)")
+    if nproc < 0:
+        raise InputError(f"--nproc {nproc}", "a number of ranks, or 0 for all GPUs", "give a positive number")
+    bad = [gpu for gpu in gpu_ids if not 0 <= gpu < present]
+    if bad or len(set(gpu_ids)) != len(gpu_ids):
+        what = (
+            f"no such GPU: {', '.join(map(str, bad))}"
+            if bad
+            else f"a GPU twice in --gpu_ids {' '.join(map(str, gpu_ids))}"
+        )
+        raise InputError(
+            what, f"each of --gpu_ids once; this machine has {there}", "choose among these, or leave --gpu_ids out"
+        )
+    gpus = list(gpu_ids) or list(range(present))
+    count = nproc or len(gpus) or 1
+    if not gpus:
+        return ("cpu",) * count
+    if count > len(gpus) and not oversubscribe:
+        raise InputError(
+            f"--nproc {count} on {len(gpus)} GPU{'s' if len(gpus) > 1 else ''}",
+            f"at most one rank a GPU; this machine has {there}",
+            f"use --nproc {len(gpus)}, or --oversubscribe to share GPUs (for tests, slow)",
+        )
+    return tuple(f"cuda:{gpus[rank % len(gpus)]}" for rank in range(count))
+
+
+def die_with_parent() -> None:
+    """Tie a rank to what started it; torchrun's SIGKILL leaves orphans otherwise. A rank of srun's or nobody's stays free."""
+    if RENDEZVOUS in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
+        tie_to_parent()
+
+
+def tie_to_parent() -> None:
+    """Ask the kernel to kill this process when the one that started it is gone."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        # It may have died before the line above took effect.
+        if PARENT in os.environ and os.getppid() != int(os.environ[PARENT]):
+            os._exit(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankError:
+    """What a rank left behind about its own end."""
+
+    rank: int
+    kind: str
+    message: str
+    exit_code: int
+    time: float
+
+
+def report_error(error: BaseException, trace: str) -> None:
+    """Leave this rank's error where the parent looks for it."""
+    folder = os.environ.get(RENDEZVOUS)
+    if not folder:
+        return
+    rank = int(os.environ["RANK"])
+    refusal = refused_by_system(error)
+    row = {
+        "rank": rank,
+        "kind": "HalationError" if refusal else type(error).__name__,
+        "message": refusal or (str(error) if isinstance(error, HalationError) else trace),
+        "exit_code": error.exit_code if isinstance(error, HalationError) else 1,
+        "time": time.time(),
+    }
+    with contextlib.suppress(OSError):
+        path = Path(folder) / f"error_{rank}.json"
+        path.with_suffix(".tmp").write_text(json.dumps(row))
+        path.with_suffix(".tmp").rename(path)
+
+
+class Launcher:
+    """Starts the ranks of one job, waits for them, and starts them again after a failure as often as it may."""
+
+    def __init__(
+        self, module: str, config: dict[str, Any], places: Sequence[str], max_restarts: int, folder: Path | None = None
+    ) -> None:
+        """`module` is the name of a module with `run_rank` and `read_config`; the config is passed to them as JSON.
+
+        `folder` is one that this job holds alone: what a killed launcher leaves in it is swept by the next one.
+        """
+        self.module = module
+        self.config = config
+        self.places = places
+        self.max_restarts = max_restarts
+        self.folder = folder
+        self.ranks: list[subprocess.Popen[bytes]] = []
+        self.signals: list[int] = []
+
+    def run(self) -> None:
+        """Return when all ranks ended well; raise what the first failing one said otherwise."""
+        previous = {
+            number: signal.signal(number, self._on_signal)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+        }
+        try:
+            for attempt in range(self.max_restarts + 1):
+                error = self._attempt()
+                if error is None:
+                    return
+                asked_to_end = self.signals or error.kind == "Interrupted"  # a scheduler may have asked one rank alone
+                if error.exit_code == InputError.exit_code or asked_to_end or attempt == self.max_restarts:
+                    self._raise(error)
+                log.warning(
+                    "%s\nstarting again from the last checkpoint (%d of %d)",
+                    _sentence(error),
+                    attempt + 1,
+                    self.max_restarts,
+                )
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _attempt(self) -> RankError | None:
+        if self.folder:
+            for leftover in self.folder.glob(f"{SCRATCH}*"):
+                shutil.rmtree(leftover, ignore_errors=True)
+        folder = Path(tempfile.mkdtemp(prefix=SCRATCH, dir=self.folder)).absolute()
+        try:
+            (folder / "config.json").write_text(json.dumps(self.config))
+            self.ranks = [self._start(rank, folder) for rank in range(len(self.places))]
+            return self._watch(folder)
+        finally:
+            self._end()
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _start(self, rank: int, folder: Path) -> subprocess.Popen[bytes]:
+        environment = dict(os.environ) | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(len(self.places)),
+            "LOCAL_WORLD_SIZE": str(len(self.places)),
+            RENDEZVOUS: str(folder),
+            DEVICE: self.places[rank],
+            PARENT: str(os.getpid()),
+        }
+        # -P: the folder the user stands in must not shadow modules the rank imports.
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "halation.distributed.rank_main",
+            self.module,
+            str(folder / "config.json"),
+        ]
+        return subprocess.Popen(command, env=environment, process_group=0)
+
+    def _watch(self, folder: Path) -> RankError | None:
+        asked = 0
+        while True:
+            codes = [rank.poll() for rank in self.ranks]
+            if all(code == 0 for code in codes):
+                return None
+            failed = [rank for rank, code in enumerate(codes) if code not in (None, 0)]
+            if failed:
+                return self._first_error(folder, failed)
+            for number in self.signals[asked:]:
+                asked += 1
+                if asked > 1 and number in (signal.SIGINT, signal.SIGTERM):
+                    raise Interrupted(
+                        "stopped at once; the same command goes on from the last checkpoint", 128 + number
+                    )
+                for rank in self.ranks:
+                    with contextlib.suppress(ProcessLookupError):
+                        rank.send_signal(number)
+            time.sleep(0.05)
+
+    def _first_error(self, folder: Path, failed: list[int]) -> RankError:
+        """Give the other ranks a moment to say what happened too, then take the earliest word, and a rank's own word before a kill."""
+        deadline = time.monotonic() + GRACE_S
+        while time.monotonic() < deadline and any(rank.poll() is None for rank in self.ranks):
+            time.sleep(0.05)
+        errors = []
+        for path in folder.glob("error_*.json"):
+            with contextlib.suppress(OSError, ValueError):
+                errors.append(RankError(**json.loads(path.read_text())))
+        # A signal during an import comes out as almost anything: KeyboardInterrupt, ImportError, or the signal itself.
+        told = [error for error in errors if error.kind in TOLD]
+        if self.signals and (not told or any(-code in self.signals for code in self._codes())):
+            return self._stopped_early()
+        silent = [rank for rank in failed if rank not in {error.rank for error in errors}]
+        if silent:
+            code = self.ranks[silent[0]].returncode
+            message = f"rank {silent[0]} {ending(code)}"
+            return RankError(rank=silent[0], kind="Killed", message=message, exit_code=1, time=0.0)
+        return min(errors, key=lambda error: (_misses_a_peer(error), error.kind == "RankFailure", error.time))
+
+    def _codes(self) -> list[int]:
+        return [rank.returncode for rank in self.ranks if rank.returncode is not None]
+
+    def _stopped_early(self) -> RankError:
+        """A rank that was still starting has nothing to save, and simply ends by the signal."""
+        number = self.signals[0]
+        message = f"asked to stop (signal {number}) before all ranks had begun; the same command starts again"
+        return RankError(rank=0, kind="Interrupted", message=message, exit_code=exit_code(number), time=0.0)
+
+    def _raise(self, error: RankError) -> None:
+        if error.kind == "Interrupted":
+            raise Interrupted(error.message, error.exit_code)
+        failure: HalationError = (
+            RankFailure(_sentence(error)) if error.exit_code != InputError.exit_code else HalationError(error.message)
+        )
+        failure.exit_code = error.exit_code
+        raise failure
+
+    def _end(self) -> None:
+        for rank in self.ranks:
+            if rank.poll() is None:
+                rank.kill()
+        for rank in self.ranks:
+            rank.wait()
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self.signals.append(number)
+
+
+def ending(code: int) -> str:
+    """How a process ended, in words."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    words = f"was killed by signal {-code} ({signal.Signals(-code).name})"
+    return f"{words}; where nobody sent it, the machine ran out of memory" if code == -signal.SIGKILL else words
+
+
+def about_peers(message: str) -> bool:
+    """Whether a collective's error only says that somebody else is gone."""
+    text = message.lower()
+    words = (
+        "timed out",
+        "timeout",
+        "connection closed",
+        "connection reset",
+        "connection refused",
+        "broken pipe",
+        "nccl",
+    )
+    return any(word in text for word in words)
+
+
+def _misses_a_peer(error: RankError) -> bool:
+    """The last line of a traceback alone is asked: the lines above it are full of timeouts by name."""
+    if error.kind not in ("RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError"):
+        return False
+    return about_peers(error.message.rstrip().rpartition("\n")[2])
+
+
+def _sentence(error: RankError) -> str:
+    known = error.kind in ("Killed", "RankFailure", "HalationError", "InputError")
+    return error.message if known else f"rank {error.rank} failed:\n{error.message.rstrip()}"

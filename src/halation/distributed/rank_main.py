@@ -1,0 +1,35 @@
+"""One rank of a job, as the launcher starts it: `python -m halation.distributed.rank_main MODULE CONFIG.json`."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from pathlib import Path
+
+
+def main() -> int:
+    # A person's Ctrl+C reaches the parent; the parent tells every rank, so that all stop at one step.
+    from halation.distributed import launcher
+
+    launcher.die_with_parent()
+    name, path = sys.argv[1], Path(sys.argv[2])
+    try:
+        module = importlib.import_module(name)
+        module.run_rank(module.read_config(path))
+    except BaseException as error:  # noqa: BLE001 - whatever ends a rank, its parent must be told
+        trace = traceback.format_exc()
+        launcher.report_error(error, trace)
+        if os.environ.get("RANK") == "0" and os.environ.get("HALATION_TRACE"):
+            sys.stderr.write(trace)
+        code = getattr(error, "exit_code", 1)
+        # Other threads may wait in a dead collective; nothing of ours is left to flush.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else 1)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,448 @@
+"""The ranks of a job: finding each other, telling each other, agreeing, and noticing the one that stopped; one rank is the same code."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import os
+import shutil
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from halation.distributed import launcher
+from halation.errors import HalationError, InputError, RankFailure, refused_by_system
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+POLL_S = 0.05
+FIRST_POLL_S = 0.002
+BEAT_S = 0.5
+
+
+@dataclass(kw_only=True)
+class World:
+    """This process among its peers. `rank` is global; collectives of tensors use the default group, words use `control`.
+
+    Alone, where nobody has made a group, there is no `control` either.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+    store: dist.Store
+    control: dist.ProcessGroup | None
+    timeout_s: float
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def exchange(self, word: Any) -> list[Any]:
+        """Every rank's word (plain JSON), in rank order, on every rank."""
+        if self.control is None:
+            return [json.loads(json.dumps(word))]
+        data = torch.frombuffer(bytearray(json.dumps(word).encode() or b" "), dtype=torch.uint8)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([data.numel()]), group=self.control)
+        longest = int(max(lengths))
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: data.numel()] = data
+        rows = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(rows, padded, group=self.control)
+        return [json.loads(bytes(row[: int(length)].numpy())) for row, length in zip(rows, lengths, strict=True)]
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum over ranks, in place, on the default group."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def from_first(self, word: Any) -> Any:
+        """Rank 0's word on every rank."""
+        return self.exchange(word if self.first else None)[0]
+
+    @contextlib.contextmanager
+    def leaving_together(self) -> Iterator[None]:
+        """Take the groups down at the end, but not after an error: that would wait for ranks which wait for this one, and
+        the error would be told only when their patience ends."""
+        failed = True
+        try:
+            yield
+            failed = False
+        except HalationError as error:
+            log.info("this rank ends: %s", error)  # to its log alone: whoever started it tells the person
+            raise
+        except Exception:
+            log.info("this rank ends with an error", exc_info=True)
+            raise
+        finally:
+            if not failed or self.size == 1:
+                self.close()
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def joined(gpu_ids: Sequence[int], oversubscribe: bool, timeout_s: float, threads: int) -> World:
+    """Join the world on this rank's device, with a fixed number of CPU threads."""
+    torch.set_num_threads(threads)
+    place = os.environ.get(launcher.DEVICE)
+    if place is None:
+        local = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
+        if not gpu_ids and "LOCAL_RANK" not in os.environ and launcher.num_gpus() == 1:
+            return join(torch.device("cuda:0"), timeout_s)  # the scheduler shows each task its own GPU
+        count = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", "0"))) or local + 1
+        places = launcher.devices(max(count, local + 1), gpu_ids, oversubscribe)
+        place = places[local]
+    return join(torch.device(place), timeout_s)
+
+
+def join(device: torch.device | None = None, timeout_s: float = 600.0) -> World:
+    """Join the world that the environment describes: our launcher's, torchrun's, srun's, or a world of one."""
+    environment = os.environ
+    if launcher.RENDEZVOUS in environment:
+        rank, size, local = int(environment["RANK"]), int(environment["WORLD_SIZE"]), int(environment["LOCAL_RANK"])
+        store: dist.Store = _store_by_folder(Path(environment[launcher.RENDEZVOUS]), rank, size, "127.0.0.1", timeout_s)
+    elif "RANK" in environment and "WORLD_SIZE" in environment:
+        rank, size, local = (
+            int(environment["RANK"]),
+            int(environment["WORLD_SIZE"]),
+            int(environment.get("LOCAL_RANK", "0")),
+        )
+        store, rank, size = next(dist.rendezvous("env://", rank, size, timeout=timedelta(seconds=timeout_s)))
+        store = _fresh_corner(store, rank, size, timeout_s)
+    elif launcher.slurm_world() > 1:
+        rank, size, local = (
+            int(environment["SLURM_PROCID"]),
+            launcher.slurm_world(),
+            int(environment.get("SLURM_LOCALID", "0")),
+        )
+        job = f"{environment.get('SLURM_JOB_ID')}.{environment.get('SLURM_STEP_ID')}.{environment.get('SLURM_RESTART_COUNT', '0')}"
+        folder = Path(environment.get("SLURM_SUBMIT_DIR", ".")) / f".halation_rendezvous_{job}"
+        folder.mkdir(exist_ok=True)
+        store = _store_by_folder(folder, rank, size, socket.gethostname(), timeout_s)
+        _gather_by_store(dist.PrefixStore("met", store), rank, size, "")
+        if rank == 0:  # everybody has read the address
+            shutil.rmtree(folder, ignore_errors=True)
+    else:
+        rank, size, local = 0, 1, 0
+        store = dist.HashStore()
+    return create(
+        rank=rank, size=size, local_rank=local, device=device or torch.device("cpu"), store=store, timeout_s=timeout_s
+    )
+
+
+def create(
+    *, rank: int, size: int, local_rank: int, device: torch.device, store: dist.Store, timeout_s: float
+) -> World:
+    """Make the process groups over a store. Ranks that share a GPU cannot use NCCL, so they speak over gloo."""
+    timeout = timedelta(seconds=timeout_s)
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)  # torch refuses a GPU without a number here
+        _take_gpu(device)
+    place = f"{socket.gethostname()}/{rank if device.type == 'cpu' else torch.cuda.get_device_properties(device).uuid}"
+    places = _gather_by_store(dist.PrefixStore("places", store), rank, size, place)
+    shared = len(set(places)) < size
+    backend = "nccl" if device.type == "cuda" and not shared and dist.is_nccl_available() else "gloo"
+    bound = device if backend == "nccl" else None
+    dist.init_process_group(
+        backend, store=dist.PrefixStore("default", store), rank=rank, world_size=size, timeout=timeout, device_id=bound
+    )
+    control = dist.new_group(backend="gloo", timeout=timeout)
+    assert control is not None
+    return World(
+        rank=rank, size=size, local_rank=local_rank, device=device, store=store, control=control, timeout_s=timeout_s
+    )
+
+
+def _take_gpu(device: torch.device) -> None:
+    """Make the GPU this rank's own; a build of torch or a driver that cannot is said so, and not by a traceback."""
+    try:
+        torch.cuda.set_device(device)
+        torch.cuda.init()
+    except (RuntimeError, AssertionError, AttributeError) as error:
+        raise InputError(
+            f"torch {torch.__version__} cannot use {device}: {error}",
+            "a CUDA build of torch that fits the driver",
+            "install one (`halation doctor` shows what is there), or train on the CPU with CUDA_VISIBLE_DEVICES= in front of the command",
+        ) from error
+
+
+def _fresh_corner(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist.Store:
+    """A corner of the store that no earlier start of these ranks has written to.
+
+    torchrun keeps its store when it starts ranks again, and gloo would take the addresses of dead ranks for those of living ones.
+    Restarts are counted by node and cannot tell starts apart, so each rank asks with a word that was never used before.
+    """
+    mine = os.urandom(8).hex()
+    if rank > 0:
+        store.set(f"halation/asks/{rank}", mine)
+        corner = store.get(f"halation/answer/{rank}/{mine}").decode()
+        store.set(f"{corner}/heard/{rank}", "")
+        return dist.PrefixStore(corner, store)
+    deadline = time.monotonic() + timeout_s
+    missing = set(range(1, size))
+    while missing:
+        for peer in sorted(missing):
+            if store.check([f"halation/asks/{peer}"]):
+                asked = store.get(f"halation/asks/{peer}").decode()
+                store.set(
+                    f"halation/answer/{peer}/{asked}", mine
+                )  # perhaps to a dead one; the living one asks after it
+                if store.check([f"{mine}/heard/{peer}"]):
+                    missing.discard(peer)
+        if missing and time.monotonic() > deadline:
+            raise RankFailure(f"rank {min(missing)} did not come within {timeout_s:.0f} s; its log says why")
+        time.sleep(POLL_S if missing else 0)
+    return dist.PrefixStore(mine, store)
+
+
+def _gather_by_store(store: dist.Store, rank: int, size: int, word: str) -> list[str]:
+    store.set(str(rank), word)
+    return [store.get(str(peer)).decode() for peer in range(size)]
+
+
+def _store_by_folder(folder: Path, rank: int, size: int, host: str, timeout_s: float) -> dist.Store:
+    """Rank 0 listens on MASTER_PORT if that is set and free, else on a port the system picks, and leaves the address in the folder."""
+    path = folder / "address"
+    timeout = timedelta(seconds=timeout_s)
+    if rank == 0:
+        store = _listen(host, size, timeout)
+        path.with_suffix(".tmp").write_text(f"{host} {store.port}")
+        path.with_suffix(".tmp").rename(path)
+        return store
+    deadline = time.monotonic() + timeout_s
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise RankFailure(f"rank 0 did not open its port within {timeout_s:.0f} s; its log says why")
+        time.sleep(POLL_S)
+    address, port = path.read_text().split()
+    return dist.TCPStore(address, int(port), size, is_master=False, timeout=timeout)
+
+
+def _listen(host: str, size: int, timeout: timedelta) -> dist.TCPStore:
+    wanted = os.environ.get("MASTER_PORT", "")
+    if wanted.isdigit() and _is_free(int(wanted)):
+        with contextlib.suppress(dist.DistNetworkError):  # somebody was faster
+            return dist.TCPStore(host, int(wanted), size, is_master=True, wait_for_workers=False, timeout=timeout)
+    store = dist.TCPStore(host, 0, size, is_master=True, wait_for_workers=False, timeout=timeout)
+    if wanted not in ("", "0"):
+        log.warning("port %s is taken or not a port; ranks meet on port %d", wanted, store.port)
+    return store
+
+
+def _is_free(port: int) -> bool:
+    """Asked before, because torch tells of a taken port in several lines of its own."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("", port))
+            return True
+    except (OSError, OverflowError):
+        return False
+
+
+def checksum(named: Iterable[tuple[str, Tensor]]) -> tuple[list[str], Tensor]:
+    """One integer for each tensor that changes when any of its bits does (up to sums that cancel)."""
+    names, sums = [], []
+    for name, tensor in named:
+        words = tensor.detach().contiguous().flatten().view(torch.uint8 if tensor.element_size() < 4 else torch.int32)
+        weights = torch.arange(1, words.numel() + 1, device=words.device, dtype=torch.int64)
+        names.append(name)
+        sums.append((words.to(torch.int64) * weights).sum())
+    return names, torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64)
+
+
+def check_ranks_agree(world: World, named: Iterable[tuple[str, Tensor]], when: str) -> None:
+    """Raise on all ranks, naming rank and tensor, where replicated tensors are not bit for bit the same everywhere."""
+    if world.size == 1:
+        return
+    names, sums = checksum(named)
+    rows = world.exchange(sums.tolist())
+    for rank, row in enumerate(rows):
+        different = [name for name, mine, theirs in zip(names, row, rows[0], strict=True) if mine != theirs]
+        if different:
+            raise RankFailure(
+                f"ranks disagree {when}: rank {rank} differs from rank 0 in {len(different)} of {len(names)} tensors, first in {different[0]}; "
+                "gradients were not synchronised, or a rank's memory is faulty. Run the same command again to go on from the last checkpoint."
+            )
+
+
+def alive(action: Callable[[], Result], beat: Callable[[], None]) -> Result:
+    """The result of something long that cannot beat by itself: it runs on a thread of its own while this one does."""
+    with ThreadPoolExecutor(1, thread_name_prefix="long") as thread:
+        future = thread.submit(action)
+        while not wait([future], BEAT_S).done:
+            beat()
+        return future.result()
+
+
+def on_first(world: World, name: str, action: Callable[[Callable[[], None]], Any], timeout_s: float) -> Any:
+    """Do something on rank 0 while the others wait as long as it makes progress; its result, or its error, on all ranks."""
+    word: dict[str, Any] = {}
+    with Vigil(world, name, timeout_s) as vigil:
+        if world.first:
+            try:
+                word = {"value": action(vigil.beat)}
+            except HalationError as error:
+                word = {"error": str(error), "exit_code": error.exit_code}
+            except Exception as error:
+                log.info("%s failed", name, exc_info=True)
+                word = {
+                    "error": refused_by_system(error) or traceback.format_exc(),
+                    "exit_code": HalationError.exit_code,
+                }
+        word = vigil.finish(word)[0]
+    if "error" in word:
+        failure = HalationError(word["error"])
+        failure.exit_code = word["exit_code"]
+        raise failure
+    return word["value"]
+
+
+class Vigil:
+    """A stretch in which ranks work apart for as long as they like, and are missed only when they stop making progress.
+
+    Each rank calls `beat` as it works; a thread tells the store. No collective is open meanwhile, so no length of work can
+    run into a process group's timeout. A rank whose count has not moved for `timeout_s` is named, with its stack where its
+    process can still speak.
+    """
+
+    def __init__(self, world: World, name: str, timeout_s: float) -> None:
+        self.world = world
+        self.timeout_s = timeout_s
+        self.prefix = f"vigil/{name}"
+        self.count = 0
+        self._moved = time.monotonic()
+        self._thread_id = threading.get_ident()
+        self._closed = threading.Event()
+        self._store = world.store.clone() if isinstance(world.store, dist.TCPStore | dist.PrefixStore) else world.store  # type: ignore[union-attr]
+        self._thread = threading.Thread(target=self._tell, name="halation-vigil", daemon=True)
+
+    def __enter__(self) -> Vigil:
+        if self.world.size > 1:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closed.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def beat(self) -> None:
+        self.count += 1
+        self._moved = time.monotonic()
+
+    def leave(self, word: Any) -> None:
+        """Leave this rank's word for the others without waiting for theirs."""
+        if self.world.size > 1:
+            self.world.store.set(f"{self.prefix}/word/{self.world.rank}", json.dumps(word))
+
+    def finish(self, word: Any) -> list[Any]:
+        """Leave this rank's word and wait for everybody's; raise, naming who stopped, when one makes no progress."""
+        if self.world.size == 1:
+            return [word]
+        self.leave(word)
+        words: dict[int, Any] = {self.world.rank: word}
+        seen: dict[int, tuple[Any, float]] = {rank: ("", time.monotonic()) for rank in range(self.world.size)}
+        pause_s = FIRST_POLL_S
+        while len(words) < self.world.size:
+            self.beat()
+            for rank in [rank for rank in range(self.world.size) if rank not in words]:
+                if self.world.store.check([f"{self.prefix}/word/{rank}"]):
+                    words[rank] = json.loads(self.world.store.get(f"{self.prefix}/word/{rank}"))
+                    continue
+                state = self._heard(rank)
+                if state.get("count") != seen[rank][0]:
+                    seen[rank] = (state.get("count"), time.monotonic())
+                elif time.monotonic() - seen[rank][1] > self.timeout_s:
+                    raise RankFailure(self._sentence(rank, state))
+            time.sleep(pause_s)
+            pause_s = min(
+                2 * pause_s, POLL_S
+            )  # ranks that are nearly done wait briefly, those that are not do not crowd the store
+        return [words[rank] for rank in range(self.world.size)]
+
+    def fail(self, reason: str) -> None:
+        """Leave word that this rank cannot go on, for those who will miss it in a collective."""
+        with contextlib.suppress(RuntimeError):
+            self.world.store.set(f"{self.prefix}/failed/{self.world.rank}", reason)
+
+    def blame(self) -> str:
+        """Why a collective could not be completed: who said that it failed, who fell silent, or who is furthest behind."""
+        try:
+            return self._culprit()
+        except RuntimeError:
+            return "rank 0 is gone, and with it the store in which ranks leave word"
+
+    def _culprit(self) -> str:
+        store, prefix = self.world.store, self.prefix
+        peers = [rank for rank in range(self.world.size) if rank != self.world.rank]
+        store.set(f"{prefix}/missing/{self.world.rank}", "")
+        for rank in peers:
+            if store.check([f"{prefix}/failed/{rank}"]):
+                return f"rank {rank} failed: {self._get(f'{prefix}/failed/{rank}').decode()}"
+        before = {rank: self._heard(rank) for rank in peers}
+        time.sleep(3 * BEAT_S)
+        states = {rank: self._heard(rank) for rank in peers}
+        for rank in peers:  # who misses somebody too may end any moment, and is not the one
+            if states[rank] == before[rank] and not store.check([f"{prefix}/missing/{rank}"]):
+                what, count = prefix.removeprefix("vigil/"), states[rank].get("count") or 0
+                return f"rank {rank} fell silent in {what} (beat {count}): it was stopped or killed"
+        states[self.world.rank] = {"count": self.count}
+        last = min(states, key=lambda rank: (states[rank].get("count") or 0, rank))
+        return self._sentence(last, states[last])
+
+    def _heard(self, rank: int) -> dict[str, Any]:
+        key = f"{self.prefix}/beat/{rank}"
+        heard: dict[str, Any] = json.loads(self._get(key)) if self.world.store.check([key]) else {}
+        return heard
+
+    def _get(self, key: str) -> bytes:
+        value: bytes = self.world.store.get(key)
+        return value
+
+    def _sentence(self, rank: int, state: dict[str, Any]) -> str:
+        stack = state.get("stack")
+        where = (
+            f"\nwhere it stands:\n{stack}"
+            if stack
+            else "\nits process does not answer (stopped, killed or stuck in the driver)"
+        )
+        what = self.prefix.removeprefix("vigil/")
+        return f"rank {rank} has made no progress for {self.timeout_s:.0f} s in {what} (beat {state.get('count') or 0}){where}"
+
+    def _tell(self) -> None:
+        for tick in itertools.count():
+            if self._closed.is_set():
+                return
+            state: dict[str, Any] = {"count": self.count, "tick": tick}
+            if time.monotonic() - self._moved > max(self.timeout_s - 2 * BEAT_S, self.timeout_s / 2):
+                frame = sys._current_frames().get(self._thread_id)
+                state["stack"] = "".join(traceback.format_stack(frame)[-12:]) if frame else ""
+            try:
+                self._store.set(f"{self.prefix}/beat/{self.world.rank}", json.dumps(state))
+            except (RuntimeError, ValueError):  # the store went with its rank; the launcher speaks then
+                return
+            self._closed.wait(BEAT_S)

@@ -1,0 +1,159 @@
+"""Weight files of feature extractors: the user's cache, a download whose hash is checked, safe reading, and the hash that results carry."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import logging
+import os
+import pickle
+import time
+import urllib.error
+import urllib.request
+import zipfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from filelock import FileLock
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from halation.errors import InputError
+from halation.runs.folder import cache_folder, publishing
+
+logger = logging.getLogger(__name__)
+FID_NAME = "pt_inception-2015-12-05-6726825d.pth"
+FID_URL = f"https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/{FID_NAME}"
+FID_SHA256 = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
+_BLOCK = 1 << 20
+_SILENCE_S = 60.0
+_SPEAK_EVERY_S = 5.0
+
+
+def default_weights(flag: str = "--weights") -> Path:
+    """FID's Inception weights in the user's cache, downloaded the first time; the hash is checked every time."""
+    return fetched(FID_URL, cache_folder() / FID_NAME, FID_SHA256, flag)
+
+
+def fetched(url: str, file: Path, sha256: str, flag: str = "--weights") -> Path:
+    """`file`, downloaded from `url` unless it is there; an InputError unless its hash is `sha256`; `flag` gives another file."""
+    if not file.is_file():
+        if is_offline():
+            raise _unreachable(url, file, sha256, flag, "the environment says to stay offline (HF_HUB_OFFLINE)")
+        _make_cache(file.parent, flag)
+        # Ranks that start together take turns, and all but the first find the file.
+        with FileLock(file.with_name(f".{file.name}.lock")):
+            if not file.is_file():
+                for leftover in file.parent.glob(f".{file.name}.*.tmp"):  # of a download that was killed
+                    leftover.unlink(missing_ok=True)
+                _download(url, file, sha256, flag)
+    found = sha256_of([file])
+    if found != sha256:
+        raise InputError(
+            f"{file} has the SHA-256 {found}",
+            f"{sha256}, the file of {url}",
+            f"remove it to have it downloaded again, or give a file of your own by {flag} FILE",
+        )
+    return file
+
+
+def _make_cache(folder: Path, flag: str) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"cannot make the cache folder {folder}: {error.strerror or error}",
+            "a folder that can be created and written",
+            f"set HALATION_CACHE to such a folder, or give the file by {flag} FILE",
+        ) from error
+
+
+def is_offline() -> bool:
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
+def _unreachable(url: str, file: Path, sha256: str, flag: str, why: str) -> InputError:
+    return InputError(
+        f"{file} is not there and cannot be downloaded: {why}",
+        f"the file of {url} (SHA-256 {sha256})",
+        f"download it elsewhere and copy it to {file}, or give its place by {flag} FILE",
+    )
+
+
+def _download(url: str, file: Path, sha256: str, flag: str) -> None:
+    logger.info("downloading %s to %s", url, file)
+    try:
+        with urllib.request.urlopen(url, timeout=_SILENCE_S) as answer, publishing(file, "weights") as target:
+            found, num_bytes = _copied(answer, target)
+            announced = answer.headers.get("Content-Length")
+            if announced is not None and num_bytes != int(announced):
+                raise _unreachable(
+                    url, file, sha256, flag, f"the connection ended after {num_bytes} of {announced} bytes"
+                )
+            if found != sha256:
+                raise InputError(
+                    f"{url} gave {num_bytes} bytes with the SHA-256 {found}",
+                    sha256,
+                    f"try again; if it stays so, get the file elsewhere and copy it to {file}, or give its place by {flag} FILE",
+                )
+    except urllib.error.HTTPError as error:
+        with error:  # it is also the answer, with an open connection
+            raise _unreachable(url, file, sha256, flag, f"{error.code} {error.reason}") from error
+    except urllib.error.URLError as error:
+        raise _unreachable(url, file, sha256, flag, str(error.reason)) from error
+    except (http.client.HTTPException, TimeoutError, ConnectionError) as error:
+        raise _unreachable(url, file, sha256, flag, f"{type(error).__name__}: {error}") from error
+
+
+def _copied(answer: http.client.HTTPResponse, target: BinaryIO) -> tuple[str, int]:
+    digest = hashlib.sha256()
+    total = int(answer.headers.get("Content-Length") or 0)
+    num_bytes, spoke = 0, time.monotonic()
+    while block := answer.read(_BLOCK):
+        digest.update(block)
+        target.write(block)
+        num_bytes += len(block)
+        if time.monotonic() - spoke > _SPEAK_EVERY_S:
+            spoke = time.monotonic()
+            share = f" of {total / 1e6:.0f}" if total else ""
+            logger.info("downloaded %.0f%s MB", num_bytes / 1e6, share)
+    return digest.hexdigest(), num_bytes
+
+
+def sha256_of(files: Iterable[Path]) -> str:
+    """The hash of these files' bytes, one after the other; for one file its ordinary SHA-256."""
+    digest = hashlib.sha256()
+    for path in files:
+        with path.open("rb") as file:
+            while block := file.read(_BLOCK):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def read_tensors(file: Path, flag: str = "--weights") -> Mapping[str, Tensor]:
+    """A state dict from safetensors or from torch.save; code in a pickle is refused, never run."""
+    if not file.is_file():
+        raise InputError(f"{file} is not a file", "weights as .safetensors or .pth", f"check {flag}")
+    try:
+        if file.suffix == ".safetensors":
+            return load_file(str(file))
+        # Files from before torch 1.6 are no zip archives and cannot be mapped: the released weights are such a file.
+        tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except pickle.UnpicklingError as error:
+        raise InputError(
+            f"{file} holds more than tensors, or is damaged: {str(error).splitlines()[0]}",
+            "a state dict as torch.save writes it, or .safetensors; code in a file is never run",
+            "take the file from its publisher again, or convert it to safetensors where you trust it",
+        ) from error
+    except (SafetensorError, RuntimeError, EOFError, ValueError, OSError, KeyError) as error:
+        raise InputError(
+            f"{file} cannot be read: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            "whole weights as .safetensors or .pth",
+            "copy the file again",
+        ) from error
+    if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+        raise InputError(f"{file} holds no state dict", "tensors by name", "give the file of the network's weights")
+    return tensors

@@ -1,0 +1,117 @@
+"""Features on disk, a file for each chunk of pictures: what is there and whole need not be computed again, and is read back by index."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import psutil
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from halation.errors import InputError
+from halation.runs.folder import publish, writer_of
+
+FORMAT = 1
+"""Counts changes of what a chunk holds; part of every key."""
+SEAL = "seal"
+Arrays = Mapping[str, np.ndarray]
+
+
+class Damaged(Exception):
+    """A chunk that is not what was written; the text says why."""
+
+
+class Store:
+    """What one extractor made of one source; `starts` says with which picture each chunk begins."""
+
+    def __init__(self, folder: Path, num: int, starts: Sequence[int]) -> None:
+        self.folder = folder
+        self.num = num
+        self.starts = starts
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.starts)
+
+    def rows(self, chunk: int) -> range:
+        return range(self.starts[chunk], self.starts[chunk + 1] if chunk + 1 < self.num_chunks else self.num)
+
+    def chunk_of(self, index: int) -> int:
+        return bisect_right(self.starts, index) - 1
+
+    def missing(self) -> list[int]:
+        """Chunks without a file."""
+        try:
+            there = {path.name for path in self.folder.iterdir()}
+        except FileNotFoundError:
+            there = set()
+        return [chunk for chunk in range(self.num_chunks) if self._path(chunk).name not in there]
+
+    def sweep(self) -> list[int]:
+        """Remove damaged chunks and what killed writers left; returns the missing ones. For one process, before others begin."""
+        missing = self.missing()
+        for chunk in sorted(set(range(self.num_chunks)) - set(missing)):
+            try:
+                self._read(chunk)
+            except Damaged:
+                self._path(chunk).unlink(missing_ok=True)
+        for path in self.folder.glob(".chunk_*.tmp"):
+            if not psutil.pid_exists(writer_of(path)):
+                with contextlib.suppress(OSError):
+                    path.unlink()
+        return self.missing()
+
+    def put(self, chunk: int, arrays: Arrays) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+        publish(self._path(chunk), save(whole | {SEAL: _seal(whole)}), "chunk")
+
+    def get(self, chunk: int) -> dict[str, np.ndarray]:
+        try:
+            return self._read(chunk)
+        except (Damaged, FileNotFoundError) as error:
+            raise InputError(
+                f"{self._path(chunk)}: {error}", "features as they were written", "run the same command again"
+            ) from error
+
+    def _read(self, chunk: int) -> dict[str, np.ndarray]:
+        """safetensors does not notice a flipped bit, so the arrays are sealed with their hash."""
+        try:
+            arrays: dict[str, np.ndarray] = load(self._path(chunk).read_bytes())
+        except SafetensorError as error:
+            raise Damaged(f"it cannot be read ({error})") from error
+        seal = arrays.pop(SEAL, None)
+        if seal is None or not np.array_equal(seal, _seal(arrays)):
+            raise Damaged("its bytes are not those that were written")
+        num = len(self.rows(chunk))
+        if "num" in arrays and int(arrays["num"][0]) != num:
+            raise Damaged(f"it stands for {arrays['num'][0]} pictures instead of {num}")
+        if "features" in arrays and {len(array) for array in arrays.values()} != {num}:
+            raise Damaged(f"it holds {len(arrays['features'])} rows instead of {num}")
+        return arrays
+
+    def blocks(self, name: str) -> Iterator[np.ndarray]:
+        """One array in index order, chunk by chunk."""
+        for chunk in range(self.num_chunks):
+            yield self.get(chunk)[name]
+
+    def all(self) -> dict[str, np.ndarray]:
+        """Every array, whole."""
+        chunks = [self.get(chunk) for chunk in range(self.num_chunks)]
+        return {name: np.concatenate([chunk[name] for chunk in chunks]) for name in chunks[0]}
+
+    def _path(self, chunk: int) -> Path:
+        return self.folder / f"chunk_{chunk:07d}.safetensors"
+
+
+def _seal(arrays: Arrays) -> np.ndarray:
+    digest = hashlib.sha256()
+    for name in sorted(arrays):
+        digest.update(f"{name} {arrays[name].dtype} {arrays[name].shape}".encode())
+        digest.update(np.ascontiguousarray(arrays[name]).data)
+    return np.frombuffer(digest.digest(), np.uint8)

@@ -1,0 +1,1 @@
+"""Metrics: features or moments in, numbers with their provenance out."""

@@ -1,0 +1,121 @@
+"""Precision, recall, density and coverage: who lies in whose neighbourhood (Kynkaanniemi et al. 2019, Naeem et al. 2020).
+
+A picture's ball reaches to its k-th nearest neighbour in its own set. Precision: the share of generated pictures in some ball of the reference;
+recall: the share of the reference in some ball of the generated; density: how many balls of the reference a generated picture lies in, on
+average, divided by k; coverage: the share of reference balls with a generated picture in them. The border belongs to the ball.
+
+Distances are made a tile at a time in float64, so that fifty thousand pictures need no more memory than a thousand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from halation.evaluation.metrics.moments import Features, checked
+
+NEAREST_K = 3
+TILE = 2048
+ROUNDING = 1e-12
+"""Of the squared lengths of two rows: what lies beyond the border by less lies on it, or copies of the reference would be out by chance."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coverage:
+    """Shares between 0 and 1, but for density, which may be larger."""
+
+    precision: float
+    recall: float
+    density: float
+    coverage: float
+    nearest_k: int
+
+
+def coverage(
+    reference: Features, generated: Features, *, nearest_k: int = NEAREST_K, device: str = "cpu", tile: int = TILE
+) -> Coverage:
+    """Of generated pictures against a reference; each set needs more than `nearest_k` rows."""
+    if reference.shape[1:] != generated.shape[1:]:
+        raise ValueError(f"features of shapes {reference.shape} and {generated.shape}")
+    if not 1 <= nearest_k < min(len(reference), len(generated)):
+        raise ValueError(f"{nearest_k} neighbours in sets of {len(reference)} and {len(generated)} rows")
+    real, made = (Rows(checked(features), device, tile) for features in (reference, generated))
+    real_radius, made_radius = _squared_radii(real, nearest_k), _squared_radii(made, nearest_k)
+    made_in_real, real_in_made, reached = (
+        torch.zeros(num, dtype=torch.bool, device=device) for num in (made.num, real.num, real.num)
+    )
+    num_inside = 0
+    for mine, rows, lengths in real.tiles():
+        for theirs, others, other_lengths in made.tiles():
+            distances = squared_distances(rows, others, lengths, other_lengths, 1.0 - ROUNDING)
+            inside = distances <= real_radius[mine, None]
+            made_in_real[theirs] |= inside.any(dim=0)
+            reached[mine] |= inside.any(dim=1)
+            num_inside += int(inside.sum())
+            real_in_made[mine] |= (distances <= made_radius[theirs]).any(dim=1)
+    return Coverage(
+        precision=_share(made_in_real),
+        recall=_share(real_in_made),
+        density=num_inside / (nearest_k * made.num),
+        coverage=_share(reached),
+        nearest_k=nearest_k,
+    )
+
+
+def _share(flags: torch.Tensor) -> float:
+    return int(flags.sum()) / len(flags)
+
+
+class Rows:
+    """Features on a device in the precision they came in; a tile of them in float64."""
+
+    def __init__(self, features: Features, device: str, tile: int) -> None:
+        self._rows = torch.from_numpy(features).to(device)
+        self._tile = tile
+        self.num = len(features)
+
+    def tiles(self, first: int = 0) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """Where a tile lies, its rows, and their squared lengths."""
+        for start in range(first, self.num, self._tile):
+            rows = self._rows[start : start + self._tile].double()
+            yield slice(start, start + len(rows)), rows, rows.square().sum(dim=1)
+
+
+def _squared_radii(rows: Rows, nearest_k: int) -> torch.Tensor:
+    """Of every row's ball. A tile serves the rows on both of its sides, so half of them are made."""
+    nearest: dict[int, torch.Tensor] = {}
+
+    def offer(start: int, distances: torch.Tensor) -> None:
+        known = [nearest[start]] if start in nearest else []
+        # A tile may have fewer columns than there are neighbours to keep: the smallest of all so far, however few.
+        candidates = torch.cat([*known, _smallest(distances, nearest_k)], dim=1)
+        nearest[start] = _smallest(candidates, nearest_k)
+
+    for mine, values, lengths in rows.tiles():
+        for theirs, others, other_lengths in rows.tiles(mine.start):
+            distances = squared_distances(values, others, lengths, other_lengths)
+            if theirs.start == mine.start:
+                distances.fill_diagonal_(torch.inf)  # a row is no neighbour of itself
+            else:
+                offer(theirs.start, distances.T)
+            offer(mine.start, distances)
+    return torch.cat([nearest[start][:, -1] for start in sorted(nearest)])
+
+
+def _smallest(values: torch.Tensor, num: int) -> torch.Tensor:
+    """The lowest of every row, in order."""
+    return values.topk(min(num, values.shape[1]), dim=1, largest=False, sorted=True).values
+
+
+def squared_distances(
+    one: torch.Tensor,
+    other: torch.Tensor,
+    one_lengths: torch.Tensor,
+    other_lengths: torch.Tensor,
+    share_of_lengths: float = 1.0,
+) -> torch.Tensor:
+    """Of every pair of rows, never below 0; to rounding of the lengths, so those of equal rows are only nearly 0."""
+    lengths = (one_lengths[:, None] + other_lengths).mul_(share_of_lengths)
+    return lengths.addmm_(one, other.T, alpha=-2.0).clamp_(min=0.0)

@@ -1,0 +1,1 @@
+"""`--cluster files`: several commands on one folder, without a network between them."""

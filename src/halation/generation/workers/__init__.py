@@ -1,0 +1,1 @@
+"""Processes that generate images: local ones and Ray actors."""

@@ -1,0 +1,1 @@
+"""Image files: PNG, video, labelled grids and plots."""

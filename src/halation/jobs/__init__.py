@@ -1,1 +1,0 @@
-"""One module a command; the only ones that see a whole config."""

@@ -1,0 +1,1 @@
+"""Halation's own diffusion transformer."""

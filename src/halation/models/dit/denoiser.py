@@ -1,0 +1,214 @@
+"""The DiT family behind the Denoiser protocol: module, tokenizer or class names, and the space it works in."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halation.errors import InputError
+from halation.flow.paths import Straight
+from halation.flow.samplers import schedule
+from halation.models import sampling
+from halation.models.autoencoder import PixelSpace, Space
+from halation.models.denoiser import Condition, Guides, Habits, Solver
+from halation.models.dit.network import DiT, DiTConfig, sized
+from halation.models.dit.tokenizer import WordTokenizer
+from halation.specs import Sheet
+
+
+class DiTDenoiser:
+    """A DiT with what it needs to read prompts and to make pixels."""
+
+    name = "Halation DiT"
+    guides: Guides = "pair"
+
+    def __init__(
+        self,
+        *,
+        config: DiTConfig,
+        space: Space,
+        tokenizer: WordTokenizer | None = None,
+        class_names: Sequence[str] = (),
+    ) -> None:
+        if config.conditioning == "text" and (tokenizer is None or tokenizer.vocabulary_size != config.vocabulary_size):
+            raise ValueError("a model that reads text needs the tokenizer its vocabulary_size was taken from")
+        if config.conditioning == "class" and len(class_names) != config.num_classes:
+            raise ValueError(f"{len(class_names)} class names for {config.num_classes} classes")
+        if config.channels != space.channels:
+            raise ValueError(f"a model of {config.channels} channels in a space of {space.channels}")
+        self.config = config
+        module = DiT(config)
+        self.module: nn.Module = module
+        self.space = space
+        self.tokenizer = tokenizer
+        self.class_names = tuple(class_names)
+        self._class_ids = {name: index for index, name in enumerate(self.class_names)}
+        self._flops = module.flops()
+        self.path = Straight()
+        self.habits = Habits()
+        self.downsample = space.downsample
+        self.hidden = config.hidden
+        self.depth = config.depth
+
+    def initialise(self, seed: int) -> DiTDenoiser:
+        """Fresh weights on the CPU from a seed."""
+        assert isinstance(self.module, DiT)
+        self.module.initialise(seed)
+        return self
+
+    def encode_prompts(self, prompts: Sequence[str]) -> Condition:
+        if self.tokenizer is not None:
+            return self.tokenizer.encode_batch(prompts)
+        return {"label": torch.tensor([self._class_of(prompt) for prompt in prompts], dtype=torch.int64)}
+
+    def encode_captions(self, captions: Sequence[str], labels: Sequence[int]) -> Condition:
+        if self.tokenizer is not None:
+            return self.tokenizer.encode_batch(captions)
+        return {"label": torch.tensor(list(labels), dtype=torch.int64)}
+
+    def _class_of(self, prompt: str) -> int:
+        """A class by its name, or by its number; the empty prompt is no class at all."""
+        name = prompt.strip()
+        if not name:
+            return self.config.num_classes
+        if name in self._class_ids:
+            return self._class_ids[name]
+        if name.isascii() and name.isdigit() and int(name) < self.config.num_classes:
+            return int(name)
+        near = difflib.get_close_matches(name, self.class_names, n=3, cutoff=0.0)
+        raise InputError(
+            f"prompt {prompt!r} for a model that knows classes",
+            f"a class name or a number below {self.config.num_classes}",
+            f"use one of its classes, such as {', '.join(near)}",
+        )
+
+    def truncated(self, prompts: Sequence[str]) -> list[bool]:
+        if self.tokenizer is None:
+            return [False] * len(prompts)
+        return [self.tokenizer.encode(prompt).truncated for prompt in prompts]
+
+    def null_condition(self, num: int) -> Condition:
+        return self.encode_prompts([""] * num)
+
+    def sample_shape(self, height: int, width: int) -> tuple[int, int, int]:
+        config, factor = self.config, self.space.downsample
+        if (height, width) != (config.height * factor, config.width * factor):
+            raise InputError(
+                f"a picture of {height} x {width}",
+                f"{config.height * factor} x {config.width * factor}, the size this model was made for",
+                "ask for that size, or train a model for the other one",
+            )
+        return (config.channels, config.height, config.width)
+
+    def to_model(self, pixels: Tensor) -> Tensor:
+        return self.space.encode(pixels)
+
+    def to_pixels(self, x: Tensor) -> Tensor:
+        return self.space.decode(x)
+
+    def forward(self, module: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
+        velocity: Tensor = module(x, t, condition)
+        return velocity.to(torch.float32)
+
+    def predict(self, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
+        return self.forward(self.module, x, t, condition)
+
+    def tell_guidance(self, scale: float) -> None:
+        """Its guidance is a null branch."""
+
+    def placed(self, condition: Condition, originals: Tensor, height: int, width: int) -> Condition:
+        return condition
+
+    def times(self, num_steps: int, height: int, width: int, shift: float) -> tuple[float, ...]:
+        return tuple(schedule(num_steps, shift).tolist())
+
+    def prepare(self, sheet: Sheet, device: torch.device | str) -> sampling.NoiseInputs:
+        return sampling.prepare(self, sheet, device)
+
+    def filler(self, sheet: Sheet, device: torch.device | str) -> sampling.NoiseInputs:
+        return sampling.filler(self, sheet, device)
+
+    def sample(self, inputs: sampling.NoiseInputs, solver: Solver, on_step: Callable[[], None]) -> Tensor:
+        x = inputs.noise
+        for x in sampling.denoise(self, inputs, solver):  # noqa: B007 - the last state is the result
+            on_step()
+        return x
+
+    def hold_encoders(self) -> None:
+        """A tokenizer is always there."""
+
+    def keep_no_activations(self) -> None:
+        self.module.checkpointing = True  # type: ignore[assignment]
+
+    def shard_units(self) -> list[nn.Module]:
+        text = getattr(self.module, "text", None)
+        blocks = list(getattr(self.module, "blocks"))  # noqa: B009  the module may be wrapped by an engine
+        return [*([] if text is None else [text]), *blocks]
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "family": "dit",
+            "version": 1,
+            "config": self.config.as_json(),
+            "tokenizer": None if self.tokenizer is None else self.tokenizer.as_json(),
+            "class_names": list(self.class_names),
+            "space": self.space.describe(),
+        }
+
+    def flops_per_picture(self) -> int:
+        return self._flops
+
+    def to(self, device: torch.device | str, *, module: bool = True) -> DiTDenoiser:
+        if module:
+            self.module.to(device)
+        self.space.to(device)
+        return self
+
+
+def default_patch_size(space: Space, height: int) -> int:
+    """2 in latents as in DiT; in pixels 4 up to 64, then 8, which keeps the sequence near 256 tokens."""
+    if space.downsample > 1:
+        return 2
+    return 4 if height <= 64 else 8
+
+
+def new_dit(
+    size: str,
+    *,
+    height: int,
+    width: int,
+    captions: Iterable[str] = (),
+    class_names: Sequence[str] = (),
+    space: Space | None = None,
+    patch_size: int | None = None,
+    num_register_tokens: int = 0,
+) -> DiTDenoiser:
+    """A DiT of a named size for pictures of `height` x `width` pixels, conditioned on classes where there are any.
+
+    Its module is on the meta device: call `initialise(seed)`, or load weights.
+    """
+    space = PixelSpace() if space is None else space
+    if height % space.downsample or width % space.downsample:
+        raise InputError(
+            f"a picture of {height} x {width}",
+            f"multiples of {space.downsample}, the factor of the autoencoder",
+            "change the image size",
+        )
+    tokenizer = None if class_names else WordTokenizer.from_captions(captions)
+    config = sized(
+        size,
+        height=height // space.downsample,
+        width=width // space.downsample,
+        channels=space.channels,
+        patch_size=default_patch_size(space, height) if patch_size is None else patch_size,
+        num_register_tokens=num_register_tokens,
+        conditioning="class" if tokenizer is None else "text",
+        vocabulary_size=0 if tokenizer is None else tokenizer.vocabulary_size,
+        max_tokens=48 if tokenizer is None else tokenizer.max_tokens,
+        num_classes=len(class_names),
+    )
+    return DiTDenoiser(config=config, space=space, tokenizer=tokenizer, class_names=class_names)

@@ -1,0 +1,350 @@
+"""A diffusion transformer with adaLN-Zero, registers, and text or class conditioning (Peebles and Xie 2023, with QK-norm)."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from halation.errors import InputError
+from halation.models.denoiser import Condition
+
+SIZES: dict[str, dict[str, int]] = {
+    "tiny": {"depth": 5, "hidden": 160, "heads": 5, "text_hidden": 96},
+    "mini": {"depth": 9, "hidden": 192, "heads": 3, "text_hidden": 128},
+    "small": {"depth": 12, "hidden": 384, "heads": 6, "text_hidden": 256},
+    "base": {"depth": 12, "hidden": 768, "heads": 12, "text_hidden": 384},
+    "large": {"depth": 24, "hidden": 1024, "heads": 16, "text_hidden": 512},
+    "xlarge": {"depth": 28, "hidden": 1152, "heads": 16, "text_hidden": 512},
+}
+_TIME_CHANNELS = 256
+TEXT_HEADS = 4
+_MLP_RATIO = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiTConfig:
+    """The shape of a DiT; sizes are those of the tensor the model sees, pixels or latents."""
+
+    height: int
+    width: int
+    channels: int
+    patch_size: int
+    depth: int
+    hidden: int
+    heads: int
+    num_register_tokens: int = 0
+    conditioning: Literal["text", "class"] = "text"
+    vocabulary_size: int = 0
+    max_tokens: int = 48
+    text_hidden: int = 256
+    text_depth: int = 2
+    num_classes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.patch_size < 1 or self.height % self.patch_size or self.width % self.patch_size:
+            raise InputError(
+                f"a size of {self.height} x {self.width} that patches of {self.patch_size} do not divide",
+                f"height and width that are multiples of {self.patch_size}",
+                f"use {_multiple(self.height, self.patch_size)} x {_multiple(self.width, self.patch_size)}, or another patch size",
+            )
+        if self.hidden % self.heads or self.hidden % 4 or self.text_hidden % TEXT_HEADS:
+            raise InputError(
+                f"hidden size {self.hidden} with {self.heads} heads, text size {self.text_hidden}",
+                f"a hidden size that 4 and the heads divide, a text size that {TEXT_HEADS} divides",
+                "change hidden, heads or text_hidden",
+            )
+        if self.num_register_tokens < 0:
+            raise InputError(f"{self.num_register_tokens} register tokens", "0 or more", "set num_register_tokens to 0")
+        known = self.vocabulary_size if self.conditioning == "text" else self.num_classes
+        if self.conditioning not in ("text", "class") or known < 1:
+            raise InputError(
+                f"{self.conditioning} conditioning with {known} words or classes",
+                "text with a vocabulary_size, or class with num_classes",
+                "give the model the data's captions or classes",
+            )
+
+    @property
+    def num_patches(self) -> int:
+        return (self.height // self.patch_size) * (self.width // self.patch_size)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def _multiple(size: int, patch: int) -> int:
+    return max(1, round(size / max(1, patch))) * max(1, patch)
+
+
+def sized(name: str, **shape: Any) -> DiTConfig:
+    """The config of a named size; everything the size does not decide comes by keyword."""
+    if name not in SIZES:
+        raise InputError(f"model size {name!r}", f"one of {', '.join(SIZES)}", "pick one of these sizes")
+    return DiTConfig(**{**SIZES[name], **shape})
+
+
+def sincos_positions(height: int, width: int, channels: int) -> Tensor:
+    """Fixed 2-D positions: half the channels for rows, half for columns, each sines then cosines (float32 from float64)."""
+    frequencies = 10000.0 ** -(torch.arange(channels // 4, dtype=torch.float64) / (channels // 4))
+    rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    angles = [axis.reshape(-1, 1).to(torch.float64) * frequencies for axis in (rows, columns)]
+    return torch.cat([wave for angle in angles for wave in (angle.sin(), angle.cos())], dim=1).to(torch.float32)
+
+
+def _modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    return x * (1 + scale) + shift
+
+
+def _norm(x: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], eps=1e-6)
+
+
+class Attention(nn.Module):
+    """Multi-head attention of `x` over `context` (or itself), with a learned RMS norm of queries and keys over each head."""
+
+    def __init__(self, hidden: int, heads: int, context_hidden: int | None = None) -> None:
+        super().__init__()
+        self.heads = heads
+        self.crosses = context_hidden is not None
+        if context_hidden is None:
+            self.projections = nn.ModuleDict({"qkv": nn.Linear(hidden, 3 * hidden)})
+        else:
+            self.projections = nn.ModuleDict(
+                {"q": nn.Linear(hidden, hidden), "kv": nn.Linear(context_hidden, 2 * hidden)}
+            )
+        self.q_scale = nn.Parameter(torch.empty(hidden // heads))
+        self.k_scale = nn.Parameter(torch.empty(hidden // heads))
+        self.out = nn.Linear(hidden, hidden)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.reshape(*x.shape[:2], self.heads, -1).transpose(1, 2)
+
+    @staticmethod
+    def _rms(x: Tensor, scale: Tensor) -> Tensor:
+        # In float32 whatever autocast does: a bf16 mean of squares would undo the point of the norm.
+        return F.rms_norm(x.float(), x.shape[-1:], scale.float(), eps=1e-6).to(x.dtype)
+
+    def forward(self, x: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        if context is None:
+            q, k, v = self.projections["qkv"](x).chunk(3, dim=-1)
+        else:
+            q = self.projections["q"](x)
+            k, v = self.projections["kv"](context).chunk(2, dim=-1)
+        q, k, v = self._heads(q), self._heads(k), self._heads(v)
+        mixed = F.scaled_dot_product_attention(
+            self._rms(q, self.q_scale), self._rms(k, self.k_scale), v, attn_mask=mask
+        )
+        result: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return result
+
+
+class Mlp(nn.Module):
+    """Two linear layers with a tanh-approximated GELU between them."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(hidden, _MLP_RATIO * hidden)
+        self.down = nn.Linear(_MLP_RATIO * hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
+        return result
+
+
+class Block(nn.Module):
+    """One transformer layer; `c` modulates it, `text` is attended to where the model reads text.
+
+    Checkpointing happens in here, so that sharding and `block.compile()` wrap the whole block from outside.
+    """
+
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__()
+        self.checkpointing = False
+        self.modulation = nn.Linear(config.hidden, 6 * config.hidden)
+        self.attention = Attention(config.hidden, config.heads)
+        self.cross = (
+            Attention(config.hidden, config.heads, config.text_hidden) if config.conditioning == "text" else None
+        )
+        self.mlp = Mlp(config.hidden)
+
+    def _layers(self, x: Tensor, c: Tensor, text: Tensor | None, text_mask: Tensor | None) -> Tensor:
+        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self.modulation(F.silu(c)).unsqueeze(1).chunk(6, dim=-1)
+        x = x + gate_a * self.attention(_modulate(_norm(x), shift_a, scale_a))
+        if self.cross is not None:
+            x = x + self.cross(_norm(x), text, text_mask)
+        result: Tensor = x + gate_m * self.mlp(_modulate(_norm(x), shift_m, scale_m))
+        return result
+
+    def forward(self, x: Tensor, c: Tensor, text: Tensor | None = None, text_mask: Tensor | None = None) -> Tensor:
+        if self.checkpointing and torch.is_grad_enabled():
+            result: Tensor = checkpoint(
+                self._layers, x, c, text, text_mask, use_reentrant=False, preserve_rng_state=False
+            )
+            return result
+        return self._layers(x, c, text, text_mask)
+
+
+class TextLayer(nn.Module):
+    """A pre-norm transformer layer over tokens."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.attention = Attention(hidden, TEXT_HEADS)
+        self.mlp = Mlp(hidden)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = x + self.attention(_norm(x), None, mask)
+        result: Tensor = x + self.mlp(_norm(x))
+        return result
+
+
+class TextEncoder(nn.Module):
+    """Tokens of a fixed length to a state per token and one pooled vector; trained along with the rest."""
+
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(config.vocabulary_size, config.text_hidden)
+        self.positions = nn.Parameter(torch.empty(config.max_tokens, config.text_hidden))
+        self.layers = nn.ModuleList(TextLayer(config.text_hidden) for _ in range(config.text_depth))
+        self.pooled = nn.Linear(config.text_hidden, config.hidden)
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.tokens(tokens) + self.positions
+        keys = mask[:, None, None, :]
+        for layer in self.layers:
+            x = layer(x, keys)
+        x = _norm(x)
+        weight = mask.unsqueeze(-1).to(x.dtype)
+        mean = (x * weight).sum(dim=1) / weight.sum(dim=1)
+        return x, self.pooled(mean)
+
+
+class DiT(nn.Module):
+    """The module that is trained: `module(x, t, condition)` gives the velocity.
+
+    It is made on the meta device, without memory and without touching any generator; `initialise(seed)` or `materialise()` and
+    a state dict give it weights.
+    """
+
+    positions: Tensor
+    frequencies: Tensor
+
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__()
+        self.config = config
+        hidden, patch = config.hidden, config.patch_size
+        with torch.device("meta"):
+            self.patches = nn.Linear(config.channels * patch * patch, hidden)
+            self.registers = (
+                nn.Parameter(torch.empty(config.num_register_tokens, hidden)) if config.num_register_tokens else None
+            )
+            self.time = nn.Sequential(nn.Linear(_TIME_CHANNELS, hidden), nn.SiLU(), nn.Linear(hidden, hidden))
+            self.text = TextEncoder(config) if config.conditioning == "text" else None
+            self.labels = nn.Embedding(config.num_classes + 1, hidden) if config.conditioning == "class" else None
+            self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
+            self.head_modulation = nn.Linear(hidden, 2 * hidden)
+            self.head = nn.Linear(hidden, config.channels * patch * patch)
+            self.register_buffer("positions", torch.empty(config.num_patches, hidden), persistent=False)
+            self.register_buffer("frequencies", torch.empty(_TIME_CHANNELS // 2), persistent=False)
+
+    @property
+    def checkpointing(self) -> bool:
+        """Whether blocks recompute their activations in the backward pass instead of keeping them."""
+        return any(getattr(block, "checkpointing", False) for block in self.blocks)
+
+    @checkpointing.setter
+    def checkpointing(self, value: bool) -> None:
+        for block in self.blocks:
+            setattr(block, "checkpointing", value)  # noqa: B010  nn.Module's own typing knows tensors and modules only
+
+    @torch.no_grad()
+    def materialise(self, device: torch.device | str = "cpu") -> DiT:
+        """Give every tensor memory; parameters hold nothing useful yet, the fixed buffers are filled."""
+        config = self.config
+        self.to_empty(device=device)
+        rows, columns = config.height // config.patch_size, config.width // config.patch_size
+        self.positions.copy_(sincos_positions(rows, columns, config.hidden))
+        half = _TIME_CHANNELS // 2
+        self.frequencies.copy_(torch.exp(-math.log(10000.0) * torch.arange(half, dtype=torch.float64) / half))
+        return self
+
+    @torch.no_grad()
+    def initialise(self, seed: int, device: torch.device | str = "cpu") -> DiT:
+        """Weights as a function of the seed and each parameter's name alone, so that registers leave all the others as they were."""
+        self.materialise(device)
+        for name, parameter in self.named_parameters():
+            digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+            generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+            parameter.copy_(_initial(name, tuple(parameter.shape), generator))
+        return self
+
+    def _to_patches(self, x: Tensor) -> Tensor:
+        config, patch = self.config, self.config.patch_size
+        x = x.reshape(-1, config.channels, config.height // patch, patch, config.width // patch, patch)
+        return x.permute(0, 2, 4, 1, 3, 5).reshape(-1, config.num_patches, config.channels * patch * patch)
+
+    def _from_patches(self, tokens: Tensor) -> Tensor:
+        config, patch = self.config, self.config.patch_size
+        rows, columns = config.height // patch, config.width // patch
+        x = tokens.reshape(-1, rows, columns, config.channels, patch, patch)
+        return x.permute(0, 3, 1, 4, 2, 5).reshape(-1, config.channels, config.height, config.width)
+
+    def _time(self, t: Tensor) -> Tensor:
+        angles = 1000.0 * t.to(torch.float32).unsqueeze(1) * self.frequencies
+        result: Tensor = self.time(torch.cat([angles.cos(), angles.sin()], dim=1))
+        return result
+
+    def forward(self, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
+        c = self._time(t)
+        text: Tensor | None = None
+        text_mask: Tensor | None = None
+        if self.text is not None:
+            text, pooled = self.text(condition["tokens"], condition["mask"])
+            c = c + pooled
+            text_mask = condition["mask"][:, None, None, :]
+        elif self.labels is not None:
+            c = c + self.labels(condition["label"])
+        tokens = self.patches(self._to_patches(x)) + self.positions
+        num_registers = self.config.num_register_tokens
+        if self.registers is not None:
+            tokens = torch.cat([self.registers.to(tokens.dtype).expand(tokens.shape[0], -1, -1), tokens], dim=1)
+        for block in self.blocks:
+            tokens = block(tokens, c, text, text_mask)
+        tokens = tokens[:, num_registers:]
+        shift, scale = self.head_modulation(F.silu(c)).unsqueeze(1).chunk(2, dim=-1)
+        return self._from_patches(self.head(_modulate(_norm(tokens), shift, scale)))
+
+    def flops(self) -> int:
+        """Operations of one forward of one picture: twice the multiply-adds of all matrix products."""
+        config = self.config
+        d, tokens = config.hidden, config.num_patches + config.num_register_tokens
+        patch_values = config.channels * config.patch_size**2
+        block = 12 * d * d * tokens + 2 * tokens * tokens * d + 6 * d * d
+        around = 2 * config.num_patches * patch_values * d + _TIME_CHANNELS * d + d * d + 2 * d * d
+        if config.conditioning == "text":
+            e, length = config.text_hidden, config.max_tokens
+            block += 2 * d * d * tokens + 2 * d * e * length + 2 * tokens * length * d
+            around += config.text_depth * (12 * e * e * length + 2 * length * length * e) + e * d
+        return 2 * (config.depth * block + around)
+
+
+_ZERO = ("modulation.weight", "head_modulation.weight", "head.weight", "cross.out.weight")
+
+
+def _initial(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """DiT's initial values: every block is the identity and the output is zero until training moves them."""
+    if name.endswith(("q_scale", "k_scale")):
+        return torch.ones(shape)
+    if name.endswith("bias") or name.endswith(_ZERO):
+        return torch.zeros(shape)
+    if name.startswith(("time.", "labels.")) or name.endswith(("registers", "tokens.weight", "positions")):
+        return torch.randn(shape, generator=generator) * 0.02
+    num_out, num_in = shape
+    bound = math.sqrt(6.0 / (num_in + num_out))  # Xavier, uniform
+    return (torch.rand(shape, generator=generator) * 2 - 1) * bound

@@ -1,0 +1,1 @@
+"""Pipelines of diffusers as models to generate with."""

@@ -1,0 +1,109 @@
+"""A denoiser's forward as one CUDA graph for each shape of its inputs: the same kernels, without the CPU time to launch them.
+
+At batch one the CPU needs as long to launch a large transformer's kernels as the GPU to run them. Shapes never change within a run,
+so each is recorded once and replayed; the numbers are the recorded kernels' own.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from halation.models.image_result import REHEARSING
+
+log = logging.getLogger(__name__)
+NUM_WARM_UPS = 2
+"""Calls before the recording: what is compiled or chosen at a first call must be settled by then."""
+Key = tuple[Any, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """A graph with the tensors it reads and writes."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: list[Tensor]
+    outputs: tuple[Any, ...]
+
+
+class Replayed:
+    """Calls `forward` until it is warm, then records it, then replays the recording; anything unusual is simply called."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, forward)
+        self.forward = forward
+        self.calls: dict[Key, int] = {}
+        self.recordings: dict[Key, Recording] = {}
+        self.pool: Any = None
+        self.off = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        key = None if self.off or REHEARSING.get() else key_of(leaves, structure)
+        if key is None:
+            return self.forward(*args, **kwargs)
+        if key not in self.recordings:
+            self.calls[key] = self.calls.get(key, 0) + 1
+            if self.calls[key] <= NUM_WARM_UPS or not self._record(key, leaves, structure):
+                return self.forward(*args, **kwargs)
+        recording = self.recordings[key]
+        for static, given in zip(recording.inputs, (leaf for leaf in leaves if isinstance(leaf, Tensor)), strict=True):
+            static.copy_(given)
+        recording.graph.replay()
+        # The next replay writes into the same memory.
+        return tuple(value.clone() if isinstance(value, Tensor) else value for value in recording.outputs)
+
+    def _record(self, key: Key, leaves: list[Any], structure: Any) -> bool:
+        """Record one call; a forward that cannot be recorded (it asks the GPU for a number, say) is called from now on."""
+        static = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        args, kwargs = pytree.tree_unflatten(static, structure)
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        try:
+            # Only this thread's calls are watched: others wait for copies meanwhile.
+            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+                outputs = self.forward(*args, **kwargs)
+        except RuntimeError as error:
+            # Out of memory too: a recording holds its own, and without it the sheet may fit.
+            log.info("the forward is not replayed as a CUDA graph: %s", str(error).splitlines()[:1])
+            self._give_up()
+            return False
+        if not isinstance(outputs, tuple):
+            self._give_up()
+            return False
+        self.pool = self.pool or graph.pool()
+        tensors = [leaf for leaf in static if isinstance(leaf, Tensor)]
+        self.recordings[key] = Recording(graph=graph, inputs=tensors, outputs=outputs)
+        return True
+
+    def _give_up(self) -> None:
+        self.off = True
+        self.recordings.clear()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+def key_of(leaves: list[Any], structure: Any) -> Key | None:
+    """What must be equal for a recording to fit; None where something may change that a recording would not notice."""
+    parts: list[Any] = [structure]
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            if leaf.device.type != "cuda":
+                return None
+            parts.append((tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device))
+        elif leaf is None or isinstance(leaf, str | int | float | bool | torch.dtype):
+            parts.append((type(leaf), leaf))
+        else:
+            return None
+    try:
+        hash(key := tuple(parts))
+    except TypeError:
+        return None
+    return key

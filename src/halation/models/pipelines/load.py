@@ -1,0 +1,219 @@
+"""Loading a checked pipeline folder: the class, the weights in their dtype on their device, offloading and compiled blocks."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+from safetensors import SafetensorError
+from torch import nn
+
+from halation.errors import InputError
+from halation.models.blocks import compile_units
+from halation.models.pipelines.folder_check import PipelineFiles
+from halation.models.pipelines.hooks import DENOISERS
+from halation.models.pipelines.options import DTYPES, Options, refuse_other_inputs
+from halation.models.pipelines.tokenizers import need_vocabulary
+
+logger = logging.getLogger(__name__)
+_LOADING_ERRORS = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    OSError,
+    ImportError,
+    RuntimeError,
+    SafetensorError,
+)
+
+
+def pipeline_modules() -> frozenset[str]:
+    """diffusers' own pipeline packages: some components (safety checkers) are found under these names."""
+    names = diffusers.pipelines._import_structure
+    return frozenset(str(name) for name in names if str(name).isidentifier())
+
+
+def pipeline_class(files: PipelineFiles) -> type[Any]:
+    """The pipeline class a folder names, if it draws pictures or videos from text."""
+    kind = getattr(diffusers, files.class_name, None)
+    if not isinstance(kind, type) or not issubclass(kind, diffusers.DiffusionPipeline):
+        raise InputError(
+            f"{files.path}: model_index.json asks for {files.class_name}, which diffusers {diffusers.__version__} does not have",
+            "a pipeline class of the installed diffusers",
+            "install the diffusers release the model asks for; Halation runs no code from a model folder",
+        )
+    refuse_other_inputs(kind)
+    for name, (library, class_name) in files.components.items():
+        home = {"diffusers": diffusers, "transformers": transformers}.get(library)
+        if home is not None and not isinstance(getattr(home, class_name, None), type):
+            raise InputError(
+                f"{files.path}: the component {name!r} is a {class_name}, which the installed {library} does not have",
+                f"a class of {library}",
+                f"install the {library} release the model asks for",
+            )
+        _need_weights(files, name, getattr(home, class_name, None))
+        need_vocabulary(files.path / name, getattr(home, class_name, None))
+    return kind
+
+
+def _need_weights(files: PipelineFiles, name: str, kind: Any) -> None:
+    is_model = isinstance(kind, type) and issubclass(kind, nn.Module)
+    if is_model and not any((files.path / name).glob("*.safetensors")):
+        raise InputError(
+            f"{files.path / name} has no weights",
+            "safetensors files beside its config.json",
+            "download the whole model",
+        )
+
+
+class _Reports(logging.Handler):
+    """What the libraries only mention in their logs: weights that the files do not hold and that were made up instead."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.made_up: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        for names in re.findall(r"newly initialized: \[(.*?)\]", text):
+            self.made_up += [name.strip(" '") for name in names.split(",")]
+        self.made_up += re.findall(r"^\W*([\w.{}, ]+?)\s*\|\s*MISSING", text, flags=re.MULTILINE)
+
+
+@contextmanager
+def _listening() -> Iterator[_Reports]:
+    """No bars of the libraries, since the run draws its own, and an ear for what they say about missing weights."""
+    reports = _Reports()
+    libraries = (transformers.utils.logging, diffusers.utils.logging)
+    levels = [library.get_verbosity() for library in libraries]
+    for library in libraries:
+        library.disable_progress_bar()
+        library.set_verbosity(min(library.get_verbosity(), logging.WARNING))
+        library.get_logger(library.__name__.split(".")[0]).addHandler(reports)
+    try:
+        yield reports
+    finally:
+        for library, level in zip(libraries, levels, strict=True):
+            library.set_verbosity(level)
+            library.get_logger(library.__name__.split(".")[0]).removeHandler(reports)
+
+
+def load(files: PipelineFiles, options: Options) -> Any:
+    """The pipeline, its weights memory-mapped where they need no cast, or read straight onto the GPU."""
+    on_gpu = torch.device(options.device).type == "cuda" and options.offload == "none"
+    placing = {"device_map": "cuda"} if on_gpu else {}
+    with torch.cuda.device(options.device) if on_gpu else nullcontext():
+        return load_parts(files, dtype=DTYPES[options.dtype], **placing)
+
+
+def load_parts(files: PipelineFiles, *, dtype: Any, absent: Iterable[str] = (), **placing: Any) -> Any:
+    """The pipeline without the components named in `absent`; `dtype` may be a mapping by component."""
+    # diffusers wants to be told once more that a text encoder is missing on purpose.
+    without = [*absent, *(name for name in files.empty if name.startswith(("text_encoder", "tokenizer")))]
+    # Some models draw first numbers that the files' own replace; nobody's random numbers may depend on that.
+    with _listening() as reports, torch.random.fork_rng(devices=[]):
+        pipe = _read(files, dtype=dtype, **dict.fromkeys(without), **placing)
+    # A text encoder's pooler is made up in several published models, and no pipeline looks at it.
+    made_up = [name for name in reports.made_up if "pooler" not in name]
+    if made_up:
+        raise InputError(
+            f"{files.path} lacks {len(made_up)} weights, first {made_up[0]}; they would be random numbers",
+            "weights for every part of the model",
+            "download the whole model",
+        )
+    pipe.set_progress_bar_config(disable=True)
+    for component in pipe.components.values():
+        if isinstance(component, nn.Module):
+            # Weights keep requires_grad: without it float32 matmuls on a GPU take another path, and pixels differ from the pipeline's.
+            component.eval()
+    return pipe
+
+
+def take_over(module: nn.Module, *, own_memory: bool, dtype: torch.dtype | None) -> None:
+    """Make the weights that were read fit for training.
+
+    In memory of their own, because they are a window on their file, which somebody may replace meanwhile. They also begin where the
+    file's header ends, and products of single rows round by where memory begins: sharded weights would give other bits. In one dtype,
+    where that is given: some families keep a few weights in float32, and no engine shards trained weights of two dtypes together.
+    """
+    for weight in module.parameters():
+        weight.data = weight.data.to(dtype or weight.dtype)
+    if own_memory:
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.data = tensor.data.clone()
+
+
+def _read(files: PipelineFiles, **settings: Any) -> Any:
+    # By its own class: through the base class, parts that are optional are loaded although they were left out.
+    kind = getattr(diffusers, files.class_name)
+    try:
+        return kind.from_pretrained(
+            str(files.path),
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            variant=files.variant,
+            **settings,
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except _LOADING_ERRORS as error:
+        raise InputError(
+            f"{files.path} cannot be opened as a {files.class_name}: {type(error).__name__}: {error}",
+            "a whole pipeline folder, as save_pretrained writes it",
+            "copy the model again, or install what the message asks for",
+        ) from error
+
+
+def apply_offload(pipe: Any, options: Options) -> None:
+    """Where the weights wait: on the GPU, or in host memory by whole models or by layers."""
+    device = torch.device(options.device)
+    if options.offload == "model":
+        pipe.enable_model_cpu_offload(device=device)
+    elif options.offload == "layers":
+        staying = _staying(pipe)
+        pipe.enable_group_offload(
+            onload_device=device, offload_type="leaf_level", use_stream=True, exclude_modules=list(staying)
+        )
+        for module in staying.values():
+            module.to(device)
+
+
+def _staying(pipe: Any) -> dict[str, nn.Module]:
+    """The autoencoder, small as it is, for a second decoding in float32, and models whose layers cannot be moved one by one."""
+    models = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
+    whole = {
+        name
+        for name, part in models.items()
+        if isinstance(part, diffusers.ModelMixin) and not getattr(part, "_supports_group_offloading", False)
+    }
+    for name in sorted(whole - {"vae"}):
+        logger.warning("%s cannot be offloaded by layers and stays on the GPU", type(models[name]).__name__)
+    return {name: part for name, part in models.items() if name in whole | {"vae"}}
+
+
+def apply_compile(pipe: Any) -> None:
+    """Compile the block that repeats, never the whole model: seconds instead of minutes, and one graph for all layers."""
+    for name in DENOISERS:
+        module = getattr(pipe, name, None)
+        if isinstance(module, nn.Module):
+            compile_units(repeated_blocks(module))
+
+
+def repeated_blocks(module: nn.Module) -> list[nn.Module]:
+    """The blocks the class itself calls repeated, otherwise the elements of its largest lists of modules."""
+    names = getattr(module, "_repeated_blocks", None)
+    if names:
+        return [inner for inner in module.modules() if type(inner).__name__ in names]
+    lists = [inner for inner in module.children() if isinstance(inner, nn.ModuleList) and len(inner)]
+    if not lists:
+        return []
+    longest = max(len(inner) for inner in lists)
+    return [block for inner in lists if 2 * len(inner) >= longest for block in inner]

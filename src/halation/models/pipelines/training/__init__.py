@@ -1,0 +1,1 @@
+"""Pipelines of diffusers as models to train: one module a family."""

@@ -1,0 +1,77 @@
+"""The families whose transformer can be trained, by the name of their pipeline class."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from halation.errors import InputError
+from halation.flow import paths
+from halation.models.denoiser import Condition, Guides
+from halation.models.pipelines.families import FAMILIES
+from halation.models.pipelines.training.flux import FluxFamily
+from halation.models.pipelines.training.hunyuan import HunyuanFamily
+from halation.models.pipelines.training.pixart import PixArtFamily
+from halation.models.pipelines.training.sd3 import SD3Family
+from halation.models.pipelines.training.wan import WanFamily
+
+
+class TrainedFamily(Protocol):
+    """What training must know about a family. It is made from an opened pipeline, of which it keeps numbers and no weights."""
+
+    pipelines: ClassVar[tuple[str, ...]]
+    lora_targets: ClassVar[tuple[str, ...]]
+    """Endings of the names of the linear layers that get adapters by default: those of attention."""
+    time_sampling: ClassVar[paths.TimeKind]
+    time_shift: float
+    """How its training times are spread, unless somebody says otherwise."""
+    guides: Guides
+    told_guidance: float
+    """What a module with embedded guidance is told."""
+    lengths: Mapping[str, int]
+    """Tokens of each tokenizer that reach the model."""
+
+    @property
+    def path(self) -> paths.Path:
+        """How noise is mixed in, and what the transformer is asked for."""
+
+    def blank(self) -> Condition:
+        """One row of zeros with the names and shapes that `encode` gives."""
+
+    def encode(self, pipe: Any, text: str, device: torch.device) -> Condition:
+        """One text by the pipeline's own text encoders, as one row."""
+
+    def placed(self, condition: Condition, originals: Tensor, height: int, width: int) -> Condition:
+        """The condition with what the family wants to know of the pictures' sizes, on the CPU."""
+
+    def answer(self, module: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
+        """What the transformer, bare or wrapped, says to states in its own dtype: NCHW, to be compared with the path's target."""
+
+    def keywords(self, condition: Condition, null: Condition) -> dict[str, Any]:
+        """The texts as arguments of the pipeline's call."""
+
+    def unpacked(self, latents: Tensor, height: int, width: int) -> Tensor:
+        """NCHW latents from what the pipeline gives; height and width are in latents."""
+
+    def units(self, module: nn.Module) -> list[nn.Module]:
+        """The blocks to shard, recompute and compile one by one."""
+
+
+_TRAINED: tuple[type[Any], ...] = (HunyuanFamily, PixArtFamily, SD3Family, FluxFamily, WanFamily)
+TRAINED_FAMILIES: Mapping[str, type[Any]] = {name: kind for kind in _TRAINED for name in kind.pipelines}
+
+
+def trained_family(class_name: str, folder: Path) -> type[Any]:
+    """The family of a pipeline class, or a refusal that lists those there are."""
+    if class_name not in TRAINED_FAMILIES:
+        known = ", ".join(f"{FAMILIES[name].name} ({name})" for name in TRAINED_FAMILIES)
+        raise InputError(
+            f"{folder} holds a {class_name}, which cannot be trained here",
+            f"the pipeline of one of these families: {known}",
+            "choose a model of one of them; `halation generate` draws from the others",
+        )
+    return TRAINED_FAMILIES[class_name]

@@ -1,0 +1,84 @@
+"""Stable Diffusion 3 in training: two CLIPs and an optional T5 in one sequence, pooled texts beside it, rectified flow."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from halation.flow.paths import TimeKind
+from halation.models.denoiser import Condition, Guides
+from halation.models.pipelines.arguments import call_parameters
+from halation.models.pipelines.paths import straight_path
+
+
+class SD3Family:
+    """What is particular to Stable Diffusion 3 and 3.5."""
+
+    pipelines: ClassVar[tuple[str, ...]] = ("StableDiffusion3Pipeline",)
+    lora_targets: ClassVar[tuple[str, ...]] = (
+        *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
+        *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
+    )
+    guides: Guides = "pair"
+    told_guidance = 1.0
+    time_sampling: ClassVar[TimeKind] = "logit_normal"
+
+    def __init__(self, pipe: Any) -> None:
+        self._config = pipe.transformer.config
+        self.path = straight_path(pipe.scheduler)
+        self.time_shift = float(pipe.scheduler.config.get("shift", 1.0))
+        self._num_timesteps = int(pipe.scheduler.config.num_train_timesteps)
+        self._length = int(call_parameters(type(pipe))["max_sequence_length"].default)
+        self._clip_length = int(pipe.tokenizer_max_length)
+        self.lengths = {
+            "tokenizer": self._clip_length,
+            "tokenizer_2": self._clip_length,
+            "tokenizer_3": self._length,
+        }
+
+    def blank(self) -> Condition:
+        return {
+            "text": torch.zeros(1, self._clip_length + self._length, self._config.joint_attention_dim),
+            "pooled": torch.zeros(1, self._config.pooled_projection_dim),
+        }
+
+    def encode(self, pipe: Any, text: str, device: torch.device) -> Condition:
+        embeds, _, pooled, _ = pipe.encode_prompt(
+            [text],
+            None,
+            None,
+            device=device,
+            do_classifier_free_guidance=False,
+            max_sequence_length=self._length,
+        )
+        return {"text": embeds, "pooled": pooled}
+
+    def placed(self, condition: Condition, originals: Tensor, height: int, width: int) -> Condition:
+        return condition
+
+    def answer(self, module: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
+        answer: Tensor = module(
+            hidden_states=x,
+            timestep=t.float() * self._num_timesteps,
+            encoder_hidden_states=condition["text"],
+            pooled_projections=condition["pooled"],
+            return_dict=False,
+        )[0]
+        return answer
+
+    def keywords(self, condition: Condition, null: Condition) -> dict[str, Any]:
+        return {
+            "prompt_embeds": condition["text"],
+            "pooled_prompt_embeds": condition["pooled"],
+            "negative_prompt_embeds": null["text"],
+            "negative_pooled_prompt_embeds": null["pooled"],
+        }
+
+    def unpacked(self, latents: Tensor, height: int, width: int) -> Tensor:
+        return latents
+
+    def units(self, module: nn.Module) -> list[nn.Module]:
+        blocks: nn.ModuleList = module.transformer_blocks  # type: ignore[assignment]
+        return list(blocks)

@@ -1,0 +1,1 @@
+"""Students of a distillation: shape, first weights, folder."""

@@ -1,0 +1,140 @@
+"""Students: models of their teacher's family, in its space, that read what it reads; smaller, or the same and drawn in fewer steps."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from halation.errors import InputError
+from halation.models.denoiser import Denoiser
+from halation.models.dit.denoiser import DiTDenoiser
+from halation.models.dit.network import DiT
+from halation.models.students.config import StudentConfig
+
+if TYPE_CHECKING:
+    from halation.models.pipelines.training.denoiser import PipelineDenoiser
+    from halation.models.pipelines.training.lora import Lora
+
+Init = Literal["teacher", "random"]
+
+
+def open_student(
+    teacher: str | Path | DiTDenoiser,
+    shape: StudentConfig,
+    *,
+    init: Init,
+    seed: int,
+    dtype: str,
+    weights_dtype: str,
+    lora: Lora | None,
+    height: int,
+    width: int,
+    few_steps: int = 0,
+    stays_on_cpu: bool = True,
+) -> Denoiser:
+    """A student on the CPU, of the pipeline in a folder or of a DiT that is loaded; the teacher is left as it is.
+
+    `few_steps` says how many steps it is drawn in by a first-order solver (the sampler `euler` of a DiT); 0 is as the teacher is
+    drawn. With adapters (`lora`) it is the teacher's own weights that they are put on.
+    """
+    if isinstance(few_steps, bool):
+        raise TypeError("few_steps is a number of steps: the scheduler of a student is made for it")
+    if lora is not None and init == "random":
+        raise InputError(
+            "--lora_rank with --student_init random",
+            "adapters on the teacher's own weights",
+            "leave one of the two out",
+        )
+    if isinstance(teacher, DiTDenoiser):
+        if lora is not None:
+            raise InputError(
+                "--lora_rank with a DiT of Halation as teacher",
+                "a diffusers pipeline, to which adapters are fitted",
+                "leave --lora_rank out: a DiT's students are trained whole",
+            )
+        teacher.sample_shape(height, width)
+        return _dit(teacher, shape, init, seed)
+    return _pipeline(
+        Path(teacher),
+        shape,
+        init=init,
+        seed=seed,
+        dtype=dtype,
+        weights_dtype=weights_dtype,
+        lora=lora,
+        height=height,
+        width=width,
+        few_steps=few_steps,
+        stays_on_cpu=stays_on_cpu,
+    )
+
+
+def _dit(teacher: DiTDenoiser, shape: StudentConfig, init: Init, seed: int) -> DiTDenoiser:
+    # Not at the top: the names of layers in a DiT need nothing of diffusers.
+    from halation.models.students.shapes import dit_config
+    from halation.models.students.shrink import Cut, shrunk
+
+    config, layers = dit_config(teacher.config, shape)
+    student = DiTDenoiser(
+        config=config, space=teacher.space, tokenizer=teacher.tokenizer, class_names=teacher.class_names
+    ).initialise(seed)
+    if init == "teacher":
+        assert isinstance(student.module, DiT)
+        weights = shrunk(teacher.module, student.module, Cut.of_dits(teacher.config, config, layers))
+        student.module.load_state_dict(weights)
+    return student
+
+
+def _pipeline(
+    folder: Path,
+    shape: StudentConfig,
+    *,
+    init: Init,
+    seed: int,
+    dtype: str,
+    weights_dtype: str,
+    lora: Lora | None,
+    height: int,
+    width: int,
+    few_steps: int,
+    stays_on_cpu: bool,
+) -> PipelineDenoiser:
+    # Here, because diffusers takes seconds to import, and a DiT does without it.
+    from halation.models.pipelines.library_messages import silence
+
+    silence()
+    from halation.models.pipelines.experts import transformer_names
+    from halation.models.pipelines.folder_check import inspect_folder
+    from halation.models.pipelines.load import pipeline_class, pipeline_modules
+    from halation.models.pipelines.training.denoiser import PipelineDenoiser
+    from halation.models.pipelines.training.family import trained_family
+    from halation.models.students.pipeline_student import PipelineStudent
+
+    files = inspect_folder(folder, pipeline_modules())
+    pipeline_class(files)
+    trained_family(files.class_name, folder)
+    transformer_names(files, experts=True)
+    student = PipelineStudent.planned(files, shape, few_steps=few_steps, init=init, seed=seed)
+    if lora is not None and not student.is_copy:
+        raise InputError(
+            f"--lora_rank with a student of another shape ({_words(shape)})",
+            "adapters on the teacher's own weights, and so its shape",
+            "leave --lora_rank or --student_config out",
+        )
+    return PipelineDenoiser.open(
+        folder,
+        dtype=dtype,
+        weights_dtype=weights_dtype,
+        lora=lora,
+        height=height,
+        width=width,
+        seed=seed,
+        stays_on_cpu=stays_on_cpu,
+        student=student,
+    )
+
+
+def _words(shape: StudentConfig) -> str:
+    said = dataclasses.asdict(shape)
+    return ", ".join(f"{name} {value}" for name, value in said.items() if value is not None)

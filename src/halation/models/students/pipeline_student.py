@@ -1,0 +1,142 @@
+"""A student in a pipeline: another transformer in the place of the teacher's, and the scheduler it is drawn with."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import diffusers
+import torch
+from torch import nn
+
+from halation.models.pipelines.experts import has_two_experts
+from halation.models.pipelines.families import family_of
+from halation.models.pipelines.few_steps import few_step_scheduler
+from halation.models.pipelines.folder_check import PipelineFiles, read_json
+from halation.models.pipelines.load import load_parts
+from halation.models.pipelines.training.text_encoding import others
+from halation.models.students.config import StudentConfig
+from halation.models.students.shapes import DIALECTS, refuse_other_patches, transformer_config
+from halation.models.students.shrink import Cut, shrunk
+
+FirstWeights = Literal["teacher", "random", "none"]
+"""A copy of the teacher's, cut to size; random ones; or, where a checkpoint follows, whatever comes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineStudent:
+    """What of a pipeline folder is the student's own."""
+
+    base: str
+    """The component whose weights it begins with, or would."""
+    config: Mapping[str, Any]
+    """Its transformer's config."""
+    is_copy: bool
+    """Whether its transformer has the shape of the base."""
+    few_steps: int = 0
+    """How many steps it is drawn in; 0 is as the teacher."""
+    cut: Cut | None = None
+    init: FirstWeights = "none"
+    seed: int = 0
+
+    @classmethod
+    def planned(
+        cls, files: PipelineFiles, shape: StudentConfig, *, few_steps: int, init: FirstWeights, seed: int
+    ) -> PipelineStudent:
+        """The student of a teacher's folder. Of two experts it stands for the one of low noise, which draws what is seen."""
+        base = "transformer_2" if has_two_experts(files) else "transformer"
+        own = read_json(files.path / base / "config.json")
+        usual = {
+            name: parameter.default
+            for name, parameter in inspect.signature(_kind(files, base).__init__).parameters.items()
+            if parameter.default is not inspect.Parameter.empty
+        }
+        own.pop("_name_or_path", None)  # somebody's folder
+        whole = {name: list(value) if isinstance(value, tuple) else value for name, value in {**usual, **own}.items()}
+        if read_json(files.path / "model_index.json").get("expand_timesteps"):
+            refuse_other_patches(files.class_name, whole, shape)
+        config, layers = transformer_config(files.class_name, whole, shape)
+        return cls(
+            base=base,
+            config=config,
+            is_copy=config == whole,
+            few_steps=few_steps,
+            cut=Cut.between(DIALECTS[family_of(files.class_name).name], whole, config, layers),
+            init=init,
+            seed=seed,
+        )
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> PipelineStudent:
+        """What `as_json` wrote, to be filled from a checkpoint."""
+        return cls(
+            base=str(value["base"]),
+            config=dict(value["config"]),
+            is_copy=bool(value["is_copy"]),
+            few_steps=int(value["few_steps"]),
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "base": self.base,
+            "config": dict(self.config),
+            "is_copy": self.is_copy,
+            "few_steps": self.few_steps,
+        }
+
+    @property
+    def replaces(self) -> set[str]:
+        """Components of the folder that are not the student's: it has its own, or none."""
+        own = {"scheduler"} if self.few_steps else set()
+        return own | {"transformer", self.base}
+
+    def opened(self, files: PipelineFiles, dtype: torch.dtype) -> Any:
+        """The teacher's pipeline with the student in it, without text encoders."""
+        transformer = self._transformer(files, dtype)
+        without = {"boundary_ratio": None} if self.base == "transformer_2" else {}
+        return load_parts(
+            files,
+            dtype=torch.float32,
+            absent=others(files, ("transformer", "vae")),
+            transformer=transformer,
+            **without,
+        )
+
+    def _transformer(self, files: PipelineFiles, dtype: torch.dtype) -> nn.Module:
+        if self.init == "random" or (self.init == "none" and not self.is_copy):
+            return self._new(files)
+        # A copy takes the teacher's even where a checkpoint follows: some have buffers, and adapters have a base.
+        parts = load_parts(files, dtype=dtype, absent=others(files, (self.base,)))
+        teacher: nn.Module = getattr(parts, self.base)
+        if self.is_copy:
+            return teacher
+        assert self.cut is not None
+        student = self._new(files)
+        student.load_state_dict(shrunk(teacher, student, self.cut), strict=False)  # buffers are the student's own
+        return student
+
+    def _new(self, files: PipelineFiles) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            module: nn.Module = _kind(files, self.base).from_config(dict(self.config))
+        return module
+
+    def reschedule(self, pipe: Any, height: int, width: int) -> None:
+        """Give the pipeline the scheduler of few steps, where the student is drawn in few."""
+        if self.few_steps:
+            family = family_of(type(pipe).__name__)
+            tokens = num_tokens(pipe, height, width)
+            pipe.scheduler = few_step_scheduler(pipe.scheduler, family, self.few_steps, tokens)
+
+
+def _kind(files: PipelineFiles, base: str) -> Any:
+    return getattr(diffusers, files.components[base][1])
+
+
+def num_tokens(pipe: Any, height: int, width: int) -> int:
+    """Patches of a picture, by which some pipelines shift their times."""
+    shape = DIALECTS[family_of(type(pipe).__name__).name].read(pipe.transformer.config)
+    factor = getattr(pipe, "vae_scale_factor_spatial", None) or pipe.vae_scale_factor
+    return (height // factor // shape.patch_size) * (width // factor // shape.patch_size)

@@ -1,0 +1,1 @@
+"""Commands beside the main jobs: `halation ctl`, `demo` and `doctor`."""

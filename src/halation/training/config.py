@@ -1,0 +1,190 @@
+"""Settings of `halation train`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from halation.config import free, setting
+from halation.evaluation.config import EvaluateConfig, Metric
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Train a diffusion transformer on every rank, with samples from every rank at every checkpoint.
+
+    The same command again goes on where the last one stopped.
+    """
+
+    # -- what is trained on what
+    output_dir: Path = free(Path("runs/train"))
+    """Folder of the run: config, metrics, checkpoints, samples, logs, export."""
+    data: str = setting("streets")
+    """`streets` (embedded, drawn on the fly); a folder: metadata.jsonl|csv with file_name and text, or one folder per class; or a
+    CSV file of pictures and captions."""
+    max_pictures: int = setting(0)
+    """Train on the first pictures of the data only; 0 takes all."""
+    image_size: tuple[int, ...] = setting(())
+    """Height and width of the pictures; one number means a square. By default 64 64, or what the model of --model_path was made for."""
+    aspect_buckets: bool = setting(False)
+    """Keep each picture near its own proportions, at about the area of --image_size; a batch holds one shape. For --model_path."""
+    model: str = setting("small")
+    """tiny, mini, small, base, large or xlarge; or what to start from: a run, checkpoint or export, or `streets-64` of the package."""
+    model_path: str = free("")
+    """Fine-tune the transformer of a diffusers pipeline (HunyuanDiT, PixArt, SD3, FLUX, Wan): its folder, or its name on the hub."""
+    lora_rank: int = setting(0)
+    """Rank of LoRA adapters that are trained instead of the transformer's own weights; 0 trains all weights. For --model_path."""
+    lora_alpha: float = setting(0.0)
+    """Scale of the adapters' sum is lora_alpha / lora_rank; 0 means lora_rank, a scale of 1."""
+    lora_targets: tuple[str, ...] = setting(())
+    """Names of the linear layers that get adapters; by default those of the family's attention."""
+    patch_size: int = setting(0)
+    """Pixels (or latents) on a side of a token; 0 picks 4 up to 64 pixels and 8 above, and 2 on latents."""
+    num_register_tokens: int = setting(0)
+    """Learned extra tokens that take part in attention and are dropped before the output."""
+    vae: str = setting("")
+    """Folder of a diffusers AutoencoderKL: train on its latents. Empty: train on pixels."""
+    n_steps: int = setting(20_000, change="grows")
+    """Optimizer steps in all; a resumed run may ask for more."""
+    batch_size: int = setting(32)
+    """Pictures a rank takes through the model at once. The product with ranks and accumulation is the run's global batch, and stays with the run."""
+    accumulate: int = setting(1)
+    """Micro-batches whose gradients are added up before a step."""
+    lr: float = setting(1e-4)
+    """Learning rate after warm-up."""
+    warmup_steps: int = setting(0)
+    """Steps over which the learning rate rises from zero."""
+    decay_steps: int = setting(0)
+    """Steps after warm-up over which it falls to zero along a cosine; 0 keeps it constant."""
+    weight_decay: float = setting(0.0)
+    """AdamW's decoupled weight decay."""
+    betas: tuple[float, float] = setting((0.9, 0.999))
+    """AdamW's two decay rates of gradient moments."""
+    grad_clip: float = setting(1.0)
+    """Largest norm of the gradient; 0 does not clip."""
+    ema_decay: float = setting(0.9999)
+    """Decay of the average of the weights that samples are drawn from; it warms up with the number of updates."""
+    caption_dropout: float = setting(0.1)
+    """Share of pictures that are trained without their caption, which is what guidance needs."""
+    time_sampling: Literal["logit_normal", "uniform"] | None = setting(None)
+    """How training times are spread between picture (0) and noise (1); by default logit_normal, and what its family uses for --model_path."""
+    time_shift: float | None = setting(None)
+    """Moves times towards noise (above 1), in training and, for a DiT, in sampling; by default 1, or the shift of the model's scheduler."""
+    seed: int = setting(0)
+    """Decides the first weights, the order of the data and all training noise."""
+    dtype: Literal["fp32", "bf16", "fp16"] = setting("fp32")
+    """Precision of the forward and backward pass."""
+    weights_dtype: Literal["fp32", "bf16"] = setting("fp32")
+    """fp32 keeps master weights and optimizer in float32; bf16 keeps them in bfloat16: half the memory, but small updates are lost.
+    The EMA is float32 either way."""
+    deterministic: bool = setting(False)
+    """Only kernels whose results repeat bit for bit on a GPU (slower). On a CPU they always do."""
+    nan_policy: Literal["stop", "skip"] = setting("stop")
+    """What all ranks do when a loss or gradient is not finite on one of them."""
+
+    # -- how it is spread
+    engine: Literal["auto", "single", "ddp", "fsdp", "deepspeed"] = setting("auto")
+    """auto takes ddp for several ranks and single for one; fsdp (FSDP2) and deepspeed (ZeRO) shard weights, gradients, optimizer and EMA."""
+    zero_stage: Literal[1, 2, 3] = setting(2)
+    """What deepspeed shards: 1 the optimizer, 2 gradients too, 3 weights and EMA too."""
+    deepspeed_config: str = free("")
+    """DeepSpeed's own JSON config; what it says goes before --zero_stage, except what Halation's flags decide."""
+    offload_optimizer: bool = setting(False)
+    """Keep the optimizer's state in host memory (fsdp, where the weights go along, and deepspeed): slower, for models that do not fit."""
+    nproc: int = free(0)
+    """Ranks to start on this machine; 0 is one for each GPU, or one without a GPU. Under torchrun or srun those ranks are joined."""
+    gpu_ids: tuple[int, ...] = free(())
+    """GPUs to use, as torch counts them within CUDA_VISIBLE_DEVICES; by default all."""
+    oversubscribe: bool = free(False)
+    """Allow several ranks on one GPU (over gloo): for tests, not for speed."""
+    dist_timeout_s: float = free(600.0)
+    """Seconds without progress after which a rank is given up and named."""
+    max_restarts: int = free(1)
+    """How often ranks are started again from the last checkpoint after one of them failed."""
+    threads: int = setting(1)
+    """CPU threads a rank computes with; part of what makes results repeat."""
+    compile: bool = setting(False)
+    """Compile the transformer's blocks: the same maths with other rounding, after a minute or two of compiling."""
+    activation_checkpointing: bool = setting(False)
+    """Keep no activations inside blocks and compute them again: less memory, a third more work."""
+
+    # -- data
+    cache: Literal["auto", "none", "memory", "pixels", "latents"] = free("auto")
+    """Where prepared pictures are kept: in memory, or in memory-mapped files (pixels, latents). auto: latents with --vae or
+    --model_path, else memory."""
+    cache_dir: str = free("")
+    """Folder of that cache; by default `cache` in the run's folder. Runs on the same data may share it."""
+    num_workers: int = free(0)
+    """Processes that draw or decode pictures ahead of training; 0 uses threads."""
+    heldout_pictures: int = setting(64)
+    """Pictures kept out of training for the held-out loss (of a folder at most 5 %)."""
+
+    # -- what is written when
+    ckpt_every: int = free(1000)
+    """Steps between checkpoints that are kept; 0 writes none of them."""
+    ckpt_latest_every: int = free(0)
+    """Steps between checkpoints of which only the newest is kept; 0 writes none of them."""
+    keep_last: int = free(3)
+    """How many kept checkpoints stay on disk; 0 keeps all."""
+    log_every: int = free(10)
+    """Steps between lines in metrics.jsonl."""
+    report_to: tuple[Literal["tensorboard", "wandb", "trackio", "none"], ...] = free(("tensorboard",))
+    """Trackers besides metrics.jsonl; wandb is offline unless WANDB_MODE says otherwise."""
+    run_name: str = free("")
+    """Name of the run in trackers; by default the folder's name."""
+    progress: Literal["auto", "rich", "plain", "json", "none"] = free("auto")
+    """auto shows a bar on a terminal and a line every 30 s elsewhere."""
+
+    # -- samples
+    sample: bool = free(True)
+    """Draw samples on all ranks at every checkpoint, at the end of an epoch and of training."""
+    sample_prompts: tuple[str, ...] = free(())
+    """Prompts to draw; by default the eight driving prompts for streets, captions or class names of a folder."""
+    sample_prompts_file: str = free("")
+    """File of prompts (txt, csv, jsonl, parquet), drawn after those above; `-` is standard input."""
+    sample_steps: int = free(10)
+    """Denoising steps a sample."""
+    sample_seed: int = free(42)
+    """Sample k is drawn from seed sample_seed + k at every checkpoint, so checkpoints compare."""
+    same_seed: bool = free(False)
+    """Draw every prompt from the same seed."""
+    sampler: Literal["euler", "heun", "multistep"] = free("multistep")
+    """Solver of a DiT's samples; heun runs the model almost twice a step. A model of --model_path is drawn with its own scheduler."""
+    sample_all: bool = free(True)
+    """Draw all prompts at every checkpoint; --no_sample_all draws as many as there are ranks, the first ones."""
+    sample_names: Literal["index", "gpu", "rank"] = free("index")
+    """Names of the files: sample_00.png; gpu_0_sample.png, where 0 is the prompt's number too; or epoch_0001_rank_0_sample_00.png, all in
+    one folder, by contiguous shares of the prompts."""
+    sample_offload: bool = free(False)
+    """Park the optimizer's state in host memory while samples are drawn, for a model that only just trains."""
+    guidance_scale: float | None = free(None)
+    """Classifier-free guidance; 1 switches it off and halves the work. By default 3, or what the pipeline of --model_path uses."""
+    sample_batch_size: int = free(1)
+    """Pictures on a sheet, that is in one forward. It is part of the picture's bits, so it never follows from the number of GPUs."""
+    sample_raw: bool = free(False)
+    """Also draw from the weights as they are, beside the EMA's."""
+    sample_timeout_s: float = free(0.0)
+    """Seconds a rank may spend on one denoising step before it is named as hanging; 0 is dist_timeout_s."""
+
+    # -- evaluations
+    eval_every: int = free(0)
+    """Steps between evaluations of the average of the weights on all ranks, the last step included; 0 never evaluates."""
+    eval_metrics: tuple[Metric, ...] = free(())
+    """fid, kid, is, fd, prdc, clip, agreement, as in `halation evaluate`; by default fd, kid and prdc, and for streets agreement."""
+    eval_pictures: int = free(1000)
+    """Pictures drawn for an evaluation, for the captions or classes of the reference. Fewer than a metric can bear are scored and marked."""
+    eval_reference: int = free(5000)
+    """Real pictures to compare with at most: the first held-out scenes of streets, the first training pictures of a folder."""
+    eval_extractor: str = free("")
+    """Features of fd, kid and prdc: inception, dinov2, clip, streets, or a model's folder; by default streets for streets, else inception."""
+    eval_weights: str = free("")
+    """File, folder or hub name of that extractor's weights, instead of the usual ones."""
+    eval_clip_model: str = free(EvaluateConfig.clip_model)
+    """CLIP model of the CLIP score: folder or hub name."""
+    eval_batch_size: int = free(16)
+    """Pictures on a sheet of an evaluation and in a batch of the extractor; part of the numbers' last bits."""
+    eval_steps: int = free(0)
+    """Denoising steps of these pictures; 0 is sample_steps."""
+    accept_changes: bool = free(False)
+    """Go on with changed settings; the change is recorded in config.json."""

@@ -1,0 +1,1 @@
+"""`halation watch`: generate from each new checkpoint, score it, keep the best."""

@@ -1,1 +1,0 @@
-"""Processes: ranks, engines, checkpoints and launching; knows nothing of diffusion."""

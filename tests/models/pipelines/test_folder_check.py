@@ -1,0 +1,280 @@
+"""Pipeline folders that are not what they seem: each is refused with its reason, and nothing in them ever runs."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from halation.errors import InputError
+from support import tiny_pipelines
+from support.pipeline_specs import drawn, opened, reopened, specs
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_pipelines.built("stable_diffusion"), tmp_path / "model"))
+
+
+@pytest.fixture
+def canary(tmp_path: Path) -> Path:
+    return tmp_path / "canary"
+
+
+def code(canary: Path) -> str:
+    return f"open({str(canary)!r}, 'w').close()\nclass Evil:\n    pass\n"
+
+
+class Payload:
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self) -> Any:
+        return (open, (str(self.canary), "w"))
+
+
+def edit(file: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    value = json.loads(file.read_text())
+    change(value)
+    file.write_text(json.dumps(value))
+
+
+def test_the_canaries_would_sing(canary: Path) -> None:
+    pickle.loads(pickle.dumps(Payload(canary))).close()
+    assert canary.exists()
+    canary.unlink()
+    exec(code(canary))
+    assert canary.exists()
+
+
+def pipeline_code(folder: Path, canary: Path) -> None:
+    (folder / "evil.py").write_text(code(canary))
+    edit(folder / "model_index.json", lambda index: index.update(_class_name=["evil", "Evil"]))
+
+
+def component_code(folder: Path, canary: Path) -> None:
+    (folder / "unet" / "evil.py").write_text(code(canary))
+    edit(folder / "model_index.json", lambda index: index.update(unet=["evil", "Evil"]))
+
+
+def component_that_shadows_a_library(folder: Path, canary: Path) -> None:
+    (folder / "unet" / "diffusers.py").write_text(code(canary))
+
+
+def component_of_the_standard_library(folder: Path, canary: Path) -> None:
+    edit(folder / "model_index.json", lambda index: index.update(unet=["subprocess", "Popen"]))
+
+
+def component_with_a_path(folder: Path, canary: Path) -> None:
+    (folder / "evil.py").write_text(code(canary))
+    edit(folder / "model_index.json", lambda index: index.update(unet=["../evil", "Evil"]))
+
+
+def tokenizer_code(folder: Path, canary: Path) -> None:
+    (folder / "tokenizer" / "evil.py").write_text(code(canary))
+    edit(
+        folder / "tokenizer" / "tokenizer_config.json",
+        lambda config: config.update(auto_map={"AutoTokenizer": ["evil.Evil", None]}),
+    )
+
+
+def text_encoder_code(folder: Path, canary: Path) -> None:
+    (folder / "text_encoder" / "evil.py").write_text(code(canary))
+    edit(
+        folder / "text_encoder" / "config.json",
+        lambda config: config.update(text_config={"auto_map": {"AutoModel": "evil.Evil"}}),
+    )
+
+
+def attention_code(folder: Path, canary: Path) -> None:
+    edit(
+        folder / "text_encoder" / "config.json", lambda config: config.update(_attn_implementation="someone/attention")
+    )
+
+
+def pickled_weights(folder: Path, canary: Path) -> None:
+    for component in ("unet", "vae", "text_encoder"):
+        for file in (folder / component).glob("*.safetensors"):
+            file.unlink()
+            file.with_suffix(".bin").write_bytes(pickle.dumps(Payload(canary)))
+    (folder / "text_encoder" / "pytorch_model.bin").write_bytes(pickle.dumps(Payload(canary)))
+
+
+def shard_that_is_a_pickle(folder: Path, canary: Path) -> None:
+    (folder / "evil.bin").write_bytes(pickle.dumps(Payload(canary)))
+    index = {"metadata": {}, "weight_map": {"conv_in.weight": "../evil.bin"}}
+    (folder / "unet" / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def endless_header(folder: Path, canary: Path) -> None:
+    file = folder / "unet" / "diffusion_pytorch_model.safetensors"
+    file.write_bytes((2**63).to_bytes(8, "little") + file.read_bytes()[8:])
+
+
+def pickle_named_safetensors(folder: Path, canary: Path) -> None:
+    (folder / "unet" / "diffusion_pytorch_model.safetensors").write_bytes(pickle.dumps(Payload(canary)))
+
+
+def nonsense_header(folder: Path, canary: Path) -> None:
+    file = folder / "unet" / "diffusion_pytorch_model.safetensors"
+    file.write_bytes((8).to_bytes(8, "little") + b"[1, 2,  ]")
+
+
+def cut_weights(folder: Path, canary: Path) -> None:
+    file = folder / "unet" / "diffusion_pytorch_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-12])
+
+
+def lacking(folder: Path, file: str, name: str) -> None:
+    tensors = load_file(folder / file)
+    del tensors[name]
+    save_file(tensors, folder / file, metadata={"format": "pt"})
+
+
+def denoiser_that_lacks_a_weight(folder: Path, canary: Path) -> None:
+    lacking(folder, "unet/diffusion_pytorch_model.safetensors", "conv_in.bias")
+
+
+def text_encoder_that_lacks_a_weight(folder: Path, canary: Path) -> None:
+    file = "text_encoder/model.safetensors"
+    lacking(folder, file, next(name for name in load_file(folder / file) if name.endswith("q_proj.weight")))
+
+
+def weight_of_another_shape(folder: Path, canary: Path) -> None:
+    file = folder / "text_encoder/model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith("q_proj.weight"))
+    save_file({**tensors, name: tensors[name][:, :-1].contiguous()}, file, metadata={"format": "pt"})
+
+
+def no_weights(folder: Path, canary: Path) -> None:
+    (folder / "unet" / "diffusion_pytorch_model.safetensors").unlink()
+
+
+def no_component(folder: Path, canary: Path) -> None:
+    shutil.rmtree(folder / "unet")
+
+
+def no_index(folder: Path, canary: Path) -> None:
+    (folder / "model_index.json").unlink()
+
+
+def broken_index(folder: Path, canary: Path) -> None:
+    (folder / "model_index.json").write_text("{")
+
+
+def list_as_index(folder: Path, canary: Path) -> None:
+    (folder / "model_index.json").write_text("[]")
+
+
+def empty_index(folder: Path, canary: Path) -> None:
+    (folder / "model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}')
+
+
+def odd_component(folder: Path, canary: Path) -> None:
+    edit(folder / "model_index.json", lambda index: index.update(unet=["diffusers"]))
+
+
+def unknown_class(folder: Path, canary: Path) -> None:
+    edit(folder / "model_index.json", lambda index: index.update(_class_name="NobodysPipeline"))
+
+
+def class_that_is_no_pipeline(folder: Path, canary: Path) -> None:
+    edit(folder / "model_index.json", lambda index: index.update(_class_name="UNet2DModel"))
+
+
+def unknown_component(folder: Path, canary: Path) -> None:
+    edit(folder / "model_index.json", lambda index: index.update(unet=["diffusers", "NobodysModel"]))
+
+
+def other_model(folder: Path, canary: Path) -> None:
+    edit(folder / "model_index.json", lambda index: index.update(unet=["diffusers", "AutoencoderKL"]))
+
+
+def class_labels(folder: Path, canary: Path) -> None:
+    edit(folder / "model_index.json", lambda index: index.update(_class_name="DiTPipeline"))
+
+
+def from_an_image(folder: Path, canary: Path) -> None:
+    edit(folder / "model_index.json", lambda index: index.update(_class_name="StableDiffusionImg2ImgPipeline"))
+
+
+def needs_an_image(folder: Path, canary: Path) -> None:
+    edit(folder / "model_index.json", lambda index: index.update(_class_name="WanImageToVideoPipeline"))
+
+
+def no_prompt(folder: Path, canary: Path) -> None:
+    edit(folder / "model_index.json", lambda index: index.update(_class_name="DDPMPipeline"))
+
+
+REFUSALS: dict[Callable[[Path, Path], None], str] = {
+    pipeline_code: "code that comes with the folder",
+    component_code: "code that does not come with diffusers",
+    component_that_shadows_a_library: "code that does not come with diffusers",
+    component_of_the_standard_library: "code that does not come with diffusers",
+    component_with_a_path: "code that does not come with diffusers",
+    tokenizer_code: "auto_map",
+    text_encoder_code: "auto_map",
+    attention_code: "attention code from elsewhere",
+    pickled_weights: r"a pickle[\s\S]*save_pretrained",
+    shard_that_is_a_pickle: "not a safetensors file beside it",
+    endless_header: "header of 9223372036854775808 bytes",
+    pickle_named_safetensors: "safetensors header",
+    nonsense_header: "damaged safetensors header",
+    cut_weights: "where its header says",
+    denoiser_that_lacks_a_weight: "lacks 1 weights, first conv_in.bias",
+    text_encoder_that_lacks_a_weight: "lacks 1 weights, first .*q_proj.weight",
+    weight_of_another_shape: "cannot be opened",
+    no_weights: "has no weights",
+    no_component: "has no folder 'unet'",
+    no_index: "has no model_index.json",
+    broken_index: "cannot be read as JSON",
+    list_as_index: "holds no JSON object",
+    empty_index: "names no components",
+    odd_component: "describes the component 'unet'",
+    unknown_class: "does not have",
+    class_that_is_no_pipeline: "does not have",
+    unknown_component: "NobodysModel",
+    other_model: "cannot be opened",
+    class_labels: "draws from class labels",
+    from_an_image: "StableDiffusionImg2ImgPipeline needs image",
+    needs_an_image: "WanImageToVideoPipeline needs image",
+    no_prompt: "takes no prompt",
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize(("spoil", "message"), list(REFUSALS.items()), ids=lambda value: getattr(value, "__name__", ""))
+def test_a_folder_is_refused_and_nothing_in_it_runs(
+    spoil: Callable[[Path, Path], None], message: str, folder: Path, canary: Path
+) -> None:
+    spoil(folder, canary)
+    with pytest.raises(InputError, match=message) as refusal:
+        reopened(folder)
+    assert not canary.exists()
+    assert str(folder) in str(refusal.value) or "Pipeline" in refusal.value.found
+
+
+def test_a_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="is not a folder"):
+        reopened(tmp_path / "nothing")
+
+
+def test_pickles_beside_safetensors_are_left_alone(folder: Path, canary: Path) -> None:
+    (folder / "unet" / "diffusion_pytorch_model.bin").write_bytes(pickle.dumps(Payload(canary)))
+    picture = drawn(reopened(folder), specs("a dog"))[0]
+    assert (picture == drawn(opened("stable_diffusion"), specs("a dog"))[0]).all()
+    assert not canary.exists()
+
+
+def test_weights_that_exist_only_as_a_variant_are_found(folder: Path) -> None:
+    for file in folder.glob("*/*.safetensors"):
+        file.rename(file.with_name(f"{file.stem}.fp16.safetensors"))
+    picture = drawn(reopened(folder), specs("a dog"))[0]
+    assert (picture == drawn(opened("stable_diffusion"), specs("a dog"))[0]).all()

@@ -1,0 +1,138 @@
+"""What ranks of a pool do with a family: the whole model, then the same one spread, side by side."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halation.models.denoiser import Solver
+from halation.models.pipelines.training.denoiser import PipelineDenoiser
+from halation.models.pipelines.training.lora import Lora
+from halation.specs import Sheet, Spec
+
+
+def _rows(denoiser: PipelineDenoiser, rank: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(2, *denoiser.sample_shape(32, 32), generator=generator)
+    condition = {
+        name: torch.randn(2, *row.shape[1:], generator=generator) if row.is_floating_point() else ~row.repeat(2, 1)
+        for name, row in denoiser.family.blank().items()
+    }
+    placed = denoiser.placed(condition, torch.tensor([[64, 64], [32, 48]]), 32, 32)
+    return x, torch.tensor([0.3, 0.8]), placed
+
+
+def _sheet(rank: int) -> Sheet:
+    spec = Spec(
+        index=rank, id=str(rank), prompt="a red car", seed=rank, height=32, width=32, steps=2, guidance_scale=3.0
+    )
+    return Sheet(specs=(spec,), num_real=1)
+
+
+def sharded_equals_whole(world: Any, folder: Path, dtype: str, rank_of_lora: int) -> list[bool]:
+    """Whether forwards and samples of a sharded model have the bits of the whole one, and its gradients are there."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    warnings.simplefilter("ignore")
+    lora = Lora(rank=rank_of_lora) if rank_of_lora else None
+    denoiser = PipelineDenoiser.open(folder, dtype=dtype, weights_dtype="fp32", lora=lora, height=32, width=32)
+    solver = Solver(dtype=torch.float32 if dtype == "fp32" else torch.bfloat16)
+    x, t, condition = _rows(denoiser, world.rank)
+    inputs = denoiser.prepare(_sheet(world.rank), "cpu")
+
+    def forward() -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == "bf16"):
+            return denoiser.forward(denoiser.module, x, t, condition)
+
+    whole, drawn = forward().detach(), denoiser.sample(inputs, solver, lambda: None)
+    mesh = init_device_mesh("cpu", (world.size,))
+    denoiser.keep_no_activations()
+    for unit in denoiser.shard_units():
+        fully_shard(unit, mesh=mesh)
+    fully_shard(denoiser.module, mesh=mesh)
+    answer = forward()
+    answer.float().square().mean().backward()
+    trained = [weight for weight in denoiser.module.parameters() if weight.requires_grad]
+    return [
+        torch.equal(answer, whole),
+        all(weight.grad is not None for weight in trained),
+        torch.equal(denoiser.sample(inputs, solver, lambda: None), drawn),
+    ]
+
+
+def sharded_experts_equal_whole(world: Any, folder: Path, dtype: str) -> list[bool]:
+    """Whether two frozen experts in shards answer as the whole ones do, while each rank asks for other times."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    warnings.simplefilter("ignore")
+    settings = {"dtype": dtype, "weights_dtype": dtype, "lora": None, "height": 32, "width": 32}
+    denoiser = PipelineDenoiser.open(folder, **settings, experts=True)  # type: ignore[arg-type]
+    denoiser.module.requires_grad_(False)
+    x, _, condition = _rows(denoiser, world.rank)
+    inputs = denoiser.prepare(_sheet(world.rank), "cpu")
+    times = [
+        torch.tensor([0.9, 0.2]),
+        *(torch.full((2,), (0.95, 0.3, 0.8)[(world.rank + turn) % 3]) for turn in (0, 1)),
+    ]
+
+    @torch.no_grad()
+    def forward(t: Tensor) -> Tensor:
+        return denoiser.forward(denoiser.module, x, t, condition)
+
+    whole, drawn = [forward(t) for t in times], denoiser.sample(inputs, Solver(), lambda: None)
+    mesh = init_device_mesh("cpu", (world.size,))
+    for unit in denoiser.shard_units():
+        fully_shard(unit, mesh=mesh)
+    fully_shard(denoiser.module, mesh=mesh)
+    denoiser.module.in_step = True  # type: ignore[assignment]
+    answers = [torch.equal(forward(t), answer) for t, answer in zip(times, whole, strict=True)]
+    return [*answers, torch.equal(denoiser.sample(inputs, Solver(), lambda: None), drawn)]
+
+
+def compiled_close_to_eager(world: Any, folder: Path) -> float:
+    """The largest difference that compiled blocks make, with recomputed activations and DDP around the transformer."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    denoiser = PipelineDenoiser.open(folder, dtype="fp32", weights_dtype="fp32", lora=None, height=32, width=32)
+    x, t, condition = _rows(denoiser, world.rank)
+    eager = denoiser.forward(denoiser.module, x, t, condition).detach()
+    denoiser.keep_no_activations()
+    for unit in denoiser.shard_units():
+        unit.compile(dynamic=False)
+    wrapped = DistributedDataParallel(denoiser.module)
+    answer = denoiser.forward(wrapped, x, t, condition)
+    answer.square().mean().backward()
+    assert all(weight.grad is not None for weight in denoiser.module.parameters())
+    return float((answer.detach() - eager).abs().max())
+
+
+def partitioned_equals_whole(world: Any, folder: Path, rank_of_lora: int) -> list[bool]:
+    """Whether forwards and samples under ZeRO-3 have the bits of the whole model, and a step changes them."""
+    from halation.distributed.engines.ddp_fsdp import EngineSettings
+    from halation.distributed.engines.registry import spread
+
+    warnings.simplefilter("ignore")
+    lora = Lora(rank=rank_of_lora) if rank_of_lora else None
+    denoiser = PipelineDenoiser.open(folder, dtype="fp32", weights_dtype="fp32", lora=lora, height=32, width=32)
+    x, t, condition = _rows(denoiser, world.rank)
+    inputs = denoiser.prepare(_sheet(world.rank), "cpu")
+    whole = denoiser.forward(denoiser.module, x, t, condition).detach()
+    drawn = denoiser.sample(inputs, Solver(), lambda: None)
+    denoiser.keep_no_activations()
+    engine = spread("deepspeed", world, denoiser.module, denoiser.shard_units(), EngineSettings(zero_stage=3))
+    engine.prepare_optimizer(1e-3, (0.9, 0.99), 0.0)
+    before = denoiser.sample(inputs, Solver(), lambda: None)
+    answer = denoiser.forward(engine.module, x, t, condition)
+    engine.backward(answer.square().mean())
+    engine.grad_norm(1.0)
+    engine.step()
+    engine.at_rest()
+    after = denoiser.sample(inputs, Solver(), lambda: None)
+    engine.at_rest()
+    return [torch.equal(before, drawn), torch.equal(answer, whole), not torch.equal(after, drawn)]

@@ -1,0 +1,273 @@
+"""A training loop that is not Halation's, a second long, for ranks that sample inside of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from halation import RankSampler
+from halation.distributed.world import World
+
+PROMPTS = ("a red car", "a blue car", "rain", "a tree", "night")
+
+
+def network() -> nn.Sequential:
+    """With a dropout and a part in its own mode, so that modes and random numbers matter; and a norm, which DDP would broadcast."""
+    generator = torch.Generator().manual_seed(0)
+    made = nn.Sequential(nn.Linear(12, 16), nn.Dropout(0.3), nn.BatchNorm1d(16), nn.Linear(16, 12)).train()
+    for weight in made.parameters():
+        weight.data = 0.2 * torch.randn(weight.shape, generator=generator)
+    made[2].eval()
+    return made
+
+
+def drawer(model: nn.Module, spoilt: str = "", sloppy: bool = False, amp: bool = False) -> Any:
+    """draw(prompt, generator): a 2 x 2 picture of noise that went through the model; a sloppy one asks global states for it."""
+
+    def draw(prompt: str, generator: torch.Generator) -> torch.Tensor:
+        if prompt == spoilt:
+            raise ValueError(f"no picture for {prompt}")
+        noise = torch.randn(1, 12, generator=None if sloppy else generator)
+        if sloppy:
+            noise = noise + random.random() + torch.from_numpy(np.random.randn(1, 12)).float()
+        noise = noise + len(prompt) / 10
+        random.random(), np.random.rand(), torch.rand(3)
+        assert not torch.is_grad_enabled()
+        assert not torch.is_autocast_enabled("cpu")
+        assert not any(part.training for part in model.modules())
+        with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+            picture = torch.sigmoid(4 * model(noise)).float().reshape(3, 2, 2)
+        model.train()  # as many a draw does that was written for a loop without a sampler
+        return picture
+
+    return draw
+
+
+def losses(world: World, out: str, every: int, spread: str = "ddp", autocast: bool = False) -> list[Any]:
+    """The loss of each of four steps, and the weights and random states after them; with `every` 0 nothing is sampled."""
+    random.seed(1), np.random.seed(2), torch.manual_seed(3 + world.rank)
+    inside = network()
+    model: nn.Module = DistributedDataParallel(inside) if spread == "ddp" else inside
+    optimizer = torch.optim.SGD(inside.parameters(), lr=0.1)
+    sampler = RankSampler(drawer(inside, amp=autocast), PROMPTS, out, 7, model=model, every=max(every, 1))
+    seen: list[Any] = []
+    for step in range(1, 5):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            if every and step % 2:  # with an empty cache of casts
+                assert all(sample.state == "done" for sample in sampler(step))
+            warm = model(torch.randn(4, 12))
+            if every and not step % 2:  # with a full one
+                assert all(sample.state == "done" for sample in sampler(step))
+            batch = torch.randn(4, 12) + random.random() + np.random.rand()
+            loss = (model(batch) - batch).float().square().mean() + 0.1 * warm.float().square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        seen.append(loss.item())
+    modes = [module.training for module in model.modules()]
+    weights = [weight.detach().numpy().tobytes() for weight in inside.parameters()]
+    hooks = [len(part._forward_hooks) + len(part._forward_pre_hooks) for part in model.modules()]
+    return [
+        seen,
+        modes,
+        weights,
+        hooks,
+        torch.is_grad_enabled(),
+        random.random(),
+        np.random.rand(),
+        torch.rand(2).tolist(),
+    ]
+
+
+def drawn(world: World, out: str, prompts: tuple[str, ...], step: int = 3, **options: Any) -> list[tuple[Any, ...]]:
+    """One call of a sampler without training; what each rank was told."""
+    spoilt, sloppy = options.pop("spoilt", ""), options.pop("sloppy", False)
+    model = network()
+    sampler = RankSampler(drawer(model, spoilt, sloppy), prompts, out, 7, model=model, **options)
+    samples = sampler(step)
+    dist.barrier()  # the trainer's group is whole afterwards
+    return [(s.index, s.prompt, s.seed, s.state, s.file and s.file.name, s.reason, s.rank) for s in samples]
+
+
+def drawn_sharded(world: World, out: str, prompts: tuple[str, ...], spoilt: str = "") -> tuple[list[Any], list[Any]]:
+    """The same from a model in shards, with a training step before and after, whose weights are changed for the drawing."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 12))
+    mesh = init_device_mesh("cpu", (world.size,))
+    for part in (model[1], model):  # the first layer is the root's, which stays whole after a forward without gradients
+        fully_shard(part, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @contextlib.contextmanager
+    def doubled() -> Iterator[None]:
+        for weight in model.parameters():
+            weight.data.mul_(2.0)
+        yield
+        for weight in model.parameters():
+            weight.data.mul_(0.5)
+
+    def train() -> float:
+        loss = model(torch.ones(2, 12)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    sampler = RankSampler(drawer(model, spoilt), prompts, out, 7, model=model, weights=doubled)
+    first = train()
+    samples = sampler(1)
+    return [(s.index, s.state, s.rank) for s in samples], [first, train(), train()]
+
+
+def drawn_zero_3(world: World, out: str, prompts: tuple[str, ...]) -> tuple[list[Any], list[bytes]]:
+    """The same from DeepSpeed's ZeRO-3, and the bits of its weights afterwards."""
+    from halation.distributed.engines.ddp_fsdp import EngineSettings
+    from halation.distributed.engines.registry import spread
+
+    module = network()
+    known = EngineSettings(zero_stage=3, global_batch=6, num_micro_batches=1, grad_clip=0.5)
+    engine = spread("deepspeed", world, module, [module[0], module[3]], known)
+    engine.prepare_optimizer(0.05, (0.9, 0.99), 0.01)
+    engine.settle(engine.trained(torch.ones(2, 12)).square().sum())
+    samples = RankSampler(drawer(module), prompts, out, 7, model=engine.trained)(1)
+    return [(s.index, s.state, s.rank) for s in samples], [
+        tensor.detach().numpy().tobytes() for tensor in engine.masters().values()
+    ]
+
+
+class Failing(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not torch.is_grad_enabled() and dist.get_rank() == 1:
+            raise ValueError("a layer broke")
+        return super().forward(input)
+
+
+def failing_inside(world: World, out: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(Failing(12, 12), nn.Linear(12, 12))
+    for part in (*model, model):
+        fully_shard(part, mesh=init_device_mesh("cpu", (world.size,)))
+    RankSampler(drawer(model), PROMPTS, out, model=model, timeout_s=20.0)(1)
+
+
+def unsampled_losses(world: World) -> list[float]:
+    return drawn_sharded(world, "/dev/null/nowhere", ())[1]
+
+
+def drawn_by_wrapper(world: World, out: str) -> list[tuple[str, str]]:
+    model = DistributedDataParallel(network())
+    samples = RankSampler(drawer(model), PROMPTS, out, model=model)(0)
+    return [(sample.state, sample.reason) for sample in samples]
+
+
+def drawn_slowly(world: World, out: str) -> list[str]:
+    """Rank 1 takes twice as long as the trainer's group has patience."""
+    import time
+
+    def draw(prompt: str, generator: torch.Generator) -> np.ndarray:
+        time.sleep(2.0 if world.rank == 1 else 0.0)
+        return np.zeros((2, 2, 3), np.uint8)
+
+    samples = RankSampler(draw, PROMPTS[:2], out, timeout_s=30.0)(1)
+    return [sample.state for sample in samples]
+
+
+def drawn_after_validation(world: World, out: str) -> list[tuple[Any, ...]]:
+    """One prompt, after a forward without a backward, which leaves all weights of a root's own group whole."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 12))
+    fully_shard(model, mesh=init_device_mesh("cpu", (world.size,)))
+    with torch.no_grad():
+        model(torch.ones(2, 12))
+    samples = RankSampler(drawer(model), PROMPTS[:1], out, model=model, timeout_s=20.0)(1)
+    return [(s.index, s.state, s.rank) for s in samples]
+
+
+def failing_between(world: World, out: str, step: int, nested: bool = True) -> list[tuple[str, str]]:
+    """Rank 1 fails after the first of two forwards at step 2, after the second at step 3.
+
+    Nested shards make the others wait in the second forward; the root's own stay whole, so that the others finish theirs.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 12))
+    for part in (model[1], model) if nested else (model,):
+        fully_shard(part, mesh=init_device_mesh("cpu", (world.size,)))
+    now = 1
+
+    def draw(prompt: str, generator: torch.Generator) -> torch.Tensor:
+        value = torch.zeros(1, 12)
+        for forward in (1, 2):
+            value = model(value)
+            if world.rank == 1 and now == forward + 1:
+                raise ValueError(f"not finite after forward {forward}")
+        return torch.sigmoid(value).reshape(3, 2, 2)
+
+    sampler = RankSampler(draw, PROMPTS[:2], out, model=model, timeout_s=20.0)
+    sampler(1)
+    now = step
+    return [(sample.state, sample.reason) for sample in sampler(step)]
+
+
+def hanging(world: World, out: str) -> None:
+    import time
+
+    def draw(prompt: str, generator: torch.Generator) -> np.ndarray:
+        if world.rank == 1:
+            time.sleep(3.4)
+            os._exit(0)  # the others have given up by now
+        return np.zeros((2, 2, 3), np.uint8)
+
+    RankSampler(draw, PROMPTS[:2], out, timeout_s=2.0)(1)
+
+
+def called_by_first_alone(world: World, out: str) -> None:
+    if world.rank == 0:
+        RankSampler(drawer(network()), PROMPTS, out, timeout_s=2.0)(1)
+
+
+def drawn_over_damage(world: World, out: str) -> list[str]:
+    """Rank 0 alone meets a record that is damaged."""
+    model = network()
+    sampler = RankSampler(drawer(model), PROMPTS, out, model=model, timeout_s=5.0)
+    return [sample.state for step in (1, 2) for sample in sampler(step)]
+
+
+def left_behind(world: World, out: str) -> tuple[list[int], list[int]]:
+    """How many keys the trainer's store has, and how many groups torch knows, after each of four calls."""
+    model = network()
+    sampler = RankSampler(drawer(model), PROMPTS, out, model=model)
+    keys, groups = [], []
+    for step in range(1, 5):
+        sampler(step)
+        dist.barrier()
+        keys.append(dist.distributed_c10d._get_default_store().num_keys())
+        groups.append(len(dist.distributed_c10d._world.pg_map))
+        dist.barrier()
+    return keys, groups
+
+
+def disagreeing(world: World, out: str) -> None:
+    RankSampler(drawer(network()), PROMPTS, out)(world.rank)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.suffix != ".json"}

@@ -1,0 +1,169 @@
+"""What a rank of the pool does in the tests of words, vigils and engines."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+from halation.distributed.engines.registry import spread
+from halation.distributed.world import Vigil, World, check_ranks_agree, on_first
+from halation.errors import HalationError, InputError, RankFailure
+
+WORDS: list[Any] = ["", "ä" * 1000, {"日本": [1, None, True]}, "🙂\u0000\n"]
+
+
+def exchange_all(world: World) -> list[list[Any]]:
+    return [world.exchange(WORDS[(world.rank + turn) % len(WORDS)]) for turn in range(len(WORDS))]
+
+
+def from_first(world: World) -> Any:
+    return world.from_first({"rank": world.rank})
+
+
+def on_first_value(world: World) -> Any:
+    return on_first(world, "a value", lambda _beat: [world.rank, "Straße"], 5.0)
+
+
+def on_first_error(world: World) -> tuple[str, int]:
+    def refuse(_beat: Any) -> None:
+        raise InputError("found", "expected", "action")
+
+    try:
+        on_first(world, "an error", refuse, 5.0)
+    except HalationError as error:
+        return str(error), error.exit_code
+    return "no error", 0
+
+
+def on_first_slowly(world: World, beats: int, pause_s: float) -> tuple[Any, float]:
+    """Rank 0 works longer than the timeout, but says so all the time."""
+
+    def work(beat: Any) -> str:
+        for _ in range(beats):
+            time.sleep(pause_s)
+            beat()
+        return "done"
+
+    began = time.monotonic()
+    return on_first(world, "slow work", work, 1.0), time.monotonic() - began
+
+
+def meet(world: World, timeout_s: float, idle: dict[int, str]) -> tuple[str, float]:
+    """All ranks work and meet, but the idle ones sleep, stop or die on the way; what this rank was told, and when."""
+    began = time.monotonic()
+    try:
+        with Vigil(world, "a test", timeout_s) as vigil:
+            for _ in range(3):
+                vigil.beat()
+                time.sleep(0.1)
+            what = idle.get(world.rank)
+            if what == "sleep":
+                doze_off()
+            elif what == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            words = vigil.finish(world.rank)
+    except RankFailure as failure:
+        return str(failure), time.monotonic() - began
+    return str(words), time.monotonic() - began
+
+
+def doze_off() -> None:
+    time.sleep(5.0)
+
+
+def blame(world: World) -> str:
+    """Rank 1 has come one beat less far than the others when rank 0 asks who is behind."""
+    with Vigil(world, "a forward", 5.0) as vigil:
+        for _ in range(3 if world.rank == 1 else 4):
+            vigil.beat()
+        time.sleep(1.2)
+        found = vigil.blame()
+        vigil.finish("")
+    return found
+
+
+def agree(world: World, broken: int | None) -> str:
+    tensors = {"a": torch.ones(3), "b": torch.arange(5.0), "flags": torch.tensor([True, False])}
+    if world.rank == broken:
+        tensors["b"][3] = torch.nextafter(torch.tensor(3.0), torch.tensor(4.0))
+    try:
+        check_ranks_agree(world, tensors.items(), "at step 7")
+    except RankFailure as failure:
+        return str(failure)
+    return "agreed"
+
+
+class Memory:
+    """The pieces of one rank in a checkpoint's place."""
+
+    def __init__(self, pieces: dict[str, dict[str, Any]]) -> None:
+        self.tensors = {part: {name: p.local.clone() for name, p in named.items()} for part, named in pieces.items()}
+
+    def has(self, part: str) -> bool:
+        return bool(self.tensors[part])
+
+    def read(self, part: str, name: str) -> torch.Tensor:
+        return self.tensors[part][name]
+
+    def piece(self, part: str, name: str, _like: Any) -> torch.Tensor:
+        return self.tensors[part][name]
+
+
+def trained_engine(world: World, engine_name: str, num_steps: int) -> Any:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(5, 3), nn.LayerNorm(3), nn.Linear(3, 1))
+    module[0].weight.requires_grad = False
+    engine = spread(engine_name, world, module, [module[0]])
+    engine.prepare_optimizer(0.1, (0.9, 0.99), 0.01)
+    for _ in range(num_steps):
+        engine.backward(engine.trained(torch.ones(2, 5) * (world.rank + 1)).sum())
+        engine.grad_norm(1.0)
+        engine.step()
+        engine.zero_grad()
+    return engine
+
+
+def pieces_come_back(world: World, engine_name: str) -> bool:
+    """Train two steps, take weights and optimizer apart, and put them into a fresh engine; shapes of one row included.
+
+    Between taking apart and comparing, the optimizer's state was in host memory once.
+    """
+    engine = trained_engine(world, engine_name, 2)
+    pieces = engine.pieces()
+    assert "0.weight" not in pieces["model"]
+    rows = world.exchange({name: [p.start, *p.local.shape] for name, p in pieces["model"].items()})
+    for name, parameter in engine.named_parameters():
+        if engine.sharded and sum(row[name][1] for row in rows) != parameter.shape[0]:
+            return False
+    memory = Memory(pieces)
+    with engine.parked():
+        pass
+    fresh = trained_engine(world, engine_name, 0)
+    fresh.fill(memory)
+    return all(equal(Memory(one.pieces()), memory) for one in (engine, fresh))
+
+
+def equal(one: Memory, other: Memory) -> bool:
+    return all(
+        one.tensors[part].keys() == other.tensors[part].keys()
+        and all(torch.equal(one.tensors[part][name], values) for name, values in other.tensors[part].items())
+        for part in other.tensors
+    )
+
+
+def single_engine(world: World) -> str:
+    try:
+        return spread("single", world, nn.Linear(2, 2), []).name
+    except InputError as error:
+        return str(error)
+
+
+def meet_or_raise(world: World, timeout_s: float, idle: dict[int, str]) -> None:
+    message, _ = meet(world, timeout_s, idle)
+    if message.startswith("rank "):
+        raise RankFailure(message)
