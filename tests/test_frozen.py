@@ -62,8 +62,7 @@ def test_a_session_that_an_older_commit_stopped_goes_on_from_its_checkpoint(name
     before = given(tmp_path, name)
     rows = before["run/metrics.jsonl"][1]
     assert [json.loads(line)["step"] for line in rows.splitlines()][-1] == 2
-    words = [*frozen.BEGUN[name].words, *(["--accept_changes"] if frozen.other_versions(tmp_path) else [])]
-    ended = frozen.run(words, tmp_path)
+    ended = frozen.run(frozen.going_on(frozen.BEGUN[name].words, tmp_path), tmp_path)
     assert ended.code == 0, ended.errors
     after = given(tmp_path, name)
     kept = [file for file in before if file.startswith(("run/checkpoints/step_", "run/cache/", "run/samples/teacher/"))]
@@ -117,10 +116,11 @@ def test_a_stopped_run_ends_with_the_results_of_one_that_never_stopped(begun: fr
     if not begun.portable and frozen.platform() != origin:
         pytest.skip(f"the first half was computed on another platform, {origin}, which rounds differently")
     frozen.lay_out(tmp_path / "never")
-    for words in (begun.before, begun.words):
-        assert not words or frozen.run(words, tmp_path / "never").code == 0
+    for command in filter(None, (begun.before, begun.words)):
+        assert frozen.run(command, tmp_path / "never").code == 0
     frozen.lay_out(tmp_path / "stopped", begun.name)
-    assert frozen.run(begun.words, tmp_path / "stopped").code == 0
+    words = frozen.going_on(begun.words, tmp_path / "stopped")
+    assert frozen.run(words, tmp_path / "stopped").code == 0
     lines = frozen.difference(frozen.digests(tmp_path / "never"), frozen.digests(tmp_path / "stopped"))
     # The loss beside samples and the counts of a summary are those of one call.
     assert [line for line in lines if "samples.json" not in line and "summary.json" not in line] == []
