@@ -133,10 +133,14 @@ def test_a_wheel_holds_every_file_of_the_package(wheel: Path) -> None:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
         licences = [name for name in archive.namelist() if name.endswith("/licenses/LICENSE")]
         for name in embedded_names():
-            stored = archive.read(f"halation/models/embedded/{name}/model.safetensors")
+            stored = archive.read(f"halation/models/bundled/{name}/model.safetensors")
             assert stored == (FOLDER / name / "model.safetensors").read_bytes()
     assert held == wanted()
-    assert {"halation/py.typed", "halation/gallery/page/index.html", "halation/models/streets_net.safetensors"} <= held
+    assert {
+        "halation/py.typed",
+        "halation/gallery/page/index.html",
+        "halation/evaluation/extractors/streets_net.safetensors",
+    } <= held
     assert len(licences) == 1
 
 
@@ -173,7 +177,7 @@ def test_from_the_wheel_alone_the_command_answers_and_finds_its_model(wheel: Pat
     found = subprocess.run(
         [sys.executable, "-c", lookup], env=there, cwd=tmp_path, capture_output=True, text=True, timeout=120
     )
-    assert found.stdout.strip() == str(place / "halation/models/embedded/streets-64"), found.stderr
+    assert found.stdout.strip() == str(place / "halation/models/bundled/streets-64"), found.stderr
 
 
 @pytest.mark.slow

@@ -107,7 +107,7 @@ def test_a_folder_that_is_put_beside_the_others_is_one_more_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bundled, "FOLDER", tmp_path / "all")
-    shutil.copytree(Path(bundled.__file__).with_name("embedded") / "streets-64", tmp_path / "all/another")
+    shutil.copytree(Path(bundled.__file__).with_name("bundled") / "streets-64", tmp_path / "all/another")
     assert bundled.embedded_names() == ("another",)
     assert subject_of("another", raw=False).steps == 12
 

@@ -112,7 +112,8 @@ def test_ranks_are_gone_soon_after_their_owner_was_killed(tmp_path: Path) -> Non
         "if __name__ == '__main__':\n"
         "    pool = RankPool(2)\n    print(*pool.run(2, pid), flush=True)\n    time.sleep(600)\n"
     )
-    owner = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    place = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    owner = subprocess.Popen([sys.executable, str(script)], env=place, stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
     with owner.stdout:
         pids = [int(word) for word in owner.stdout.readline().split()]

@@ -165,7 +165,8 @@ def test_two_never_hold_one_folder_however_they_race(tmp_path: Path) -> None:
     folder.mkdir()
     code = f"""
 import os, pathlib, sys, time
-from halation import errors, holds
+from halation import errors
+from halation.runs import lock as holds
 folder, taken = pathlib.Path({str(folder)!r}), 0
 while taken < 25:
     try:

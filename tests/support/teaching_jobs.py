@@ -34,11 +34,11 @@ def prepared(world: Any, config: Any, stop_at: int = 0, rank: int = 0) -> Prepar
     from torch.nn.modules.module import register_module_forward_hook
 
     from halation.distillation import command as distill
+    from halation.distillation.task import Distillation
     from halation.errors import Interrupted
     from halation.models.dit.network import DiT
     from halation.runs.folder import Run
     from halation.training import command as train
-    from halation.training.session import task_of
 
     teachers: weakref.WeakSet[Any] = weakref.WeakSet()
     num_forwards, stopped = 0, (0, "")
@@ -55,7 +55,7 @@ def prepared(world: Any, config: Any, stop_at: int = 0, rank: int = 0) -> Prepar
     logging.getLogger("halation").addHandler(heard)
     try:
         with train._hold(config, world, False, "distill", distill.begin):
-            task = task_of(world, config, Run(config.output_dir))
+            task = Distillation(world, config, Run(config.output_dir))
             task.open()
             task.dated(config.batch_size * world.size)
             task.prepare(task.sampling(config.sample_prompts))

@@ -75,7 +75,7 @@ def test_a_stream_may_have_parts_without_rows_and_may_be_written_over() -> None:
 DIGEST = """
 import hashlib
 import numpy as np
-from halation.evaluation.moments import moments
+from halation.evaluation.metrics.moments import moments
 found = moments(np.random.default_rng(0).normal(1.0, 1.0, size=(1500, 400)).astype(np.float32))
 print(hashlib.sha256(found.mean.tobytes() + found.scatter.tobytes()).hexdigest())
 """

@@ -23,7 +23,7 @@ NUM_FEATURES: Final = 256
 HEADS: Final[Mapping[str, int]] = {"place": 8, "time": 3, "weather": 2, "cars": 6}
 """Columns of each head: places, times and weathers in the order the data set lists them, and 0 to 5 cars."""
 
-WEIGHTS: Final = Path(__file__).with_suffix(".safetensors")
+WEIGHTS: Final = Path(__file__).with_name("streets_net.safetensors")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -189,8 +189,8 @@ def test_a_second_export_replaces_the_first_and_a_failed_one_leaves_it(tmp_path:
 _KILLED = """
 import sys
 from pathlib import Path
-from halation.models.finetuning import PipelineDenoiser
-from halation.models.pipeline_export import export_pipeline
+from halation.models.pipelines.training.denoiser import PipelineDenoiser
+from halation.models.pipelines.training.export import export_pipeline
 denoiser = PipelineDenoiser.open(Path(sys.argv[1]), dtype="fp32", weights_dtype="fp32", lora=None, height=32, width=32)
 export_pipeline(denoiser, Path(sys.argv[2]), averaged=dict(denoiser.module.named_parameters()), raw=None)
 """
