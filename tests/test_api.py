@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 
@@ -86,3 +87,20 @@ def test_an_evaluation_from_python_returns_its_report(tmp_path: Path) -> None:
     assert report["metrics"]["fd"]["value"] > 1
     with pytest.raises(InputError, match=r"halation\.evaluate\(\)"):
         halation.evaluate(folder=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        ("halation", ["RankSampler", "Sample", "distill", "evaluate", "generate", "sample", "train", "watch"]),
+        ("halation.errors", ["HalationError", "InputError", "RankFailure"]),
+        ("halation.adapters.accelerate", ["rank_sampler"]),
+        ("halation.adapters.lightning", ["SamplerCallback"]),
+        ("halation.adapters.transformers", ["SamplerCallback"]),
+        ("halation.data.streets", ["DRIVING_PROMPTS", "PLACES", "TIMES", "WEATHERS", "CAR_COLOURS", "Attributes"]),
+        ("halation.data.streets", ["Streets", "Mentioned", "caption", "draw", "mentioned", "scene"]),
+    ],
+)
+def test_import_paths_that_pages_show_stay(module: str, names: list[str]) -> None:
+    found = importlib.import_module(module)
+    assert [name for name in names if not hasattr(found, name)] == []
