@@ -189,7 +189,7 @@ def test_compiled_blocks_draw_the_same_picture_within_rounding(family: str) -> N
 WORKER = """
 import sys
 from pathlib import Path
-from halation.models.pipelines import open_pipeline
+from halation.models.pipelines.runner import open_pipeline
 from halation.specs import Spec
 spec = Spec(index=0, id="0", prompt="a dog", seed=1, height=32, width=32, steps=1, guidance_scale=4.0)
 for folder in sys.argv[2:]:
