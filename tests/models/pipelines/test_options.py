@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from torch import nn
 
 from halation.errors import InputError
 from halation.generation.workers.model_runner import eagerly
 from support import tiny_pipelines
+from support.marks import needs_inductor
 from support.pipeline_specs import PROMPTS, drawn, opened, plain, plain_pipe, reopened, specs
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # diffusers' DPM-Solver
@@ -173,9 +173,7 @@ def test_negative_prompts_are_encoded_once_for_all_sheets(family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    " " in torch.__file__, reason="inductor's call of the C++ compiler breaks at a space in torch's path"
-)
+@needs_inductor
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", ["hunyuan", "wan"])
 def test_compiled_blocks_draw_the_same_picture_within_rounding(family: str) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from support import family_rank_jobs as jobs
 from support import tiny_pipelines
+from support.marks import needs_inductor
 from support.rank_pool import RankPool
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
@@ -32,6 +33,7 @@ def test_float32_adapters_on_a_bfloat16_base_are_sharded_together(family: str, r
     assert ranks.run(2, jobs.sharded_equals_whole, folder, "bf16", 2) == [[True, True, True]] * 2
 
 
+@needs_inductor
 def test_compiled_and_recomputed_blocks_under_ddp_differ_by_rounding_alone(ranks: RankPool) -> None:
     for difference in ranks.run(2, jobs.compiled_close_to_eager, tiny_pipelines.built("hunyuan"), timeout_s=280.0):
         assert difference < 1e-4
