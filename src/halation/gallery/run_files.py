@@ -287,7 +287,7 @@ def state_of(folder: Path, changed: float, sharing: Sequence[Path] = (), done: b
     """The state of a run whose newest file is of the time `changed`.
 
     `sharing` are files that processes which hold nothing keep touching (leases); `done` says whether all that was planned
-    is there, for runs that told nobody how they ended.
+    is there, for runs that recorded no end.
     """
     owner = read_object(folder / OWNER_FILE)
     ended = read_object(folder / ENDED_FILE)

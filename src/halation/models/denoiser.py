@@ -52,7 +52,7 @@ class Solver:
 
 @dataclass(frozen=True, kw_only=True)
 class Habits:
-    """What a family does where nobody says otherwise."""
+    """Defaults of a model family."""
 
     guidance_scale: float = 3.0
     time_sampling: TimeKind = "logit_normal"
@@ -157,7 +157,7 @@ class Denoiser(Protocol):
         """Compute activations inside shard units again in the backward pass instead of keeping them."""
 
     def shard_units(self) -> list[nn.Module]:
-        """Modules to shard one by one, innermost first; nobody calls into their parts from outside."""
+        """Modules to shard one by one, innermost first; their submodules are called only from inside them."""
 
     def describe(self) -> dict[str, Any]:
         """JSON from which `models.load.build` makes the same denoiser again, without its weights."""
