@@ -1,4 +1,4 @@
-"""Run folders of any size, made in seconds: the real ledger, config, metrics and samples.json, with few distinct pictures linked to all names."""
+"""Run folders of any size, made in seconds: the real ledger, config, metrics and samples.json, with few distinct images linked to all names."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 
 import numpy as np
 
-from halation.config import as_json, fixed
+from halation.config import as_json, fixed_settings
 from halation.generation.config import GenerateConfig
-from halation.generation.ledger import LEDGER_FILE, Ledger, Outcome
-from halation.generation.requests import Request
-from halation.generation.results import digest
-from halation.images.png import encode_png, picture_text
-from halation.runs import folder as runs
-from halation.specs import Spec
+from halation.generation.image_requests import ImageRequest
+from halation.generation.ledger import LEDGER_FILE, ImageOutcome, Ledger
+from halation.generation.result_files import combined_digest
+from halation.images.png_codec import encode_png, metadata_texts
+from halation.runs import run_record as runs
+from halation.sample_specs import SampleSpec
 from halation.training.config import TrainConfig
 
 NUM_DISTINCT = 32
-"""A file takes at most 65,000 names on ext4, so 32 serve for two million pictures."""
-REASONS = ("RuntimeError: CUDA out of memory", "NanError: the picture has values that are no numbers")
+"""A file takes at most 65,000 names on ext4, so 32 serve for two million images."""
+REASONS = ("RuntimeError: CUDA out of memory", "NanError: the image has values that are no numbers")
 SUBJECTS = ("street", "harbour", "bridge", "forest", "station", "market", "lighthouse", "kitchen", "desert", "library")
 LIGHTS = ("at dawn", "at noon", "in the rain", "under snow", "by night", "in fog", "after a storm")
 MANNERS = ("oil on canvas", "35 mm film", "a woodcut", "a watercolour", "a blueprint", "an engraving")
@@ -36,8 +36,8 @@ def prompt_of(index: int) -> str:
     return f"a {subject} {light}, {manner}, number{index}"
 
 
-def pictures(size: int, number: int = NUM_DISTINCT) -> list[bytes]:
-    """Distinct PNGs with a gradient, a disc and some grain, about as large as a drawn picture of this size."""
+def images(size: int, number: int = NUM_DISTINCT) -> list[bytes]:
+    """Distinct PNGs with a gradient, a disc and some grain, about as large as a drawn image of this size."""
     random = np.random.default_rng(0)
     y, x = np.mgrid[0:size, 0:size] / max(1, size - 1)
     files = []
@@ -46,13 +46,13 @@ def pictures(size: int, number: int = NUM_DISTINCT) -> list[bytes]:
         colour = np.stack([0.5 + 0.5 * np.cos(hue + shift + 2 * x + y) for shift in (0.0, 2.1, 4.2)], axis=-1)
         disc = ((x - 0.5 - 0.3 * math.cos(hue)) ** 2 + (y - 0.5 - 0.3 * math.sin(hue)) ** 2 < 0.03)[..., None]
         values = np.where(disc, 1.0, 0.7 * colour) * 255 + random.normal(0, 4, (size, size, 3))
-        text = picture_text(spec_of(index, size, "").as_json())
+        text = metadata_texts(spec_of(index, size, "").as_json())
         files.append(encode_png(values.clip(0, 255).astype(np.uint8), text))
     return files
 
 
-def spec_of(index: int, size: int, prompt: str) -> Spec:
-    return Spec(
+def spec_of(index: int, size: int, prompt: str) -> SampleSpec:
+    return SampleSpec(
         index=index, id=f"{index + 1:06d}", prompt=prompt or prompt_of(index), seed=42 + index, height=size, width=size,
         steps=20, guidance_scale=7.5,
     )  # fmt: skip
@@ -70,38 +70,40 @@ def generation_folder(
 ) -> Path:
     """A folder as `halation generate` leaves it with `num_done` rows settled (by default all), every `failed_every`th of them failed.
 
-    The first rows take `prompts`, the others `prompt_of`. Workers drew in turns of four, as sheets are dealt out.
+    The first rows take `prompts`, the others `prompt_of`. Workers drew in turns of four, as batches are dealt out.
     """
     folder.mkdir(parents=True)
     config = GenerateConfig(
         prompts_csv="prompts.csv", model_path="testcard", output_dir=folder, height=size, width=size, dtype="fp32",
         num_inference_steps=20, guidance_scale=7.5,
     )  # fmt: skip
-    settings = fixed(config) | {"model": "testcard 1", "model name": "testcard", "device": "cpu"}
-    runs.begin(runs.Run(folder), "generate", as_json(config), settings | {"png coder": "zlib"}, False)
-    files = pictures(size)
+    settings = fixed_settings(config) | {"model": "testcard 1", "model name": "testcard", "device": "cpu"}
+    runs.create_or_resume_run(
+        runs.RunFolder(folder), "generate", as_json(config), settings | {"png coder": "zlib"}, False
+    )
+    files = images(size)
     requests = [
-        Request(spec=spec, name=f"{spec.id}_seed{spec.seed}")
+        ImageRequest(spec=spec, name=f"{spec.id}_seed{spec.seed}")
         for spec in (spec_of(index, size, prompts[index] if index < len(prompts) else "") for index in range(num_rows))
     ]
     with Ledger(folder / LEDGER_FILE) as ledger:
-        ledger.plan(requests, {"prompts": "0" * 64})
+        ledger.add_plan(requests, {"prompts": "0" * 64})
         settled = requests[: num_rows if num_done is None else num_done]
         settle(folder, ledger, settled, failed_every, workers, files)
-    (folder / "logs" / "generate.log").write_text("2026-01-02 03:04:05,678 INFO every picture is as the ledger says\n")
+    (folder / "logs" / "generate.log").write_text("2026-01-02 03:04:05,678 INFO every image is as the ledger says\n")
     return folder
 
 
 def settle(
     folder: Path,
     ledger: Ledger,
-    requests: Sequence[Request],
+    requests: Sequence[ImageRequest],
     failed_every: int,
     workers: Sequence[str],
     files: Sequence[bytes],
 ) -> None:
-    """Record outcomes of these rows as a running command does, and put their pictures there first."""
-    digests = [digest([data]) for data in files]
+    """Record outcomes of these rows as a running command does, and put their images there first."""
+    digests = [combined_digest([data]) for data in files]
     names = _distinct(folder / "logs" / ".distinct", files)
     outcomes = []
     for request in requests:
@@ -109,12 +111,12 @@ def settle(
         worker = workers[index // 4 % len(workers)]
         if failed_every and index % failed_every == failed_every - 1:
             reason = REASONS[index // failed_every % len(REASONS)]
-            outcomes.append(Outcome(index=index, state="failed", worker=worker, attempts=3, reason=reason))
+            outcomes.append(ImageOutcome(index=index, state="failed", worker=worker, attempts=3, reason=reason))
             continue
         number = index % len(files)
         os.link(names[number], folder / f"{request.name}.png")
         outcomes.append(
-            Outcome(
+            ImageOutcome(
                 index=index, state="done", sha256=digests[number], num_bytes=len(files[number]), worker=worker,
                 seconds=0.25,
             )
@@ -148,8 +150,8 @@ def training_folder(
         output_dir=folder, data="streets", image_size=(size, size), model="tiny", n_steps=num_steps * every,
         sample_prompts=texts, sample_raw=raw,
     )  # fmt: skip
-    runs.begin(runs.Run(folder), "train", as_json(config), fixed(config), False)
-    names = _distinct(folder / "logs" / ".distinct", pictures(size))
+    runs.create_or_resume_run(runs.RunFolder(folder), "train", as_json(config), fixed_settings(config), False)
+    names = _distinct(folder / "logs" / ".distinct", images(size))
     for number in range(1, num_steps + 1):
         sample(folder, number * every, texts, names, raw)
         if number % 10 == 0:
@@ -160,7 +162,7 @@ def training_folder(
 
 
 def sample(folder: Path, step: int, prompts: Sequence[str], names: Sequence[Path], raw: bool = False) -> None:
-    """One step's samples: the pictures first and samples.json last, as training publishes them."""
+    """One step's samples: the images first and samples.json last, as training publishes them."""
     place = folder / "samples" / runs.step_name(step)
     place.mkdir(parents=True)
     rows = []
@@ -195,5 +197,5 @@ def metrics_row(step: int) -> dict[str, Any]:
 
 
 def distinct(folder: Path) -> list[Path]:
-    """The pictures that `generation_folder` and `training_folder` link to, to add more with `sample`."""
+    """The images that `generation_folder` and `training_folder` link to, to add more with `sample`."""
     return sorted((folder / "logs" / ".distinct").iterdir(), key=lambda path: int(path.stem))

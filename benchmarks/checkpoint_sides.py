@@ -34,22 +34,24 @@ class Ours(Side):
     """`world.checkpoint` as a run of one rank uses it; only the newest stays on disk."""
 
     def __init__(self, world: Any, folder: Path, state: State) -> None:
-        from halation.distributed.checkpoint.writer import Checkpoints
+        from halation.distributed.checkpoint.writer import CheckpointWriter
 
-        self.checkpoints = Checkpoints(world, folder, keep_last=1, sharded=False)
+        self.checkpoints = CheckpointWriter(world, folder, keep_last=1, sharded=False)
         self.checkpoints.reserve(tensor.nbytes for tensors in state.values() for tensor in tensors.values())
-        self.checkpoints.copies.ready()  # a run does this while it compiles
+        self.checkpoints.copies.wait_reserved()  # a run does this while it compiles
         self.folder, self.step = folder, 0
 
     def save(self, state: State) -> None:
-        from halation.distributed.engines.ddp_fsdp import piece
+        from halation.distributed.engines.ddp_fsdp import local_shard
 
         self.step += 1
-        parts = {part: {name: piece(tensor) for name, tensor in tensors.items()} for part, tensors in state.items()}
+        parts = {
+            part: {name: local_shard(tensor) for name, tensor in tensors.items()} for part, tensors in state.items()
+        }
         self.checkpoints.save(self.step, "latest", parts, {}, {})
 
     def before_update(self) -> None:
-        self.checkpoints.let_change()
+        self.checkpoints.wait_for_copy()
 
     def busy(self) -> bool:
         pending = self.checkpoints.pending
@@ -57,7 +59,7 @@ class Ours(Side):
 
     def finish(self) -> None:
         self.checkpoints.wait()
-        self.checkpoints.raise_error()
+        self.checkpoints.raise_if_failed()
 
 
 class TorchSave(Side):

@@ -1,4 +1,4 @@
-"""What people do to score pictures: write a PNG folder, run clean-fid over it, then a CLIP script over the same files."""
+"""What people do to score images: write a PNG folder, run clean-fid over it, then a CLIP script over the same files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from benchmarks import measure, oracles
-from halation.images.png import Pixels
+from halation.images.png_codec import Pixels
 
 BATCH_SIZE, MOST_WORKERS = 32, 12
 """clean-fid's own defaults; it gets no more processes than there are cores, which would only slow it down."""
@@ -27,21 +27,21 @@ def found() -> Any | None:
     return oracles.imported("cleanfid.fid")
 
 
-def write_folder(pictures: Sequence[Pixels], folder: Path, *, num_threads: int) -> None:
+def write_folder(images: Sequence[Pixels], folder: Path, *, num_threads: int) -> None:
     """By Pillow as it comes; scripts have one thread."""
 
     def write(number: int) -> None:
-        Image.fromarray(pictures[number]).save(folder / f"{number:06d}.png")
+        Image.fromarray(images[number]).save(folder / f"{number:06d}.png")
 
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     with ThreadPoolExecutor(num_threads) as threads:
-        list(threads.map(write, range(len(pictures))))
+        list(threads.map(write, range(len(images))))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """Of the real pictures: what clean-fid keeps of a data set."""
+    """Of the real images: what clean-fid keeps of a data set."""
 
     features: np.ndarray
     mean: np.ndarray
@@ -103,7 +103,7 @@ class ClipScript:
         self._device = device
 
     def scores(self, folder: Path, captions: Sequence[str]) -> np.ndarray:
-        """One a picture."""
+        """One an image."""
         files = sorted(folder.glob("*.png"))
         found = []
         for start in range(0, len(files), CLIP_BATCH_SIZE):

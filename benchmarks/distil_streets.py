@@ -28,13 +28,12 @@ from safetensors.torch import save_file
 from benchmarks import inputs, measure, shipped
 from benchmarks.street_scores import Jury, Score, captions, run, table, with_interval
 from halation.data.streets import caption, scene
-from halation.images.grid import grid
-from halation.images.png import encode_png
-from halation.models.checkpoints import find, load_denoiser, sampling_of
-from halation.models.denoiser import Denoiser, Solver
-from halation.models.load import build_dit
-from halation.models.sampling import draw
-from halation.specs import Sheet, Spec
+from halation.images.grid import make_grid
+from halation.images.png_codec import encode_png
+from halation.models.checkpoints import build_dit, find_checkpoint, load_denoiser, read_sampling_settings
+from halation.models.denoise_and_decode import sample_batch
+from halation.models.denoiser import Denoiser, SolverSettings
+from halation.sample_specs import SampleBatch, SampleSpec
 
 PIXELS = 32
 FEW = 4
@@ -54,12 +53,12 @@ class Size:
     batch: int
     teacher_steps: int
     many: int
-    """Steps that the teacher's pictures and ways take."""
+    """Steps that the teacher's images and ways take."""
     num_scored: int
     num_reference: int
 
     small_steps: int
-    small_pictures: int
+    small_images: int
     small_states: int
     small_draws: int
     """Steps in which the small ones, and the teacher beside them, draw what is scored."""
@@ -75,11 +74,11 @@ class Size:
 
 
 FULL = Size(
-    batch=32, teacher_steps=2800, many=50, num_scored=500, num_reference=5000, small_steps=400, small_pictures=2000, small_states=2,
+    batch=32, teacher_steps=2800, many=50, num_scored=500, num_reference=5000, small_steps=400, small_images=2000, small_states=2,
     small_draws=20, small_guidances=(1.0, GUIDANCE), few_steps=800, num_trajectories=600, num_states=12, cache_steps=40, rounds=3,
 )  # fmt: skip
 QUICK = Size(
-    batch=8, teacher_steps=20, many=8, num_scored=16, num_reference=64, small_steps=4, small_pictures=16, small_states=1, small_draws=8,
+    batch=8, teacher_steps=20, many=8, num_scored=16, num_reference=64, small_steps=4, small_images=16, small_states=1, small_draws=8,
     small_guidances=(GUIDANCE,), few_steps=4, num_trajectories=16, num_states=6, cache_steps=3, rounds=1,
 )  # fmt: skip
 
@@ -95,7 +94,7 @@ class Place:
     @property
     def jury(self) -> Jury:
         size = self.size
-        return Jury(work=self.work, num_pictures=size.num_scored, num_reference=size.num_reference, dtype=DTYPE)
+        return Jury(work=self.work, num_images=size.num_scored, num_reference=size.num_reference, dtype=DTYPE)
 
     @property
     def small_shape(self) -> Path:
@@ -120,7 +119,7 @@ def rates(lr: float, num_steps: int) -> tuple[object, ...]:
 def train(place: Place, name: str, seed: int, *words: object) -> Path:
     folder = place.work / name
     common = (
-        "--output_dir", folder, "--data", "streets", "--image_size", PIXELS, "--batch_size", place.size.batch, "--heldout_pictures", 0,
+        "--output_dir", folder, "--data", "streets", "--image_size", PIXELS, "--batch_size", place.size.batch, "--validation_images", 0,
     )  # fmt: skip
     run(place.work, name, ["train", *common, "--seed", seed, *words])
     return folder
@@ -151,7 +150,7 @@ def make_teacher(place: Place) -> Path:
 def random_copy(student: Path, seed: int, folder: Path) -> Path:
     """An export of the same shape with random weights, for a training to begin with."""
     description = json.loads((student / "export" / "config.json").read_text())
-    denoiser = build_dit(description).initialise(seed)
+    denoiser = build_dit(description).init_weights(seed)
     folder.mkdir(exist_ok=True)
     save_file(
         {name: value.detach() for name, value in denoiser.module.named_parameters()}, folder / "model.safetensors"
@@ -171,7 +170,7 @@ def small(place: Place, teacher: Path) -> tuple[list[Score], list[str]]:
     size, jury = place.size, place.jury
     scores: list[Score] = []
     for seed in place.seeds:
-        settings = ("--max_pictures", size.small_pictures, *rates(2e-3, size.small_steps))
+        settings = ("--max_images", size.small_images, *rates(2e-3, size.small_steps))
         lessons = ("--teacher_states", size.small_states, "--cache_dir", place.work / f"small_lessons_{seed}")
         words = (
             "--data",
@@ -254,24 +253,24 @@ def _closed(scores: Sequence[Score], objective: str, seeds: Sequence[int]) -> st
     return f"CLOSED distil_streets | {objective}, {FEW} steps | {with_interval(shares, 3)} of the gap | goal {GOAL_CLOSED}: {verdict}"
 
 
-def sheet_of(num: int, steps: int, guidance: float) -> Sheet:
-    def spec(index: int) -> Spec:
+def batch_of(num: int, steps: int, guidance: float) -> SampleBatch:
+    def spec(index: int) -> SampleSpec:
         prompt = caption(scene("heldout", index))
-        return Spec(
+        return SampleSpec(
             index=index, id=str(index), prompt=prompt, seed=index, height=PIXELS, width=PIXELS, steps=steps, guidance_scale=guidance
         )  # fmt: skip
 
-    return Sheet(specs=tuple(spec(index) for index in range(num)), num_real=num)
+    return SampleBatch(specs=tuple(spec(index) for index in range(num)), num_real=num)
 
 
 def painter(model: Path, steps: int, guidance: float, num: int) -> Callable[[], np.ndarray]:
-    """Draws the same sheet at every call, with the sampler its run says."""
-    found = find(model)
+    """Draws the same batch at every call, with the sampler its run says."""
+    found = find_checkpoint(model)
     denoiser: Denoiser = load_denoiser(found, raw=False, checked=True)
-    sampling = sampling_of(found)
-    solver = Solver(sampler=sampling["sampler"], shift=sampling.get("time_shift", 1.0), pair=guidance != 1.0)
-    sheet = sheet_of(num, steps, guidance)
-    return lambda: draw(denoiser, sheet, solver).all()
+    sampling = read_sampling_settings(found)
+    solver = SolverSettings(sampler=sampling["sampler"], shift=sampling.get("time_shift", 1.0), use_cfg=guidance != 1.0)
+    batch = batch_of(num, steps, guidance)
+    return lambda: sample_batch(denoiser, batch, solver).pixels_or_raise()
 
 
 def speed(place: Place, teacher: Path, student: Path, num: int = 16) -> str:
@@ -283,20 +282,20 @@ def speed(place: Place, teacher: Path, student: Path, num: int = 16) -> str:
     }
     measure.interleaved(turns, 1)
     rate = {name: num / value for name, value in measure.medians(measure.interleaved(turns, 5)).items()}
-    how = f"{FEW} steps against {many} with guidance, {rate['student']:.1f} and {rate['teacher']:.2f} pictures/s"
+    how = f"{FEW} steps against {many} with guidance, {rate['student']:.1f} and {rate['teacher']:.2f} images/s"
     return f"RATIO distil_streets | few: {how} | {rate['student'] / rate['teacher']:.1f}x"
 
 
 def draw_grid(place: Place, teacher: Path, student: Path, num: int = 8, scale: int = 3) -> None:
     """Teacher at many steps, teacher at few, student at few, a row each, from the same seeds."""
     rows = [(teacher, place.size.many, GUIDANCE), (teacher, FEW, GUIDANCE), (student, FEW, 1.0)]
-    drawn = [picture for model, steps, guidance in rows for picture in painter(model, steps, guidance, num)()]
-    cells = [np.kron(picture, np.ones((scale, scale, 1), np.uint8)) for picture in drawn]
+    drawn = [image for model, steps, guidance in rows for image in painter(model, steps, guidance, num)()]
+    cells = [np.kron(image, np.ones((scale, scale, 1), np.uint8)) for image in drawn]
     who = [
         f"{name}, {steps} steps" for name, steps in (("teacher", place.size.many), ("teacher", FEW), ("student", FEW))
     ]
     labels = [who[number // num] for number in range(len(cells))]
-    (place.work / "distilled.png").write_bytes(encode_png(grid(cells, num, labels), {}))
+    (place.work / "distilled.png").write_bytes(encode_png(make_grid(cells, num, labels), {}))
 
 
 # (c) Asked once
@@ -304,16 +303,16 @@ def draw_grid(place: Place, teacher: Path, student: Path, num: int = 8, scale: i
 
 def cache(place: Place, teacher: Path) -> list[str]:
     """A small student, where the teacher takes most of the time, and one of the teacher's size."""
-    pictures = place.size.batch * place.size.cache_steps
-    data = ("--data", "streets", "--max_pictures", pictures, "--teacher_states", 1)
+    images = place.size.batch * place.size.cache_steps
+    data = ("--data", "streets", "--max_images", images, "--teacher_states", 1)
     quarter = ("--student_config", place.small_shape)
     return [
-        _cache_line(place, teacher, "quarter", (*data, *quarter), pictures),
-        _cache_line(place, teacher, "teacher's shape", data, pictures),
+        _cache_line(place, teacher, "quarter", (*data, *quarter), images),
+        _cache_line(place, teacher, "teacher's shape", data, images),
     ]
 
 
-def _cache_line(place: Place, teacher: Path, name: str, words: Sequence[object], pictures: int) -> str:
+def _cache_line(place: Place, teacher: Path, name: str, words: Sequence[object], images: int) -> str:
     turns: dict[str, Callable[[], float]] = {
         flag: partial(epoch_s, place, teacher, flag, words) for flag in ("teacher_cache", "no_teacher_cache")
     }
@@ -321,7 +320,7 @@ def _cache_line(place: Place, teacher: Path, name: str, words: Sequence[object],
     kept, asked = (statistics.median(figures[flag]) for flag in turns)
     verdict = "held" if asked / kept >= GOAL_CACHE else "MISSED"
     spreads = [measure.spread(values) for values in figures.values()]
-    how = f"{name}, an epoch of {pictures}: {kept:.1f} s kept ({spreads[0]}), {asked:.1f} s asked ({spreads[1]})"
+    how = f"{name}, an epoch of {images}: {kept:.1f} s kept ({spreads[0]}), {asked:.1f} s asked ({spreads[1]})"
     return f"RATIO distil_streets | cache: {how} | {asked / kept:.2f}x | goal {GOAL_CACHE}: {verdict}"
 
 
@@ -329,7 +328,7 @@ _turns = itertools.count()
 
 
 def epoch_s(place: Place, teacher: Path, flag: str, words: Sequence[object]) -> float:
-    """Seconds of a pass over the data by the run's own clock, from its median step; lessons were made before its first."""
+    """Seconds of a pass over the data by the run's own clock, from its median step; teacher targets were made before its first."""
     folder = distil(
         place, f"epoch_{next(_turns)}_{flag}", teacher, 0, "--objective", "velocity", *words, f"--{flag}",
         "--cache_dir", place.work / "epoch_lessons", *rates(1e-3, place.size.cache_steps), "--log_every", 1,

@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks import inputs, measure, shipped
 
-TRAINING_FLOPS = 0.712e12  # of one picture through DiT-XL/2 at 256 px: three forwards of 118.6 giga multiply-adds
+TRAINING_FLOPS = 0.712e12  # of one image through DiT-XL/2 at 256 px: three forwards of 118.6 giga multiply-adds
 LOG_EVERY = 5
 
 
@@ -45,7 +45,7 @@ class Setting:
         return self.warm_up + self.windows * LOG_EVERY
 
     @property
-    def num_pictures(self) -> int:
+    def num_images(self) -> int:
         """Enough for every step of a turn: the end of an epoch would save in the middle of the measurement."""
         return (self.until_step + 2 * LOG_EVERY) * self.batch
 
@@ -66,8 +66,8 @@ class Command:
     def __init__(self, setting: Setting, work: Path) -> None:
         self.setting, self.work = setting, work
         self.turn = itertools.count()
-        measure.say(f"writing {setting.num_pictures} pictures and an autoencoder")
-        self.data = inputs.class_folder(work / "pictures", setting.num_pictures)
+        measure.say(f"writing {setting.num_images} images and an autoencoder")
+        self.data = inputs.class_folder(work / "pictures", setting.num_images)
         self.vae = inputs.vae_folder(work / "vae")
         self.first_loss = self.last_loss = self.data_s = 0.0
 
@@ -78,7 +78,7 @@ class Command:
         words = [
             "--data", str(self.data), "--vae", str(self.vae), "--model", setting.model, "--image_size", size, size,
             "--batch_size", str(setting.batch), "--n_steps", "100000", "--ckpt_every", "0", "--no_sample",
-            "--heldout_pictures", "0", "--log_every", str(LOG_EVERY), "--report_to", "none", "--progress", "plain",
+            "--validation_images", "0", "--log_every", str(LOG_EVERY), "--report_to", "none", "--progress", "plain",
             "--cache_dir", str(self.work / "cache"), "--num_workers", str(setting.num_workers), "--nproc", "1",
             *setting.flags,
         ]  # fmt: skip
@@ -87,7 +87,7 @@ class Command:
         self.first_loss, self.last_loss = lines[0]["loss"], lines[-1]["loss"]
         self.data_s = statistics.median(line["data_s"] for line in lines[1:])
         found = shipped.rates(lines, setting.batch, setting.warm_up)
-        measure.say(f"halation train: {statistics.median(found):.1f} pictures/s ({measure.spread(found)})")
+        measure.say(f"halation train: {statistics.median(found):.1f} images/s ({measure.spread(found)})")
         return found
 
 
@@ -100,16 +100,16 @@ def cached_latents(cache: Path) -> np.ndarray:
 
 def expected_first_loss(latents: np.ndarray, batch: int) -> float:
     """A fresh DiT answers zero, so its first loss is the mean square of noise - latent over the first batch of the order."""
-    from halation.data.shuffle import Order
-    from halation.flow.noise import training_draw
+    from halation.data.shuffle import ShuffledOrder
+    from halation.flow.seeded_noise import training_draw
 
-    rows = Order(0, len(latents)).indices(0, batch)
+    rows = ShuffledOrder(0, len(latents)).indices(0, batch)
     noise = np.stack([training_draw(0, position, latents.shape[1:]).noise for position in range(batch)])
     return float(np.square(noise - latents[rows].astype(np.float32), dtype=np.float64).mean())
 
 
 def plain_rates(setting: Setting, latents: np.ndarray, *, tuned: bool) -> tuple[list[float], float]:
-    """The script's pictures a second window by window, and its last loss; its memory is given back."""
+    """The script's images a second window by window, and its last loss; its memory is given back."""
     import torch
 
     from benchmarks.plain_dit import PlainTraining, Shape
@@ -130,7 +130,7 @@ def plain_rates(setting: Setting, latents: np.ndarray, *, tuned: bool) -> tuple[
     )
     training.rate(setting.warm_up)
     found = [training.rate(LOG_EVERY) for _ in range(setting.windows)]
-    measure.say(f"plain, {'tuned' if tuned else 'as written'}: {statistics.median(found):.1f} pictures/s")
+    measure.say(f"plain, {'tuned' if tuned else 'as written'}: {statistics.median(found):.1f} images/s")
     loss = training.loss
     del training
     gc.collect()
@@ -162,11 +162,11 @@ def duel(setting: Setting, work: Path) -> measure.Report:
     rows = (
         measure.Row(
             case=f"(b) well-tuned script, batch {setting.batch}", ours=rate, peer=statistics.median(tuned),
-            unit="pictures/s", limit=limit, check=check, equality="E1",
+            unit="images/s", limit=limit, check=check, equality="E1",
         ),
         measure.Row(
             case=f"(a) DiT as written, batch {setting.written_batch}", ours=rate, peer=statistics.median(written),
-            unit="pictures/s", limit=limit, check=check, equality="E1",
+            unit="images/s", limit=limit, check=check, equality="E1",
         ),
     )  # fmt: skip
     if difference > 1e-4 * expected:
@@ -177,7 +177,7 @@ def duel(setting: Setting, work: Path) -> measure.Report:
 def main(arguments: list[str] | None = None) -> measure.Report:
     parser = measure.parser(__doc__ or "")
     parser.add_argument(
-        "--batch", type=int, help="pictures a step of ours and of the tuned script (default: the duel's 256)"
+        "--batch", type=int, help="images a step of ours and of the tuned script (default: the duel's 256)"
     )
     asked = parser.parse_args(arguments)
     import torch

@@ -27,11 +27,11 @@ FINGERPRINT: dict[str, Any] = {"benchmark": "random latents", "version": 1}
 
 
 class Numbers:
-    """A source of pictures whose pixels only say which picture it is, so that an encoder can make its latent from them."""
+    """A source of images whose pixels only say which image it is, so that an encoder can make its latent from them."""
 
     name = "numbers"
     fingerprint = FINGERPRINT
-    num_heldout = 0
+    num_validation = 0
     height = width = 1
     class_names: tuple[str, ...] = tuple(map(str, range(1000)))
 
@@ -39,17 +39,17 @@ class Numbers:
         self.num_train = num_train
 
     def train(self, index: int) -> Any:
-        from halation.data.dataset import Picture
+        from halation.data.dataset_protocol import CaptionedImage
 
         pixels = np.array([index % 256, index // 256 % 256, index // 65536], np.uint8).reshape(1, 1, 3)
-        return Picture(pixels=pixels, caption="", label=index % 1000)
+        return CaptionedImage(pixels=pixels, caption="", label=index % 1000)
 
-    heldout = train
+    validation = train
 
     def captions(self) -> Iterable[str]:
         return ()
 
-    every_caption = captions
+    all_captions = captions
 
 
 def latent(index: int) -> np.ndarray:
@@ -94,11 +94,11 @@ class Files:
 
 
 def ours(cache: Any, num_samples: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    from halation.data.prefetch import Batches
-    from halation.data.shuffle import Order
+    from halation.data.prefetch import BatchPrefetcher
+    from halation.data.shuffle import ShuffledOrder
 
     positions = ((step, np.arange(step * BATCH, (step + 1) * BATCH)) for step in range(num_samples // BATCH))
-    with Batches(cache, Order(seed, cache.num_train), positions, num_threads=NUM_CORES) as batches:
+    with BatchPrefetcher(cache, ShuffledOrder(seed, cache.num_train), positions, num_threads=NUM_CORES) as batches:
         for batch in batches:
             yield batch["pixels"], batch["labels"]
 
@@ -106,9 +106,9 @@ def ours(cache: Any, num_samples: int, seed: int) -> Iterator[tuple[np.ndarray, 
 def peer(files: Files, num_samples: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     from torch.utils.data import DataLoader
 
-    from halation.data.shuffle import Order
+    from halation.data.shuffle import ShuffledOrder
 
-    order = Order(seed, files.num).indices(0, num_samples // BATCH * BATCH).tolist()
+    order = ShuffledOrder(seed, files.num).indices(0, num_samples // BATCH * BATCH).tolist()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # DataLoader counts the machine's cores, not the ones this process may use
         loader: Any = DataLoader(files, BATCH, sampler=order, num_workers=NUM_CORES)  # type: ignore[arg-type]
@@ -136,17 +136,17 @@ def behind_a_step(batches: Iterator[Any]) -> float:
 
 def prepared_rate(cache: Any, num_samples: int) -> float:
     """Our loader with everything a training batch needs besides: noise, times and dropped captions for every sample."""
-    from halation.data.prefetch import Batches
-    from halation.data.shuffle import Order
-    from halation.flow.noise import training_draw
+    from halation.data.prefetch import BatchPrefetcher
+    from halation.data.shuffle import ShuffledOrder
+    from halation.flow.seeded_noise import training_draw
 
     def transform(batch: dict[str, Any]) -> dict[str, Any]:
         noise = np.stack([training_draw(SEED, int(position), SHAPE).noise for position in batch["positions"]])
         return batch | {"noise": noise}
 
     positions = ((step, np.arange(step * BATCH, (step + 1) * BATCH)) for step in range(num_samples // BATCH))
-    order = Order(SEED, cache.num_train)
-    with Batches(cache, order, positions, num_threads=NUM_CORES, transform=transform) as batches:
+    order = ShuffledOrder(SEED, cache.num_train)
+    with BatchPrefetcher(cache, order, positions, num_threads=NUM_CORES, transform=transform) as batches:
         return rate((batch["pixels"], batch["labels"]) for batch in batches)
 
 
@@ -167,7 +167,7 @@ def duel(num: int, num_peer: int, rounds: int, work: Path) -> measure.Report:
 
     measure.say(f"writing {num} latents as a cache, and as {2 * num} files")
     latent_cache.build(Numbers(num), work / "cache", encode, fingerprint=FINGERPRINT)
-    cache = latent_cache.open(work / "cache", FINGERPRINT)
+    cache = latent_cache.open_cache(work / "cache", FINGERPRINT)
     write_files(work / "files", num)
     files = Files(work / "files", num)
     cores = sorted(os.sched_getaffinity(0))

@@ -1,6 +1,6 @@
-"""Duel 3: a preview in the middle of training: the EMA's pictures as PNG files, against diffusers' DiTPipeline, eager.
+"""Duel 3: a preview in the middle of training: the EMA's images as PNG files, against diffusers' DiTPipeline, eager.
 
-Ours is what `halation train` does at a checkpoint: the EMA changes places with the weights, all ranks' `Drawing` draws, decodes,
+Ours is what `halation train` does at a checkpoint: the EMA changes places with the weights, all ranks' `DenoiserSampler` draws, decodes,
 encodes and publishes, and the weights come back. The peer has its EMA as a second model in bf16 all along, which costs it no time.
 Both: DiT-XL/2's shape, 50 steps, guidance, Stable Diffusion's decoder shape, random weights, bf16.
 """
@@ -53,22 +53,22 @@ class Preview:
     """Our side: a denoiser in training, its EMA, and the drawing that training does."""
 
     def __init__(self, setting: Setting, work: Path, device: torch.device) -> None:
-        from halation.distributed.world import join
+        from halation.distributed.world import init_from_env
         from halation.flow.ema import Ema
         from halation.models.autoencoder import LatentSpace
-        from halation.models.dit.denoiser import new_dit
+        from halation.models.dit.denoiser import create_dit
 
         self.setting, self.work = setting, work
-        self.world = join(device)
+        self.world = init_from_env(device)
         vae = inputs.random_vae(setting.vae_channels, setting.vae_layers)
-        self.denoiser = new_dit(
+        self.denoiser = create_dit(
             setting.model,
             height=setting.image_size,
             width=setting.image_size,
             class_names=[f"class {number}" for number in range(1000)],
             space=LatentSpace(vae.to(device), path="random"),
         )
-        self.denoiser.module.materialise(device)  # type: ignore[operator]
+        self.denoiser.module.materialize(device)  # type: ignore[operator]
         fill(self.denoiser.module)
         self.ema = Ema(dict(self.denoiser.module.named_parameters()))
         self.folders = itertools.count()
@@ -77,23 +77,23 @@ class Preview:
         for unit in self.denoiser.shard_units():
             unit.compile(dynamic=False)
 
-    def draw(self, num_pictures: int, sheet_size: int) -> Path:
-        from halation.sampling.denoiser_sampler import Drawing, SampleSettings
-        from halation.sampling.files import Place
+    def draw(self, num_images: int, batch_size: int) -> Path:
+        from halation.sampling.denoiser_sampler import DenoiserSampler, SampleSettings
+        from halation.sampling.sample_folder import SampleFolder
 
         setting = self.setting
         settings = SampleSettings(
-            prompts=tuple(f"class {number}" for number in range(num_pictures)),
+            prompts=tuple(f"class {number}" for number in range(num_images)),
             height=setting.image_size, width=setting.image_size, steps=setting.steps, seed=0, same_seed=False,
-            sampler="multistep", guidance_scale=GUIDANCE, sheet_size=sheet_size, dtype=setting.dtype,
+            sampler="multistep", guidance_scale=GUIDANCE, batch_size=batch_size, dtype=setting.dtype,
         )  # fmt: skip
         folder = self.work / f"ours_{next(self.folders)}"
-        drawing = Drawing(self.world, self.denoiser, settings, sharded=False, timeout_s=600, stop=lambda: 0)
-        with self.ema.swapped():
-            rows = drawing.run(Place(folder=folder), folder.name)
+        drawing = DenoiserSampler(self.world, self.denoiser, settings, sharded=False, timeout_s=600, stop=lambda: 0)
+        with self.ema.swap_during():
+            rows = drawing.run(SampleFolder(folder=folder), folder.name)
         bad = [row["reason"] for row in rows if row["state"] != "done"]
         if bad:
-            raise SystemExit(f"a picture could not be drawn: {bad[0]}")
+            raise SystemExit(f"an image could not be drawn: {bad[0]}")
         return folder
 
 
@@ -108,7 +108,7 @@ def fill(module: torch.nn.Module) -> None:
 
 
 def diffusers_preview(setting: Setting, work: Path, device: torch.device) -> Callable[[int], Path]:
-    """The peer: a pipeline around the EMA copy, and `image.save` for each picture."""
+    """The peer: a pipeline around the EMA copy, and `image.save` for each image."""
     from diffusers import DDIMScheduler, DiTPipeline, DiTTransformer2DModel
 
     dtype = torch.bfloat16 if setting.dtype == "bf16" else torch.float32
@@ -123,11 +123,11 @@ def diffusers_preview(setting: Setting, work: Path, device: torch.device) -> Cal
     pipeline.set_progress_bar_config(disable=True)
     folders = itertools.count()
 
-    def draw(num_pictures: int) -> Path:
+    def draw(num_images: int) -> Path:
         folder = work / f"peer_{next(folders)}"
         folder.mkdir()
         generator = torch.Generator(device).manual_seed(0)
-        labels = list(range(num_pictures))
+        labels = list(range(num_images))
         images = pipeline(
             labels, guidance_scale=GUIDANCE, generator=generator, num_inference_steps=setting.steps
         ).images
@@ -139,8 +139,8 @@ def diffusers_preview(setting: Setting, work: Path, device: torch.device) -> Cal
 
 
 def psnr(one: Path, other: Path) -> float:
-    """The lowest over the pictures of two folders, in decibels; 99 where they are the same."""
-    from halation.images.png import read_png
+    """The lowest over the images of two folders, in decibels; 99 where they are the same."""
+    from halation.images.png_codec import read_png
 
     lowest = 99.0
     for path in sorted(one.glob("sample_*.png")):
@@ -166,21 +166,21 @@ def duel(setting: Setting, work: Path) -> measure.Report:
 def _duel(setting: Setting, ours: Preview, peer: Callable[[int], Path]) -> measure.Report:
     eager_folder = ours.draw(4, 4)
     eager = measure.medians(measure.interleaved(_turns(ours, peer, 1, 1), setting.rounds))
-    measure.say(f"eager, 1 picture: ours {eager['ours']:.3f} s, DiTPipeline {eager['peer']:.3f} s")
+    measure.say(f"eager, 1 image: ours {eager['ours']:.3f} s, DiTPipeline {eager['peer']:.3f} s")
     if setting.compiled:
         ours.compile()
-    cases = {"1 picture": (1, 1), "4 pictures on one sheet": (4, 4), "4 pictures, a sheet each (default)": (4, 1)}
+    cases = {"1 image": (1, 1), "4 images in one batch": (4, 4), "4 images, a batch each (default)": (4, 1)}
     peak = measure.matrix_peak()
     rows = []
     check = ""
-    for case, (num, sheet) in cases.items():
-        measure.say(f"{case}: {measure.seconds(lambda n=num, s=sheet: ours.draw(n, s)):.1f} s the first time")  # type: ignore[misc]
-        if sheet == 4:
+    for case, (num, batch) in cases.items():
+        measure.say(f"{case}: {measure.seconds(lambda n=num, s=batch: ours.draw(n, s)):.1f} s the first time")  # type: ignore[misc]
+        if batch == 4:
             check = f"PSNR {psnr(eager_folder, ours.draw(4, 4)):.1f} dB to our eager drawing"
-        found = measure.medians(measure.interleaved(_turns(ours, peer, num, sheet), setting.rounds))
-        limit = setting.steps * 2 * num * ours.denoiser.flops_per_picture() / peak
+        found = measure.medians(measure.interleaved(_turns(ours, peer, num, batch), setting.rounds))
+        limit = setting.steps * 2 * num * ours.denoiser.flops_per_image() / peak
         rows.append(_row(case, found, limit, ""))
-    rows.append(_row("1 picture, ours eager too", eager, rows[0].limit or 0.0, "without --compile"))
+    rows.append(_row("1 image, ours eager too", eager, rows[0].limit or 0.0, "without --compile"))
     facts = measure.machine() | {
         "matrix_tflops": round(peak / 1e12, 2),
         "steps": setting.steps,
@@ -200,9 +200,9 @@ def _row(case: str, found: dict[str, float], limit: float, note: str) -> measure
     )
 
 
-def _turns(ours: Preview, peer: Callable[[int], Path], num: int, sheet: int) -> dict[str, Callable[[], float]]:
+def _turns(ours: Preview, peer: Callable[[int], Path], num: int, batch: int) -> dict[str, Callable[[], float]]:
     return {
-        "ours": lambda: measure.seconds(lambda: ours.draw(num, sheet)),
+        "ours": lambda: measure.seconds(lambda: ours.draw(num, batch)),
         "peer": lambda: measure.seconds(lambda: peer(num)),
     }
 

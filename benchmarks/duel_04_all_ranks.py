@@ -1,6 +1,6 @@
 """Duel 4: eight samples from all ranks against rank 0 alone while the others wait, as diffusers' training examples do.
 
-Both sides use the same drawing code in the same gloo world, turns A B A B. The painter is a real tiny model, and a painter that
+Both sides use the same drawing code in the same gloo world, turns A B A B. The model is a real tiny model, and a model that
 mostly sleeps: the sleep stands for a device of its own for each rank, so that four ranks are fair on two cores. The shipped
 `halation sample --nproc N` is run as well, for its own clock and to compare its files byte for byte.
 """
@@ -52,7 +52,7 @@ def model(setting: Setting, work: Path) -> Path:
     size = str(setting.image_size)
     words = [
         "train", "--output_dir", str(run), "--model", "tiny", "--image_size", size, size, "--n_steps", "2", "--batch_size", "4",
-        "--no_sample", "--heldout_pictures", "0", "--sample_steps", str(setting.steps), "--report_to", "none", "--nproc", "1",
+        "--no_sample", "--validation_images", "0", "--sample_steps", str(setting.steps), "--report_to", "none", "--nproc", "1",
     ]  # fmt: skip
     shipped.halation(words, work / "train.log", CPU)
     return run / "export"
@@ -62,7 +62,7 @@ CPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
 def by_command(setting: Setting, export: Path, size: int, work: Path) -> tuple[float, dict[str, bytes]]:
-    """Seconds from the first to the last picture of the busiest rank of `halation sample --nproc SIZE`, and the files."""
+    """Seconds from the first to the last image of the busiest rank of `halation sample --nproc SIZE`, and the files."""
     folder = work / f"command_{size}"
     words = [
         "sample",
@@ -101,19 +101,19 @@ def world_of(size: int, setting: Setting, name: str, export: Path, work: Path) -
 
 
 def as_rank(name: str, export: Path, place: Path) -> None:
-    """What each rank of a world does: both patterns in turn, with the real painter and with the sleeping one."""
+    """What each rank of a world does: both patterns in turn, with the real model and with the sleeping one."""
     import torch
     import torch.distributed as dist
 
-    from halation.distributed.world import World, join
+    from halation.distributed.world import World, init_from_env
     from halation.models.checkpoints import load_denoiser
 
     torch.set_num_threads(1)
     setting = FULL if name == "full" else SMALL
-    world = join(torch.device("cpu"))
+    world = init_from_env(torch.device("cpu"))
     alone = dist.new_group([0], backend="gloo")
     solo = None
-    if world.first:
+    if world.is_rank_zero:
         assert alone is not None
         solo = World(
             rank=0, size=1, local_rank=0, device=world.device, store=dist.HashStore(), control=alone, timeout_s=600
@@ -128,7 +128,7 @@ def as_rank(name: str, export: Path, place: Path) -> None:
             "peer": lambda: measure.seconds(patterns.rank_0_alone),
         }
         found[painter] = measure.interleaved(turns, setting.rounds)
-    if world.first:
+    if world.is_rank_zero:
         (place / RESULT).write_text(json.dumps(found))
     dist.barrier()
     world.close()
@@ -144,15 +144,15 @@ class Patterns:
         self.number = 0
         self.settings = SampleSettings(
             prompts=PROMPTS, height=setting.image_size, width=setting.image_size, steps=setting.steps, seed=42, same_seed=False,
-            sampler="multistep", guidance_scale=3.0, sheet_size=1, dtype="fp32",
+            sampler="multistep", guidance_scale=3.0, batch_size=1, dtype="fp32",
         )  # fmt: skip
 
     def _draw(self, world: Any) -> None:
-        from halation.sampling.denoiser_sampler import Drawing
-        from halation.sampling.files import Place
+        from halation.sampling.denoiser_sampler import DenoiserSampler
+        from halation.sampling.sample_folder import SampleFolder
 
-        drawing = Drawing(world, self.denoiser, self.settings, sharded=False, timeout_s=600, stop=lambda: 0)
-        rows = drawing.run(Place(folder=self.place / f"drawing_{self.number}"), f"{self.number}")
+        drawing = DenoiserSampler(world, self.denoiser, self.settings, sharded=False, timeout_s=600, stop=lambda: 0)
+        rows = drawing.run(SampleFolder(folder=self.place / f"drawing_{self.number}"), f"{self.number}")
         assert all(row["state"] == "done" for row in rows), rows
 
     def _together(self) -> None:
@@ -182,7 +182,7 @@ def duel(setting: Setting, name: str, work: Path) -> measure.Report:
     files: dict[int, dict[str, bytes]] = {}
     for size in (1, *setting.worlds):
         command[size], files[size] = by_command(setting, export, size, work)
-        measure.say(f"halation sample --nproc {size}, sleeping painter: {command[size]:.2f} s")
+        measure.say(f"halation sample --nproc {size}, sleeping model: {command[size]:.2f} s")
     rows = []
     for size in setting.worlds:
         same = len(files[1]) == len(PROMPTS) and files[size] == files[1]
@@ -192,7 +192,7 @@ def duel(setting: Setting, name: str, work: Path) -> measure.Report:
         for painter in ("sleeping", "real"):
             middle = measure.medians(found[painter])
             ideal = size if painter == "sleeping" else min(size, measure.num_cores())
-            rows.append(_row(f"{size} ranks, {painter} painter", middle["ours"], middle["peer"], ideal, check))
+            rows.append(_row(f"{size} ranks, {painter} model", middle["ours"], middle["peer"], ideal, check))
         rows.append(_row(f"{size} ranks, halation sample, one run each", command[size], command[1], size, check))
     facts = measure.machine() | {"prompts": len(PROMPTS), "steps": setting.steps, "sleep_s": setting.sleep_s}
     return measure.Report(name="duel_04_all_ranks", rows=tuple(rows), facts=facts)
@@ -213,7 +213,7 @@ def main(arguments: list[str] | None = None) -> measure.Report:
         report = duel(setting, asked.size, work)
     measure.finish(report, asked.output)
     if any("DIFFERENT" in row.check for row in report.rows):
-        raise SystemExit("the number of ranks changed a picture")
+        raise SystemExit("the number of ranks changed an image")
     return report
 
 

@@ -1,7 +1,7 @@
-"""Duel 5: 400 sheets of mixed sizes on four workers, one of them slower: `halation generate` against a barrier and a contiguous split.
+"""Duel 5: 400 batches of mixed sizes on four workers, one of them slower: `halation generate` against a barrier and a contiguous split.
 
-The painter sleeps as long as a sheet costs, which stands for a device of its own for each worker; what it draws is encoded and written
-by all sides. The peers are edm2's way, one sheet each and a barrier after it, and that of accelerate's `split_between_processes`, the
+The model sleeps as long as a batch costs, which stands for a device of its own for each worker; what it draws is encoded and written
+by all sides. The peers are edm2's way, one batch each and a barrier after it, and that of accelerate's `split_between_processes`, the
 first quarter to the first worker and so on. The limit is what the same workers would need if work could be cut at any point.
 """
 
@@ -25,8 +25,8 @@ from typing import Any, Literal
 from PIL import Image
 
 from benchmarks import inputs, measure, shipped
-from halation.models.test_pattern import Pace, card, pace_of
-from halation.specs import Spec
+from halation.models.test_pattern import PatternTiming, parse_timing, render_pattern
+from halation.sample_specs import SampleSpec
 
 SIDES = (32, 48, 64, 96)
 STEPS = (4, 8, 16)
@@ -39,16 +39,16 @@ Way = Literal["barrier", "split"]
 class Setting:
     """One size of the duel."""
 
-    num_sheets: int
+    num_batches: int
     mean_s: float
-    """Of a sheet, on a worker that is not slow."""
+    """Of a batch, on a worker that is not slow."""
     slower: float
     rounds: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """One run: seconds from the first sheet begun to the last one drawn, and the least these workers could take."""
+    """One run: seconds from the first batch begun to the last one drawn, and the least these workers could take."""
 
     seconds: float
     ideal: float
@@ -56,23 +56,23 @@ class Turn:
     pixels: str = ""
 
 
-FULL = Setting(num_sheets=400, mean_s=0.12, slower=3.0, rounds=5)
-SMALL = Setting(num_sheets=40, mean_s=0.05, slower=3.0, rounds=2)
+FULL = Setting(num_batches=400, mean_s=0.12, slower=3.0, rounds=5)
+SMALL = Setting(num_batches=40, mean_s=0.05, slower=3.0, rounds=2)
 
 
-def mixed(num: int) -> list[Spec]:
+def mixed(num: int) -> list[SampleSpec]:
     """Sizes and steps in no order, as a list that several people have added to."""
     chance = random.Random(5)
     return [
-        Spec(
-            index=number, id=f"{number:06d}", prompt=f"sheet {number}", seed=42 + number, height=chance.choice(SIDES),
+        SampleSpec(
+            index=number, id=f"{number:06d}", prompt=f"batch {number}", seed=42 + number, height=chance.choice(SIDES),
             width=chance.choice(SIDES), steps=chance.choice(STEPS), guidance_scale=1.0,
         )
         for number in range(num)
     ]  # fmt: skip
 
 
-def write_prompts(path: Path, specs: list[Spec]) -> None:
+def write_prompts(path: Path, specs: list[SampleSpec]) -> None:
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["image_id", "prompt", "seed", "height", "width", "steps", "guidance_scale"])
@@ -80,18 +80,18 @@ def write_prompts(path: Path, specs: list[Spec]) -> None:
             writer.writerow([spec.id, spec.prompt, spec.seed, spec.height, spec.width, spec.steps, spec.guidance_scale])
 
 
-def pace_for(specs: list[Spec], mean_s: float, slower: float) -> str:
+def pace_for(specs: list[SampleSpec], mean_s: float, slower: float) -> str:
     """The test card's words for it."""
     work = sum(spec.height * spec.width * spec.steps for spec in specs) / len(specs)
     return f"testcard:{mean_s * 64 * 64 * 8 / work:.9f}@64x64x8" + (f",1={slower:g}" if slower != 1 else "")
 
 
-def costs_of(specs: list[Spec], words: str) -> list[float]:
-    """Seconds of each sheet on a worker that is not slow."""
-    pace = pace_of(words)
+def costs_of(specs: list[SampleSpec], words: str) -> list[float]:
+    """Seconds of each batch on a worker that is not slow."""
+    pace = parse_timing(words)
     assert pace is not None
-    plain = Pace(seconds=pace.seconds, work=pace.work)
-    return [plain.of(spec) for spec in specs]
+    plain = PatternTiming(seconds=pace.seconds, work=pace.work)
+    return [plain.batch_time_s(spec) for spec in specs]
 
 
 def ideal(costs: list[float], slower: float, begun: list[float]) -> float:
@@ -104,7 +104,7 @@ def ideal(costs: list[float], slower: float, begun: list[float]) -> float:
 # -- ours
 
 
-def by_command(specs: list[Spec], words: str, setting: Setting, work: Path) -> Turn:
+def by_command(specs: list[SampleSpec], words: str, setting: Setting, work: Path) -> Turn:
     folder = work / "ours"
     shutil.rmtree(folder, ignore_errors=True)
     flags = [
@@ -134,21 +134,23 @@ def by_command(specs: list[Spec], words: str, setting: Setting, work: Path) -> T
 
 
 def complete(folder: Path, num: int, command: Future[float]) -> float:
-    """When the last picture was there. Files do not tell afterwards: one that two workers drew has the later one's time."""
+    """When the last image was there. Files do not tell afterwards: one that two workers drew has the later one's time."""
     while not command.done():
         if folder.is_dir() and sum(name.endswith(".png") for name in os.listdir(folder)) == num:
             return time.time()
         time.sleep(LOOK_EVERY_S)
-    raise SystemExit(f"the command ended without {num} pictures: {command.result()}")
+    raise SystemExit(f"the command ended without {num} images: {command.result()}")
 
 
 # -- the peers
 
 
-def as_peer(way: Way, number: int, specs: list[Spec], words: str, folder: Path, barrier: Barrier, told: Any) -> None:
-    """One of the peer's processes: its sheets one after the other, with Pillow."""
+def as_peer(
+    way: Way, number: int, specs: list[SampleSpec], words: str, folder: Path, barrier: Barrier, told: Any
+) -> None:
+    """One of the peer's processes: its batches one after the other, with Pillow."""
     os.environ["RANK"] = str(number)
-    pace = pace_of(words)
+    pace = parse_timing(words)
     assert pace is not None
     share = -(-len(specs) // NUM_WORKERS)
     mine = specs[number::NUM_WORKERS] if way == "barrier" else specs[number * share : (number + 1) * share]
@@ -156,14 +158,14 @@ def as_peer(way: Way, number: int, specs: list[Spec], words: str, folder: Path, 
     began = time.time()
     for turn in range(share):
         if turn < len(mine):
-            time.sleep(pace.of(mine[turn]))
-            Image.fromarray(card(mine[turn])[0]).save(folder / f"{mine[turn].id}_seed{mine[turn].seed}.png")
+            time.sleep(pace.batch_time_s(mine[turn]))
+            Image.fromarray(render_pattern(mine[turn])[0]).save(folder / f"{mine[turn].id}_seed{mine[turn].seed}.png")
         if way == "barrier":
             barrier.wait()
     told.put((began, time.time()))
 
 
-def by_peer(way: Way, specs: list[Spec], words: str, setting: Setting, work: Path) -> Turn:
+def by_peer(way: Way, specs: list[SampleSpec], words: str, setting: Setting, work: Path) -> Turn:
     folder = work / way
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -200,11 +202,11 @@ def digest(folder: Path) -> str:
 # -- the duel
 
 
-def rows_of(name: str, setting: Setting, specs: list[Spec], work: Path) -> list[measure.Row]:
+def rows_of(name: str, setting: Setting, specs: list[SampleSpec], work: Path) -> list[measure.Row]:
     words = pace_for(specs, setting.mean_s, setting.slower)
     costs = costs_of(specs, words)
     measure.say(
-        f"{name}: sheets of {min(costs):.3f} to {max(costs):.3f} s, {words}; ideal {ideal(costs, setting.slower, [0.0] * 4):.2f} s"
+        f"{name}: batches of {min(costs):.3f} to {max(costs):.3f} s, {words}; ideal {ideal(costs, setting.slower, [0.0] * 4):.2f} s"
     )
     turns: dict[str, list[Turn]] = {"ours": [], "barrier": [], "split": []}
     for _ in range(setting.rounds):
@@ -216,7 +218,7 @@ def rows_of(name: str, setting: Setting, specs: list[Spec], work: Path) -> list[
         measure.say(f"{json.dumps(last)}; ours {ours.seconds / ours.ideal:.4f} x ideal, start-up {ours.startup:.1f} s")
     drawn = {turn.pixels for found in turns.values() for turn in found}
     if len(drawn) > 1:
-        raise SystemExit(f"the sides drew different pictures: {drawn}")
+        raise SystemExit(f"the sides drew different images: {drawn}")
     middle = measure.medians({side: [turn.seconds for turn in found] for side, found in turns.items()})
     shares = [turn.seconds / turn.ideal for turn in turns["ours"]]
     share = measure.medians({"share": shares})["share"]
@@ -224,7 +226,7 @@ def rows_of(name: str, setting: Setting, specs: list[Spec], work: Path) -> list[
     return [
         measure.Row(
             case=f"{name} : {peer}", ours=middle["ours"], peer=middle[side], unit="s", limit=middle["ours"] / share,
-            check=f"the same {len(specs)} pictures ({drawn.copy().pop()})", equality="E0",
+            check=f"the same {len(specs)} images ({drawn.copy().pop()})", equality="E0",
             note=f"{share:.4f} x ideal ({measure.spread(shares)}), start-up of {startup:.1f} s apart",
         )
         for side, peer in (("barrier", "a barrier each batch"), ("split", "contiguous split"))
@@ -232,12 +234,14 @@ def rows_of(name: str, setting: Setting, specs: list[Spec], work: Path) -> list[
 
 
 def duel(setting: Setting, work: Path) -> measure.Report:
-    specs = mixed(setting.num_sheets)
+    specs = mixed(setting.num_batches)
     write_prompts(work / "prompts.csv", specs)
     rows = rows_of(f"worker 1 {setting.slower:g} x slower", setting, specs, work)
-    even = Setting(num_sheets=setting.num_sheets, mean_s=setting.mean_s, slower=1.0, rounds=max(1, setting.rounds // 2))
+    even = Setting(
+        num_batches=setting.num_batches, mean_s=setting.mean_s, slower=1.0, rounds=max(1, setting.rounds // 2)
+    )
     rows += rows_of("workers alike", even, specs, work)
-    facts = measure.machine() | {"sheets": setting.num_sheets, "workers": NUM_WORKERS, "mean sheet s": setting.mean_s}
+    facts = measure.machine() | {"batches": setting.num_batches, "workers": NUM_WORKERS, "mean batch s": setting.mean_s}
     return measure.Report(name="duel_05_uneven", rows=tuple(rows), facts=facts)
 
 

@@ -1,4 +1,4 @@
-"""Duel 6: a picture to PNG bytes on one core, lossless: `halation.images.png` against Pillow, at its default and at its fastest level.
+"""Duel 6: an image to PNG bytes on one core, lossless: `halation.images.png_codec` against Pillow, at its default and at its fastest level.
 
 Photographs are made here, since none can be shipped: detail at every scale whose strength falls with its frequency, as in nature,
 things with edges in front of each other, and grain. The limit is the entropy coder alone, on bytes that are filtered already.
@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from benchmarks import measure
-from halation.images.png import CODERS, Pixels, best_coder, encode_png
+from halation.images.png_codec import CODERS, Pixels, best_coder, encode_png
 
 MOST_BYTES = 1.15
 """How much larger than Pillow's file ours may be."""
@@ -44,15 +44,15 @@ def photograph(height: int, width: int, roughness: float, grain: float, seed: in
 
     common = field()
     colours = np.stack([common + 0.35 * field() for _ in range(3)], -1)
-    picture = 120 + 35 * colours
+    image = 120 + 35 * colours
     y, x = np.mgrid[0:height, 0:width]
     for _ in range(40):
         radius = min(height, width) * 0.3 * generator.random() ** 2
         inside = (y - height * generator.random()) ** 2 + (x - width * generator.random()) ** 2 < radius**2
         shift = tuple(generator.integers(0, (height, width)))
         other = np.roll(colours, shift, (0, 1))
-        picture[inside] = (generator.uniform(50, 200, 3) + 30 * generator.random() * other)[inside]
-    return np.clip(picture + grain * generator.normal(size=picture.shape), 0, 255).astype(np.uint8)
+        image[inside] = (generator.uniform(50, 200, 3) + 30 * generator.random() * other)[inside]
+    return np.clip(image + grain * generator.normal(size=image.shape), 0, 255).astype(np.uint8)
 
 
 def street(size: int, grain: float) -> Pixels:
@@ -119,7 +119,7 @@ def residuals(pixels: Pixels) -> memoryview:
 
 def compare(case: Case, rounds: int) -> list[measure.Row]:
     pixels = case.pixels
-    num = max(1, (1 << 20) // pixels.size)  # small pictures are too quick for one look at the clock
+    num = max(1, (1 << 20) // pixels.size)  # small images are too quick for one look at the clock
     filtered = residuals(pixels)
     turns: dict[str, Callable[[], float]] = {
         "default": lambda: milliseconds(lambda: pillow(pixels), num),
@@ -153,7 +153,7 @@ def compare(case: Case, rounds: int) -> list[measure.Row]:
 
 
 def two_threads(pixels: Pixels, rounds: int) -> float:
-    """How many times the pictures of one thread two threads encode: 2 where no lock is held."""
+    """How many times the images of one thread two threads encode: 2 where no lock is held."""
     coder = CODERS[best_coder()]
 
     def work() -> None:
@@ -177,8 +177,8 @@ def duel(size: int, rounds: int) -> measure.Report:
     cores = sorted(os.sched_getaffinity(0))
     facts = measure.machine() | {"best coder": best_coder()}
     rows = []
-    pictures = cases(size)
-    for case in pictures:
+    images = cases(size)
+    for case in images:
         measure.say(f"{case.name}: turns A B A B")
         os.sched_setaffinity(0, cores[:1])
         try:
@@ -186,7 +186,7 @@ def duel(size: int, rounds: int) -> measure.Report:
         finally:
             os.sched_setaffinity(0, cores)
     if len(cores) > 1:
-        facts["two threads"] = f"{two_threads(pictures[0].pixels, rounds):.2f} x one"
+        facts["two threads"] = f"{two_threads(images[0].pixels, rounds):.2f} x one"
     return measure.Report(name="duel_06_png", rows=tuple(rows), facts=facts)
 
 
@@ -195,7 +195,7 @@ def main(arguments: list[str] | None = None) -> measure.Report:
     report = duel(256, 5) if asked.size == "small" else duel(1024, 7)
     measure.finish(report, asked.output)
     if any("max difference 0," not in row.check for row in report.rows):
-        raise SystemExit("a picture came back changed")
+        raise SystemExit("an image came back changed")
     return report
 
 

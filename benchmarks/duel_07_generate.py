@@ -1,7 +1,7 @@
-"""Duel 7: pictures to disk, end to end, from a HunyuanDiT-size pipeline: 1024 px, 20 steps, guidance.
+"""Duel 7: images to disk, end to end, from a HunyuanDiT-size pipeline: 1024 px, 20 steps, guidance.
 
-Ours is what a worker of `halation generate` does (its easel: text, denoising, decoding, PNG and publishing, the last two beside the
-next sheet). The peers are the loop everybody writes, `pipe(prompt).images[0].save(...)`, eager and with the transformer compiled.
+Ours is what a worker of `halation generate` does (its runner: text, denoising, decoding, PNG and publishing, the last two beside the
+next batch). The peers are the loop everybody writes, `pipe(prompt).images[0].save(...)`, eager and with the transformer compiled.
 The shipped command itself is run once more at the end, and judged by its ledger and by the driver's count of busy time.
 """
 
@@ -38,7 +38,7 @@ class Setting:
     dtype: str
     rounds: int
     ours: int
-    """Pictures of one turn of ours; several, because overlap is between sheets."""
+    """Images of one turn of ours; several, because overlap is between batches."""
     peers: int
     shipped: int
     compiled: bool
@@ -53,13 +53,13 @@ TINY = Setting(
 
 
 class Ours:
-    """A worker's easel on the pipeline folder, with the threads a worker has."""
+    """A worker's runner on the pipeline folder, with the threads a worker has."""
 
-    def __init__(self, setting: Setting, model: Path, work: Path, device: str, *, sheet: int, **options: Any) -> None:
-        from halation.generation.workers.open_model import open_easel
+    def __init__(self, setting: Setting, model: Path, work: Path, device: str, *, batch: int, **options: Any) -> None:
+        from halation.generation.workers.open_model import open_runner
 
         work.mkdir(parents=True)
-        self.setting, self.sheet, self.work = setting, sheet, work
+        self.setting, self.batch, self.work = setting, batch, work
         order: dict[str, Any] = {
             "folder": str(work),
             "label": "0",
@@ -76,42 +76,42 @@ class Ours:
             "threads": 1,
             "raw": False,
         }
-        self.easel = open_easel(order | options)
+        self.easel = open_runner(order | options)
         self.numbers = itertools.count()
 
     def draw(self, num: int) -> list[Any]:
-        from halation.generation.workers.worker import DEPTH
+        from halation.generation.workers.process import QUEUE_DEPTH
 
-        with ThreadPoolExecutor(DEPTH) as threads:
-            drawn = list(threads.map(lambda _: self._sheet(), range(num // self.sheet)))
+        with ThreadPoolExecutor(QUEUE_DEPTH) as threads:
+            drawn = list(threads.map(lambda _: self._batch(), range(num // self.batch)))
         failures = [outcome.reason for each in drawn for outcome in each.outcomes if outcome.state != "done"]
         if failures:
-            raise SystemExit(f"a picture could not be drawn: {failures[0]}")
+            raise SystemExit(f"an image could not be drawn: {failures[0]}")
         return drawn
 
-    def _sheet(self) -> Any:
-        from halation.generation.requests import Request
-        from halation.generation.workers.messages import Task
-        from halation.specs import Spec
+    def _batch(self) -> Any:
+        from halation.generation.image_requests import ImageRequest
+        from halation.generation.workers.messages import BatchTask
+        from halation.sample_specs import SampleSpec
 
         number = next(self.numbers)
         setting = self.setting
         specs = [
-            Spec(
-                index=number * self.sheet + row, id=f"{number}_{row}", prompt=PROMPTS[row % len(PROMPTS)], seed=row, height=setting.pixels,
+            SampleSpec(
+                index=number * self.batch + row, id=f"{number}_{row}", prompt=PROMPTS[row % len(PROMPTS)], seed=row, height=setting.pixels,
                 width=setting.pixels, steps=setting.steps, guidance_scale=GUIDANCE,
             )
-            for row in range(self.sheet)
+            for row in range(self.batch)
         ]  # fmt: skip
-        requests = tuple(Request(spec=spec, name=f"{spec.id}_seed{spec.seed}") for spec in specs)
-        task = Task(
-            number=number, requests=requests, sheet_size=self.sheet, micro_batch=self.sheet, wanted=frozenset(spec.index for spec in specs)
+        requests = tuple(ImageRequest(spec=spec, name=f"{spec.id}_seed{spec.seed}") for spec in specs)
+        task = BatchTask(
+            number=number, requests=requests, batch_size=self.batch, micro_batch=self.batch, wanted=frozenset(spec.index for spec in specs)
         )  # fmt: skip
-        return self.easel.draw(task, lambda: None, lambda: None)
+        return self.easel.run_task(task, lambda: None, lambda: None)
 
 
 def _coder() -> str:
-    from halation.images.png import best_coder
+    from halation.images.png_codec import best_coder
 
     return best_coder()
 
@@ -149,26 +149,26 @@ def duel(setting: Setting, work: Path) -> measure.Report:
     sides: dict[str, tuple[Callable[[int], Any], int]] = {
         "eager loop": (peer(pipe, setting, work / "eager"), setting.peers)
     }
-    ours = {"ours": Ours(setting, model, work / "ours", device, sheet=1)}
+    ours = {"ours": Ours(setting, model, work / "ours", device, batch=1)}
     if setting.compiled:
         compiled: Any = diffusers.HunyuanDiTPipeline(**pipe.components, requires_safety_checker=False)
         compiled.transformer = torch.compile(pipe.transformer, dynamic=False)
         compiled.set_progress_bar_config(disable=True)
         sides["compiled loop"] = (peer(compiled, setting, work / "compiled"), setting.peers)
-        ours["ours compiled"] = Ours(setting, model, work / "ours_c", device, sheet=1, compile=True)
-        ours["ours compiled, 4 on a sheet"] = Ours(setting, model, work / "ours_c4", device, sheet=4, compile=True)
+        ours["ours compiled"] = Ours(setting, model, work / "ours_c", device, batch=1, compile=True)
+        ours["ours compiled, 4 in a batch"] = Ours(setting, model, work / "ours_c4", device, batch=4, compile=True)
         ours["ours compiled, truncated at half"] = Ours(
-            setting, model, work / "ours_ct", device, sheet=1, compile=True, cfg_truncation_step=setting.steps // 2
+            setting, model, work / "ours_ct", device, batch=1, compile=True, cfg_truncation_step=setting.steps // 2
         )
     else:
         ours["ours, truncated at half"] = Ours(
-            setting, model, work / "ours_t", device, sheet=1, cfg_truncation_step=max(1, setting.steps // 2)
+            setting, model, work / "ours_t", device, batch=1, cfg_truncation_step=max(1, setting.steps // 2)
         )
-    # Eager, a turn of one picture is enough: nothing is launched ahead that a second one could overlap.
+    # Eager, a turn of one image is enough: nothing is launched ahead that a second one could overlap.
     slow = {"ours"} if setting.compiled else set()
     sides |= {name: (side.draw, 1 if name in slow else setting.ours) for name, side in ours.items()}
     for name, (draw, num) in sides.items():
-        warm_up = 4 if "sheet" in name else 1
+        warm_up = 4 if "batch" in name else 1
         took = measure.seconds(lambda draw=draw, num=warm_up: draw(num))  # type: ignore[misc]
         measure.say(f"{name}: {took:.1f} s for the first {warm_up}")
     found = _measured(sides, setting.rounds)
@@ -186,7 +186,7 @@ def duel(setting: Setting, work: Path) -> measure.Report:
 
 
 def _measured(sides: dict[str, tuple[Callable[[int], Any], int]], rounds: int) -> dict[str, float]:
-    """Seconds a picture of each side, the median of interleaved turns."""
+    """Seconds an image of each side, the median of interleaved turns."""
 
     def turn(draw: Callable[[int], Any], num: int) -> Callable[[], float]:
         return lambda: measure.seconds(lambda: draw(num)) / num
@@ -196,7 +196,7 @@ def _measured(sides: dict[str, tuple[Callable[[int], Any], int]], rounds: int) -
 
 
 def _flops(pipe: Any, setting: Setting, device: str) -> float:
-    """Of one forward of the guided pair of one picture, counted by torch."""
+    """Of one forward of the guided pair of one image, counted by torch."""
     from torch.utils.flop_counter import FlopCounterMode
 
     counter = FlopCounterMode(display=False)
@@ -215,7 +215,7 @@ def _rows(found: dict[str, float], limit: float, check: str) -> list[measure.Row
             continue
         for against in ("eager loop", "compiled loop"):
             if against in found:
-                equality = "E2" if "truncated" in name else "E1" if "compiled" in name or "sheet" in name else "E0"
+                equality = "E2" if "truncated" in name else "E1" if "compiled" in name or "batch" in name else "E0"
                 rows.append(
                     measure.Row(
                         case=f"{name} / {against}", ours=seconds, peer=found[against], unit="s", limit=limit, check=check, equality=equality
@@ -225,7 +225,7 @@ def _rows(found: dict[str, float], limit: float, check: str) -> list[measure.Row
 
 
 def _check(work: Path, setting: Setting) -> str:
-    """The peer's first picture against ours of the same prompt, seed and batch."""
+    """The peer's first image against ours of the same prompt, seed and batch."""
     from PIL import Image
 
     with Image.open(work / "eager" / "0.png") as one, Image.open(work / "ours" / "0_0_seed0.png") as other:
@@ -281,7 +281,9 @@ def _shipped(setting: Setting, model: Path, work: Path, found: dict[str, float],
     with sqlite3.connect(folder / "ledger.sqlite") as ledger:
         done = ledger.execute("SELECT COUNT(*) FROM pictures WHERE state = 1").fetchone()[0]
     summary = json.loads((folder / "summary.json").read_text())
-    note = f"{done} pictures in {total:.0f} s with loading; {words_busy}; busy share {summary['workers']['0']['busy_share']}"
+    note = (
+        f"{done} images in {total:.0f} s with loading; {words_busy}; busy share {summary['workers']['0']['busy_share']}"
+    )
     against = "eager loop"
     return measure.Row(
         case=f"the command{' --compile' if setting.compiled else ''} / {against}", ours=seconds, peer=found[against], unit="s", limit=limit,

@@ -1,7 +1,7 @@
-"""Duel 8: a million pictures, 30 % of them missing: how long `halation generate` takes to know which, against asking for every file.
+"""Duel 8: a million images, 30 % of them missing: how long `halation generate` takes to know which, against asking for every file.
 
 Ours is the command itself, from its flags to the moment it would start its first worker: the prompt list hashed, the run recognised,
-the ledger read, the folder looked at, the sheets dealt out. The peers are `os.path.exists` for each of a million names, which are given
+the ledger read, the folder looked at, the batches dealt out. The peers are `os.path.exists` for each of a million names, which are given
 to it, and Pillow's `verify` for each file that is there. Each side runs in a process of its own. The folder's names are in memory,
 which favours the peers: from a disk or over a network every single question takes longer.
 """
@@ -24,7 +24,7 @@ from benchmarks.duel_06_png import photograph
 
 SHARE_MISSING = 0.3
 NUM_LOST = 100
-"""Done pictures whose files are removed before each round of the second case."""
+"""Done images whose files are removed before each round of the second case."""
 
 
 def names(num: int) -> list[str]:
@@ -34,7 +34,7 @@ def names(num: int) -> list[str]:
 def write_prompts(path: Path, num: int) -> None:
     with path.open("w") as file:
         file.write("image_id,prompt\n")
-        file.writelines(f'{number:07d},"a street in the rain, picture {number} of many"\n' for number in range(num))
+        file.writelines(f'{number:07d},"a street in the rain, image {number} of many"\n' for number in range(num))
 
 
 def peak_memory() -> float:
@@ -68,7 +68,7 @@ def decide(work: Path, then: str) -> int:
             # The results that a run leaves at its end are no part of the decision.
             os._exit(0)
 
-    generate.LocalCrew = Stop  # type: ignore[assignment,misc]
+    generate.LocalWorkerPool = Stop  # type: ignore[assignment,misc]
     config = GenerateConfig(
         prompts_csv=str(work / "prompts.csv"), model_path="testcard", output_dir=work / "out", progress="none",
         height=64, width=64, nproc=8, oversubscribe=True,
@@ -140,31 +140,29 @@ def digest(indices: np.ndarray) -> str:
 
 def prepare(work: Path, num: int, num_real: int) -> np.ndarray:
     """The folder of a run that was stopped: planned by the command, its outcomes in the ledger, its files there. Returns the done rows."""
-    from halation.generation.ledger import Ledger, Outcome
-    from halation.images.png import CODERS, best_coder, encode_png
+    from halation.generation.ledger import ImageOutcome, Ledger
+    from halation.images.png_codec import CODERS, best_coder, encode_png
 
-    measure.say(f"planning {num} pictures")
+    measure.say(f"planning {num} images")
     write_prompts(work / "prompts.csv", num)
     planning = side("decide", work)
-    measure.say(
-        f"planned in {planning['seconds']:.1f} s with {planning['MiB']:.0f} MiB; now the pictures that are done"
-    )
+    measure.say(f"planned in {planning['seconds']:.1f} s with {planning['MiB']:.0f} MiB; now the images that are done")
     done = np.flatnonzero(np.random.default_rng(0).random(num) >= SHARE_MISSING)
     wanted = names(num)
     with Ledger(work / "out" / "ledger.sqlite") as ledger:
         for part in np.array_split(done, max(1, len(done) // 50_000)):
             ledger.record(
-                Outcome(index=int(index), state="done", sha256=f"{index:064x}", num_bytes=1, worker="0")
+                ImageOutcome(index=int(index), state="done", sha256=f"{index:064x}", num_bytes=1, worker="0")
                 for index in part
             )
     for index in done:
         os.close(os.open(work / "out" / wanted[index], os.O_CREAT | os.O_WRONLY))
     (work / "real").mkdir(exist_ok=True)
-    pictures = [
+    images = [
         encode_png(photograph(480, 832, 1.6, 1.0, seed), {}, CODERS[best_coder()]) for seed in range(min(10, num_real))
     ]
     for number in range(num_real):
-        (work / "real" / f"{number}.png").write_bytes(pictures[number % len(pictures)])
+        (work / "real" / f"{number}.png").write_bytes(images[number % len(images)])
     return done
 
 
@@ -172,7 +170,7 @@ def decided(work: Path) -> tuple[str, int]:
     from halation.generation.ledger import Ledger
 
     with Ledger(work / "out" / "ledger.sqlite") as ledger:
-        rows = ledger.unfinished()
+        rows = ledger.unfinished_indices()
     return digest(rows), len(rows)
 
 
@@ -207,11 +205,11 @@ def duel(num: int, num_real: int, rounds: int, work: Path) -> measure.Report:
     rows = (
         measure.Row(
             case=f"{num} rows : os.path.exists", ours=plain["ours"], peer=plain["peer"], unit="s", limit=plain["least"],
-            check=plain["check"], equality="E0", note="the peer is given its names; ours also hashes the list and deals out sheets",
+            check=plain["check"], equality="E0", note="the peer is given its names; ours also hashes the list and deals out batches",
         ),
         measure.Row(
             case=f"{num} rows : exists and PIL verify", ours=plain["ours"], peer=verified, unit="s", limit=plain["least"],
-            check=plain["check"], equality="E0", note=f"extrapolated from {num_real} real pictures of 480 x 832, {one * 1e3:.2f} ms each",
+            check=plain["check"], equality="E0", note=f"extrapolated from {num_real} real images of 480 x 832, {one * 1e3:.2f} ms each",
         ),
         measure.Row(
             case=f"{NUM_LOST} files gone : os.path.exists", ours=behind["ours"], peer=behind["peer"], unit="s", limit=behind["least"],

@@ -17,7 +17,7 @@ import scipy.linalg
 import torch
 
 from benchmarks import measure
-from halation.evaluation.metrics.frechet import frechet_distance, frechet_distance_of_few
+from halation.evaluation.metrics.frechet import frechet_distance, frechet_distance_from_features
 from halation.evaluation.metrics.moments import Features, Moments, moments
 
 MOST_DIFFERENCE = 1e-6
@@ -27,13 +27,13 @@ MOST_DIFFERENCE = 1e-6
 @dataclass(frozen=True, kw_only=True)
 class Case:
     num: int
-    """Pictures on each side: fewer than features leave the covariances singular."""
+    """Images on each side: fewer than features leave the covariances singular."""
     num_features: int
     rounds: int
 
     @property
     def name(self) -> str:
-        return f"{self.num_features} features of {self.num} pictures"
+        return f"{self.num_features} features of {self.num} images"
 
 
 FULL = (
@@ -92,7 +92,7 @@ def compare(case: Case, devices: dict[str, float]) -> list[measure.Row]:
         device: partial(frechet_distance, one, other, device=device) for device in devices
     }
     if case.num < case.num_features:
-        ours["cpu, from the features"] = partial(frechet_distance_of_few, *rows)
+        ours["cpu, from the features"] = partial(frechet_distance_from_features, *rows)
     values = {name: work() for name, work in (ours | peers).items()}
     turns: dict[str, Callable[[], float]] = {
         name: partial(measure.seconds, work) for name, work in (ours | peers).items()

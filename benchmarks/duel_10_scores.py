@@ -1,8 +1,8 @@
-"""Duel 10: FID, KID and CLIP score of pictures in memory, against a PNG folder, clean-fid and a CLIP script.
+"""Duel 10: FID, KID and CLIP score of images in memory, against a PNG folder, clean-fid and a CLIP script.
 
-Ours is what `halation evaluate --model_path` does with a sheet that its model has drawn: prepared for both networks at once, seen by
+Ours is what `halation evaluate --model_path` does with a batch that its model has drawn: prepared for both networks at once, seen by
 both in one pass, features put away in chunks, numbers from features. The peer writes PNG files, runs clean-fid over them, and a
-script for the CLIP score over them again. Same pictures, weights and reference features on both sides; models are loaded before the
+script for the CLIP score over them again. Same images, weights and reference features on both sides; models are loaded before the
 clock starts. The limit is the networks alone, on inputs that lie ready on the device. The last lines are the pass of
 `halation evaluate` over the PNG folder, by the number of decode processes: where they keep the networks busy it reaches its limit.
 """
@@ -24,25 +24,31 @@ import torch
 
 from benchmarks import clean_fid, inputs, measure, oracles, scored
 from benchmarks.stages import Turn, median_total, medians_by_stage
-from halation.evaluation import features as extraction
-from halation.evaluation.extractor_plan import embedding, facts_of, side_of
+from halation.evaluation import feature_extraction as extraction
+from halation.evaluation.extractor_plan import caption_embedder, extractor_facts, load_feature_set
 from halation.evaluation.extractors.extractor import Extractor
 from halation.evaluation.extractors.registry import open_extractor
-from halation.evaluation.feature_store import Store
-from halation.evaluation.features import Desk
-from halation.evaluation.image_sources import Source, files_below
-from halation.evaluation.metrics import measure as measures
+from halation.evaluation.feature_extraction import FeatureWriter
+from halation.evaluation.feature_store import FeatureStore
+from halation.evaluation.image_sources import ImageSource, find_image_files
+from halation.evaluation.metrics import metric_computation as measures
 from halation.evaluation.metrics.kid import SEED
-from halation.evaluation.model_images import CHUNK
-from halation.evaluation.preprocess import Preparations, Prepared, Preparer, Sheet, prepare
-from halation.images.png import Pixels
+from halation.evaluation.model_images import CHUNK_SIZE
+from halation.evaluation.preprocess_pool import (
+    ExtractorBatch,
+    PreparedBatch,
+    PreprocessPool,
+    SourcePreprocessor,
+    prepare_images,
+)
+from halation.images.png_codec import Pixels
 
 BATCH_SIZE = 32
 """As `halation evaluate` has it unless it is told otherwise."""
 MOST_DIFFERENCE = {"fid": 0.01, "kid": 1e-4, "clip": 0.01}
 """Between the sides, in each number's own points."""
-MOST_SHEETS, MOST_PNG, MOST_REFERENCE, MOST_OF_FOLDER = 8, 256, 3000, 1024
-"""Prepared batches on which the networks are timed alone; pictures that Pillow is timed on; real pictures; files of the last lines."""
+MOST_BATCHES, MOST_PNG, MOST_REFERENCE, MOST_OF_FOLDER = 8, 256, 3000, 1024
+"""Prepared batches on which the networks are timed alone; images that Pillow is timed on; real images; files of the last lines."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,10 +73,10 @@ class Bench:
     setting: Setting
     work: Path
     device: torch.device
-    pictures: Sequence[Pixels]
+    images: Sequence[Pixels]
     captions: Sequence[str]
     extractors: dict[str, Extractor]
-    reference: measures.Side
+    reference: measures.FeatureSet
     peer: clean_fid.CleanFid
     peer_reference: clean_fid.Reference
     script: clean_fid.ClipScript
@@ -82,26 +88,26 @@ class Bench:
 
 def opened(setting: Setting, work: Path, fid: Any) -> Bench:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    measure.say(f"making {setting.num} pictures, as many of reference, and the networks")
+    measure.say(f"making {setting.num} images, as many of reference, and the networks")
     weights = scored.inception_file(work / "inception.pth")
     clip = scored.clip_folder(work / "clip", setting.clip)
     extractors = {
         "main": open_extractor("inception", device=str(device), weights=str(weights)),
         "clip": open_extractor("clip", device=str(device), weights=str(clip)),
     }
-    real = scored.pictures(min(setting.num, MOST_REFERENCE), setting.size, 1.6, seed=1000)
-    shutil.rmtree(work / "reference", ignore_errors=True)  # a kept --work may hold those of another number of pictures
+    real = scored.images(min(setting.num, MOST_REFERENCE), setting.size, 1.6, seed=1000)
+    shutil.rmtree(work / "reference", ignore_errors=True)  # a kept --work may hold those of another number of images
     desks = _desks({"main": extractors["main"]}, work / "reference", len(real), None)
     extraction_of(_drawn(real, desks, Turn()), desks, device)
-    reference = side_of(desks["main"], None)
+    reference = load_feature_set(desks["main"], None)
     assert reference.features is not None
-    pictures = scored.pictures(setting.num, setting.size, 1.9, seed=0)
-    clean_fid.write_folder(pictures, work / "png", num_threads=measure.num_cores())
+    images = scored.images(setting.num, setting.size, 1.9, seed=0)
+    clean_fid.write_folder(images, work / "png", num_threads=measure.num_cores())
     return Bench(
         setting=setting,
         work=work,
         device=device,
-        pictures=pictures,
+        images=images,
         captions=scored.captions(setting.num),
         extractors=extractors,
         reference=reference,
@@ -111,73 +117,79 @@ def opened(setting: Setting, work: Path, fid: Any) -> Bench:
     )
 
 
-def _desks(extractors: dict[str, Extractor], folder: Path, num: int, captions: Sequence[str] | None) -> dict[str, Desk]:
-    starts = range(0, num, CHUNK)
+def _desks(
+    extractors: dict[str, Extractor], folder: Path, num: int, captions: Sequence[str] | None
+) -> dict[str, FeatureWriter]:
+    starts = range(0, num, CHUNK_SIZE)
     return {
-        label: Desk(
-            key=label,
+        label: FeatureWriter(
+            label=label,
             extractor=extractor,
-            store=Store(folder / label, num, starts),
-            texts=embedding(extractor, captions, None) if captions and label == "clip" else None,
+            store=FeatureStore(folder / label, num, starts),
+            embed_texts=caption_embedder(extractor, captions, None) if captions and label == "clip" else None,
         )
         for label, extractor in extractors.items()
     }
 
 
-def extraction_of(prepared: Iterator[tuple[Sheet, Prepared]], desks: dict[str, Desk], device: torch.device) -> None:
+def extraction_of(
+    prepared: Iterator[tuple[ExtractorBatch, PreparedBatch]], desks: dict[str, FeatureWriter], device: torch.device
+) -> None:
     """The product's own pass."""
-    broken = extraction.extract(
+    broken = extraction.extract_features(
         prepared,
         desks,
         batch_size=BATCH_SIZE,
         device=device,
         expected_size=None,
-        on_sheet=lambda _num: None,
+        on_batch=lambda _num: None,
         stop=lambda: 0,
     )
     if broken:
-        raise SystemExit(f"broken pictures: {broken}")
+        raise SystemExit(f"broken images: {broken}")
 
 
-def _sheets(desks: dict[str, Desk]) -> Iterator[Sheet]:
+def _batches(desks: dict[str, FeatureWriter]) -> Iterator[ExtractorBatch]:
     store = next(iter(desks.values())).store
-    return extraction.sheets(desks, range(store.num_chunks), BATCH_SIZE)
+    return extraction.plan_batches(desks, range(store.num_chunks), BATCH_SIZE)
 
 
-def _drawn(pictures: Sequence[Pixels], desks: dict[str, Desk], turn: Turn) -> Iterator[tuple[Sheet, Prepared]]:
-    """As the sheets of a live model are handed on."""
+def _drawn(
+    images: Sequence[Pixels], desks: dict[str, FeatureWriter], turn: Turn
+) -> Iterator[tuple[ExtractorBatch, PreparedBatch]]:
+    """As the batches of a live model are handed on."""
 
     def loader(index: int) -> Callable[[], tuple[Pixels, bytes]]:
-        return lambda: (pictures[index], hashlib.sha256(pictures[index].tobytes()).digest())
+        return lambda: (images[index], hashlib.sha256(images[index].tobytes()).digest())
 
-    preparations = {label: desk.extractor.preparation for label, desk in desks.items()}
-    for sheet in _sheets(desks):
+    preparations = {label: desk.extractor.transform for label, desk in desks.items()}
+    for batch in _batches(desks):
         with turn.stage("prepare", waiting=False):
-            ready = prepare([(index, loader(index)) for index in sheet.indices], preparations)
-        yield sheet, ready
+            ready = prepare_images([(index, loader(index)) for index in batch.indices], preparations)
+        yield batch, ready
 
 
 def ours(bench: Bench) -> Turn:
     turn, folder = Turn(), bench.work / "features"
     shutil.rmtree(folder, ignore_errors=True)
     with turn.stage("features"):
-        desks = _desks(bench.extractors, folder, len(bench.pictures), bench.captions)
-        extraction_of(_drawn(bench.pictures, desks, turn), desks, bench.device)
+        desks = _desks(bench.extractors, folder, len(bench.images), bench.captions)
+        extraction_of(_drawn(bench.images, desks, turn), desks, bench.device)
     for clock in (turn.wall_s, turn.cpu_s):
         clock["features"] -= clock["prepare"]
-    rules = measures.Rules(allow_few=True, device=str(bench.device))
+    rules = measures.MetricSettings(allow_few=True, device=str(bench.device))
     with turn.stage("moments"):
-        sides = {label: side_of(desk, None) for label, desk in desks.items()}
+        sides = {label: load_feature_set(desk, None) for label, desk in desks.items()}
     for metric, label in (("fid", "main"), ("kid", "main"), ("clip", "clip")):
         with turn.stage(metric):
-            subject = measures.Subject(
+            subject = measures.MetricInputs(
                 metric=metric,
-                extractor=facts_of(bench.extractors[label]),
+                extractor=extractor_facts(bench.extractors[label]),
                 generated=sides[label],
                 reference=bench.reference if label == "main" else None,
                 captions=bench.captions,
             )
-            found = measures.measure(subject, rules)[metric]
+            found = measures.compute_metric(subject, rules)[metric]
         turn.values[metric] = found["value"]
         if metric == "kid":
             turn.values["subset_size"] = found["subset_size"]
@@ -186,11 +198,11 @@ def ours(bench: Bench) -> Turn:
 
 def theirs(bench: Bench, subset_size: int) -> Turn:
     turn = Turn()
-    sample = bench.pictures[:MOST_PNG]
+    sample = bench.images[:MOST_PNG]
     with tempfile.TemporaryDirectory(dir=bench.work) as scratch, turn.stage("png"):
         clean_fid.write_folder(sample, Path(scratch) / "png", num_threads=1)
     for clock in (turn.wall_s, turn.cpu_s):
-        clock["png"] *= len(bench.pictures) / len(sample)
+        clock["png"] *= len(bench.images) / len(sample)
     with turn.stage("clean-fid"):
         features = bench.peer.features(bench.folder)
     with turn.stage("fid"):
@@ -202,22 +214,22 @@ def theirs(bench: Bench, subset_size: int) -> Turn:
     return turn
 
 
-def networks_alone(bench: Bench, num_sheets: int = MOST_SHEETS) -> float:
-    """Seconds for all pictures and captions, from inputs on the device to features on the device; so many sheets are tried."""
-    needed = -(-len(bench.pictures) // BATCH_SIZE)
-    tried = min(num_sheets, needed)
+def networks_alone(bench: Bench, num_batches: int = MOST_BATCHES) -> float:
+    """Seconds for all images and captions, from inputs on the device to features on the device; so many batches are tried."""
+    needed = -(-len(bench.images) // BATCH_SIZE)
+    tried = min(num_batches, needed)
     batches = []
-    for sheet in range(tried):
+    for number in range(tried):
         rows = [
-            bench.pictures[index % len(bench.pictures)] for index in range(sheet * BATCH_SIZE, (sheet + 1) * BATCH_SIZE)
+            bench.images[index % len(bench.images)] for index in range(number * BATCH_SIZE, (number + 1) * BATCH_SIZE)
         ]
         batches.append(
             {
-                label: torch.from_numpy(np.stack([extractor.preparation(row) for row in rows])).to(bench.device)
+                label: torch.from_numpy(np.stack([extractor.transform(row) for row in rows])).to(bench.device)
                 for label, extractor in bench.extractors.items()
             }
         )
-    texts = embedding(bench.extractors["clip"], bench.captions, None)
+    texts = caption_embedder(bench.extractors["clip"], bench.captions, None)
 
     def work() -> None:
         for number, batch in enumerate(batches):
@@ -225,23 +237,25 @@ def networks_alone(bench: Bench, num_sheets: int = MOST_SHEETS) -> float:
                 extractor(batch[label])
             texts([index % len(bench.captions) for index in range(number * BATCH_SIZE, (number + 1) * BATCH_SIZE)])
 
-    # Every batch is whole, and the last of the pictures is not: what is made up for it is work too.
+    # Every batch is whole, and the last of the images is not: what is made up for it is work too.
     return measure.seconds(work) * needed / tried
 
 
 def folder_pass(bench: Bench, num_workers: int) -> tuple[float, float]:
-    """Files of the PNG folder a second to features, and to prepared sheets that nobody looks at; the processes are up."""
-    source: Source = files_below(bench.folder, "--generated").first(MOST_OF_FOLDER)
+    """Files of the PNG folder a second to features, and to prepared batches that nobody looks at; the processes are up."""
+    source: ImageSource = find_image_files(bench.folder, "--generated").first(MOST_OF_FOLDER)
     stores = bench.work / f"folder_{num_workers}"
     shutil.rmtree(stores, ignore_errors=True)
     desks = _desks(bench.extractors, stores, len(source), bench.captions)
-    preparations = {label: desk.extractor.preparation for label, desk in desks.items()}
+    preparations = {label: desk.extractor.transform for label, desk in desks.items()}
     names = tuple(desks)
-    with Preparations(Preparer(source=source, preparations=preparations), num_workers) as processes:
-        for _ in processes.of([Sheet(range(start, start + 1), names) for start in range(max(1, num_workers))]):
+    with PreprocessPool(SourcePreprocessor(source=source, transforms=preparations), num_workers) as processes:
+        for _ in processes.iter_batches(
+            [ExtractorBatch(range(start, start + 1), names) for start in range(max(1, num_workers))]
+        ):
             pass
-        supply = measure.seconds(lambda: [None for _ in processes.of(_sheets(desks))])
-        features = measure.seconds(lambda: extraction_of(processes.of(_sheets(desks)), desks, bench.device))
+        supply = measure.seconds(lambda: [None for _ in processes.iter_batches(_batches(desks))])
+        features = measure.seconds(lambda: extraction_of(processes.iter_batches(_batches(desks)), desks, bench.device))
     return len(source) / features, len(source) / supply
 
 
@@ -261,7 +275,7 @@ def duel(setting: Setting, work: Path, fid: Any) -> measure.Report:
     others: list[Turn] = []
     alone: list[float] = []
     passes: dict[int, list[tuple[float, float]]] = {workers: [] for workers in setting.num_workers}
-    networks_alone(bench, num_sheets=1)  # kernels are chosen, and memory is taken, before anybody's clock runs
+    networks_alone(bench, num_batches=1)  # kernels are chosen, and memory is taken, before anybody's clock runs
     for number in range(setting.rounds):
         mine.append(ours(bench))
         measure.say(f"round {number + 1}, ours: {mine[-1].said()}")
@@ -298,7 +312,7 @@ def scores_rows(
     agreed = check(mine[-1], others[-1])
     limit = statistics.median(alone)
     cases = {
-        "from pictures in memory to numbers": ((), ()),
+        "from images in memory to numbers": ((), ()),
         "the same, the peer's files written before": ((), ("png",)),
         "features alone, files included": (NUMBERS, ("fid", "kid")),
     }
@@ -328,9 +342,9 @@ def folder_rows(
             case=f"PNG folder, {workers} decode processes",
             ours=statistics.median([one[0] for one in found]),
             peer=peer,
-            unit="pictures/s",
+            unit="images/s",
             limit=setting.num / statistics.median(alone),
-            check="the pictures of the lines above",
+            check="the images of the lines above",
             equality="E1",
         )
         for workers, found in passes.items()
@@ -339,7 +353,7 @@ def folder_rows(
 
 def main(arguments: list[str] | None = None) -> measure.Report:
     parser = measure.parser(__doc__ or "")
-    parser.add_argument("--num", type=int, help="pictures on each side, instead of the size's own number")
+    parser.add_argument("--num", type=int, help="images on each side, instead of the size's own number")
     parser.add_argument("--rounds", type=int, help="turns of each side, instead of the size's own number")
     asked = parser.parse_args(arguments)
     setting = FULL if torch.cuda.is_available() else ON_CPU

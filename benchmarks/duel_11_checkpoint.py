@@ -151,16 +151,16 @@ def copy_rate(device: torch.device) -> float:
 
 def equal(training: Training, ours: Ours, peer: TorchSave) -> str:
     """Both files of one state, tensor by tensor."""
-    from halation.distributed.checkpoint.reader import Reader
-    from halation.distributed.checkpoint.writer import newest_good
+    from halation.distributed.checkpoint.reader import CheckpointReader
+    from halation.distributed.checkpoint.writer import find_newest_valid
 
     state = training.state()
     ours.save(state)
     ours.finish()
     peer.save(state)
-    found = newest_good(ours.folder)
+    found = find_newest_valid(ours.folder)
     assert found is not None
-    reader = Reader(found.folder)
+    reader = CheckpointReader(found.folder)
     theirs = torch.load(peer.file, map_location="cpu", mmap=True, weights_only=True)
     differing = [
         f"{part}/{name}"
@@ -272,7 +272,7 @@ def sides_of(training: Training, world: Any, work: Path) -> tuple[dict[str, Side
 
 
 def main(arguments: list[str] | None = None) -> measure.Report:
-    from halation.distributed.world import join
+    from halation.distributed.world import init_from_env
 
     parser = measure.parser(__doc__ or "")
     parser.add_argument("--rounds", type=int, help="turns of each side (default: the duel's 5)")
@@ -286,7 +286,7 @@ def main(arguments: list[str] | None = None) -> measure.Report:
         setting = dataclasses.replace(setting, rounds=asked.rounds)
     with inputs.workplace(asked.work) as work:
         training = Training(setting)
-        world = join(training.device)
+        world = init_from_env(training.device)
         measure.say(f"first step {training.step():.1f} s, second {training.step():.3f} s")
         num_bytes = sum(t.nbytes for tensors in training.state().values() for t in tensors.values())
         rate = copy_rate(training.device)

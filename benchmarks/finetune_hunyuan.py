@@ -40,7 +40,7 @@ class Size:
 
     shape: hunyuan.Shape
     pixels: int
-    num_pictures: int
+    num_images: int
     num_workers: int
     dtype: str
     saved_as: torch.dtype
@@ -51,14 +51,14 @@ REAL = Size(
         layers=40, heads=16, head_size=88, text_width=1024, text_layers=1, t5_width=2048, t5_layers=1,
         vae_channels=(128, 256, 512, 512), vae_layers=2, mlp_ratio=4.3637, sizes_and_style=False,
     ),
-    pixels=512, num_pictures=720, num_workers=8, dtype="bf16", saved_as=torch.bfloat16,
+    pixels=512, num_images=720, num_workers=8, dtype="bf16", saved_as=torch.bfloat16,
 )  # fmt: skip
 TINY = Size(
     shape=hunyuan.Shape(
         layers=4, heads=2, head_size=16, text_width=32, text_layers=1, t5_width=32, t5_layers=1,
         vae_channels=(8, 8, 8, 8), vae_layers=1, sizes_and_style=False,
     ),
-    pixels=64, num_pictures=64, num_workers=0, dtype="fp32", saved_as=torch.float32,
+    pixels=64, num_images=64, num_workers=0, dtype="fp32", saved_as=torch.float32,
 )  # fmt: skip
 
 
@@ -77,11 +77,11 @@ class Variant:
 
     @property
     def num_steps(self) -> int:
-        """Fewer pictures than an epoch, whose end would save in the middle of the measurement."""
+        """Fewer images than an epoch, whose end would save in the middle of the measurement."""
         return 30 if self.whole else max(10, min(24, 400 // self.batch))
 
 
-COMPILE, KEEP_NOTHING = "--compile", "--activation_checkpointing"
+COMPILE, KEEP_NOTHING = "--compile", "--gradient_checkpointing"
 FULL = (
     Variant(name="b16", batch=16, flags=(COMPILE,), whole=True),
     Variant(name="b32", batch=32, flags=(COMPILE,)),
@@ -127,7 +127,7 @@ def make_model(folder: Path, size: Size) -> Path:
 
 
 def forward_flops(model: Path, size: Size) -> float:
-    """Operations of one forward of one picture, counted by torch on a copy without memory."""
+    """Operations of one forward of one image, counted by torch on a copy without memory."""
     import diffusers
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -159,9 +159,9 @@ def words_of(variant: Variant, size: Size, model: Path, work: Path, run: Path) -
             "--batch_size", str(variant.batch), "--n_steps", str(steps), *variant.flags,
         ]  # fmt: skip
     return [
-        "halation.cli", "train", "--output_dir", str(run), "--model_path", str(model), "--data", "streets", "--max_pictures", str(size.num_pictures),
+        "halation.cli", "train", "--output_dir", str(run), "--model_path", str(model), "--data", "streets", "--max_images", str(size.num_images),
         "--image_size", str(size.pixels), str(size.pixels), "--dtype", size.dtype, "--batch_size", str(variant.batch),
-        "--n_steps", str(steps), *dates, "--keep_last", "1", "--log_every", "1", "--heldout_pictures", "0", "--report_to", "none",
+        "--n_steps", str(steps), *dates, "--keep_last", "1", "--log_every", "1", "--validation_images", "0", "--report_to", "none",
         "--progress", "plain", "--cache_dir", str(work / "cache"), "--num_workers", str(size.num_workers), "--nproc", "1",
         "--max_restarts", "0", *variant.flags,
     ]  # fmt: skip
@@ -235,7 +235,7 @@ def _figures(variant: Variant, run: Path, flops: float) -> dict[str, Any]:
     found: dict[str, Any] = {"saves": saves, "samples": drawn, "exported": (run / "export").is_dir()}
     steps = _step_seconds(lines)
     dates = {step for step, _ in saves}
-    # The step after a save carries what followed the save: held-out loss and samples.
+    # The step after a save carries what followed the save: validation loss and samples.
     steady = [seconds for step, seconds in steps.items() if step > WARM_UP and step - 1 not in dates]
     if not steady:
         return found
@@ -283,7 +283,7 @@ def _tail(log: Path) -> str:
 def table(results: Sequence[dict[str, Any]]) -> str:
     header = (
         "variant",
-        "pictures/s",
+        "images/s",
         "step s",
         "TFLOP/s",
         "of peak",
@@ -339,7 +339,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         work = work.resolve()
         model = make_model(work / "model", size)
         flops = forward_flops(model, size)
-        measure.say(f"{measure.machine()}, {flops / 1e12:.4f} TFLOP a forward of one picture")
+        measure.say(f"{measure.machine()}, {flops / 1e12:.4f} TFLOP a forward of one image")
         for variant in variants:
             left = deadline - time.monotonic()
             if (asked.only and variant.name not in asked.only) or left < 20:

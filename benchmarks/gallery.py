@@ -1,8 +1,8 @@
-"""`halation gallery`: 1,000 steps x 8 prompts open in a second, 100,000 pictures in two, and 50 quiet runs cost under 1 % of a core.
+"""`halation gallery`: 1,000 steps x 8 prompts open in a second, 100,000 images in two, and 50 quiet runs cost under 1 % of a core.
 
 Ours is what a person waits for: from the first request of a fresh server to the answers its page is drawn from (and in a browser, where
-Chromium and playwright are there, to the first picture in sight). The peer is a page without an index: it lists the folder and reads
-every picture's own text, each time it is asked.
+Chromium and playwright are there, to the first image in sight). The peer is a page without an index: it lists the folder and reads
+every image's own text, each time it is asked.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import psutil
 
 from benchmarks import inputs, measure, shipped
 from benchmarks.big_folders import generation_folder, training_folder
-from halation.gallery.catalog import id_of
-from halation.images.png import read_png
+from halation.gallery.run_catalog import make_run_id
+from halation.images.png_codec import read_png
 
 LINK = re.compile(r"http://127\.0\.0\.1:(\d+)/\?token=(\S+)")
 GOAL_CPU = 0.01
@@ -38,14 +38,14 @@ class Setting:
     """One size of the benchmark."""
 
     num_steps: int
-    num_pictures: int
+    num_images: int
     num_runs: int
     idle_s: float
     rounds: int
 
 
-FULL = Setting(num_steps=1000, num_pictures=100_000, num_runs=50, idle_s=30.0, rounds=3)
-SMALL = Setting(num_steps=50, num_pictures=2_000, num_runs=5, idle_s=4.0, rounds=1)
+FULL = Setting(num_steps=1000, num_images=100_000, num_runs=50, idle_s=30.0, rounds=3)
+SMALL = Setting(num_steps=50, num_images=2_000, num_runs=5, idle_s=4.0, rounds=1)
 
 
 class Visitor:
@@ -92,12 +92,12 @@ def opened(run: Path, cache: Path, paths: tuple[str, ...]) -> float:
     with serving(run, cache) as visitor:
         began = time.perf_counter()
         for path in paths:
-            visitor.get(f"/api/runs/{id_of(run)}{path}")
+            visitor.get(f"/api/runs/{make_run_id(run)}{path}")
         return time.perf_counter() - began
 
 
 def seen(run: Path, cache: Path) -> float | None:
-    """Seconds until a browser shows the first picture of a run's page; None where there is no browser."""
+    """Seconds until a browser shows the first image of a run's page; None where there is no browser."""
     executable = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     try:
         from playwright.sync_api import sync_playwright
@@ -114,7 +114,7 @@ def seen(run: Path, cache: Path) -> float | None:
         page.goto(visitor.link)
         page.wait_for_function("() => document.querySelector('main').dataset.view === 'runs'")
         began = time.perf_counter()
-        page.evaluate(f"() => {{ location.hash = '#/run/{id_of(run)}'; }}")
+        page.evaluate(f"() => {{ location.hash = '#/run/{make_run_id(run)}'; }}")
         page.wait_for_function(f"() => document.querySelector('main').dataset.view !== 'runs' && ({there})()")
         took = time.perf_counter() - began
         browser.close()
@@ -122,7 +122,7 @@ def seen(run: Path, cache: Path) -> float | None:
 
 
 def scanned(folder: Path) -> tuple[float, int]:
-    """What a page without an index does for one answer: every file's name, and the text inside every picture."""
+    """What a page without an index does for one answer: every file's name, and the text inside every image."""
     began = time.perf_counter()
     num = 0
     for place, _, names in os.walk(folder):
@@ -148,21 +148,21 @@ def idle_share(root: Path, cache: Path, idle_s: float) -> float:
 def benchmark(setting: Setting, work: Path) -> measure.Report:
     cache = work / "cache"
     training = training_folder(work / "training" / "run", setting.num_steps, 8, size=64)
-    generation = generation_folder(work / "generation" / "run", setting.num_pictures, size=64)
+    generation = generation_folder(work / "generation" / "run", setting.num_images, size=64)
     cases = [
         (f"{setting.num_steps} steps x 8 prompts", training, ("", "/metrics?after=0"), 1.0),
-        (f"{setting.num_pictures} pictures", generation, ("", "/rows?offset=0&limit=200"), 2.0),
+        (f"{setting.num_images} images", generation, ("", "/rows?offset=0&limit=200"), 2.0),
     ]
     rows = []
     for case, run, paths, goal_s in cases:
         ours = measure.medians({"ours": [opened(run, cache, paths) for _ in range(setting.rounds)]})["ours"]
         peer, num = scanned(run)
         shown = seen(run, cache)
-        browser = "no browser here" if shown is None else f"first picture in a browser after {shown:.2f} s"
+        browser = "no browser here" if shown is None else f"first image in a browser after {shown:.2f} s"
         note = f"{browser}; goal {goal_s:g} s{'' if max(ours, shown or 0) <= goal_s else ': MISSED'}"
         rows.append(
             measure.Row(
-                case=case, ours=ours, peer=peer, unit="s", limit=None, check=f"{num} pictures", equality="E0", note=note
+                case=case, ours=ours, peer=peer, unit="s", limit=None, check=f"{num} images", equality="E0", note=note
             )
         )  # fmt: skip
         measure.say(f"{case}: {ours:.3f} s, a scan {peer:.1f} s; {note}")

@@ -28,7 +28,7 @@ class Shape:
     vae_layers: int
     mlp_ratio: float = 4.0
     sizes_and_style: bool = True
-    """Whether the transformer is told picture sizes and a style, as before version 1.2."""
+    """Whether the transformer is told image sizes and a style, as before version 1.2."""
 
 
 REAL = Shape(

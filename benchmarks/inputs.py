@@ -1,4 +1,4 @@
-"""Stand-ins that cost nothing to ship: small pictures in class folders, and autoencoders with random weights."""
+"""Stand-ins that cost nothing to ship: small images in class folders, and autoencoders with random weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def workplace(asked: Path | None) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def class_folder(folder: Path, num_pictures: int) -> Path:
+def class_folder(folder: Path, num_images: int) -> Path:
     """Small noisy PNGs in one folder a class; what they show does not matter to speed, that they differ does."""
     from PIL import Image
 
@@ -41,7 +41,7 @@ def class_folder(folder: Path, num_pictures: int) -> Path:
     for number in range(NUM_CLASSES):
         (folder / f"class_{number}").mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(4) as threads:
-        list(threads.map(write, range(num_pictures)))
+        list(threads.map(write, range(num_images)))
     return folder
 
 

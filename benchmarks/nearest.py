@@ -1,4 +1,4 @@
-"""Beside each sample of a run the training picture nearest to it: is it a copy, or drawn?
+"""Beside each sample of a run the training image nearest to it: is it a copy, or drawn?
 
 python benchmarks/nearest.py --samples RUN/samples/step_0003916 --data FOLDER --output nearest.png
 """
@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from halation.data.open import open_pictures
-from halation.images.grid import grid
-from halation.images.png import encode_png, read_png
+from halation.data.dataset_factory import open_dataset
+from halation.images.grid import make_grid
+from halation.images.png_codec import encode_png, read_png
 
 
 def main() -> None:
@@ -28,7 +28,7 @@ def main() -> None:
     ]
     samples = [read_png(arguments.samples / row["file"])[0] for row in rows]
     height, width = samples[0].shape[:2]
-    source = open_pictures(arguments.data, height, width, 64)
+    source = open_dataset(arguments.data, height, width, 64)
     training = np.stack([source.train(index).pixels for index in range(source.num_train)]).astype(np.float32)
     captions = [source.train(index).caption for index in range(source.num_train)]
     cells, labels = [], []
@@ -41,7 +41,7 @@ def main() -> None:
         print(
             f"{row['prompt']:24} {seen:9} nearest {captions[nearest]:30} root mean square {distance[nearest]:6.2f} grey levels"
         )
-    arguments.output.write_bytes(encode_png(grid(cells, arguments.columns, labels), {}))
+    arguments.output.write_bytes(encode_png(make_grid(cells, arguments.columns, labels), {}))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Overhead: `halation generate` with a painter of 0.2 s against a bare loop that sleeps, makes the same card and saves it with Pillow.
+"""Overhead: `halation generate` with a model of 0.2 s against a bare loop that sleeps, makes the same card and saves it with Pillow.
 
-Both sides are processes of their own, in turns; what counts is the time from the first picture to the last, divided by the pictures
+Both sides are processes of their own, in turns; what counts is the time from the first image to the last, divided by the images
 in between. The journal's cost is measured the same way: the command as shipped against one whose ledger writes no outcome down.
 """
 
@@ -27,21 +27,21 @@ MOST = {"bare": 1.03, "unwritten": 1.02}
 class Setting:
     """One size of the benchmark."""
 
-    num_pictures: int
+    num_images: int
     """Of each worker."""
     rounds: int
 
 
-FULL = Setting(num_pictures=25, rounds=5)
-SMALL = Setting(num_pictures=8, rounds=1)
+FULL = Setting(num_images=25, rounds=5)
+SMALL = Setting(num_images=8, rounds=1)
 
 
 def write_prompts(path: Path, num: int) -> None:
-    path.write_text("".join(f"picture {number} of many\n" for number in range(num)))
+    path.write_text("".join(f"image {number} of many\n" for number in range(num)))
 
 
 def seconds_each(folder: Path, num_workers: int) -> float:
-    """Of a worker for a picture, from the folder's first to its last."""
+    """Of a worker for an image, from the folder's first to its last."""
     times = sorted(path.stat().st_mtime for path in folder.glob("*.png"))
     # Each worker's first one is where its clock begins.
     return (times[-1] - times[0]) / (len(times) / num_workers - 1)
@@ -51,7 +51,7 @@ def seconds_each(folder: Path, num_workers: int) -> float:
 
 
 def generate(folder: Path, size: int, num_workers: int, startups: list[float], *, journal: bool) -> float:
-    """Seconds a picture of the command; without its journal it runs in a process that has lost `Ledger.record`."""
+    """Seconds an image of the command; without its journal it runs in a process that has lost `Ledger.record`."""
     began = time.time()
     shutil.rmtree(folder, ignore_errors=True)
     words = [
@@ -85,11 +85,11 @@ def unwritten(words: Sequence[str]) -> int:
 # -- the peer
 
 
-def bare(folder: Path, size: int, num_workers: int, num_pictures: int) -> float:
-    """Seconds a picture of as many loops as there are workers, each in its own process."""
+def bare(folder: Path, size: int, num_workers: int, num_images: int) -> float:
+    """Seconds an image of as many loops as there are workers, each in its own process."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    command = [sys.executable, "-m", "benchmarks.overhead", "--bare", str(folder), str(size), str(num_pictures)]
+    command = [sys.executable, "-m", "benchmarks.overhead", "--bare", str(folder), str(size), str(num_images)]
     loops = [
         subprocess.Popen([*command, str(number), str(num_workers)], env=shipped.environment())
         for number in range(num_workers)
@@ -100,19 +100,19 @@ def bare(folder: Path, size: int, num_workers: int, num_pictures: int) -> float:
     return seconds_each(folder, num_workers)
 
 
-def bare_loop(folder: Path, size: int, num_pictures: int, first: int, step: int) -> int:
+def bare_loop(folder: Path, size: int, num_images: int, first: int, step: int) -> int:
     from PIL import Image
 
-    from halation.models.test_pattern import card
-    from halation.specs import Spec
+    from halation.models.test_pattern import render_pattern
+    from halation.sample_specs import SampleSpec
 
-    for number in range(first, num_pictures * step, step):
-        spec = Spec(
-            index=number, id=f"{number + 1:06d}", prompt=f"picture {number} of many", seed=42 + number, height=size, width=size, steps=20,
+    for number in range(first, num_images * step, step):
+        spec = SampleSpec(
+            index=number, id=f"{number + 1:06d}", prompt=f"image {number} of many", seed=42 + number, height=size, width=size, steps=20,
             guidance_scale=7.5,
         )  # fmt: skip
         time.sleep(PAINT_S)
-        Image.fromarray(card(spec)[0]).save(folder / f"{spec.id}_seed{spec.seed}.png")
+        Image.fromarray(render_pattern(spec)[0]).save(folder / f"{spec.id}_seed{spec.seed}.png")
     return 0
 
 
@@ -125,12 +125,12 @@ def check(ours: Path, theirs: Path) -> str:
 
     names = sorted(path.name for path in theirs.glob("*.png"))
     if names != sorted(path.name for path in ours.glob("*.png")):
-        raise SystemExit(f"{ours} and {theirs} hold other pictures")
+        raise SystemExit(f"{ours} and {theirs} hold other images")
     for name in names:
         with Image.open(ours / name) as one, Image.open(theirs / name) as other:
             if one.tobytes() != other.tobytes():
                 raise SystemExit(f"{name} differs")
-    return f"the same {len(names)} pictures"
+    return f"the same {len(names)} images"
 
 
 def rows_of(setting: Setting, size: int, num_workers: int, work: Path, startups: list[float]) -> list[measure.Row]:
@@ -139,7 +139,7 @@ def rows_of(setting: Setting, size: int, num_workers: int, work: Path, startups:
     figures = measure.interleaved(
         {
             "ours": lambda: generate(folders["ours"], size, num_workers, startups, journal=True),
-            "bare": lambda: bare(folders["bare"], size, num_workers, setting.num_pictures),
+            "bare": lambda: bare(folders["bare"], size, num_workers, setting.num_images),
             "unwritten": lambda: generate(folders["unwritten"], size, num_workers, startups, journal=False),
         },
         setting.rounds,
@@ -162,10 +162,10 @@ def compare(setting: Setting, work: Path) -> measure.Report:
     rows: list[measure.Row] = []
     startups: list[float] = []
     for num_workers in (1, 2):
-        write_prompts(work / f"prompts_{num_workers}.txt", setting.num_pictures * num_workers)
+        write_prompts(work / f"prompts_{num_workers}.txt", setting.num_images * num_workers)
         for size in HEIGHTS:
             rows += rows_of(setting, size, num_workers, work, startups)
-    facts = measure.machine() | {"painter s": PAINT_S, "pictures": setting.num_pictures}
+    facts = measure.machine() | {"painter s": PAINT_S, "pictures": setting.num_images}
     facts |= {"load": f"{os.getloadavg()[0]:.1f}", "start-up s": f"{measure.spread(startups)}, apart"}
     return measure.Report(name="overhead", rows=tuple(rows), facts=facts)
 
@@ -175,8 +175,8 @@ def main(arguments: list[str] | None = None) -> measure.Report | int:
     if arguments[:1] == ["--unwritten"]:
         return unwritten(arguments[1:])
     if arguments[:1] == ["--bare"]:
-        size, num_pictures, first, step = map(int, arguments[2:])
-        return bare_loop(Path(arguments[1]), size, num_pictures, first, step)
+        size, num_images, first, step = map(int, arguments[2:])
+        return bare_loop(Path(arguments[1]), size, num_images, first, step)
     asked = measure.parser(__doc__ or "").parse_args(arguments)
     with inputs.workplace(asked.work) as work:
         report = compare(SMALL if asked.size == "small" else FULL, work)

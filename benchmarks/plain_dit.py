@@ -123,7 +123,7 @@ class PlainTraining:
             average.mul_(0.9999).add_(parameter.detach(), alpha=1e-4)
 
     def rate(self, steps: int) -> float:
-        """Pictures a second over some steps; the loss is read once, at the end, which is the only wait."""
+        """Images a second over some steps; the loss is read once, at the end, which is the only wait."""
         began = time.perf_counter()
         for _ in range(steps):
             loss = self.step()

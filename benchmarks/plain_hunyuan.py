@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--n_steps", type=int, required=True)
     parser.add_argument("--dtype", default="fp32")
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--activation_checkpointing", action="store_true")
+    parser.add_argument("--gradient_checkpointing", action="store_true")
     asked = parser.parse_args()
     asked.output_dir.mkdir(parents=True, exist_ok=True)
     torch.set_float32_matmul_precision("high")
@@ -98,7 +98,7 @@ def main() -> None:
         torch.set_num_threads(1)  # as many as a rank of the command uses
     training = PlainTraining(
         asked.model, asked.pixels, asked.batch_size, bf16=asked.dtype == "bf16", compiled=asked.compile,
-        recompute=asked.activation_checkpointing,
+        recompute=asked.gradient_checkpointing,
     )  # fmt: skip
     began = time.monotonic()
     with (asked.output_dir / "metrics.jsonl").open("a") as file:

@@ -48,12 +48,12 @@ SMALL = Setting(worlds=(1, 2, 3), steps=5, sleep_s=0.1, rounds=2)
 
 
 def ideal(num_ranks: int) -> float:
-    """Share of one rank's time: rounds of a picture each."""
+    """Share of one rank's time: rounds of an image each."""
     return -(-NUM_PROMPTS // num_ranks) / NUM_PROMPTS
 
 
 class Sleeping(DiTDenoiser):
-    """A DiT that answers after a while, without computing: half of where it stands, so that every seed gets its own picture."""
+    """A DiT that answers after a while, without computing: half of where it stands, so that every seed gets its own image."""
 
     sleep_s = 0.0
 
@@ -63,11 +63,11 @@ class Sleeping(DiTDenoiser):
 
 
 def painter(setting: Setting) -> Sleeping:
-    from halation.models.dit.denoiser import new_dit
+    from halation.models.dit.denoiser import create_dit
 
-    plain = new_dit("tiny", height=SIZE, width=SIZE, captions=PROMPTS)
+    plain = create_dit("tiny", height=SIZE, width=SIZE, captions=PROMPTS)
     result = Sleeping(config=plain.config, space=plain.space, tokenizer=plain.tokenizer)
-    result.initialise(0)
+    result.init_weights(0)
     result.sleep_s = setting.sleep_s
     return result
 
@@ -85,7 +85,7 @@ class Drawings:
         self.denoiser = painter(setting)
         self.settings = SampleSettings(
             prompts=PROMPTS, height=SIZE, width=SIZE, steps=setting.steps, seed=42, same_seed=False, sampler="multistep",
-            guidance_scale=3.0, sheet_size=1, dtype="fp32",
+            guidance_scale=3.0, batch_size=1, dtype="fp32",
         )  # fmt: skip
         self.worlds: dict[int, Any] = {}
         for size in setting.worlds:
@@ -102,20 +102,20 @@ class Drawings:
                 )
 
     def draw(self, size: int, *, sharded: bool) -> float:
-        """Seconds from when all ranks of this world begin until all of them know every picture; others wait for them."""
+        """Seconds from when all ranks of this world begin until all of them know every image; others wait for them."""
         import torch.distributed as dist
 
-        from halation.sampling.denoiser_sampler import Drawing
-        from halation.sampling.files import Place
+        from halation.sampling.denoiser_sampler import DenoiserSampler
+        from halation.sampling.sample_folder import SampleFolder
 
         self.number += 1
         dist.barrier()
         began = time.perf_counter()
         if size in self.worlds:
-            drawing = Drawing(
+            drawing = DenoiserSampler(
                 self.worlds[size], self.denoiser, self.settings, sharded=sharded, timeout_s=600, stop=lambda: 0
             )
-            rows = drawing.run(Place(folder=self.place / f"{self.number:03d}_{size}"), f"number {self.number}")
+            rows = drawing.run(SampleFolder(folder=self.place / f"{self.number:03d}_{size}"), f"number {self.number}")
             assert all(row["state"] == "done" for row in rows), rows
         took = time.perf_counter() - began
         dist.barrier()
@@ -126,11 +126,11 @@ def as_rank(name: str, place: Path) -> None:
     """What each rank does: all worlds in turn, first each rank on its own, then as with sharded weights."""
     import torch.distributed as dist
 
-    from halation.distributed.world import join
+    from halation.distributed.world import init_from_env
 
     torch.set_num_threads(1)
     setting = FULL if name == "full" else SMALL
-    world = join(torch.device("cpu"))
+    world = init_from_env(torch.device("cpu"))
     drawings = Drawings(setting, world, place)
     found = {}
     for kind in ("apart", "sharded"):
@@ -140,9 +140,9 @@ def as_rank(name: str, place: Path) -> None:
         }
         turns[str(setting.worlds[-1])]()  # the first drawing of a process imports what it needs
         found[kind] = measure.interleaved(turns, setting.rounds)
-        if world.first:
+        if world.is_rank_zero:
             measure.say(f"{kind}: { ({size: measure.spread(times) for size, times in found[kind].items()}) }")
-    if world.first:
+    if world.is_rank_zero:
         (place / RESULT).write_text(json.dumps(found))
     dist.barrier()
     world.close()
@@ -209,7 +209,7 @@ def main(arguments: list[str] | None = None) -> measure.Report:
         report = benchmark(FULL if asked.size == "full" else SMALL, asked.size, work)
     measure.finish(report, asked.output)
     if any("DIFFERENT" in row.check for row in report.rows):
-        raise SystemExit("the number of ranks changed a picture")
+        raise SystemExit("the number of ranks changed an image")
     return report
 
 

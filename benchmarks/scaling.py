@@ -1,4 +1,4 @@
-"""Scaling: pictures a second of `halation train` on 1, 2, 4 and 8 ranks, beside what seed document 003 hopes for.
+"""Scaling: images a second of `halation train` on 1, 2, 4 and 8 ranks, beside what seed document 003 hopes for.
 
 A rank is a GPU where there are several; otherwise a CPU process of one thread, and then no speed-up above the number of cores is
 possible. `--batch_size` is per rank, as in the document, so the global batch grows with the ranks.
@@ -50,7 +50,7 @@ def pictures_per_s(setting: Setting, world: int, work: Path) -> float:
     last = LOG_EVERY * (setting.windows + 1)
     words = [
         "--data", "streets", "--model", setting.model, "--image_size", side, side, "--batch_size", str(setting.batch),
-        "--n_steps", "100000", "--ckpt_every", "0", "--no_sample", "--heldout_pictures", "0", "--log_every", str(LOG_EVERY),
+        "--n_steps", "100000", "--ckpt_every", "0", "--no_sample", "--validation_images", "0", "--log_every", str(LOG_EVERY),
         "--report_to", "none", "--progress", "plain", "--nproc", str(world), *setting.flags,
         *(("--num_workers", "4") if setting.kind == "gpu" else ()),
     ]  # fmt: skip
@@ -58,7 +58,7 @@ def pictures_per_s(setting: Setting, world: int, work: Path) -> float:
     run = work / f"{setting.kind}_{world}"
     lines = shipped.train(words, run, run.with_suffix(".log"), until_step=last, limit_s=300, extra=extra)
     found = shipped.rates(lines, setting.batch * world, LOG_EVERY)
-    measure.say(f"{world} {setting.kind} ranks: {statistics.median(found):.1f} pictures/s ({measure.spread(found)})")
+    measure.say(f"{world} {setting.kind} ranks: {statistics.median(found):.1f} images/s ({measure.spread(found)})")
     return statistics.median(found)
 
 
@@ -75,7 +75,7 @@ def table(setting: Setting, work: Path) -> list[measure.Row]:
         rows.append(
             measure.Row(
                 case=f"{world} {setting.kind} ranks, {setting.model} {setting.image_size} px", ours=rates[world], peer=alone,
-                unit="pictures/s", limit=alone * ideal, check=drift, equality="E1", note=note,
+                unit="images/s", limit=alone * ideal, check=drift, equality="E1", note=note,
             )
         )  # fmt: skip
     return rows

@@ -1,4 +1,4 @@
-"""What duel 10 scores and by which networks: pictures in memory with captions, and Inception and CLIP of a real one's shape with random weights."""
+"""What duel 10 scores and by which networks: images in memory with captions, and Inception and CLIP of a real one's shape with random weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from benchmarks.duel_06_png import photograph
-from halation.images.png import Pixels
+from halation.images.png_codec import Pixels
 
 NUM_PHOTOGRAPHS = 16
 """Made in full; the others are made from them, because making one takes longer than scoring it."""
@@ -39,7 +39,7 @@ LITTLE = ClipShape(
 )
 
 
-def pictures(num: int, size: int, roughness: float, seed: int) -> list[Pixels]:
+def images(num: int, size: int, roughness: float, seed: int) -> list[Pixels]:
     """Photographs, shifted, mirrored and in another light each: all different, and as hard to compress as a photograph."""
     first = [photograph(size, size, roughness, 1.0, seed=seed + number) for number in range(min(num, NUM_PHOTOGRAPHS))]
     generator = np.random.default_rng(seed)
@@ -64,7 +64,7 @@ def inception_file(file: Path) -> Path:
 
 def inception_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
     """Random weights of FID's Inception that keep the signal's size through all layers, with normalisation that is far from doing nothing."""
-    from halation.evaluation.extractors.inception_network import Inception
+    from halation.evaluation.extractors.inception import InceptionV3
 
     generator = torch.Generator().manual_seed(seed)
 
@@ -72,7 +72,7 @@ def inception_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
         return torch.rand(like.shape, generator=generator) * (high - low) + low
 
     with torch.device("meta"):
-        empty = Inception().state_dict()
+        empty = InceptionV3().state_dict()
     tensors = {}
     for name, tensor in empty.items():
         if name.endswith("num_batches_tracked"):
@@ -87,7 +87,7 @@ def inception_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def clip_folder(folder: Path, shape: ClipShape) -> Path:
-    """As the hub's: model, tokenizer and how pictures are prepared; its tokenizer spells, so that captions have the usual length."""
+    """As the hub's: model, tokenizer and how images are prepared; its tokenizer spells, so that captions have the usual length."""
     import transformers
     from tokenizers.pre_tokenizers import ByteLevel
 
@@ -108,7 +108,7 @@ def clip_folder(folder: Path, shape: ClipShape) -> Path:
         torch.manual_seed(0)
         model: Any = transformers.CLIPModel(config)
         with torch.no_grad():
-            # Out of the box all pictures are alike to it, and they may all be far from all texts, which the score cuts to 0.
+            # Out of the box all images are alike to it, and they may all be far from all texts, which the score cuts to 0.
             for parameter in model.parameters():
                 if parameter.ndim > 1:
                     parameter.mul_(3)
@@ -132,10 +132,10 @@ def _tower(width: int, layers: int) -> dict[str, int]:
 
 def _cosine(model: Any) -> float:
     generator = torch.Generator().manual_seed(0)
-    picture = torch.randn(4, 3, 224, 224, generator=generator)
-    picture = picture.cumsum(2).cumsum(3)
-    picture = (picture - picture.mean()) / picture.std()
+    image = torch.randn(4, 3, 224, 224, generator=generator)
+    image = image.cumsum(2).cumsum(3)
+    image = (image - image.mean()) / image.std()
     tokens = torch.tensor([[0, *range(40, 60), 1]])
-    image = model.get_image_features(pixel_values=picture).pooler_output
+    embedding = model.get_image_features(pixel_values=image).pooler_output
     text = model.get_text_features(input_ids=tokens).pooler_output
-    return float(torch.cosine_similarity(image, text).mean())
+    return float(torch.cosine_similarity(embedding, text).mean())

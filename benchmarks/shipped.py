@@ -85,7 +85,7 @@ def training_lines(run: Path) -> list[dict[str, Any]]:
 
 
 def rates(lines: Sequence[Mapping[str, Any]], batch: int, after_step: int) -> list[float]:
-    """Pictures a second between each two logged steps behind the warm-up, by the run's own clock."""
+    """Images a second between each two logged steps behind the warm-up, by the run's own clock."""
     kept = [line for line in lines if line["step"] >= after_step]
     return [
         (later["step"] - sooner["step"]) * batch / max(later["time_s"] - sooner["time_s"], 1e-9)

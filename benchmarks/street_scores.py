@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks import measure, shipped
 from halation.data.streets import caption, scene
-from halation.data.streets.attributes import Part
+from halation.data.streets.scene_attributes import Split
 
 # Two-sided 95 % of Student's t by degrees of freedom.
 STUDENT_T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
@@ -31,21 +31,21 @@ class Score:
 
 @dataclass(frozen=True, kw_only=True)
 class Jury:
-    """Scores models by captions of held-out scenes; what it has seen already it remembers in `work`."""
+    """Scores models by captions of validation scenes; what it has seen already it remembers in `work`."""
 
     work: Path
-    num_pictures: int
+    num_images: int
     num_reference: int
     dtype: str = "fp32"
 
     def score(self, name: str, model: Path, seed: int, *, steps: int, guidance: float) -> Score:
         label = f"{name}_steps{steps}_guidance{guidance:g}_seed{seed}"
         output = self.work / "scores" / f"{label}.json"
-        prompts = captions(self.work, "heldout", self.num_pictures)
+        prompts = captions(self.work, "heldout", self.num_images)
         words = [
             "evaluate", "--model_path", model, "--prompts", prompts, "--reference", "streets", "--metrics", "fd", "agreement",
             "--num_reference", self.num_reference, "--num_inference_steps", steps, "--guidance_scale", guidance,
-            "--seed_start", 1_000_000 * (seed + 1), "--sheet_size", 50, "--nproc", 1, "--cache_dir", self.work / "features",
+            "--seed_start", 1_000_000 * (seed + 1), "--model_batch_size", 50, "--nproc", 1, "--cache_dir", self.work / "features",
             "--allow_few", "--model_dtype", self.dtype, "--progress", "none", "--output", output,
         ]  # fmt: skip
         run(self.work, f"score_{label}", words)
@@ -63,7 +63,7 @@ def run(work: Path, name: str, words: Sequence[object]) -> None:
     shipped.halation([str(word) for word in words], log)
 
 
-def captions(work: Path, part: Part, num: int) -> Path:
+def captions(work: Path, part: Split, num: int) -> Path:
     """One caption a scene, so that each comes as often as the data has it."""
     file = work / f"{part}_{num}.txt"
     if not file.exists():

@@ -62,7 +62,7 @@ def main(out: str, num_steps: int, every: int) -> None:
         average.update_parameters(model)
         sampler(step, loss=loss.item())  # on every rank
     if not several or dist.get_rank() == 0:
-        print(f"pictures are in {sampler.run.samples}; to look at them: halation gallery {out}")
+        print(f"images are in {sampler.run.samples}; to look at them: halation gallery {out}")
     if several:
         dist.destroy_process_group()
 

@@ -27,7 +27,7 @@ PROMPTS = (
 
 
 class TinyFlow(nn.Module):
-    """Sees a mix of noise (t = 0) and a picture (t = 1) and guesses the picture; calling it gives the loss of a batch."""
+    """Sees a mix of noise (t = 0) and an image (t = 1) and guesses the image; calling it gives the loss of a batch."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -38,11 +38,11 @@ class TinyFlow(nn.Module):
         self.leave = nn.ConvTranspose2d(width, 3, kernel_size=4, stride=4)
         self.place = nn.Parameter(torch.zeros(1, width, SIZE // 4, SIZE // 4))
 
-    def forward(self, pictures: Tensor, words: Tensor) -> dict[str, Tensor]:
-        noise, t = torch.randn_like(pictures), torch.rand(len(pictures), device=pictures.device)
+    def forward(self, images: Tensor, words: Tensor) -> dict[str, Tensor]:
+        noise, t = torch.randn_like(images), torch.rand(len(images), device=images.device)
         mix = t[:, None, None, None]
-        guess = self.guess(mix * pictures + (1 - mix) * noise, t, words)
-        return {"loss": functional.mse_loss(guess, pictures)}
+        guess = self.guess(mix * images + (1 - mix) * noise, t, words)
+        return {"loss": functional.mse_loss(guess, images)}
 
     def guess(self, x: Tensor, t: Tensor, words: Tensor) -> Tensor:
         angle = torch.stack([torch.sin(3 * t), torch.cos(3 * t)], dim=-1)
@@ -52,7 +52,7 @@ class TinyFlow(nn.Module):
         return self.leave(functional.silu(h))
 
     def draw(self, prompt: str, generator: torch.Generator, num_steps: int = 16) -> Tensor:
-        """One picture, (3, height, width) from 0 to 1. All chance comes from `generator`, a CPU one, so it is the same on every rank."""
+        """One image, (3, height, width) from 0 to 1. All chance comes from `generator`, a CPU one, so it is the same on every rank."""
         device = next(self.parameters()).device
         x = torch.randn(1, 3, SIZE, SIZE, generator=generator).to(device)
         words = word_numbers(prompt)[None].to(device)
@@ -78,9 +78,9 @@ class Scenes(Dataset[dict[str, Tensor]]):
         return self.streets.num_train
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        picture = self.streets.train(index)
-        pixels = torch.from_numpy(picture.pixels.copy()).permute(2, 0, 1).float() / 127.5 - 1
-        return {"pictures": pixels, "words": word_numbers(picture.caption)}
+        image = self.streets.train(index)
+        pixels = torch.from_numpy(image.pixels.copy()).permute(2, 0, 1).float() / 127.5 - 1
+        return {"images": pixels, "words": word_numbers(image.caption)}
 
 
 def arguments(out: str) -> dict[str, Any]:

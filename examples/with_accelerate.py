@@ -31,7 +31,7 @@ def main(out: str, num_steps: int, every: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
         sampler(step, loss=loss.item())  # on every rank
-    accelerator.print(f"pictures are in {sampler.run.samples}; to look at them: halation gallery {out}")
+    accelerator.print(f"images are in {sampler.run.samples}; to look at them: halation gallery {out}")
     accelerator.end_training()
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from halation import RankSampler
-from halation.adapters.lightning import SamplerCallback
+from halation.adapters.lightning import LightningSamplerCallback
 
 
 class Training(LightningModule):
@@ -40,7 +40,7 @@ def main(out: str, num_steps: int, every: int) -> None:
         devices=num_ranks,
         strategy="ddp" if num_ranks > 1 else "auto",
         max_steps=num_steps,
-        callbacks=[SamplerCallback(sampler)],  # that is all
+        callbacks=[LightningSamplerCallback(sampler)],  # that is all
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -48,7 +48,7 @@ def main(out: str, num_steps: int, every: int) -> None:
     )
     trainer.fit(training, DataLoader(Scenes(num_steps * 16), batch_size=8, shuffle=True))
     if trainer.is_global_zero:
-        print(f"pictures are in {sampler.run.samples}; to look at them: halation gallery {out}")
+        print(f"images are in {sampler.run.samples}; to look at them: halation gallery {out}")
 
 
 if __name__ == "__main__":

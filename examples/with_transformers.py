@@ -12,7 +12,7 @@ from tiny_flow import PROMPTS, Scenes, TinyFlow, arguments
 from transformers import Trainer, TrainingArguments, set_seed
 
 from halation import RankSampler
-from halation.adapters.transformers import SamplerCallback
+from halation.adapters.transformers import TransformersSamplerCallback
 
 
 def main(out: str, num_steps: int, every: int) -> None:
@@ -34,11 +34,11 @@ def main(out: str, num_steps: int, every: int) -> None:
         model=model,
         args=settings,
         train_dataset=Scenes(num_steps * 16),
-        callbacks=[SamplerCallback(sampler)],  # that is all
+        callbacks=[TransformersSamplerCallback(sampler)],  # that is all
     )
     trainer.train()
     if trainer.is_world_process_zero():
-        print(f"pictures are in {sampler.run.samples}; to look at them: halation gallery {out}")
+        print(f"images are in {sampler.run.samples}; to look at them: halation gallery {out}")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ def test_a_training_and_a_drawing_from_python(tmp_path: Path) -> None:
         "batch_size": 2,
         "n_steps": 2,
         "sample_steps": 2,
-        "heldout_pictures": 4,
+        "validation_images": 4,
         "report_to": ("none",),
         "progress": "none",
         "nproc": 2,
@@ -43,7 +43,7 @@ def test_settings_that_mean_nothing_are_input_errors(tmp_path: Path, settings: d
         halation.train(**settings, output_dir=tmp_path / "run")
 
 
-def test_a_generation_from_python_says_by_its_code_whether_every_picture_is_there(
+def test_a_generation_from_python_says_by_its_code_whether_every_image_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "prompts.txt").write_text("a red car\na blue car\na green car\n")

@@ -17,11 +17,12 @@ import pytest
 from PIL import Image
 
 from halation import cli
+from halation.config import as_json
 
 HALATION = Path(sys.executable).with_name("halation")
 TINY = [
     *"--model tiny --image_size 32 --patch_size 8 --batch_size 2 --n_steps 2 --ckpt_every 0 --sample_steps 1".split(),  # noqa: SIM905
-    *"--heldout_pictures 0 --report_to none --progress none --nproc 1".split(),  # noqa: SIM905
+    *"--validation_images 0 --report_to none --progress none --nproc 1".split(),  # noqa: SIM905
 ]
 
 Refused = Callable[..., str]
@@ -79,9 +80,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def class_folder(folder: Path) -> Path:
     for number, name in enumerate(("ash_tree", "birch")):
         (folder / name).mkdir(parents=True)
-        for picture in range(2):
-            colour = np.full((32, 32, 3), 60 * number + 20 * picture, np.uint8)
-            Image.fromarray(colour).save(folder / name / f"{picture}.png")
+        for image in range(2):
+            colour = np.full((32, 32, 3), 60 * number + 20 * image, np.uint8)
+            Image.fromarray(colour).save(folder / name / f"{image}.png")
     return folder
 
 
@@ -196,6 +197,44 @@ def test_a_file_lies_above_defaults_and_below_flags(name: str, tmp_path: Path) -
     assert (config.output_dir, config.batch_size) == (Path("there"), 32)
 
 
+RENAMED = [
+    ("train", "max_pictures", "max_images", "7", 7),
+    ("train", "heldout_pictures", "validation_images", "9", 9),
+    ("train", "eval_pictures", "eval_images", "50", 50),
+    ("train", "activation_checkpointing", "gradient_checkpointing", "true", True),
+    ("distill", "max_pictures", "max_images", "7", 7),
+    ("evaluate", "sheet_size", "model_batch_size", "3", 3),
+    ("watch", "pictures", "images", "best", "best"),
+    ("gallery", "export_pictures", "export_images", "5", 5),
+]
+
+
+@pytest.mark.parametrize(("command", "old", "new", "word", "value"), RENAMED)
+def test_a_renamed_flag_works_by_both_names_on_the_command_line_and_in_files(
+    command: str, old: str, new: str, word: str, value: object, tmp_path: Path
+) -> None:
+    needed = {"watch": ["runs/a"], "gallery": ["."]}.get(command, [])
+    for name in (old, new, old.replace("_", "-")):
+        for words in ([f"--{name}", word], [f"--{name}={word}"]):
+            assert getattr(cli.parse(command, [*needed, *words]), new) == value
+    for name in (old, new):
+        file = tmp_path / f"{name}.json"
+        file.write_text(json.dumps({name: value}))
+        assert getattr(cli.parse(command, ["--config", str(file), *needed]), new) == value
+    assert {old, new} & set(as_json(cli.parse(command, needed))) == {old}, "files keep the earlier name"
+
+
+def test_a_switch_is_renamed_with_its_negation_too() -> None:
+    assert cli.parse("train", ["--no_activation_checkpointing"]).gradient_checkpointing is False
+    assert cli.parse("train", ["--activation_checkpointing"]).gradient_checkpointing is True
+
+
+def test_both_names_of_a_setting_in_one_file_are_refused(tmp_path: Path, refused: Refused) -> None:
+    (tmp_path / "both.yaml").write_text("max_pictures: 3\nmax_images: 4\n")
+    said = refused("train", "--config", tmp_path / "both.yaml")
+    assert "both 'max_images' and 'max_pictures'" in said
+
+
 def test_a_file_may_give_what_is_required(tmp_path: Path) -> None:
     (tmp_path / "s.json").write_text('{"checkpoint": "x", "prompts": ["a", "b"], "raw": true}')
     config = cli.parse("sample", [f"--config={tmp_path / 's.json'}", "--nproc", "2"])
@@ -264,7 +303,7 @@ def test_an_unknown_flag_suggests_the_nearest() -> None:
     assert "--n_steps" in done.stdout + done.stderr
 
 
-def test_data_that_is_no_folder_of_pictures(tmp_path: Path, refused: Refused) -> None:
+def test_data_that_is_no_folder_of_images(tmp_path: Path, refused: Refused) -> None:
     here = ["train", *TINY, "--output_dir", tmp_path / "run", "--data"]
     assert "does not exist" in refused(*here, tmp_path / "nosuch")
     (tmp_path / "file").write_text("")
@@ -333,6 +372,8 @@ def test_other_settings_on_resume_are_refused_with_a_diff(trained: Path, refused
     assert "  seed: 0 -> 5" in said
     assert "n_steps" not in said
     assert "--accept_changes" in said
+    said = refused("train", *TINY, "--output_dir", trained, "--validation_images", 3)
+    assert "  validation_images: 0 -> 3" in said, "by the name of the flag"
 
 
 def test_fewer_steps_than_were_done(trained: Path, refused: Refused) -> None:
@@ -355,7 +396,7 @@ def test_sampling_from_what_is_no_model(tmp_path: Path, trained: Path, refused: 
     assert "--batch_size" in refused("sample", "--checkpoint", trained, *here, "--batch_size", -1)
 
 
-def test_a_folder_of_other_pictures_is_refused_with_a_diff(tmp_path: Path, trained: Path, refused: Refused) -> None:
+def test_a_folder_of_other_images_is_refused_with_a_diff(tmp_path: Path, trained: Path, refused: Refused) -> None:
     here = [
         "sample",
         "--checkpoint",

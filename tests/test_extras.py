@@ -20,7 +20,7 @@ from halation.gallery import command as gallery
 from halation.gallery.config import GalleryConfig
 from halation.generation import command as generate
 from halation.generation.config import GenerateConfig
-from halation.models.pipelines.training.lora import Lora, adapt
+from halation.models.pipelines.training.lora import LoraSettings, inject_lora
 from halation.tools import doctor
 from halation.training import command as train
 from halation.training import finetune
@@ -31,25 +31,33 @@ Ask = Callable[[Path], object]
 
 
 def _train(**settings: object) -> Ask:
-    return lambda _folder: train.resolved(TrainConfig(**settings))  # type: ignore[arg-type]
+    return lambda _folder: train.resolve_config(TrainConfig(**settings))  # type: ignore[arg-type]
 
 
 def _generate(**settings: object) -> Ask:
-    return lambda _folder: generate.check(GenerateConfig(prompts_csv="x", model_path="testcard", **settings))  # type: ignore[arg-type]
+    return lambda _folder: generate.check_config(GenerateConfig(prompts_csv="x", model_path="testcard", **settings))  # type: ignore[arg-type]
 
 
 def _distill(folder: Path) -> None:
-    distill.resolved(DistillConfig(teacher_path=str(folder), data_path="streets", lora_rank=4))
+    distill.resolve_config(DistillConfig(teacher_path=str(folder), data_path="streets", lora_rank=4))
 
 
 CASES: dict[str, tuple[str, str, Ask]] = {
     "tensorboard": ("tensorboard", "train", _train(report_to=("tensorboard", "none"))),
     "wandb": ("wandb", "wandb", _train(report_to=("wandb",))),
     "trackio": ("trackio", "trackio", _train(report_to=("trackio",))),
-    "adapters": ("peft", "train", lambda folder: finetune.resolved(TrainConfig(model_path=str(folder), lora_rank=4))),
+    "adapters": (
+        "peft",
+        "train",
+        lambda folder: finetune.resolve_config(TrainConfig(model_path=str(folder), lora_rank=4)),
+    ),
     "a student's adapters": ("peft", "train", _distill),
-    "adapters of a checkpoint": ("peft", "train", lambda _folder: adapt(nn.Linear(2, 2), Lora(rank=1), ["x"], 0)),
-    "deepspeed": ("deepspeed", "deepspeed", lambda _folder: deepspeed.load(None)),  # type: ignore[arg-type]
+    "adapters of a checkpoint": (
+        "peft",
+        "train",
+        lambda _folder: inject_lora(nn.Linear(2, 2), LoraSettings(rank=1), ["x"], 0),
+    ),
+    "deepspeed": ("deepspeed", "deepspeed", lambda _folder: deepspeed.import_deepspeed(None)),  # type: ignore[arg-type]
     "video": ("av", "video", _generate(num_frames=5)),
     "isal": ("isal", "fast", _generate(png="isal")),
     "ray": ("ray", "ray", _generate(cluster="ray")),

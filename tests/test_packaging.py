@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 import halation
-from halation.models.bundled import FOLDER, embedded_names
+from halation.models.bundled_models import FOLDER, bundled_names
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(halation.__file__).parent
@@ -132,7 +132,7 @@ def test_a_wheel_holds_every_file_of_the_package(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
         licences = [name for name in archive.namelist() if name.endswith("/licenses/LICENSE")]
-        for name in embedded_names():
+        for name in bundled_names():
             stored = archive.read(f"halation/models/bundled/{name}/model.safetensors")
             assert stored == (FOLDER / name / "model.safetensors").read_bytes()
     assert held == wanted()
@@ -171,9 +171,7 @@ def test_from_the_wheel_alone_the_command_answers_and_finds_its_model(wheel: Pat
     command = place / "bin/halation"
     told = subprocess.run([command, "--version"], env=there, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert (told.returncode, told.stdout) == (0, f"halation {halation.__version__}\n"), told.stderr
-    lookup = (
-        "from halation.models.model_ref import subject_of; print(subject_of('streets-64', raw=False).order['path'])"
-    )
+    lookup = "from halation.models.model_ref import resolve_model; print(resolve_model('streets-64', raw=False).load_args['path'])"
     found = subprocess.run(
         [sys.executable, "-c", lookup], env=there, cwd=tmp_path, capture_output=True, text=True, timeout=120
     )

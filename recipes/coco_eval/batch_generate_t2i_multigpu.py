@@ -1,4 +1,4 @@
-"""Draw a picture for every prompt of a list on all GPUs: `halation generate` with the defaults of this recipe."""
+"""Draw an image for every prompt of a list on all GPUs: `halation generate` with the defaults of this recipe."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from halation import cli
 
-# A sheet of one picture: samples go round-robin over the GPUs one by one, as the commands of this recipe promise.
+# A batch of one image: samples go round-robin over the GPUs one by one, as the commands of this recipe promise.
 DEFAULTS: dict[str, Any] = {"batch_size": 1}
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A prompt list from a COCO captions file: one caption for each picture, the one with the lowest number, with the picture's id."""
+"""A prompt list from a COCO captions file: one caption for each image, the one with the lowest number, with the image's id."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from halation.errors import HalationError, InputError
-from halation.runs.folder import publish
+from halation.runs.run_record import write_atomic
 
 
 def rows(captions: Path) -> list[tuple[str, str]]:
@@ -29,7 +29,7 @@ def rows(captions: Path) -> list[tuple[str, str]]:
             "check COCO_CAPTIONS",
         ) from error
     if not first:
-        raise InputError(f"{captions} has no annotations", "captions of pictures", "check COCO_CAPTIONS")
+        raise InputError(f"{captions} has no annotations", "captions of images", "check COCO_CAPTIONS")
     return [(f"{image:012d}", caption) for image, (_, caption) in sorted(first.items())]
 
 
@@ -39,7 +39,7 @@ def main(captions: str, output: str) -> int:
         text = io.StringIO(newline="")
         csv.writer(text, lineterminator="\n").writerows([("image_id", "prompt"), *found])
         Path(output).parent.mkdir(parents=True, exist_ok=True)
-        publish(Path(output), text.getvalue().encode())
+        write_atomic(Path(output), text.getvalue().encode())
     except HalationError as error:
         print(f"make_prompts.py: {error}", file=sys.stderr)
         return error.exit_code

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From prompts to scores: draw a picture for every prompt, then FID against real pictures and CLIP score against the prompts, as JSON.
+# From prompts to scores: draw an image for every prompt, then FID against real images and CLIP score against the prompts, as JSON.
 # Everything is set by environment variables (README.md lists them); the same call again does only what is missing.
 set -euo pipefail
 
@@ -17,15 +17,15 @@ refuse() {
     exit 2
 }
 
-# Everything that is missing is said before the first picture is drawn.
+# Everything that is missing is said before the first image is drawn.
 [ -n "${MODEL_PATH:-}" ] || refuse "MODEL_PATH is not set" "a diffusers pipeline or a Halation model" "export MODEL_PATH=/path/to/your/model"
 if [ ! -e "$PROMPTS_CSV" ]; then
     [ -n "${COCO_CAPTIONS:-}" ] || refuse "there is no $PROMPTS_CSV" "a prompt list, or COCO's captions to make one of" \
         "export PROMPTS_CSV=FILE, or COCO_CAPTIONS=/path/to/captions_val2017.json"
     "$python" "$here/make_prompts.py" "$COCO_CAPTIONS" "$PROMPTS_CSV"
 fi
-[ "$REFERENCE" = streets ] || [ -e "$REFERENCE" ] || refuse "there are no real pictures at $REFERENCE" \
-    "a folder of real pictures, or saved statistics (.npz, .safetensors)" "export REFERENCE=/path/to/val2017"
+[ "$REFERENCE" = streets ] || [ -e "$REFERENCE" ] || refuse "there are no real images at $REFERENCE" \
+    "a folder of real images, or saved statistics (.npz, .safetensors)" "export REFERENCE=/path/to/val2017"
 
 generate=(--prompts_csv "$PROMPTS_CSV" --output_dir "$OUTPUT_DIR" --model_path "$MODEL_PATH"
     --seed_start "${SEED_START:-42}" --num_inference_steps "${NUM_STEPS:-20}")

@@ -1,6 +1,6 @@
 """The figures of a model card: FD-streets, KID-streets and prompt agreement, with real and with blurred scenes beside the model's.
 
-Every side has the captions of the same held-out scenes, and is compared with other held-out scenes: the first ones, which
+Every side has the captions of the same validation scenes, and is compared with other validation scenes: the first ones, which
 `--reference streets` stands for. What was drawn or scored already is not drawn or scored again.
 """
 
@@ -82,9 +82,9 @@ def write_scenes(folder: Path, num: int, size: int, radius: float) -> Path:
     for index in held_out(num):
         path = folder / f"{image_id(index)}.png"
         if not path.exists():
-            picture = Image.fromarray(draw(scene("heldout", index), size))
-            picture = picture.filter(ImageFilter.GaussianBlur(radius)) if radius else picture
-            picture.save(path.with_suffix(".tmp"), format="png")
+            image = Image.fromarray(draw(scene("heldout", index), size))
+            image = image.filter(ImageFilter.GaussianBlur(radius)) if radius else image
+            image.save(path.with_suffix(".tmp"), format="png")
             path.with_suffix(".tmp").rename(path)
     return folder
 
@@ -105,7 +105,7 @@ def scored(generated: Path, prompts: Path, nproc: int) -> dict[str, Any]:
 
 
 def table(report: dict[str, dict[str, Any]]) -> str:
-    lines = ["| pictures | FD-streets | KID-streets | prompt agreement |", "|---|---|---|---|"]
+    lines = ["| images | FD-streets | KID-streets | prompt agreement |", "|---|---|---|---|"]
     for side, metrics in report.items():
         fd, kid, agreement = (metrics[name]["value"] for name in METRICS)
         lines.append(f"| {side} | {fd:.3g} | {kid:.3g} | {agreement:.3f} |")

@@ -1,4 +1,4 @@
-"""Trains the network of the `streets` extractor on the embedded street scenes and says how well it sees held-out ones."""
+"""Trains the network of the `streets` extractor on the embedded street scenes and says how well it sees validation ones."""
 
 from __future__ import annotations
 
@@ -20,11 +20,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from halation.data.streets import caption, draw, scene
-from halation.data.streets.attributes import CAR_COLOURS, PLACES, TIMES, WEATHERS, Attributes
-from halation.evaluation.extractors import streets_network
-from halation.evaluation.extractors.resize import resized
-from halation.evaluation.extractors.streets_network import HEADS, INPUT_SIZE, NUM_FEATURES, Record, StreetsNet
-from halation.evaluation.metrics.caption_agreement import agreement
+from halation.data.streets.scene_attributes import CAR_COLOURS, PLACES, TIMES, WEATHERS, Attributes
+from halation.evaluation.extractors import streets_classifier
+from halation.evaluation.extractors.resize import resize_to_square
+from halation.evaluation.extractors.streets_classifier import (
+    HEADS,
+    INPUT_SIZE,
+    NUM_FEATURES,
+    StreetsNet,
+    StreetsNetRecord,
+)
+from halation.evaluation.metrics.caption_agreement import caption_agreement
 from halation.evaluation.metrics.frechet import frechet_distance
 from halation.evaluation.metrics.moments import moments
 
@@ -33,9 +39,9 @@ Pixels: TypeAlias = npt.NDArray[np.uint8]
 SIZES = (32, 48, 64, 96, 128)
 WEIGHT_OF_HEAD = {"place": 1.0, "time": 1.0, "weather": 1.0, "cars": 2.0}
 NUM_HINTS = len(CAR_COLOURS) + 6
-"""What else is known of a picture: cars of each colour, trees, houses, signs, pedestrians, traffic lights, and its size."""
+"""What else is known of an image: cars of each colour, trees, houses, signs, pedestrians, traffic lights, and its size."""
 NUM_HARMS = 3
-"""Blur, noise and brightness, each 0 for a picture that nothing was done to."""
+"""Blur, noise and brightness, each 0 for an image that nothing was done to."""
 
 
 def labels_of(attributes: Attributes) -> list[int]:
@@ -54,7 +60,7 @@ def hints_of(attributes: Attributes, size: int) -> list[float]:
 
 
 class Scenes:
-    """The training pictures, drawn once into a file, and what is known of them."""
+    """The training images, drawn once into a file, and what is known of them."""
 
     def __init__(self, num: int, folder: str) -> None:
         shape = (num, INPUT_SIZE, INPUT_SIZE, 3)
@@ -62,20 +68,20 @@ class Scenes:
         scenes = [scene("train", index) for index in range(num)]
         sizes = [SIZES[index % len(SIZES)] for index in range(num)]
         for index, (attributes, size) in enumerate(zip(scenes, sizes, strict=True)):
-            self.pixels[index] = np.rint(resized(draw(attributes, size), INPUT_SIZE, "clean"))
+            self.pixels[index] = np.rint(resize_to_square(draw(attributes, size), INPUT_SIZE, "clean"))
         self.labels = torch.tensor([labels_of(attributes) for attributes in scenes])
         hints = torch.tensor([hints_of(*known) for known in zip(scenes, sizes, strict=True)])
         self.hints = (hints - hints.mean(0)) / (hints.std(0) + 1e-6)
 
-    def pictures(self, chosen: Tensor) -> Tensor:
+    def images(self, chosen: Tensor) -> Tensor:
         return torch.from_numpy(self.pixels[chosen.numpy()]).float()
 
 
-def blurred(pictures: Tensor, sigma: Tensor) -> Tensor:
-    """By a Gaussian of each picture's own width, given as a column."""
+def blurred(images: Tensor, sigma: Tensor) -> Tensor:
+    """By a Gaussian of each image's own width, given as a column."""
     kernel = torch.exp(-0.5 * (torch.arange(-4, 5) / sigma) ** 2)
     kernel = (kernel / kernel.sum(1, keepdim=True)).repeat_interleave(3, dim=0)
-    planes = pictures.permute(0, 3, 1, 2).reshape(1, -1, INPUT_SIZE, INPUT_SIZE)
+    planes = images.permute(0, 3, 1, 2).reshape(1, -1, INPUT_SIZE, INPUT_SIZE)
     planes = F.conv2d(F.pad(planes, (4, 4, 0, 0), mode="replicate"), kernel[:, None, None, :], groups=len(kernel))
     planes = F.conv2d(F.pad(planes, (0, 0, 4, 4), mode="replicate"), kernel[:, None, :, None], groups=len(kernel))
     return planes.reshape(-1, 3, INPUT_SIZE, INPUT_SIZE).permute(0, 2, 3, 1)
@@ -89,26 +95,26 @@ def grain(num: int, dice: torch.Generator) -> Tensor:
     return noise.repeat_interleave(coarse, 1).repeat_interleave(coarse, 2)
 
 
-def harmed(pictures: Tensor, dice: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Part of the pictures blurred, noisy, brighter or darker, and how much of each was done.
+def harmed(images: Tensor, dice: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Part of the images blurred, noisy, brighter or darker, and how much of each was done.
 
-    Generated pictures are never as clean as drawn ones: attributes should be found in them all the same, while the
+    Generated images are never as clean as drawn ones: attributes should be found in them all the same, while the
     features, which are asked how much was done, should tell them apart.
     """
-    num = len(pictures)
+    num = len(images)
     amounts = torch.rand(num, NUM_HARMS, generator=dice) * (torch.rand(num, NUM_HARMS, generator=dice) < 0.4)
     amounts *= torch.rand(num, 1, generator=dice) < 0.6
     blur, noise, light = (amounts[:, column, None, None, None] for column in range(NUM_HARMS))
-    pictures = torch.where(blur > 0, blurred(pictures, 0.3 + 1.2 * amounts[:, :1]), pictures)
+    images = torch.where(blur > 0, blurred(images, 0.3 + 1.2 * amounts[:, :1]), images)
     light = light * torch.where(torch.rand(light.shape, generator=dice) < 0.5, -1.0, 1.0)
-    pictures = pictures * (1.0 + 0.2 * light) + 20.0 * noise * grain(num, dice)
+    images = images * (1.0 + 0.2 * light) + 20.0 * noise * grain(num, dice)
     # The root asks for little harms to be told too.
     told = torch.cat([amounts[:, :2].sqrt(), light[:, 0, 0]], dim=1)
-    return pictures.clamp(0.0, 255.0), told
+    return images.clamp(0.0, 255.0), told
 
 
 def loss_of(outputs: dict[str, Tensor], labels: Tensor, guesses: Tensor, extras: Tensor) -> Tensor:
-    """Cross-entropy of the heads, and squares for the rest of the picture, without which features know the labels alone."""
+    """Cross-entropy of the heads, and squares for the rest of the image, without which features know the labels alone."""
     squares = (guesses - extras).square().mean(0)
     loss = 0.05 * squares[:NUM_HINTS].sum() + squares[NUM_HINTS:].sum()
     for column, (head, weight) in enumerate(WEIGHT_OF_HEAD.items()):
@@ -131,9 +137,9 @@ def trained(scenes: Scenes, arguments: argparse.Namespace) -> StreetsNet:
         if len(order) < arguments.batch_size:
             order = torch.cat([order, torch.randperm(len(scenes.labels), generator=dice)])
         chosen, order = order[: arguments.batch_size], order[arguments.batch_size :]
-        pictures, harms = harmed(scenes.pictures(chosen), dice)
+        images, harms = harmed(scenes.images(chosen), dice)
         with torch.autocast("cpu", torch.bfloat16, enabled=arguments.bf16):
-            outputs = net(pictures)
+            outputs = net(images)
             guesses = extra(outputs["features"]).float()
         loss = loss_of(outputs, scenes.labels[chosen], guesses, torch.cat([scenes.hints[chosen], harms], dim=1))
         optimizer.zero_grad()
@@ -152,18 +158,18 @@ def rounded(net: StreetsNet) -> None:
             weight.copy_(weight.half())
 
 
-def seen(net: StreetsNet, pictures: Iterable[Pixels]) -> dict[str, npt.NDArray[np.float32]]:
-    """What the network says of pictures of any size."""
-    prepared = (torch.from_numpy(resized(picture, INPUT_SIZE, "clean")) for picture in pictures)
+def seen(net: StreetsNet, images: Iterable[Pixels]) -> dict[str, npt.NDArray[np.float32]]:
+    """What the network says of images of any size."""
+    prepared = (torch.from_numpy(resize_to_square(image, INPUT_SIZE, "clean")) for image in images)
     outputs = []
     while batch := list(islice(prepared, 100)):
         outputs.append(net(torch.stack(batch)))
     return {name: torch.cat([output[name] for output in outputs]).numpy() for name in outputs[0]}
 
 
-def examined(net: StreetsNet, arguments: argparse.Namespace) -> Record:
-    """The shares of held-out scenes that it is right about."""
-    scenes = [scene("heldout", index) for index in range(arguments.num_heldout)]
+def examined(net: StreetsNet, arguments: argparse.Namespace) -> StreetsNetRecord:
+    """The shares of validation scenes that it is right about."""
+    scenes = [scene("heldout", index) for index in range(arguments.num_validation)]
     labels = np.array([labels_of(attributes) for attributes in scenes])
     outputs = {size: seen(net, (draw(attributes, size) for attributes in scenes)) for size in SIZES}
     accuracy = {
@@ -173,12 +179,12 @@ def examined(net: StreetsNet, arguments: argparse.Namespace) -> Record:
         }
         for size in SIZES
     }
-    ceiling = agreement(outputs[INPUT_SIZE], [caption(attributes) for attributes in scenes])
-    return Record(
+    ceiling = caption_agreement(outputs[INPUT_SIZE], [caption(attributes) for attributes in scenes])
+    return StreetsNetRecord(
         seed=arguments.seed,
-        num_pictures=arguments.num_pictures,
+        num_trained_on=arguments.num_images,
         num_steps=arguments.num_steps,
-        num_heldout=len(scenes),
+        num_validated_on=len(scenes),
         accuracy=accuracy,
         agreement=round(ceiling.value, 4),
         agreement_by_attribute={
@@ -187,47 +193,47 @@ def examined(net: StreetsNet, arguments: argparse.Namespace) -> Record:
     )
 
 
-def jpeg(picture: Pixels, quality: int) -> Pixels:
+def jpeg(image: Pixels, quality: int) -> Pixels:
     file = BytesIO()
-    Image.fromarray(picture).save(file, "JPEG", quality=quality)
+    Image.fromarray(image).save(file, "JPEG", quality=quality)
     return np.asarray(Image.open(file))
 
 
 def spoiled(scenes: Sequence[Attributes]) -> Iterator[tuple[str, list[Pixels]]]:
-    """Sets of pictures of the scenes, each kind from good to bad."""
+    """Sets of images of the scenes, each kind from good to bad."""
     good = [draw(attributes, INPUT_SIZE) for attributes in scenes]
     yield "as they are", good
     for sigma in (0.5, 1.0, 2.0, 3.0):
         blur = ImageFilter.GaussianBlur(sigma)
-        yield f"blur, sigma {sigma} pixels", [np.asarray(Image.fromarray(picture).filter(blur)) for picture in good]
+        yield f"blur, sigma {sigma} pixels", [np.asarray(Image.fromarray(image).filter(blur)) for image in good]
     noise = np.random.default_rng(0).standard_normal((len(good), INPUT_SIZE, INPUT_SIZE, 3))
     for sigma in (5, 10, 20, 40):
         yield f"noise, sigma {sigma} of 255", list(np.clip(np.rint(good + sigma * noise), 0, 255).astype(np.uint8))
     for quality in (95, 80, 50, 25, 10):
-        yield f"JPEG of quality {quality}", [jpeg(picture, quality) for picture in good]
+        yield f"JPEG of quality {quality}", [jpeg(image, quality) for image in good]
     for size in (128, 48, 32):
         yield f"drawn at {size} pixels", [draw(attributes, size) for attributes in scenes]
     for num in (1, 2, 4):
         kept = [attributes.place in PLACES[num:] for attributes in scenes]
-        yield f"without {num} of 8 places", [picture for picture, keep in zip(good, kept, strict=True) if keep]
+        yield f"without {num} of 8 places", [image for image, keep in zip(good, kept, strict=True) if keep]
     yield (
         "without night",
-        [picture for picture, attributes in zip(good, scenes, strict=True) if attributes.time != "night"],
+        [image for image, attributes in zip(good, scenes, strict=True) if attributes.time != "night"],
     )
     for num in (500, 100, 10):
         yield f"only {num} different ones", [good[index % num] for index in range(len(good))]
 
 
 def print_distances(net: StreetsNet, num: int) -> None:
-    """How far spoiled pictures are from good ones of other scenes: little for little harm, and more for more."""
+    """How far spoiled images are from good ones of other scenes: little for little harm, and more for more."""
     good = seen(net, (draw(scene("heldout", index), INPUT_SIZE) for index in range(num)))
     reference = moments(good["features"])
-    for name, pictures in spoiled([scene("heldout", num + index) for index in range(num)]):
-        distance = frechet_distance(reference, moments(seen(net, pictures)["features"]))
+    for name, images in spoiled([scene("heldout", num + index) for index in range(num)]):
+        distance = frechet_distance(reference, moments(seen(net, images)["features"]))
         print(f"{name:28} FD-streets {distance:8.2f}", flush=True)
 
 
-def print_record(record: Record) -> None:
+def print_record(record: StreetsNetRecord) -> None:
     for size, shares in record.accuracy.items():
         print(f"{size:>4} pixels  " + "  ".join(f"{head} {100 * share:.1f} %" for head, share in shares.items()))
     print(f"agreement with their own captions {100 * record.agreement:.1f} %")
@@ -236,8 +242,10 @@ def print_record(record: Record) -> None:
 def arguments_of() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=Path("streets_net.safetensors"), help="file to write")
-    parser.add_argument("--num_pictures", type=int, default=16_000, help="scenes to train on")
-    parser.add_argument("--num_heldout", type=int, default=2_000, help="held-out scenes to examine it with")
+    parser.add_argument("--num_images", "--num_pictures", type=int, default=16_000, help="scenes to train on")
+    parser.add_argument(
+        "--num_validation", "--num_heldout", type=int, default=2_000, help="validation scenes to examine it with"
+    )
     parser.add_argument("--num_steps", type=int, default=1_300)
     parser.add_argument("--batch_size", type=int, default=64)
     parser.add_argument("--lr", type=float, default=3e-3)
@@ -251,15 +259,15 @@ def main() -> None:
     arguments = arguments_of()
     torch.set_num_threads(arguments.threads)
     with tempfile.TemporaryDirectory() as folder:
-        net = trained(Scenes(arguments.num_pictures, folder), arguments)
+        net = trained(Scenes(arguments.num_images, folder), arguments)
     rounded(net)
     record = examined(net, arguments)
-    streets_network.save(net, record, arguments.output)
+    streets_classifier.save_network(net, record, arguments.output)
     print_record(record)
     print(
-        f"{arguments.output}: {arguments.output.stat().st_size} bytes, SHA-256 {streets_network.sha256(arguments.output)}"
+        f"{arguments.output}: {arguments.output.stat().st_size} bytes, SHA-256 {streets_classifier.weights_sha256(arguments.output)}"
     )
-    print_distances(net, arguments.num_heldout)
+    print_distances(net, arguments.num_validation)
 
 
 if __name__ == "__main__":

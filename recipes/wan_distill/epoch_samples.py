@@ -1,4 +1,4 @@
-"""Samples of one epoch from all ranks, for a training loop of one's own: a student and its teacher's parts in, pictures and prompts out.
+"""Samples of one epoch from all ranks, for a training loop of one's own: a student and its teacher's parts in, images and prompts out.
 
 A thin call of Halation's drawing. `halation distill` and `train_distillation.py` need none of it.
 """
@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halation.distributed.external_group import bare, borrowed_world, is_sharded, reshard, undisturbed
+from halation.distributed.external_process_group import eval_mode, external_world, is_sharded, reshard, unwrap_model
 from halation.distributed.world import World
-from halation.models.denoiser import OWN
-from halation.models.pipelines import library_messages
+from halation.models.denoiser import PIPELINE_SCHEDULER
+from halation.models.pipelines import load
 from halation.models.pipelines.folder_check import PipelineFiles
-from halation.sampling.denoiser_sampler import Drawing, SampleSettings
-from halation.sampling.files import ByRank, Place, Row, publish_index
+from halation.sampling.denoiser_sampler import DenoiserSampler, SampleSettings
+from halation.sampling.sample_folder import RankNaming, SampleFolder, SampleRow, publish_index
 
-library_messages.silence()  # before the pipeline is imported, which is when some of it is said
+load.filter_library_warnings()  # before the pipeline is imported, which is when some of it is said
 from diffusers import WanPipeline  # noqa: E402
 
 from halation.models.pipelines.training.denoiser import PipelineDenoiser  # noqa: E402
@@ -47,50 +47,50 @@ def draw(
     projection: Callable[[Tensor], Tensor] | None,
     rank: int,
     world_size: int,
-) -> list[Row]:
+) -> list[SampleRow]:
     """Draw `epoch_0001_rank_0_sample_00.png` and so on, each rank its contiguous share; the same rows on every rank.
 
     `student` is a Wan transformer, bare or wrapped; of `teacher`, a Wan pipeline, tokenizer and scheduler are used. Texts are read
     and latents decoded on `teacher_device` in `teacher_dtype`, whatever device the student is on. `settings` is a mapping or a
     namespace in which image_size, sample_steps, guidance_scale, sample_seed, same_seed and sample_batch_size may stand.
-    Where `projection` is given, text embeddings go through it before the student reads them. An error costs its pictures alone.
+    Where `projection` is given, text embeddings go through it before the student reads them. An error costs its images alone.
     """
     there = torch.device(teacher_device)
     with (
-        borrowed_world(rank, world_size, torch.device(device), TIMEOUT_S) as world,
-        undisturbed(text_encoder, vae),
+        external_world(rank, world_size, torch.device(device), TIMEOUT_S) as world,
+        eval_mode(text_encoder, vae),
     ):
         pipe: Any = _Pipe(
             tokenizer=teacher.tokenizer,
             text_encoder=text_encoder,
             vae=vae,
             scheduler=type(teacher.scheduler).from_config(teacher.scheduler.config),
-            transformer=bare(student),
+            transformer=unwrap_model(student),
         )
         pipe.set_progress_bar_config(disable=True)
         denoiser = _denoiser(pipe, _size(settings), there, teacher_dtype)
-        denoiser.use_texts(_GivenEncoder(pipe=pipe, family=denoiser.family, device=there, projection=projection))
-        names = ByRank(epoch=epoch, num_prompts=len(prompts), num_ranks=world_size)
-        return _drawn(world, denoiser, _settings(settings, prompts), Place(folder=folder, names=names))
+        denoiser.set_text_store(_GivenEncoder(pipe=pipe, family=denoiser.family, device=there, projection=projection))
+        names = RankNaming(epoch=epoch, num_prompts=len(prompts), num_ranks=world_size)
+        return _drawn(world, denoiser, _settings(settings, prompts), SampleFolder(folder=folder, naming=names))
 
 
-def _drawn(world: World, denoiser: PipelineDenoiser, settings: SampleSettings, place: Place) -> list[Row]:
-    if world.first:
-        place.clear()  # pictures of the same epoch from other weights would pass for these
-    drawing = Drawing(
+def _drawn(world: World, denoiser: PipelineDenoiser, settings: SampleSettings, place: SampleFolder) -> list[SampleRow]:
+    if world.is_rank_zero:
+        place.clear()  # images of the same epoch from other weights would pass for these
+    drawing = DenoiserSampler(
         world,
         denoiser,
         settings,
         sharded=is_sharded(denoiser.module),
         timeout_s=TIMEOUT_S,
         stop=lambda: 0,
-        shares="contiguous",
+        share_mode="contiguous",
     )
     rows = drawing.run(place, place.prefix.rstrip("_"))
     reshard(denoiser.module)
-    if world.first:
-        assert isinstance(place.names, ByRank)
-        publish_index(place, rows, {"epoch": place.names.epoch, "ranks": world.size})
+    if world.is_rank_zero:
+        assert isinstance(place.naming, RankNaming)
+        publish_index(place, rows, {"epoch": place.naming.epoch, "ranks": world.size})
     return rows
 
 
@@ -105,7 +105,7 @@ class _Pipe(WanPipeline):
 
 
 class _Denoiser(PipelineDenoiser):
-    """A student whose pictures are decoded in the precision that its caller asks for."""
+    """A student whose images are decoded in the precision that its caller asks for."""
 
     decoded_in = torch.float32
 
@@ -161,9 +161,9 @@ def _settings(given: Any, prompts: tuple[str, ...]) -> SampleSettings:
         steps=_asked(given, "sample_steps", 10),
         seed=_asked(given, "sample_seed", 42),
         same_seed=_asked(given, "same_seed", False),
-        sampler=OWN,
+        sampler=PIPELINE_SCHEDULER,
         guidance_scale=_asked(given, "guidance_scale", 1.0),
-        sheet_size=_asked(given, "sample_batch_size", 1),
+        batch_size=_asked(given, "sample_batch_size", 1),
         dtype="fp32",
     )
 

@@ -1,6 +1,6 @@
 """Samples from four ranks, tried out: real processes draw with a tiny Wan, and what they drew is checked and told line by line.
 
-`python test_parallel_sample_generation.py [FOLDER]`; without a folder the pictures are thrown away.
+`python test_parallel_sample_generation.py [FOLDER]`; without a folder the images are thrown away.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from halation import plan
+from halation import sample_batching
 from halation.errors import InputError
-from halation.images.png import read_png
+from halation.images.png_codec import read_png
 
 NUM_RANKS = 4
 PROMPTS = ("A cat", "A dog", "A bird", "A fish", "A glass vase of tulips on a piano", "A greenhouse full of ferns")
@@ -69,9 +69,9 @@ def rank_main(rank: int, size: int, folder: str, model: str) -> None:
 
 def opened(model: str) -> tuple[Any, Any]:
     """The teacher's pipeline and a student, the same on every rank."""
-    from halation.models.pipelines import library_messages
+    from halation.models.pipelines import load
 
-    library_messages.silence()
+    load.filter_library_warnings()
     import diffusers
     import torch
     import transformers
@@ -111,14 +111,14 @@ def checks(folder: Path) -> Iterator[Check]:
     parameters = inspect.signature(generate_and_save_samples).parameters
     defaults = {name: parameters[name].default for name in ("rank", "world_size") if name in parameters}
     yield defaults == {"rank": 0, "world_size": 1}, f"generate_and_save_samples takes rank and world_size: {defaults}"
-    shares = [len(plan.share(len(PROMPTS), NUM_RANKS, rank)) for rank in range(NUM_RANKS)]
+    shares = [len(sample_batching.rank_range(len(PROMPTS), NUM_RANKS, rank)) for rank in range(NUM_RANKS)]
     yield shares == [2, 2, 2, 0], f"{len(PROMPTS)} prompts on {NUM_RANKS} ranks are shared out as {shares}"
     model = folder / "tiny_wan"
     tiny_wan.ensure(model)
     codes, words = drawn(folder, model)
     yield codes == [0] * NUM_RANKS, f"{NUM_RANKS} processes came to their end, the one without prompts too: {codes}"
     rows = words[0]["rows"]
-    yield all(word["rows"] == rows for word in words), "every rank was told of all pictures"
+    yield all(word["rows"] == rows for word in words), "every rank was told of all images"
     drew = sorted({row["rank"] for row in rows if row["state"] == "done"})
     yield {0, 1, 2} <= set(drew), f"every rank that has prompts drew; ranks {drew} did"
     yield all(word["untouched"] for word in words), "no rank's random state or mode was touched"
@@ -130,14 +130,14 @@ def checks(folder: Path) -> Iterator[Check]:
         np.array_equal(read_png(folder / "four" / row["file"])[0], read_png(folder / "one" / other["file"])[0])
         for row, other in zip(rows, alone, strict=True)
     ]
-    yield all(same), f"one process alone draws the same {len(same)} pictures, pixel for pixel"
+    yield all(same), f"one process alone draws the same {len(same)} images, pixel for pixel"
     states = words[0]["states"]
     good = states[2] == "failed" and states[:2] + states[4:] == ["done"] * 4
-    yield good, f"errors on rank 1 cost pictures of its share and nothing else: {states}"
+    yield good, f"errors on rank 1 cost images of its share and nothing else: {states}"
 
 
 def _files(folder: Path, rows: list[dict[str, Any]]) -> Iterator[Check]:
-    places = [plan.place_in_shares(index, len(PROMPTS), NUM_RANKS) for index in range(len(PROMPTS))]
+    places = [sample_batching.rank_and_offset(index, len(PROMPTS), NUM_RANKS) for index in range(len(PROMPTS))]
     stems = [f"epoch_{EPOCH:04d}_rank_{rank}_sample_{number:02d}" for rank, number in places]
     wanted = {f"{stem}{kind}" for stem in stems for kind in (".png", ".txt")}
     found = {path.name for path in folder.iterdir()} - {
@@ -148,11 +148,11 @@ def _files(folder: Path, rows: list[dict[str, Any]]) -> Iterator[Check]:
     yield [row["file"] for row in rows] == [f"{stem}.png" for stem in stems], "names follow the shares, whoever drew"
     texts = [(folder / f"{stem}.txt").read_text(encoding="utf-8") for stem in stems]
     yield texts == list(PROMPTS), "each has its own prompt beside it"
-    pictures = [read_png(folder / f"{stem}.png")[0] for stem in stems]
-    distinct = len({picture.tobytes() for picture in pictures if np.ptp(picture)})
-    shapes = {picture.shape for picture in pictures}
-    yield shapes == {(SIZE, SIZE, 3)}, f"pictures are {SIZE} x {SIZE}: {sorted(shapes)}"
-    yield distinct == len(PROMPTS), f"{distinct} of {len(PROMPTS)} pictures differ from all others"
+    images = [read_png(folder / f"{stem}.png")[0] for stem in stems]
+    distinct = len({image.tobytes() for image in images if np.ptp(image)})
+    shapes = {image.shape for image in images}
+    yield shapes == {(SIZE, SIZE, 3)}, f"images are {SIZE} x {SIZE}: {sorted(shapes)}"
+    yield distinct == len(PROMPTS), f"{distinct} of {len(PROMPTS)} images differ from all others"
 
 
 def report(found: Iterator[Check]) -> bool:

@@ -39,7 +39,7 @@ RENAMED = {
     "--num_steps": "--n_steps",
     "--save_samples": "--sample",
     "--no_save_samples": "--no_sample",
-    "--gradient_checkpointing": "--activation_checkpointing",
+    "--gradient_checkpointing": "--gradient_checkpointing",
     "--mixed_precision": "--dtype",
 }
 PRECISIONS = {
@@ -51,7 +51,7 @@ HELP = """flags of this recipe, besides those of `halation distill`:
   --sample_dir DIR          folder of the samples, empty or this run's own; by default OUTPUT_DIR/samples
   --num_steps INT           optimizer steps in all (--n_steps), instead of --num_epochs
   --mixed_precision no|fp16|bf16    precision of the student (--dtype)
-  --gradient_checkpointing  keep no activations inside blocks (--activation_checkpointing)
+  --gradient_checkpointing  keep no activations inside blocks (--gradient_checkpointing)
   --distributed             accepted; ranks of torchrun or srun are joined with it and without it
   --teacher_path tiny       a tiny Wan with two experts, made beside OUTPUT_DIR
 """
@@ -76,7 +76,7 @@ def main(words: Sequence[str], prog: str = "train_distillation.py") -> int:
     except HalationError as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return error.exit_code
-    if distributed and not launcher.launched() and asked.nproc <= 1:
+    if distributed and not launcher.is_launched() and asked.nproc <= 1:
         print(f"{prog}: --distributed without torchrun or srun: one process; --nproc N starts N", file=sys.stderr)
     if asked.sample_prompts and not asked.sample:
         print(f"{prog}: --sample_prompts without --save_samples: no samples will be drawn", file=sys.stderr)
@@ -99,7 +99,7 @@ def translated(words: Sequence[str]) -> tuple[list[str], str, bool]:
         if flag == "--sample_dir":
             sample_dir = value
         elif flag == "--distributed":
-            distributed = value.lower() not in cli.FALSE
+            distributed = value.lower() not in cli.FALSE_WORDS
         else:
             result.append(precision(flag, value))
     return result, sample_dir, distributed
@@ -115,7 +115,7 @@ def precision(flag: str, value: str) -> str:
 
 def by_machine() -> dict[str, Any]:
     """Without a launcher it is one process, whatever the machine has."""
-    return {"nproc": 0 if launcher.launched() else 1, "dtype": "bf16" if launcher.num_gpus() else "fp32"}
+    return {"nproc": 0 if launcher.is_launched() else 1, "dtype": "bf16" if launcher.num_gpus() else "fp32"}
 
 
 def by_flags(words: Sequence[str]) -> dict[str, Any]:

@@ -12,10 +12,10 @@ What the command line does, from Python:
 and, inside a training loop of your own, on every rank:
 
     sampler = halation.RankSampler(draw, ["a red car", "a blue car"], "runs/mine", seed=0, model=model, every=100)
-    sampler(step)  # draw(prompt, generator) returns a picture; docs/own_trainer.md has an example for each trainer
+    sampler(step)  # draw(prompt, generator) returns an image; docs/own_trainer.md has an example for each trainer
 
 Settings are the flags (`halation train --help`). `evaluate` returns its report; the others return the exit code, 0, or 1 where some
-pictures could not be drawn. All raise `halation.errors.HalationError` where they cannot do what is asked.
+images could not be drawn. All raise `halation.errors.HalationError` where they cannot do what is asked.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from halation.sampling.rank_sampler import RankSampler, Sample
+    from halation.sampling.custom_loop_sampler import RankSampler, Sample
 
 __version__ = "0.1.0"
 __all__ = ["RankSampler", "Sample", "__version__", "distill", "evaluate", "generate", "sample", "train", "watch"]
@@ -32,61 +32,61 @@ __all__ = ["RankSampler", "Sample", "__version__", "distill", "evaluate", "gener
 def __getattr__(name: str) -> Any:
     """What needs torch is imported when it is asked for: `import halation` takes no time."""
     if name in ("RankSampler", "Sample"):
-        from halation.sampling import rank_sampler
+        from halation.sampling import custom_loop_sampler
 
-        return getattr(rank_sampler, name)
+        return getattr(custom_loop_sampler, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def train(**settings: Any) -> int:
     """`halation train` with these settings."""
-    from halation.config import checked
+    from halation.config import validate_settings
     from halation.training import command as job
     from halation.training.config import TrainConfig
 
-    return job.run(TrainConfig(**checked(TrainConfig, settings, "halation.train()")))
+    return job.run(TrainConfig(**validate_settings(TrainConfig, settings, "halation.train()")))
 
 
 def distill(**settings: Any) -> int:
     """`halation distill` with these settings."""
-    from halation.config import checked
+    from halation.config import validate_settings
     from halation.distillation import command as job
     from halation.distillation.config import DistillConfig
 
-    return job.run(DistillConfig(**checked(DistillConfig, settings, "halation.distill()")))
+    return job.run(DistillConfig(**validate_settings(DistillConfig, settings, "halation.distill()")))
 
 
 def sample(**settings: Any) -> int:
     """`halation sample` with these settings; `model_path` is the same as `checkpoint`, as on the command line."""
-    from halation.config import checked
+    from halation.config import validate_settings
     from halation.sampling import command as job
     from halation.sampling.config import SampleConfig
 
-    return job.run(SampleConfig(**checked(SampleConfig, settings, "halation.sample()")))
+    return job.run(SampleConfig(**validate_settings(SampleConfig, settings, "halation.sample()")))
 
 
 def generate(**settings: Any) -> int:
     """`halation generate` with these settings; `prompts` is short for `prompts_csv`, as on the command line."""
-    from halation.config import checked
+    from halation.config import validate_settings
     from halation.generation import command as job
     from halation.generation.config import GenerateConfig
 
-    return job.run(GenerateConfig(**checked(GenerateConfig, settings, "halation.generate()")))
+    return job.run(GenerateConfig(**validate_settings(GenerateConfig, settings, "halation.generate()")))
 
 
 def evaluate(**settings: Any) -> dict[str, Any]:
     """`halation evaluate` with these settings: the object that `--json` prints."""
-    from halation.config import checked
+    from halation.config import validate_settings
     from halation.evaluation import command as job
     from halation.evaluation.config import EvaluateConfig
 
-    return job.evaluated(EvaluateConfig(**checked(EvaluateConfig, settings, "halation.evaluate()")))
+    return job.evaluate(EvaluateConfig(**validate_settings(EvaluateConfig, settings, "halation.evaluate()")))
 
 
 def watch(**settings: Any) -> int:
     """`halation watch` with these settings; with `once` it ends when all that is there is scored."""
-    from halation.config import checked
+    from halation.config import validate_settings
     from halation.watcher import command as job
     from halation.watcher.config import WatchConfig
 
-    return job.run(WatchConfig(**checked(WatchConfig, settings, "halation.watch()")))
+    return job.run(WatchConfig(**validate_settings(WatchConfig, settings, "halation.watch()")))

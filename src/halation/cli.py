@@ -10,11 +10,12 @@ import sys
 import traceback
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from halation.errors import HalationError, InputError, refused_by_system
+from halation.config import RENAMED_SETTINGS, to_current_names
+from halation.errors import HalationError, InputError, os_error_message
 
 
 class Command(NamedTuple):
@@ -22,7 +23,7 @@ class Command(NamedTuple):
 
     module: str
     config: str
-    sentence: str
+    summary: str
 
 
 COMMANDS = {
@@ -34,14 +35,14 @@ COMMANDS = {
         "DistillConfig",
         "distil a teacher into a smaller student, or one that draws in few steps",
     ),
-    "sample": Command("sampling.command", "SampleConfig", "draw pictures from a checkpoint on every rank"),
+    "sample": Command("sampling.command", "SampleConfig", "draw images from a checkpoint on every rank"),
     "generate": Command(
-        "generation.command", "GenerateConfig", "draw a picture for every prompt of a list on every GPU, resumable"
+        "generation.command", "GenerateConfig", "draw an image for every prompt of a list on every GPU, resumable"
     ),
     "evaluate": Command(
         "evaluation.command",
         "EvaluateConfig",
-        "score pictures: FID, KID, precision and recall, CLIP score, on every GPU, or an error",
+        "score images: FID, KID, precision and recall, CLIP score, on every GPU, or an error",
     ),
     "watch": Command(
         "watcher.command",
@@ -52,7 +53,7 @@ COMMANDS = {
     "gallery": Command(
         "gallery.command",
         "GalleryConfig",
-        "look at runs in a browser: samples by step, pictures, losses and scores, live",
+        "look at runs in a browser: samples by step, images, losses and scores, live",
     ),
     "demo": Command(
         "tools.demo",
@@ -61,30 +62,30 @@ COMMANDS = {
     ),
     "doctor": Command("tools.doctor", "DoctorConfig", "show devices, versions, backends, and what is missing"),
 }
-TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
+TRUE_WORDS, FALSE_WORDS = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 0 done, 1 failures, 2 bad input, 130 or 143 interrupted."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help", "help"):
-        print(_overview())
-        return 0 if words else 2
-    if words[0] in ("-V", "--version", "version"):
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(_usage_text())
+        return 0 if args else 2
+    if args[0] in ("-V", "--version", "version"):
         from halation import __version__
 
         print(f"halation {__version__}")
         return 0
-    return run(words[0], words[1:])
+    return run(args[0], args[1:])
 
 
 def run(
-    command: str, words: Sequence[str], *, defaults: Mapping[str, Any] | None = None, prog: str | None = None
+    command: str, args: Sequence[str], *, defaults: Mapping[str, Any] | None = None, prog: str | None = None
 ) -> int:
     """Run one command and return its exit code; a recipe brings its own defaults and the name it goes by."""
     # Read by torch when it is imported. A rank that outlives the host of the store by a moment would print twenty-five frames.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    code = _outcome(command, words, defaults, prog)
+    code = _run_command(command, args, defaults, prog)
     if code and "RANK" in os.environ and "torch" in sys.modules:
         # A rank that failed must not wait, in taking its groups down, for peers that wait for it.
         sys.stdout.flush()
@@ -93,15 +94,17 @@ def run(
     return code
 
 
-def _outcome(command: str, words: Sequence[str], defaults: Mapping[str, Any] | None, prog: str | None) -> int:
+def _run_command(command: str, args: Sequence[str], defaults: Mapping[str, Any] | None, prog: str | None) -> int:
     name = prog or "halation"
     try:
         if command not in COMMANDS:
-            raise InputError(f"there is no command '{command}'", f"one of {', '.join(COMMANDS)}", _nearest(command))
-        config = parse(command, words, defaults=defaults, prog=prog)
+            raise InputError(
+                f"there is no command '{command}'", f"one of {', '.join(COMMANDS)}", _suggest_command(command)
+            )
+        config = parse(command, args, defaults=defaults, prog=prog)
         return int(importlib.import_module(f"halation.{COMMANDS[command].module}").run(config))
     except HalationError as error:
-        _say(f"{name}: {error}")
+        _print_error(f"{name}: {error}")
         return error.exit_code
     except KeyboardInterrupt:
         return 130
@@ -111,28 +114,28 @@ def _outcome(command: str, words: Sequence[str], defaults: Mapping[str, Any] | N
         return 1
     except Exception as error:
         logging.getLogger(__name__).debug("unexpected", exc_info=True)
-        refusal = refused_by_system(error)
-        if refusal:
-            _say(f"{name}: {refusal}")
+        message = os_error_message(error)
+        if message:
+            _print_error(f"{name}: {message}")
             return 1
-        _say(f"{name}: this is a defect in Halation or in a library below it:\n{traceback.format_exc()}")
+        _print_error(f"{name}: this is a defect in Halation or in a library below it:\n{traceback.format_exc()}")
         return 1
 
 
 def parse(
-    command: str, words: Sequence[str], *, defaults: Mapping[str, Any] | None = None, prog: str | None = None
+    command: str, args: Sequence[str], *, defaults: Mapping[str, Any] | None = None, prog: str | None = None
 ) -> Any:
     """The command's config: defaults, below `--config FILE`, below flags."""
     import tyro
 
-    from halation.config import from_file
+    from halation.config import load_settings
 
-    kind = config_type(command)
-    file, rest = _take_config(words)
-    if hasattr(kind, "check_words"):
-        kind.check_words(rest)
-    settings = {**(defaults or {}), **(from_file(kind, file) if file else {})}
-    return parse_flags(tyro, kind, settings, rest, prog=prog or f"halation {command}")
+    config_class = config_type(command)
+    file, rest = _pop_config_flag(args)
+    if hasattr(config_class, "check_words"):
+        config_class.check_words(rest)
+    settings = {**(defaults or {}), **(load_settings(config_class, file) if file else {})}
+    return parse_flags(tyro, config_class, settings, rest, prog=prog or f"halation {command}")
 
 
 def config_type(command: str) -> Any:
@@ -142,53 +145,53 @@ def config_type(command: str) -> Any:
 
 
 def parse_flags(
-    tyro: types.ModuleType, config_type: Any, settings: dict[str, Any], words: Sequence[str], prog: str
+    tyro: types.ModuleType, config_type: Any, settings: dict[str, Any], args: Sequence[str], prog: str
 ) -> Any:
     required = [
         f.name for f in dataclasses.fields(config_type) if f.default is f.default_factory is dataclasses.MISSING
     ]
+    settings = to_current_names(settings)
     default = {} if any(name not in settings for name in required) else {"default": config_type(**settings)}
     if not default and settings:  # flags must give the rest; put the file's settings in front of them
-        words = [*_as_flags(settings), *words]
+        args = [*_as_flags(settings), *args]
     return tyro.cli(
         config_type,
         prog=prog,
-        args=normalised(config_type, words),
+        args=normalize_args(config_type, args),
         use_underscores=True,
         config=(tyro.conf.AvoidSubcommands,),
         **default,
     )
 
 
-def normalised(config_type: Any, words: Sequence[str]) -> list[str]:
+def normalize_args(config_type: Any, args: Sequence[str]) -> list[str]:
     """Allow what people write: `--gpu_ids 0,1,2` for lists of numbers or choices, and `--compile False` for switches."""
     hints = typing.get_type_hints(config_type)
-    words = _in_their_places(config_type, words)
+    args = _use_current_names(hints, _resolve_positionals(config_type, args))
     lists = {
         name for name, hint in hints.items() if typing.get_origin(hint) is tuple and str not in typing.get_args(hint)
     }
     switches = {name for name, hint in hints.items() if hint is bool}
-    choices = {name for name, hint in hints.items() if hint == (bool | None)}
+    optional_switches = {name for name, hint in hints.items() if hint == (bool | None)}
     result: list[str] = []
-    words = _split_equals(words)
     position = 0
     current = ""
-    while position < len(words):
-        word = words[position]
+    while position < len(args):
+        word = args[position]
         position += 1
         if word.startswith("--"):
             current = word[2:].replace("-", "_")
-            value = words[position].lower() if position < len(words) else ""
-            if current in switches and value in TRUE + FALSE:
-                result.append(word if value in TRUE else f"--no_{current}")
+            value = args[position].lower() if position < len(args) else ""
+            if current in switches and value in TRUE_WORDS + FALSE_WORDS:
+                result.append(word if value in TRUE_WORDS else f"--no_{current}")
                 position += 1
                 continue
             # For tyro these take a value, because "not said" is a third one; a person may leave it out.
-            if current.removeprefix("no_") in choices:
-                said = value in TRUE + FALSE
-                yes = (value in TRUE if said else True) != current.startswith("no_")
-                result.extend([f"--{current.removeprefix('no_')}", str(yes)])
-                position += said
+            if current.removeprefix("no_") in optional_switches:
+                has_value = value in TRUE_WORDS + FALSE_WORDS
+                is_on = (value in TRUE_WORDS if has_value else True) != current.startswith("no_")
+                result.extend([f"--{current.removeprefix('no_')}", str(is_on)])
+                position += has_value
                 continue
         elif current in lists and "," in word:
             result.extend(part for part in word.split(",") if part)
@@ -197,23 +200,32 @@ def normalised(config_type: Any, words: Sequence[str]) -> list[str]:
     return result
 
 
-def _in_their_places(config_type: Any, words: Sequence[str]) -> list[str]:
+def _use_current_names(names: Collection[str], args: Sequence[str]) -> list[str]:
+    """Flags that were renamed, by the names of today."""
+    result = []
+    for word in _split_equals(args):
+        flag = word[2:].replace("-", "_") if word.startswith("--") else ""
+        no = "no_" if flag.startswith("no_") else ""
+        new = RENAMED_SETTINGS.get(flag.removeprefix(no), "")
+        result.append(f"--{no}{new}" if new in names else word)
+    return result
+
+
+def _resolve_positionals(config_type: Any, args: Sequence[str]) -> list[str]:
     """`--run X` for what is otherwise given by its place: config files and scripts know settings by their names."""
     names = [f.name for f in dataclasses.fields(config_type) if f.metadata.get("positional")]
-    words = _split_equals(words) if names else list(words)
+    args = _split_equals(args) if names else list(args)
     for name in names:
-        values = [words[k + 1] for k, word in enumerate(words[:-1]) if word == f"--{name}"]
+        values = [args[k + 1] for k, word in enumerate(args[:-1]) if word == f"--{name}"]
         if values:  # the last one wins
-            kept = [
-                k for k, word in enumerate(words) if word != f"--{name}" and (k == 0 or words[k - 1] != f"--{name}")
-            ]
-            words = [values[-1], *(words[k] for k in kept)]
-    return words
+            kept = [k for k, word in enumerate(args) if word != f"--{name}" and (k == 0 or args[k - 1] != f"--{name}")]
+            args = [values[-1], *(args[k] for k in kept)]
+    return args
 
 
-def _split_equals(words: Sequence[str]) -> list[str]:
+def _split_equals(args: Sequence[str]) -> list[str]:
     result = []
-    for word in words:
+    for word in args:
         flag, equals, value = word.partition("=")
         result.extend([flag, value] if equals and flag.startswith("--") else [word])
     return result
@@ -231,16 +243,14 @@ def _as_flags(settings: dict[str, Any]) -> list[str]:
     return flags
 
 
-def _take_config(words: Sequence[str]) -> tuple[Path | None, list[str]]:
+def _pop_config_flag(args: Sequence[str]) -> tuple[Path | None, list[str]]:
     rest, file = [], None
-    words = list(words)
+    args = list(args)
     position = 0
-    while position < len(words):
-        word = words[position]
+    while position < len(args):
+        word = args[position]
         if word == "--config" or word.startswith("--config="):
-            value = (
-                word.partition("=")[2] if "=" in word else (words[position + 1] if position + 1 < len(words) else "")
-            )
+            value = word.partition("=")[2] if "=" in word else (args[position + 1] if position + 1 < len(args) else "")
             if not value:
                 raise InputError("--config without a file", "--config FILE.yaml, .toml or .json", "name the file")
             position += 1 if "=" in word else 2
@@ -251,9 +261,9 @@ def _take_config(words: Sequence[str]) -> tuple[Path | None, list[str]]:
     return file, rest
 
 
-def _overview() -> str:
+def _usage_text() -> str:
     width = max(map(len, COMMANDS))
-    lines = [f"  {name.ljust(width)}  {command.sentence}" for name, command in COMMANDS.items()]
+    lines = [f"  {name.ljust(width)}  {command.summary}" for name, command in COMMANDS.items()]
     return "\n".join(
         [
             "usage: halation COMMAND [--flags]",
@@ -268,14 +278,14 @@ def _overview() -> str:
     )
 
 
-def _nearest(command: str) -> str:
+def _suggest_command(command: str) -> str:
     import difflib
 
     near = difflib.get_close_matches(command, COMMANDS, n=1, cutoff=0.5)
     return f"did you mean `halation {near[0]}`?" if near else "run `halation --help`"
 
 
-def _say(text: str) -> None:
+def _print_error(text: str) -> None:
     sys.stderr.write(text.rstrip() + "\n")
 
 

@@ -16,41 +16,61 @@ from typing import Any, Literal, TypeVar
 
 from halation.errors import InputError
 
-Change = Literal["refused", "free", "grows"]
+ChangePolicy = Literal["refused", "free", "grows"]
 ConfigType = TypeVar("ConfigType")
-AT_LEAST_0 = (0, sys.float_info.max)
-ABOVE_0 = (sys.float_info.min, sys.float_info.max)
-SEEDS = (0, 2**63 - 2**32)
+NON_NEGATIVE = (0, sys.float_info.max)
+POSITIVE = (sys.float_info.min, sys.float_info.max)
+RENAMED_SETTINGS = {
+    "max_pictures": "max_images",
+    "heldout_pictures": "validation_images",
+    "eval_pictures": "eval_images",
+    "export_pictures": "export_images",
+    "pictures": "images",
+    "sheet_size": "model_batch_size",
+    "activation_checkpointing": "gradient_checkpointing",
+}
+"""Earlier names of settings. Flags, config files and Python calls take both; config.json of a run keeps the earlier one."""
+SEED_RANGE = (0, 2**63 - 2**32)
 """Every image of a run adds its index to the seed."""
 
 
-def setting(default: Any, *, change: Change = "refused") -> Any:
+def setting(default: Any, *, change: ChangePolicy = "refused") -> Any:
     """A field with a default; `change` says what a resumed run may do with it."""
     if isinstance(default, list | dict):
         raise TypeError("a default must not be shared between configs")
     return dataclasses.field(default=default, metadata={"change": change})
 
 
-def free(default: Any) -> Any:
-    """A setting that may differ at every call of the same run, because it decides no weight and no picture."""
+def free_setting(default: Any) -> Any:
+    """A setting that may differ at every call of the same run, because it decides no weight and no image."""
     return setting(default, change="free")
 
 
 def as_json(config: Any) -> dict[str, Any]:
     """The settings as plain JSON values, in the order they are declared."""
     values: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config), default=str))
-    return values
+    return to_stored_names(values)
 
 
-def fixed(config: Any) -> dict[str, Any]:
+def to_stored_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by the names that config.json stores."""
+    earlier = {new: old for old, new in RENAMED_SETTINGS.items()}
+    return {earlier.get(name, name): value for name, value in values.items()}
+
+
+def to_current_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by the names of today, whichever they are given by."""
+    return {RENAMED_SETTINGS.get(name, name): value for name, value in values.items()}
+
+
+def fixed_settings(config: Any) -> dict[str, Any]:
     """The settings that a resumed run must not change."""
+    names = {f.name: None for f in dataclasses.fields(config) if f.metadata.get("change", "refused") == "refused"}
     values = as_json(config)
-    return {
-        f.name: values[f.name] for f in dataclasses.fields(config) if f.metadata.get("change", "refused") == "refused"
-    }
+    return {name: values[name] for name in to_stored_names(names)}
 
 
-def read_file(path: Path) -> dict[str, Any]:
+def read_settings_file(path: Path) -> dict[str, Any]:
     """Settings from a YAML, TOML or JSON file, by its ending."""
     if not path.is_file():
         raise InputError(
@@ -60,7 +80,7 @@ def read_file(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8-sig")
         match path.suffix.lower():
             case ".yaml" | ".yml":
-                values = _read_yaml(text)
+                values = _parse_yaml(text)
             case ".toml":
                 values = tomllib.loads(text)
             case ".json":
@@ -84,7 +104,7 @@ def read_file(path: Path) -> dict[str, Any]:
     return {str(key).replace("-", "_"): value for key, value in values.items()}
 
 
-def _read_yaml(text: str) -> Any:
+def _parse_yaml(text: str) -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -96,24 +116,24 @@ def _read_yaml(text: str) -> Any:
     return yaml.load(text, Loader)
 
 
-def from_file(config_type: type[ConfigType], path: Path) -> dict[str, Any]:
+def load_settings(config_type: type[ConfigType], path: Path) -> dict[str, Any]:
     """The file's settings with their declared types; an unknown key is an error that names the nearest known one."""
-    values = read_file(path)
+    values = read_settings_file(path)
     if {"job", "settings", "fixed"} <= values.keys() and isinstance(values["settings"], dict):
         values = values["settings"]  # the config.json of a run
-    return checked(config_type, values, str(path))
+    return validate_settings(config_type, values, str(path))
 
 
-def checked(config_type: type[ConfigType], values: Mapping[str, Any], where: str) -> dict[str, Any]:
+def validate_settings(config_type: type[ConfigType], values: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Settings with their declared types, or an error that says where and what was wrong with one."""
     import pydantic
 
     hints = typing.get_type_hints(config_type)
     names = [f.name for f in dataclasses.fields(config_type)]  # type: ignore[arg-type]
-    others = _other_names(config_type)
+    aliases = _setting_aliases(config_type)
     settings: dict[str, Any] = {}
     for given, value in values.items():
-        key = given if given in names else others.get(given, given)
+        key = given if given in names else aliases.get(given, given)
         if key in settings or (key != given and key in values):
             raise InputError(f"{where}: both '{key}' and '{given}'", "one of them: they are the same", "remove one")
         if key not in names:
@@ -138,15 +158,15 @@ def checked(config_type: type[ConfigType], values: Mapping[str, Any], where: str
     return settings
 
 
-def _other_names(config_type: type[ConfigType]) -> dict[str, str]:
+def _setting_aliases(config_type: type[ConfigType]) -> dict[str, str]:
     """The setting for each second name that the command line knows it by."""
     hints = typing.get_type_hints(config_type, include_extras=True)
-    found = {}
+    aliases = {old: new for old, new in RENAMED_SETTINGS.items() if new in hints}
     for name, hint in hints.items():
         for note in getattr(hint, "__metadata__", ()):
             for alias in getattr(note, "aliases", None) or ():
-                found[alias.lstrip("-").replace("-", "_")] = name
-    return found
+                aliases[alias.lstrip("-").replace("-", "_")] = name
+    return aliases
 
 
 def _is_list(hint: Any) -> bool:

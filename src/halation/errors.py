@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 
-REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE)
+RESOURCE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE)
 
 
 class HalationError(Exception):
@@ -40,9 +40,9 @@ class Interrupted(HalationError):
         self.exit_code = exit_code
 
 
-def refused_by_system(error: BaseException) -> str | None:
+def os_error_message(error: BaseException) -> str | None:
     """A sentence for a full, broken or read-only disk and the like, which is nobody's defect and needs no traceback."""
-    if not isinstance(error, OSError) or error.errno not in REFUSALS:
+    if not isinstance(error, OSError) or error.errno not in RESOURCE_ERRNOS:
         return None
     where = f" ({error.filename})" if error.filename else ""
     return f"the system refused: {error.strerror}{where}; mend that, for a full disk free some space, then run the same command again"

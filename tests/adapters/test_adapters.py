@@ -56,7 +56,7 @@ def weights(model: nn.Module) -> list[bytes]:
 def test_lightning_draws_after_updates_and_not_after_batches_that_only_add_up(tmp_path: Path) -> None:
     from lightning.pytorch import LightningModule, Trainer, seed_everything
 
-    from halation.adapters.lightning import SamplerCallback
+    from halation.adapters.lightning import LightningSamplerCallback
 
     class Training(LightningModule):
         def __init__(self) -> None:
@@ -87,7 +87,7 @@ def test_lightning_draws_after_updates_and_not_after_batches_that_only_add_up(tm
     plain, sampled = Training(), Training()
     sampler = RankSampler(sampled.model.draw, PROMPTS, tmp_path / "run", every=2)
     before = weights(plain)
-    assert before != train(model=plain) == train(SamplerCallback(sampler), model=sampled)
+    assert before != train(model=plain) == train(LightningSamplerCallback(sampler), model=sampled)
     assert drawn_steps(tmp_path / "run") == ["step_0000000", "step_0000002", "step_0000004"]
     assert sampler.modules == (sampled,)
 
@@ -97,7 +97,7 @@ def test_lightning_draws_after_updates_and_not_after_batches_that_only_add_up(tm
 def test_the_transformers_trainer_draws_after_updates(tmp_path: Path) -> None:
     from transformers import Trainer, TrainingArguments, set_seed
 
-    from halation.adapters.transformers import SamplerCallback
+    from halation.adapters.transformers import TransformersSamplerCallback
 
     def train(*callbacks: Any, model: nn.Module) -> list[bytes]:
         settings = TrainingArguments(
@@ -117,18 +117,18 @@ def test_the_transformers_trainer_draws_after_updates(tmp_path: Path) -> None:
     plain, sampled = Scale(), Scale()
     sampler = RankSampler(sampled.draw, PROMPTS, tmp_path / "run", every=2)
     before = weights(plain)
-    assert before != train(model=plain) == train(SamplerCallback(sampler), model=sampled)
+    assert before != train(model=plain) == train(TransformersSamplerCallback(sampler), model=sampled)
     assert drawn_steps(tmp_path / "run") == ["step_0000000", "step_0000002", "step_0000004"]
 
 
 def test_the_transformers_callback_names_the_model_and_draws_at_the_trainers_steps(tmp_path: Path) -> None:
     from transformers import TrainerControl, TrainerState
 
-    from halation.adapters.transformers import SamplerCallback
+    from halation.adapters.transformers import TransformersSamplerCallback
 
     model = Scale().train()
     sampler = RankSampler(model.draw, PROMPTS, tmp_path / "run", every=2)
-    callback = SamplerCallback(sampler)
+    callback = TransformersSamplerCallback(sampler)
     arguments: Any = None
     callback.on_train_begin(arguments, TrainerState(global_step=0), TrainerControl(), model=model)
     for step in (1, 2):

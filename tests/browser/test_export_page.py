@@ -10,8 +10,8 @@ import pytest
 from benchmarks.big_folders import generation_folder, training_folder
 
 from halation.gallery import command as gallery
-from halation.gallery.catalog import id_of
 from halation.gallery.config import GalleryConfig
+from halation.gallery.run_catalog import make_run_id
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -27,14 +27,12 @@ FULL_WIDTH = """async () => {
 }"""
 
 
-def export(run: Path, path: Path, num_pictures: int = 400) -> str:
-    assert gallery.run(GalleryConfig(dirs=(run,), export=path, export_pictures=num_pictures)) == 0
+def export(run: Path, path: Path, num_images: int = 400) -> str:
+    assert gallery.run(GalleryConfig(dirs=(run,), export=path, export_images=num_images)) == 0
     return path.as_uri()
 
 
-def test_a_training_opens_from_disk_with_its_samples_curves_config_and_full_pictures(
-    tmp_path: Path, page: Page
-) -> None:
+def test_a_training_opens_from_disk_with_its_samples_curves_config_and_full_images(tmp_path: Path, page: Page) -> None:
     run = training_folder(tmp_path / "runs" / "a #1 run?", 6, 3, size=300, prompts=(PAYLOAD,))
     page.goto(export(run, tmp_path / "mail.html"))
     page.wait_for_function(LOADED)
@@ -45,18 +43,18 @@ def test_a_training_opens_from_disk_with_its_samples_curves_config_and_full_pict
     assert page.locator("#left-out").is_visible()
     assert page.evaluate(FULL_WIDTH) == 300
     for tab, word in (("curves", "loss"), ("config", "n_steps"), ("log", "[rank 0] trained")):
-        page.evaluate(f"location.hash = '#/run/{id_of(run)}/{tab}'")
+        page.evaluate(f"location.hash = '#/run/{make_run_id(run)}/{tab}'")
         page.locator("main").get_by_text(word).first.wait_for()
     page.evaluate("location.hash = '#/scores'")
     page.get_by_text("No scores yet").wait_for()
 
 
-def test_a_generation_opens_from_disk_where_its_full_pictures_are_gone(tmp_path: Path, page: Page) -> None:
+def test_a_generation_opens_from_disk_where_its_full_images_are_gone(tmp_path: Path, page: Page) -> None:
     run = generation_folder(tmp_path / "drawn", 40, failed_every=10, size=64, prompts=(PAYLOAD,))
     address = export(run, tmp_path / "page.html", 12)
     shutil.rmtree(run)
     page.goto(address)
     page.wait_for_function(LOADED)
     assert page.locator("main").get_attribute("data-view") == "generation"
-    assert "12 of 36 pictures" in page.locator("#left-out").inner_text()
+    assert "12 of 36 images" in page.locator("#left-out").inner_text()
     assert page.evaluate("window.harmed") is None

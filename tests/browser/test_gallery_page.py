@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from benchmarks.big_folders import generation_folder, pictures, settle, spec_of, training_folder
+from benchmarks.big_folders import generation_folder, images, settle, spec_of, training_folder
 
-from halation.gallery.catalog import id_of
+from halation.gallery.run_catalog import make_run_id
+from halation.generation.image_requests import ImageRequest
 from halation.generation.ledger import LEDGER_FILE, Ledger
-from halation.generation.requests import Request
 from support.commands import HALATION, started, train, until
 from support.complaints import Complaints
 from support.opened import Opened, opened
@@ -52,12 +52,12 @@ def harmful(root: Path) -> None:
     training_folder(root / "train", 2, len(PAYLOADS), size=16, prompts=PAYLOADS)
     folder = generation_folder(root / "generate", 0, size=16)
     requests = [
-        Request(spec=dataclasses.replace(spec_of(index, 16, prompt), id=prompt), name=f"{index:06d}")
+        ImageRequest(spec=dataclasses.replace(spec_of(index, 16, prompt), id=prompt), name=f"{index:06d}")
         for index, prompt in enumerate(PAYLOADS)
     ]
     with Ledger(folder / LEDGER_FILE) as ledger:
-        ledger.plan(requests, {"prompts": "0" * 64})
-        settle(folder, ledger, requests, 20, PAYLOADS[:2], pictures(16))
+        ledger.add_plan(requests, {"prompts": "0" * 64})
+        settle(folder, ledger, requests, 20, PAYLOADS[:2], images(16))
     numbers = {"value": 1.0, "std": None, "name": PAYLOADS[0], "better": "lower", "few": True, "note": PAYLOADS[1]}
     report = {
         "generated": {"kind": "run", "path": str(folder), "num": len(PAYLOADS)},
@@ -89,7 +89,7 @@ def test_the_link_opens_the_runs_and_enter_opens_one(served: Opened, page: Page)
     served.enter(page)
     assert "token" not in page.url
     page.locator("a.run").nth(3).wait_for()
-    served.pictures(page, 3)
+    served.images(page, 3)
     page.locator("#runs-filter").fill("long")
     assert page.locator("a.run:visible").count() == 1
     page.locator("#runs-filter").press("Tab")
@@ -120,7 +120,7 @@ def test_rows_are_steps_and_columns_prompts_and_only_those_in_sight_are_there(
     served.show(page, folders / "long")
     rows = page.locator("#matrix .matrix-row[data-step]:not(.matrix-teacher)")
     rows.first.wait_for()
-    served.pictures(page, 16)
+    served.images(page, 16)
     assert rows.first.get_attribute("data-step") == str(NUM_STEPS * EVERY)
     assert page.locator(".matrix-prompt").count() == NUM_PROMPTS
     assert rows.count() < NUM_STEPS / 2
@@ -209,7 +209,7 @@ def test_samples_of_a_real_training_appear_by_themselves_and_it_can_be_asked_for
 ) -> None:
     run = tmp_path / "runs" / "live"
     run.parent.mkdir()
-    words = train(run, nproc=1, n_steps=100_000, ckpt_every=25, keep_last=1, sample=True, heldout_pictures=0)
+    words = train(run, nproc=1, n_steps=100_000, ckpt_every=25, keep_last=1, sample=True, validation_images=0)
     with (
         opened(run.parent, scratch=tmp_path, flags=("--allow_control",)) as gallery,
         started([HALATION, *words], tmp_path / "train.log") as training,
@@ -217,7 +217,7 @@ def test_samples_of_a_real_training_appear_by_themselves_and_it_can_be_asked_for
         gallery.enter(page)
         page.locator("a.run[data-state='running']").click(timeout=60_000)
         page.locator(".matrix-row[data-step='25']").wait_for(timeout=60_000)
-        gallery.pictures(page)
+        gallery.images(page)
         waits = []
         for step in (100, 150):
             row = f".matrix-row[data-step='{step}']"
@@ -243,10 +243,10 @@ def test_samples_of_a_real_training_appear_by_themselves_and_it_can_be_asked_for
 # -- a generation
 
 
-def test_ten_thousand_pictures_scroll_with_few_of_them_in_the_page(served: Opened, folders: Path, page: Page) -> None:
+def test_ten_thousand_images_scroll_with_few_of_them_in_the_page(served: Opened, folders: Path, page: Page) -> None:
     served.show(page, folders / "many")
     page.locator("#grid [data-index='0'] img").wait_for()
-    served.pictures(page, 8)
+    served.images(page, 8)
     count = "() => document.querySelectorAll('#grid [data-index]').length"
     for share in (0.3, 0.7, 0.5, 1.0):
         page.evaluate(f"() => window.scrollTo(0, document.documentElement.scrollHeight * {share})")
@@ -258,7 +258,7 @@ def test_ten_thousand_pictures_scroll_with_few_of_them_in_the_page(served: Opene
     )
 
 
-def test_words_states_and_seeds_find_pictures_and_the_address_finds_them_again(
+def test_words_states_and_seeds_find_images_and_the_address_finds_them_again(
     served: Opened, folders: Path, page: Page
 ) -> None:
     served.show(page, folders / "many")
@@ -347,7 +347,7 @@ def test_everything_fits_a_phone_and_has_a_name(
 def test_the_way_back_closes_what_is_open_before_it_leaves_the_run(served: Opened, folders: Path, page: Page) -> None:
     served.enter(page)
     page.locator("a.run").first.wait_for()
-    page.evaluate(f"() => {{ location.hash = '#/run/{id_of(folders / 'long')}'; }}")
+    page.evaluate(f"() => {{ location.hash = '#/run/{make_run_id(folders / 'long')}'; }}")
     page.locator(CELL).first.click()
     page.keyboard.press("c")
     page.keyboard.press("ArrowLeft")

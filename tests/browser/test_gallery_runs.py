@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from benchmarks.big_folders import generation_folder, training_folder
 
-from halation.gallery.catalog import id_of
+from halation.gallery.run_catalog import make_run_id
 from support.complaints import Complaints
 from support.opened import Opened, opened
 
@@ -51,9 +51,9 @@ def served(folders: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield gallery
 
 
-def test_a_watch_stands_under_its_training_with_its_pictures_folded(served: Opened, folders: Path, page: Page) -> None:
+def test_a_watch_stands_under_its_training_with_its_images_folded(served: Opened, folders: Path, page: Page) -> None:
     served.enter(page)
-    watch = id_of(folders / "first" / "watch")
+    watch = make_run_id(folders / "first" / "watch")
     fold = page.locator(f".run-fold[data-fold='{watch}']")
     fold.wait_for()
     names = page.locator("a.run .run-name").all_inner_texts()
@@ -77,18 +77,18 @@ def test_another_run_is_laid_over_the_curves_and_the_address_keeps_it(
     lines = page.locator(".figure[data-metric='loss'] .plot-series:not(.plot-faint)")
     assert lines.count() == 1
     page.locator("#overlay").click()
-    page.locator(f".overlay-list input[value='{id_of(folders / 'second')}']").check()
+    page.locator(f".overlay-list input[value='{make_run_id(folders / 'second')}']").check()
     page.wait_for_function(
         "() => document.querySelectorAll(\".figure[data-metric='loss'] .plot-dashed polyline[points*=',']\").length === 1"
     )
-    assert id_of(folders / "second") in page.url
+    assert make_run_id(folders / "second") in page.url
     page.keyboard.press("Escape")
     page.locator(".figure[data-metric='loss'] svg").hover(position={"x": 300, "y": 60})
     assert "second" in page.locator(".figure[data-metric='loss'] .plot-tip").inner_text()
     page.reload()
     page.locator("#overlay-legend").get_by_text("second").wait_for()
     page.locator("#tab-config").click()
-    page.locator("#config-with").select_option(id_of(folders / "second"))
+    page.locator("#config-with").select_option(make_run_id(folders / "second"))
     assert page.locator("tr[data-differs='n_steps']").inner_text().split() == ["n_steps", "800", "400"]
     assert page.locator("tr[data-differs='lr']").count() == 0
 

@@ -1,4 +1,4 @@
-"""The pictures of the page that the documentation shows are taken here, of the runs below `HALATION_RUNS`, into `HALATION_SCREENSHOTS`.
+"""The images of the page that the documentation shows are taken here, of the runs below `HALATION_RUNS`, into `HALATION_SCREENSHOTS`.
 
 Without a folder of real runs it makes some, and looks at the same pages in a temporary place.
 """
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from benchmarks.big_folders import generation_folder, training_folder
 
-from halation.images.png import read_png
+from halation.images.png_codec import read_png
 from support.opened import Opened, opened
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def longest_training(page: Page, address: str) -> dict[str, Any]:
 
 
 def take(page: Page, path: Path) -> None:
-    """A picture of what is in sight once all of it is there; one colour would mean an empty page."""
+    """An image of what is in sight once all of it is there; one colour would mean an empty page."""
     page.wait_for_function(LOADED)
     page.wait_for_function("() => document.querySelector('.toast') === null")
     page.wait_for_timeout(300)
@@ -65,7 +65,7 @@ def take(page: Page, path: Path) -> None:
     assert len(np.unique(pixels.reshape(-1, pixels.shape[-1]), axis=0)) > 200
 
 
-def test_each_page_has_its_picture(runs: Path, album: Path, tmp_path: Path, new_page: Callable[..., Page]) -> None:
+def test_each_page_has_its_image(runs: Path, album: Path, tmp_path: Path, new_page: Callable[..., Page]) -> None:
     with opened(runs, scratch=tmp_path) as gallery:
         screen, phone = new_page(**WIDE), new_page(**PHONE)
         wide(gallery, screen, runs, album)

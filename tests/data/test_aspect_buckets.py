@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from halation.data.aspect_buckets import bucket_shapes, bucket_words, nearest
-from halation.data.open import check_pictures, open_pictures
+from halation.data.aspect_buckets import bucket_shapes, describe_buckets, nearest_shapes
+from halation.data.dataset_factory import check_dataset, open_dataset
 from halation.errors import InputError
 
 multiples = st.sampled_from([8, 16, 32, 64])
@@ -58,9 +58,9 @@ def test_too_little_room_for_one_multiple_is_refused() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(sizes=st.lists(st.tuples(st.integers(1, 5000), st.integers(1, 5000)), max_size=30))
-def test_each_picture_goes_where_the_least_of_it_is_cut_off(sizes: list[tuple[int, int]]) -> None:
+def test_each_image_goes_where_the_least_of_it_is_cut_off(sizes: list[tuple[int, int]]) -> None:
     shapes = bucket_shapes(512, 512, 32)
-    chosen = nearest(np.array(sizes).reshape(-1, 2), shapes)
+    chosen = nearest_shapes(np.array(sizes).reshape(-1, 2), shapes)
     assert len(chosen) == len(sizes)
 
     def kept(size: tuple[int, int], shape: tuple[int, int]) -> float:
@@ -72,15 +72,15 @@ def test_each_picture_goes_where_the_least_of_it_is_cut_off(sizes: list[tuple[in
 
 
 def test_of_two_shapes_that_are_equally_near_the_first_is_taken() -> None:
-    assert nearest(np.array([[7, 7], [300, 300]]), ((20, 10), (10, 20))).tolist() == [0, 0]
+    assert nearest_shapes(np.array([[7, 7], [300, 300]]), ((20, 10), (10, 20))).tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(
     ("side", "sizes", "words"),
     [
-        (128, [(60, 120), (40, 80), (90, 90)], ["2 buckets (height x width: pictures): 128 x 128: 1, 96 x 160: 2"]),
-        (64, [(60, 120), (90, 90)], ["1 bucket (height x width: pictures): 64 x 64: 2", "multiples of 32"]),
-        (128, [(90, 90)], ["1 bucket (height x width: pictures): 128 x 128: 1", "of 3 shapes"]),
+        (128, [(60, 120), (40, 80), (90, 90)], ["2 buckets (height x width: images): 128 x 128: 1, 96 x 160: 2"]),
+        (64, [(60, 120), (90, 90)], ["1 bucket (height x width: images): 64 x 64: 2", "multiples of 32"]),
+        (128, [(90, 90)], ["1 bucket (height x width: images): 128 x 128: 1", "of 3 shapes"]),
     ],
 )
 def test_people_are_told_the_shapes_and_where_there_is_but_one(
@@ -89,9 +89,9 @@ def test_people_are_told_the_shapes_and_where_there_is_but_one(
     (tmp_path / "data/cat").mkdir(parents=True)
     for number, (high, wide) in enumerate(sizes):
         Image.new("RGB", (wide, high)).save(tmp_path / f"data/cat/{number}.png")
-    source = open_pictures(str(tmp_path / "data"), side, side, 0, bucket_multiple=32)
-    check_pictures(source, tmp_path / "cache")
-    told = bucket_words(source, 32)
+    source = open_dataset(str(tmp_path / "data"), side, side, 0, bucket_multiple=32)
+    check_dataset(source, tmp_path / "cache")
+    told = describe_buckets(source, 32)
     assert len(told) == len(words)
     assert all(word in line for word, line in zip(words, told, strict=True)), told
-    assert bucket_words(open_pictures(str(tmp_path / "data"), side, side, 0), 32) == []
+    assert describe_buckets(open_dataset(str(tmp_path / "data"), side, side, 0), 32) == []

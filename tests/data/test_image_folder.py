@@ -1,4 +1,4 @@
-"""Folders of pictures: what is read, what is left out, and what is refused with which words."""
+"""Folders of images: what is read, what is left out, and what is refused with which words."""
 
 from __future__ import annotations
 
@@ -18,15 +18,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from halation.data.decode import BrokenPictureError, check, decode
-from halation.data.image_folder import ImageFolder, hold_out
-from halation.data.image_listing import Entry
+from halation.data.decode import BrokenImageError, decode, verify_image
+from halation.data.image_annotations import ImageEntry
+from halation.data.image_folder import ImageFolder, split_validation
 from halation.errors import InputError
 
 
-def picture(
-    colour: tuple[int, ...] = (200, 30, 60), size: tuple[int, int] = (20, 12), mode: str = "RGB"
-) -> Image.Image:
+def image(colour: tuple[int, ...] = (200, 30, 60), size: tuple[int, int] = (20, 12), mode: str = "RGB") -> Image.Image:
     return Image.new(mode, size, colour)
 
 
@@ -34,8 +32,8 @@ def captioned(folder: Path, num: int, suffix: str = ".png") -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     lines = []
     for index in range(num):
-        picture((index % 256, 0, 0)).save(folder / f"{index:04d}{suffix}")
-        lines.append(json.dumps({"file_name": f"{index:04d}{suffix}", "text": f"picture {index}", "tags": "x"}))
+        image((index % 256, 0, 0)).save(folder / f"{index:04d}{suffix}")
+        lines.append(json.dumps({"file_name": f"{index:04d}{suffix}", "text": f"image {index}", "tags": "x"}))
     (folder / "metadata.jsonl").write_text("\n".join(lines))
     return folder
 
@@ -48,19 +46,19 @@ def refused(folder: Path) -> InputError:
 
 
 @pytest.mark.parametrize("below", ["", "train"])
-def test_metadata_beside_the_pictures_gives_captions(tmp_path: Path, below: str) -> None:
+def test_metadata_beside_the_images_gives_captions(tmp_path: Path, below: str) -> None:
     captioned(tmp_path / below, 5)
     source = ImageFolder(tmp_path, 8, 16)
-    assert (source.num_train, source.num_heldout, source.class_names) == (5, 0, ())
+    assert (source.num_train, source.num_validation, source.class_names) == (5, 0, ())
     seen = [source.train(index) for index in range(5)]
-    assert [one.caption for one in seen] == list(source.captions()) == [f"picture {index}" for index in range(5)]
+    assert [one.caption for one in seen] == list(source.captions()) == [f"image {index}" for index in range(5)]
     assert all(one.pixels.shape == (8, 16, 3) and one.pixels.dtype == np.uint8 and one.label == -1 for one in seen)
     assert [int(one.pixels[4, 4, 0]) for one in seen] == list(range(5))
 
 
 def test_metadata_may_be_csv_with_commas_in_captions(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
-    picture().save(tmp_path / "deep" / "a.png")
+    image().save(tmp_path / "deep" / "a.png")
     (tmp_path / "metadata.csv").write_text('id,text,file_name\r\n1,"wet, shiny ""road""",deep/a.png\r\n')
     assert ImageFolder(tmp_path, 8, 8).train(0).caption == 'wet, shiny "road"'
 
@@ -69,7 +67,7 @@ def test_metadata_may_be_csv_with_commas_in_captions(tmp_path: Path) -> None:
 def test_folders_are_classes_in_the_order_of_their_names(tmp_path: Path, below: str) -> None:
     for name, suffix in (("fire_truck", ".png"), ("car", ".jpg"), ("train", ".webp")):
         (tmp_path / below / name).mkdir(parents=True)
-        picture().save(tmp_path / below / name / f"x{suffix}")
+        image().save(tmp_path / below / name / f"x{suffix}")
     source = ImageFolder(tmp_path, 8, 8)
     assert source.class_names == ("car", "fire_truck", "train")
     assert [(source.train(index).caption, source.train(index).label) for index in range(3)] == [
@@ -83,42 +81,42 @@ def test_a_validation_split_is_the_held_out_part(tmp_path: Path) -> None:
     captioned(tmp_path / "train", 30)
     captioned(tmp_path / "validation", 3)
     source = ImageFolder(tmp_path, 8, 8)
-    assert (source.num_train, source.num_heldout) == (30, 3)
-    assert source.heldout(2).caption == "picture 2"
+    assert (source.num_train, source.num_validation) == (30, 3)
+    assert source.validation(2).caption == "image 2"
 
 
 def test_held_out_classes_have_the_labels_of_the_train_part(tmp_path: Path) -> None:
     for name in ("train/a", "train/b", "train/c", "test/c"):
         (tmp_path / name).mkdir(parents=True)
-        picture().save(tmp_path / name / "x.png")
-    assert ImageFolder(tmp_path, 8, 8).heldout(0).label == 2
+        image().save(tmp_path / name / "x.png")
+    assert ImageFolder(tmp_path, 8, 8).validation(0).label == 2
     (tmp_path / "test/z").mkdir()
-    picture().save(tmp_path / "test/z/x.png")
+    image().save(tmp_path / "test/z/x.png")
     assert "classes that train/ has not: z" in refused(tmp_path).found
 
 
-def entries(num: int) -> list[Entry]:
-    return [Entry(name=f"picture {index}.png", num_bytes=1, caption="") for index in range(num)]
+def entries(num: int) -> list[ImageEntry]:
+    return [ImageEntry(name=f"image {index}.png", num_bytes=1, caption="") for index in range(num)]
 
 
 def test_the_parts_do_not_meet_and_lose_nothing() -> None:
     for num in (1, 19, 20, 500, 5000):
-        train, heldout = hold_out(entries(num), 64)
-        assert sorted([*train, *heldout]) == sorted(entries(num))
-        assert len(heldout) <= 64
-        assert num >= 20 or not heldout
-    assert len(heldout) == 64
+        train, validation = split_validation(entries(num), 64)
+        assert sorted([*train, *validation]) == sorted(entries(num))
+        assert len(validation) <= 64
+        assert num >= 20 or not validation
+    assert len(validation) == 64
 
 
-def test_more_pictures_move_none_of_the_others_below_the_limit_and_never_one_from_training_to_held_out() -> None:
-    before = hold_out(entries(300), 64)
+def test_more_images_move_none_of_the_others_below_the_limit_and_never_one_from_training_to_held_out() -> None:
+    before = split_validation(entries(300), 64)
     for num in (301, 400, 900):
-        train, heldout = hold_out(entries(num), 64)
-        assert set(before[1]) == set(heldout) & set(entries(300))
+        train, validation = split_validation(entries(num), 64)
+        assert set(before[1]) == set(validation) & set(entries(300))
         before_train = set(before[0])
         assert before_train <= set(train)
-    large = set(hold_out(entries(5000), 64)[0])
-    assert large <= set(hold_out(entries(9000), 64)[0])
+    large = set(split_validation(entries(5000), 64)[0])
+    assert large <= set(split_validation(entries(9000), 64)[0])
 
 
 def test_a_copy_has_the_same_fingerprint_and_any_change_another(tmp_path: Path) -> None:
@@ -132,13 +130,13 @@ def test_a_copy_has_the_same_fingerprint_and_any_change_another(tmp_path: Path) 
     (folder / "metadata.jsonl").write_text("\n".join(reversed(lines)))
     assert ImageFolder(folder, 8, 8).fingerprint == first
     assert ImageFolder(folder, 8, 9).fingerprint != first
-    (folder / "metadata.jsonl").write_text("\n".join(lines).replace("picture 3", "picture three"))
+    (folder / "metadata.jsonl").write_text("\n".join(lines).replace("image 3", "image three"))
     assert ImageFolder(folder, 8, 8).fingerprint != first
 
 
 def test_the_source_travels_to_another_process(tmp_path: Path) -> None:
     source = pickle.loads(pickle.dumps(ImageFolder(captioned(tmp_path, 3), 8, 8)))
-    assert source.train(2).caption == "picture 2"
+    assert source.train(2).caption == "image 2"
 
 
 def test_bad_folders_are_refused_with_what_was_found(tmp_path: Path) -> None:
@@ -148,11 +146,11 @@ def test_bad_folders_are_refused_with_what_was_found(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert "is empty" in refused(tmp_path / "empty").found
     (tmp_path / "loose").mkdir()
-    picture().save(tmp_path / "loose" / "a.png")
-    assert "neither a metadata file nor class folders (1 pictures without" in refused(tmp_path / "loose").found
+    image().save(tmp_path / "loose" / "a.png")
+    assert "neither a metadata file nor class folders (1 images without" in refused(tmp_path / "loose").found
     (tmp_path / "bare" / "train").mkdir(parents=True)
-    picture().save(tmp_path / "bare" / "train" / "a.png")
-    assert "neither a metadata file nor class folders (1 pictures without" in refused(tmp_path / "bare").found
+    image().save(tmp_path / "bare" / "train" / "a.png")
+    assert "neither a metadata file nor class folders (1 images without" in refused(tmp_path / "bare").found
     (tmp_path / "texts" / "docs").mkdir(parents=True)
     (tmp_path / "texts" / "docs" / "a.txt").write_text("x")
     assert "no PNG, JPEG or WebP files" in refused(tmp_path / "texts").found
@@ -207,20 +205,20 @@ def test_a_bad_line_of_metadata_is_refused_with_its_number(tmp_path: Path, line:
     assert "metadata.jsonl" in error.found
 
 
-def test_broken_pictures_below_one_percent_are_named_and_left_out(
+def test_broken_images_below_one_percent_are_named_and_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     captioned(tmp_path, 201)
     (tmp_path / "0007.png").write_bytes((tmp_path / "0007.png").read_bytes()[:40])
     (tmp_path / "0100.png").write_bytes(b"")
     source = ImageFolder(tmp_path, 8, 8)
-    before = source.num_train + source.num_heldout
+    before = source.num_train + source.num_validation
     with caplog.at_level(logging.WARNING):
         report = source.check()
     assert report.num_checked == 201
     assert set(report.broken) == {"0007.png", "0100.png"}
     assert report.broken["0100.png"] == "the file is empty"
-    assert source.num_train + source.num_heldout == before - 2
+    assert source.num_train + source.num_validation == before - 2
     assert "0007.png" in caplog.text
     assert "0100.png" in caplog.text
     for index in range(source.num_train):
@@ -230,7 +228,7 @@ def test_broken_pictures_below_one_percent_are_named_and_left_out(
 def test_captions_that_are_all_empty_are_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     captioned(tmp_path, 2)
     lines = (tmp_path / "metadata.jsonl").read_text()
-    for text, times in ((lines, 0), (lines.replace("picture 0", " "), 0), (re.sub(r"picture \d", "", lines), 1)):
+    for text, times in ((lines, 0), (lines.replace("image 0", " "), 0), (re.sub(r"image \d", "", lines), 1)):
         caplog.clear()
         (tmp_path / "metadata.jsonl").write_text(text)
         with caplog.at_level(logging.WARNING):
@@ -239,14 +237,14 @@ def test_captions_that_are_all_empty_are_told_once(tmp_path: Path, caplog: pytes
         assert caplog.text.count("all captions of") == times
 
 
-def test_broken_pictures_from_one_percent_on_are_refused_and_ten_are_named(tmp_path: Path) -> None:
+def test_broken_images_from_one_percent_on_are_refused_and_ten_are_named(tmp_path: Path) -> None:
     captioned(tmp_path, 100)
-    (tmp_path / "0005.png").write_bytes(b"no picture")
-    with pytest.raises(InputError, match=r"1 of the 100 pictures of .* are broken:\n    0005.png: its content is not"):
+    (tmp_path / "0005.png").write_bytes(b"no image")
+    with pytest.raises(InputError, match=r"1 of the 100 images of .* are broken:\n    0005.png: its content is not"):
         ImageFolder(tmp_path, 8, 8).check()
     for index in range(20):
-        (tmp_path / f"{index:04d}.png").write_bytes(b"no picture")
-    with pytest.raises(InputError, match="20 of the 100 pictures") as caught:
+        (tmp_path / f"{index:04d}.png").write_bytes(b"no image")
+    with pytest.raises(InputError, match="20 of the 100 images") as caught:
         ImageFolder(tmp_path, 8, 8).check()
     assert caught.value.found.count(".png: ") == 10
     assert "and 10 more" in caught.value.found
@@ -258,27 +256,27 @@ def test_a_check_is_remembered_until_a_file_changes(tmp_path: Path) -> None:
     calls: list[tuple[int, int]] = []
     first = ImageFolder(folder, 8, 8).check(memory, on_progress=lambda *now: calls.append(now))
     assert calls[-1] == (210, 210)
-    assert not first.remembered
+    assert not first.from_cache
     source = ImageFolder(folder, 8, 8)
     second = source.check(memory)
-    assert second.remembered
+    assert second.from_cache
     assert second.broken == first.broken
-    assert source.num_train + source.num_heldout == 209
-    picture().save(folder / "0100.png")
+    assert source.num_train + source.num_validation == 209
+    image().save(folder / "0100.png")
     third = ImageFolder(folder, 8, 8).check(memory)
-    assert not third.remembered
+    assert not third.from_cache
     assert not third.broken
     for index in memory.iterdir():
         index.write_text("{")
-    assert not ImageFolder(folder, 8, 8).check(memory).remembered
+    assert not ImageFolder(folder, 8, 8).check(memory).from_cache
 
 
-def test_a_picture_that_breaks_after_the_check_is_named(tmp_path: Path) -> None:
+def test_a_image_that_breaks_after_the_check_is_named(tmp_path: Path) -> None:
     source = ImageFolder(captioned(tmp_path, 3), 8, 8)
     (tmp_path / "0001.png").write_bytes(b"")
     with pytest.raises(InputError, match=r"0001\.png cannot be read: the file is empty"):
         source.train(1)
-    with pytest.raises(IndexError, match="has 3 such pictures"):
+    with pytest.raises(IndexError, match="has 3 such images"):
         source.train(3)
 
 
@@ -296,7 +294,7 @@ def test_the_middle_is_kept_at_any_size(tmp_path: Path, suffix: str) -> None:
     assert np.abs(tall - (40, 200, 90)).max() < 25
 
 
-def test_a_picture_of_the_right_size_is_not_resampled(tmp_path: Path) -> None:
+def test_a_image_of_the_right_size_is_not_resampled(tmp_path: Path) -> None:
     pixels = np.random.Generator(np.random.Philox(3)).integers(0, 256, (16, 24, 3), np.uint8)
     Image.fromarray(pixels).save(tmp_path / "a.png")
     assert np.array_equal(decode(tmp_path / "a.png", 16, 24), pixels)
@@ -317,15 +315,15 @@ def test_a_turned_photograph_is_upright(tmp_path: Path) -> None:
 def test_transparent_parts_are_white_whatever_colour_hides_there(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "a.png"
     if kind == "rgba":
-        picture((255, 0, 0, 0), mode="RGBA").save(path)
+        image((255, 0, 0, 0), mode="RGBA").save(path)
     elif kind == "palette":
         indexed = Image.new("P", (20, 12), 1)
         indexed.putpalette([0, 0, 0, 255, 0, 0])
         indexed.save(path, transparency=1)
     elif kind == "grey and alpha":
-        picture((0, 0), mode="LA").save(path)
+        image((0, 0), mode="LA").save(path)
     else:
-        picture((9, 9, 9)).save(path, transparency=(9, 9, 9))
+        image((9, 9, 9)).save(path, transparency=(9, 9, 9))
     assert decode(path, 8, 8).min() == 255
 
 
@@ -340,9 +338,9 @@ def test_hidden_colours_do_not_bleed_into_the_edge(tmp_path: Path) -> None:
 def test_deep_grey_palette_and_print_colours_are_read(tmp_path: Path) -> None:
     Image.fromarray(np.full((10, 10), 0x80FF, np.uint16)).save(tmp_path / "deep.png")
     assert abs(int(decode(tmp_path / "deep.png", 5, 5)[2, 2, 1]) - 0x80) <= 1
-    picture((10, 200, 30)).quantize(4).save(tmp_path / "palette.png")
+    image((10, 200, 30)).quantize(4).save(tmp_path / "palette.png")
     assert np.abs(decode(tmp_path / "palette.png", 5, 5)[2, 2].astype(int) - (10, 200, 30)).max() <= 2
-    picture((0, 0, 0, 0), mode="CMYK").save(tmp_path / "print.jpg")
+    image((0, 0, 0, 0), mode="CMYK").save(tmp_path / "print.jpg")
     assert decode(tmp_path / "print.jpg", 5, 5).min() > 250
     Image.new("1", (10, 10), 1).save(tmp_path / "bits.png")
     assert decode(tmp_path / "bits.png", 5, 5).min() == 255
@@ -361,20 +359,20 @@ def bomb(path: Path, width: int, height: int) -> Path:
 @pytest.mark.parametrize(("width", "height"), [(8001, 8000), (20000, 20000), (60000, 60000)])
 def test_a_bomb_is_refused_before_it_is_decoded(tmp_path: Path, width: int, height: int) -> None:
     start = time.process_time()
-    with pytest.raises(BrokenPictureError, match=r"pixels"):
+    with pytest.raises(BrokenImageError, match=r"pixels"):
         decode(bomb(tmp_path / "a.png", width, height), 8, 8)
     assert time.process_time() - start < 1
 
 
 @pytest.mark.parametrize("kind", ["GIF", "BMP", "TIFF", "PPM", "ICO"])
 def test_other_formats_are_refused_under_any_name(tmp_path: Path, kind: str) -> None:
-    picture(size=(16, 16)).save(tmp_path / "a.png", format=kind)
-    with pytest.raises(BrokenPictureError, match="not PNG, JPEG or WebP"):
+    image(size=(16, 16)).save(tmp_path / "a.png", format=kind)
+    with pytest.raises(BrokenImageError, match="not PNG, JPEG or WebP"):
         decode(tmp_path / "a.png", 8, 8)
 
 
 def test_a_name_that_lies_among_the_three_formats_does_no_harm(tmp_path: Path) -> None:
-    picture((10, 20, 30)).save(tmp_path / "a.jpg", format="PNG")
+    image((10, 20, 30)).save(tmp_path / "a.jpg", format="PNG")
     assert decode(tmp_path / "a.jpg", 4, 4)[0, 0].tolist() == [10, 20, 30]
 
 
@@ -385,8 +383,8 @@ def test_a_cut_file_is_found_by_the_check(tmp_path: Path, kind: str) -> None:
     Image.fromarray(noise).save(whole, format=kind)
     for cut in (12, 20, len(whole.getvalue()) // 2):
         (tmp_path / "a").write_bytes(whole.getvalue()[:-cut])
-        with pytest.raises(BrokenPictureError):
-            check(tmp_path / "a", 8, 8)
+        with pytest.raises(BrokenImageError):
+            verify_image(tmp_path / "a", 8, 8)
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
@@ -401,9 +399,9 @@ def test_no_damage_raises_anything_but_the_one_error(tmp_path: Path, kind: str) 
             content[at] = random.integers(0, 256)
         (tmp_path / "a").write_bytes(content)
         try:
-            check(tmp_path / "a", 8, 8)
+            verify_image(tmp_path / "a", 8, 8)
             outcomes.add("read")
-        except BrokenPictureError as error:
+        except BrokenImageError as error:
             outcomes.add("refused" if str(error) else "refused without a reason")
     assert "refused" in outcomes
     assert "refused without a reason" not in outcomes

@@ -14,35 +14,37 @@ import pytest
 from safetensors.numpy import load_file
 
 from halation.data import latent_cache
-from halation.data.dataset import JSON, Picture
-from halation.data.prefetch import Batches
-from halation.data.shuffle import BucketOrder, Order
+from halation.data.dataset_protocol import JSON, CaptionedImage
+from halation.data.prefetch import BatchPrefetcher
+from halation.data.shuffle import BucketOrder, ShuffledOrder
 from halation.errors import InputError
 
 FINGERPRINT: dict[str, JSON] = {"source": "drawn", "encoder": "thirds", "size": [8, 8]}
 
 
 class Drawn:
-    """Pictures from a formula, with captions in several scripts."""
+    """Images from a formula, with captions in several scripts."""
 
     name = "drawn"
     fingerprint: dict[str, JSON] = {"kind": "drawn"}
     num_train = 53
-    num_heldout = 7
+    num_validation = 7
     height = width = 8
     class_names = ("even", "odd")
 
-    def train(self, index: int) -> Picture:
+    def train(self, index: int) -> CaptionedImage:
         pixels = np.random.Generator(np.random.Philox(key=index)).integers(0, 256, (8, 8, 3), np.uint8)
-        return Picture(pixels=pixels, caption=f"scene {index} \U0001f697 거리", label=index % 2, original=(index, 30))
+        return CaptionedImage(
+            pixels=pixels, caption=f"scene {index} \U0001f697 거리", label=index % 2, original_size=(index, 30)
+        )
 
-    def heldout(self, index: int) -> Picture:
+    def validation(self, index: int) -> CaptionedImage:
         return self.train(1000 + index)
 
     def captions(self) -> Iterable[str]:
         return []
 
-    every_caption = captions
+    all_captions = captions
 
 
 class Encoder:
@@ -61,24 +63,24 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
-def test_a_cache_of_pixels_holds_the_pictures(tmp_path: Path) -> None:
+def test_a_cache_of_pixels_holds_the_images(tmp_path: Path) -> None:
     latent_cache.build(Drawn(), tmp_path, fingerprint=FINGERPRINT, shard_size=16)
-    cache = latent_cache.open(tmp_path, FINGERPRINT)
-    assert (cache.num_train, cache.num_heldout, cache.class_names) == (53, 7, ("even", "odd"))
+    cache = latent_cache.open_cache(tmp_path, FINGERPRINT)
+    assert (cache.num_train, cache.num_validation, cache.class_names) == (53, 7, ("even", "odd"))
     assert not cache.holds_latents
-    for part, num in (("train", 53), ("heldout", 7)):
+    for part, num in (("train", 53), ("validation", 7)):
         for index in range(num):
             kept, drawn = getattr(cache, part)(index), getattr(Drawn(), part)(index)
             assert kept.pixels.tobytes() == drawn.pixels.tobytes()
-            assert (kept.caption, kept.label, kept.original) == (drawn.caption, drawn.label, drawn.original)
+            assert (kept.caption, kept.label, kept.original_size) == (drawn.caption, drawn.label, drawn.original_size)
     assert list(cache.captions()) == [Drawn().train(index).caption for index in range(53)]
-    assert list(cache.every_caption())[53:] == [Drawn().heldout(index).caption for index in range(7)]
+    assert list(cache.all_captions())[53:] == [Drawn().validation(index).caption for index in range(7)]
     assert cache.bucket_of is None
 
 
 def test_pixels_are_views_of_the_file_and_cannot_be_written(tmp_path: Path) -> None:
     latent_cache.build(Drawn(), tmp_path, fingerprint=FINGERPRINT)
-    pixels = latent_cache.open(tmp_path, FINGERPRINT).train(3).pixels
+    pixels = latent_cache.open_cache(tmp_path, FINGERPRINT).train(3).pixels
     assert not pixels.flags.owndata
     with pytest.raises(ValueError, match="read-only"):
         pixels[0] = 0
@@ -87,7 +89,7 @@ def test_pixels_are_views_of_the_file_and_cannot_be_written(tmp_path: Path) -> N
 def test_any_reader_of_safetensors_can_read_a_shard(tmp_path: Path) -> None:
     latent_cache.build(Drawn(), tmp_path, Encoder(), fingerprint=FINGERPRINT, shard_size=16)
     tensor = load_file(tmp_path / "train-00002.safetensors")["x"]
-    cache = latent_cache.open(tmp_path, FINGERPRINT)
+    cache = latent_cache.open_cache(tmp_path, FINGERPRINT)
     assert tensor.shape == (16, 3, 2, 2)
     assert tensor.dtype == np.float16
     assert tensor[5].tobytes() == cache.train(37).pixels.tobytes()
@@ -100,7 +102,13 @@ def test_any_number_of_ranks_writes_the_same_bytes(tmp_path: Path, world_size: i
     for rank in reversed(range(world_size)):
         encode = Encoder()
         latent_cache.build(
-            Drawn(), together, encode, fingerprint=FINGERPRINT, part=(rank, world_size), shard_size=10, encode_size=4
+            Drawn(),
+            together,
+            encode,
+            fingerprint=FINGERPRINT,
+            rank_and_size=(rank, world_size),
+            shard_size=10,
+            encode_size=4,
         )
         assert set(encode.sizes) == {4}
     assert files(alone) == files(together)
@@ -114,7 +122,7 @@ def test_processes_write_the_same_bytes(tmp_path: Path) -> None:
 
 def test_reading_many_equals_reading_each(tmp_path: Path) -> None:
     latent_cache.build(Drawn(), tmp_path, Encoder(), fingerprint=FINGERPRINT, shard_size=10)
-    cache = latent_cache.open(tmp_path, FINGERPRINT)
+    cache = latent_cache.open_cache(tmp_path, FINGERPRINT)
     assert cache.holds_latents
     wanted = [52, 0, 10, 9, 0, 31]
     stack = cache.read(wanted)
@@ -123,21 +131,21 @@ def test_reading_many_equals_reading_each(tmp_path: Path) -> None:
         assert stack.pixels[row].tobytes() == cache.train(index).pixels.tobytes()
         assert (stack.captions[row], stack.labels[row]) == (cache.train(index).caption, cache.train(index).label)
     assert stack.originals.tolist() == [[index, 30] for index in wanted]
-    assert cache.read([6], part="heldout").captions == [cache.heldout(6).caption]
+    assert cache.read([6], split="heldout").captions == [cache.validation(6).caption]
     assert cache.read([]).pixels.shape == (0, 3, 2, 2)
     for outside in (-1, 53):
-        with pytest.raises(IndexError, match="53 pictures"):
+        with pytest.raises(IndexError, match="53 images"):
             cache.read([outside])
-        with pytest.raises(IndexError, match="53 pictures"):
+        with pytest.raises(IndexError, match="53 images"):
             cache.train(outside)
 
 
 def test_the_loader_reads_a_cache_like_its_source(tmp_path: Path) -> None:
     latent_cache.build(Drawn(), tmp_path, fingerprint=FINGERPRINT, shard_size=10)
     steps = [(step, range(step * 9, step * 9 + 9)) for step in range(8)]
-    with Batches(Drawn(), Order(1, 53), steps) as batches:
+    with BatchPrefetcher(Drawn(), ShuffledOrder(1, 53), steps) as batches:
         drawn = list(batches)
-    with Batches(latent_cache.open(tmp_path, FINGERPRINT), Order(1, 53), steps) as batches:
+    with BatchPrefetcher(latent_cache.open_cache(tmp_path, FINGERPRINT), ShuffledOrder(1, 53), steps) as batches:
         cached = list(batches)
     assert [batch["pixels"].tobytes() for batch in drawn] == [batch["pixels"].tobytes() for batch in cached]
     assert [batch["captions"] for batch in drawn] == [batch["captions"] for batch in cached]
@@ -147,7 +155,7 @@ def test_a_stale_cache_is_refused_with_the_difference(tmp_path: Path) -> None:
     latent_cache.build(Drawn(), tmp_path, fingerprint=FINGERPRINT)
     wanted: dict[str, JSON] = {**FINGERPRINT, "encoder": "halves", "crop": "centre"}
     with pytest.raises(InputError, match="was made for something else") as caught:
-        latent_cache.open(tmp_path, wanted)
+        latent_cache.open_cache(tmp_path, wanted)
     assert "encoder: 'thirds' in the cache, 'halves' wanted" in caught.value.found
     assert "crop: None in the cache, 'centre' wanted" in caught.value.found
     assert "size" not in caught.value.found
@@ -161,7 +169,7 @@ def test_only_what_differs_inside_a_fingerprint_is_told_and_hashes_in_short(tmp_
     encoder: dict[str, JSON] = {"height": 64, "width": 64, "sha256": "ab" * 32}
     latent_cache.build(Drawn(), tmp_path, fingerprint={"encoder": encoder})
     with pytest.raises(InputError) as caught:
-        latent_cache.open(tmp_path, {"encoder": {**encoder, "height": 128, "sha256": "cd" * 32}})
+        latent_cache.open_cache(tmp_path, {"encoder": {**encoder, "height": 128, "sha256": "cd" * 32}})
     first, *lines = caught.value.found.split("\n    ")
     assert first.endswith("was made for something else:")
     assert lines == [
@@ -174,16 +182,16 @@ def test_only_what_differs_inside_a_fingerprint_is_told_and_hashes_in_short(tmp_
     ("num", "encode_size", "size"),
     [(50, 8, 8), (512, 8, 8), (512, 32, 32), (10_000, 8, 160), (65_536, 32, 1024), (10**7, 2, 1024), (0, 8, 8)],
 )
-def test_few_pictures_make_shards_for_many_ranks_and_many_keep_large_ones(
-    num: int, encode_size: int, size: int
-) -> None:
-    assert latent_cache.usual_shard_size(num, encode_size) == size
+def test_few_images_make_shards_for_many_ranks_and_many_keep_large_ones(num: int, encode_size: int, size: int) -> None:
+    assert latent_cache.default_shard_size(num, encode_size) == size
 
 
-def test_three_ranks_share_few_pictures_and_write_what_one_writes(tmp_path: Path) -> None:
+def test_three_ranks_share_few_images_and_write_what_one_writes(tmp_path: Path) -> None:
     encoders = [Encoder() for _ in range(3)]
     for rank, encode in enumerate(encoders):
-        latent_cache.build(Drawn(), tmp_path / "three", encode, fingerprint=FINGERPRINT, part=(rank, 3), encode_size=8)
+        latent_cache.build(
+            Drawn(), tmp_path / "three", encode, fingerprint=FINGERPRINT, rank_and_size=(rank, 3), encode_size=8
+        )
     latent_cache.build(Drawn(), tmp_path / "one", Encoder(), fingerprint=FINGERPRINT, encode_size=8)
     assert files(tmp_path / "three") == files(tmp_path / "one")
     assert [len(encode.sizes) for encode in encoders] == [3, 3, 2]
@@ -193,19 +201,19 @@ def test_a_cache_that_was_begun_with_other_shards_is_gone_on_with(tmp_path: Path
     latent_cache.build(Drawn(), tmp_path, fingerprint=FINGERPRINT, shard_size=1024)
     before = files(tmp_path)
     (tmp_path / "train-00000.json").unlink()
-    latent_cache.build(Drawn(), tmp_path, fingerprint=FINGERPRINT, part=(0, 2))
+    latent_cache.build(Drawn(), tmp_path, fingerprint=FINGERPRINT, rank_and_size=(0, 2))
     assert files(tmp_path) == before
 
 
 def test_a_folder_without_a_cache_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no cache in"):
-        latent_cache.open(tmp_path, FINGERPRINT)
+        latent_cache.open_cache(tmp_path, FINGERPRINT)
     (tmp_path / "cache.json").write_text('{"format"')
     with pytest.raises(InputError, match="is damaged"):
-        latent_cache.open(tmp_path, FINGERPRINT)
+        latent_cache.open_cache(tmp_path, FINGERPRINT)
     (tmp_path / "cache.json").write_text('{"format": 1}')  # that of releases before there were original sizes
     for call in (
-        lambda: latent_cache.open(tmp_path, FINGERPRINT),
+        lambda: latent_cache.open_cache(tmp_path, FINGERPRINT),
         lambda: latent_cache.build(Drawn(), tmp_path, fingerprint=FINGERPRINT),
     ):
         with pytest.raises(InputError, match="another format") as caught:
@@ -220,7 +228,7 @@ def test_a_damaged_shard_is_found_and_only_it_is_made_again(tmp_path: Path, dama
     shard, note = tmp_path / "train-00001.safetensors", tmp_path / "train-00001.json"
     _damage(damage, shard, note)
     with pytest.raises(InputError, match=r"missing or damaged: train-00001\.safetensors"):
-        latent_cache.open(tmp_path, FINGERPRINT)
+        latent_cache.open_cache(tmp_path, FINGERPRINT)
     encode = Encoder()
     latent_cache.build(Drawn(), tmp_path, encode, fingerprint=FINGERPRINT, shard_size=10, encode_size=5)
     assert len(encode.sizes) == 2
@@ -243,7 +251,7 @@ def _damage(damage: str, shard: Path, note: Path) -> None:
         note.write_text(note.read_text().replace("scene 12 ", "scene 13 "))
 
 
-def test_progress_counts_pictures_that_were_there_already(tmp_path: Path) -> None:
+def test_progress_counts_images_that_were_there_already(tmp_path: Path) -> None:
     calls: list[tuple[int, int]] = []
     latent_cache.build(
         Drawn(), tmp_path, fingerprint=FINGERPRINT, shard_size=30, on_progress=lambda *now: calls.append(now)
@@ -272,7 +280,7 @@ def test_a_build_that_dies_at_any_point_is_finished_by_the_same_call(tmp_path: P
     assert died.returncode != 0
     assert f"{point}:4:{action}" in log.read_text()
     with pytest.raises(InputError, match="missing or damaged"):
-        latent_cache.open(folder, FINGERPRINT)
+        latent_cache.open_cache(folder, FINGERPRINT)
     latent_cache.build(Drawn(), folder, fingerprint=FINGERPRINT, shard_size=20)
     assert files(folder) == files(tmp_path / "whole")
 
@@ -282,7 +290,7 @@ def test_latents_may_be_exact(tmp_path: Path) -> None:
         return (np.stack(batch).transpose(0, 3, 1, 2) / 3).astype(np.float32)
 
     latent_cache.build(Drawn(), tmp_path, encode, fingerprint=FINGERPRINT)
-    cache = latent_cache.open(tmp_path, FINGERPRINT)
+    cache = latent_cache.open_cache(tmp_path, FINGERPRINT)
     assert cache.holds_latents
     assert np.array_equal(cache.read([7]).pixels, encode([Drawn().train(7).pixels]))
 
@@ -296,28 +304,30 @@ def test_what_the_cache_says_about_itself_is_plain_json(tmp_path: Path) -> None:
     latent_cache.build(Drawn(), tmp_path, fingerprint=FINGERPRINT, shard_size=20)
     assert json.loads((tmp_path / "cache.json").read_text())["fingerprint"] == FINGERPRINT
     note = json.loads((tmp_path / "heldout-00000.json").read_text())
-    assert note["captions"][0] == Drawn().heldout(0).caption
+    assert note["captions"][0] == Drawn().validation(0).caption
 
 
 # -- buckets
 
 
 class Sorted(Drawn):
-    """The train part in three shapes, the held-out part in a fourth."""
+    """The train part in three shapes, the validation part in a fourth."""
 
     shapes = ((4, 16), (8, 8), (16, 4))
     bucket_of = np.random.Generator(np.random.Philox(key=7)).integers(0, 3, 53)
 
-    def train(self, index: int) -> Picture:
+    def train(self, index: int) -> CaptionedImage:
         if index >= 1000:
             return super().train(index)
         height, width = self.shapes[self.bucket_of[index]]
         pixels = np.random.Generator(np.random.Philox(key=index)).integers(0, 256, (height, width, 3), np.uint8)
-        return Picture(pixels=pixels, caption=f"scene {index}", label=index % 2, original=(10 * height, 10 * width))
+        return CaptionedImage(
+            pixels=pixels, caption=f"scene {index}", label=index % 2, original_size=(10 * height, 10 * width)
+        )
 
 
 @pytest.mark.parametrize(("world_size", "num_workers"), [(1, 0), (3, 0), (1, 1)])
-def test_a_cache_of_buckets_holds_the_pictures_in_shards_of_one_shape(
+def test_a_cache_of_buckets_holds_the_images_in_shards_of_one_shape(
     tmp_path: Path, world_size: int, num_workers: int
 ) -> None:
     for rank in range(world_size):
@@ -325,21 +335,21 @@ def test_a_cache_of_buckets_holds_the_pictures_in_shards_of_one_shape(
             Sorted(),
             tmp_path,
             fingerprint=FINGERPRINT,
-            part=(rank, world_size),
+            rank_and_size=(rank, world_size),
             shard_size=6,
             num_workers=num_workers,
         )
     shapes = [load_file(path)["x"].shape for path in sorted(tmp_path.glob("train-*.safetensors"))]
     assert {shape[1:3] for shape in shapes} == set(Sorted.shapes)
-    cache = latent_cache.open(tmp_path, FINGERPRINT)
+    cache = latent_cache.open_cache(tmp_path, FINGERPRINT)
     assert cache.shapes == Sorted.shapes
     assert cache.bucket_of is not None
     assert cache.bucket_of.tolist() == Sorted.bucket_of.tolist()
     for index in range(53):
         kept, drawn = cache.train(index), Sorted().train(index)
         assert np.array_equal(kept.pixels, drawn.pixels)
-        assert (kept.caption, kept.label, kept.original) == (drawn.caption, drawn.label, drawn.original)
-    assert cache.heldout(3).pixels.shape == (8, 8, 3)
+        assert (kept.caption, kept.label, kept.original_size) == (drawn.caption, drawn.label, drawn.original_size)
+    assert cache.validation(3).pixels.shape == (8, 8, 3)
     assert list(cache.captions()) == [f"scene {index}" for index in range(53)]
 
 
@@ -348,9 +358,9 @@ def test_batches_of_different_shapes_come_from_the_source_and_from_its_cache(tmp
     order = BucketOrder(3, Sorted.bucket_of, 8)
     # Two ranks' shares of each batch of eight, one after the other.
     steps = [(step, range(step * 4, step * 4 + 4)) for step in range(24)]
-    with Batches(latent_cache.open(tmp_path, FINGERPRINT), order, steps) as batches:
+    with BatchPrefetcher(latent_cache.open_cache(tmp_path, FINGERPRINT), order, steps) as batches:
         cached = list(batches)
-    with Batches(Sorted(), order, steps, memory_bytes=2000) as batches:
+    with BatchPrefetcher(Sorted(), order, steps, memory_bytes=2000) as batches:
         drawn = list(batches)
     for one, other in zip(cached, drawn, strict=True):
         assert np.array_equal(one["pixels"], other["pixels"])
@@ -362,14 +372,14 @@ def test_batches_of_different_shapes_come_from_the_source_and_from_its_cache(tmp
         assert first["pixels"].shape == second["pixels"].shape
 
 
-def test_pictures_of_two_buckets_at_once_are_our_mistake(tmp_path: Path) -> None:
+def test_images_of_two_buckets_at_once_are_our_mistake(tmp_path: Path) -> None:
     latent_cache.build(Sorted(), tmp_path, fingerprint=FINGERPRINT)
-    cache = latent_cache.open(tmp_path, FINGERPRINT)
+    cache = latent_cache.open_cache(tmp_path, FINGERPRINT)
     with pytest.raises(ValueError, match="of 3 buckets"):
         cache.read(range(53))
 
 
-def test_pictures_that_were_sorted_in_another_way_make_a_cache_stale(tmp_path: Path) -> None:
+def test_images_that_were_sorted_in_another_way_make_a_cache_stale(tmp_path: Path) -> None:
     latent_cache.build(Sorted(), tmp_path, fingerprint=FINGERPRINT)
     other = Sorted()
     other.bucket_of = Sorted.bucket_of[::-1].copy()

@@ -19,20 +19,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from halation.data.dataset import JSON, Picture
-from halation.data.prefetch import Batch, Batches
-from halation.data.process_pool import WorkerDied, Workers, draw
-from halation.data.shuffle import Order
+from halation.data.dataset_protocol import JSON, CaptionedImage
+from halation.data.decode_pool import ProcessPool, WorkerDied, load_images
+from halation.data.prefetch import Batch, BatchPrefetcher
+from halation.data.shuffle import ShuffledOrder
 from halation.errors import HalationError, InputError
 
 
 class Counted:
-    """Pictures that show their own index, and count how often they are made."""
+    """Images that show their own index, and count how often they are made."""
 
     name = "counted"
     fingerprint: dict[str, JSON] = {"kind": "counted"}
     num_train = 37
-    num_heldout = 3
+    num_validation = 3
     height = width = 4
     class_names = ()
 
@@ -41,22 +41,25 @@ class Counted:
         self.pause_s = pause_s
         self.num_made = 0
 
-    def train(self, index: int) -> Picture:
+    def train(self, index: int) -> CaptionedImage:
         if index == self.broken:
-            raise OSError(f"picture {index} is gone")
+            raise OSError(f"image {index} is gone")
         time.sleep(self.pause_s)
         self.num_made += 1
-        return Picture(
-            pixels=np.full((4, 4, 3), index, np.uint8), caption=f"number {index}", label=index % 5, original=(index, 9)
+        return CaptionedImage(
+            pixels=np.full((4, 4, 3), index, np.uint8),
+            caption=f"number {index}",
+            label=index % 5,
+            original_size=(index, 9),
         )
 
-    def heldout(self, index: int) -> Picture:
+    def validation(self, index: int) -> CaptionedImage:
         return self.train(index)
 
     def captions(self) -> Iterable[str]:
         return []
 
-    every_caption = captions
+    all_captions = captions
 
 
 def positions(num_steps: int, batch_size: int = 5) -> Iterator[tuple[int, range]]:
@@ -69,14 +72,14 @@ def prefetching_threads() -> list[threading.Thread]:
 
 @pytest.mark.parametrize(("num_threads", "depth", "memory_bytes"), [(1, 1, 0), (3, 2, 0), (2, 7, 10**6), (4, 4, 500)])
 def test_batches_come_in_order_with_what_their_positions_name(num_threads: int, depth: int, memory_bytes: int) -> None:
-    order = Order(7, Counted.num_train)
-    with Batches(
+    order = ShuffledOrder(7, Counted.num_train)
+    with BatchPrefetcher(
         Counted(pause_s=0.0003), order, positions(30), num_threads=num_threads, depth=depth, memory_bytes=memory_bytes
     ) as batches:
         seen = list(batches)
     assert [batch["step"] for batch in seen] == list(range(30))
     for batch in seen:
-        indices = [order.index(int(position)) for position in batch["positions"]]
+        indices = [order.index_at(int(position)) for position in batch["positions"]]
         assert batch["indices"].tolist() == indices
         assert batch["pixels"].shape == (5, 4, 4, 3)
         assert batch["pixels"].dtype == np.uint8
@@ -89,10 +92,10 @@ def test_batches_come_in_order_with_what_their_positions_name(num_threads: int, 
 
 
 def test_processes_give_the_same_batches_as_threads() -> None:
-    order = Order(7, Counted.num_train)
-    with Batches(Counted(), order, positions(4)) as batches:
+    order = ShuffledOrder(7, Counted.num_train)
+    with BatchPrefetcher(Counted(), order, positions(4)) as batches:
         plain = list(batches)
-    with Batches(Counted(), order, positions(4), num_workers=2) as batches:
+    with BatchPrefetcher(Counted(), order, positions(4), num_workers=2) as batches:
         spawned = list(batches)
     for one, other in zip(plain, spawned, strict=True):
         assert one["pixels"].tobytes() == other["pixels"].tobytes()
@@ -101,28 +104,30 @@ def test_processes_give_the_same_batches_as_threads() -> None:
 
 
 def test_an_error_in_the_background_reaches_the_one_who_iterates_and_ends_the_threads() -> None:
-    order = Order(0, Counted.num_train)
-    broken = order.index(12)
-    batches = Batches(Counted(broken=broken), order, positions(10))
+    order = ShuffledOrder(0, Counted.num_train)
+    broken = order.index_at(12)
+    batches = BatchPrefetcher(Counted(broken=broken), order, positions(10))
     assert next(batches)["step"] == 0
     assert next(batches)["step"] == 1
-    with pytest.raises(OSError, match=f"picture {broken} is gone"):
+    with pytest.raises(OSError, match=f"image {broken} is gone"):
         next(batches)
     assert prefetching_threads() == []
     assert list(batches) == []
 
 
 def test_an_error_in_a_process_reaches_the_one_who_iterates() -> None:
-    source = Counted(broken=Order(0, Counted.num_train).index(1))
+    source = Counted(broken=ShuffledOrder(0, Counted.num_train).index_at(1))
     with (
-        Batches(source, Order(0, Counted.num_train), positions(2), num_workers=1) as batches,
+        BatchPrefetcher(source, ShuffledOrder(0, Counted.num_train), positions(2), num_workers=1) as batches,
         pytest.raises(OSError, match="is gone"),
     ):
         next(batches)
 
 
 def test_closing_early_leaves_no_thread_and_may_be_done_twice() -> None:
-    batches = Batches(Counted(pause_s=0.001), Order(0, Counted.num_train), positions(10**9), num_threads=3)
+    batches = BatchPrefetcher(
+        Counted(pause_s=0.001), ShuffledOrder(0, Counted.num_train), positions(10**9), num_threads=3
+    )
     next(batches)
     batches.close()
     batches.close()
@@ -133,19 +138,25 @@ def test_closing_early_leaves_no_thread_and_may_be_done_twice() -> None:
 
 def test_no_more_batches_than_asked_for_are_fetched_ahead() -> None:
     source = Counted()
-    with Batches(source, Order(0, Counted.num_train), positions(10**9), num_threads=2, depth=3) as batches:
+    with BatchPrefetcher(
+        source, ShuffledOrder(0, Counted.num_train), positions(10**9), num_threads=2, depth=3
+    ) as batches:
         next(batches)
         time.sleep(0.2)
         assert source.num_made <= (1 + 3) * 5
 
 
-def test_kept_pictures_are_made_once_and_never_more_bytes_than_allowed() -> None:
+def test_kept_images_are_made_once_and_never_more_bytes_than_allowed() -> None:
     everything = Counted()
-    with Batches(everything, Order(0, 37), positions(3, 37), num_threads=1, memory_bytes=10**6) as batches:
+    with BatchPrefetcher(
+        everything, ShuffledOrder(0, 37), positions(3, 37), num_threads=1, memory_bytes=10**6
+    ) as batches:
         list(batches)
     assert everything.num_made == 37
     ten = Counted()
-    with Batches(ten, Order(0, 37), positions(3, 37), num_threads=1, memory_bytes=10 * 48 + 47) as batches:
+    with BatchPrefetcher(
+        ten, ShuffledOrder(0, 37), positions(3, 37), num_threads=1, memory_bytes=10 * 48 + 47
+    ) as batches:
         list(batches)
     assert ten.num_made == 37 + 2 * 27
 
@@ -156,17 +167,19 @@ def test_what_a_transform_writes_into_a_batch_does_not_change_what_is_kept() -> 
         batch["pixels"][:] = 255
         return {**batch, "seen": seen}
 
-    order = Order(0, 37)
-    with Batches(Counted(), order, positions(3, 37), num_threads=1, memory_bytes=10**6, transform=spoil) as batches:
+    order = ShuffledOrder(0, 37)
+    with BatchPrefetcher(
+        Counted(), order, positions(3, 37), num_threads=1, memory_bytes=10**6, transform=spoil
+    ) as batches:
         for batch in batches:
-            assert batch["seen"][:, 0, 0, 0].tolist() == order.at(batch["positions"]).tolist()
+            assert batch["seen"][:, 0, 0, 0].tolist() == order.indices_at(batch["positions"]).tolist()
 
 
 def test_the_transform_runs_in_a_background_thread() -> None:
     def name_thread(batch: Batch) -> Batch:
         return {**batch, "thread": threading.current_thread().name}
 
-    with Batches(Counted(), Order(0, 37), positions(2), transform=name_thread) as batches:
+    with BatchPrefetcher(Counted(), ShuffledOrder(0, 37), positions(2), transform=name_thread) as batches:
         assert all(batch["thread"].startswith("prefetch") for batch in batches)
 
 
@@ -176,13 +189,13 @@ def test_processes_are_gone_after_closing_and_die_with_a_killed_parent(tmp_path:
         "import multiprocessing, sys, time\n"
         f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "from test_prefetch import Counted, positions\n"
-        "from halation.data.prefetch import Batches\n"
-        "from halation.data.shuffle import Order\n"
+        "from halation.data.prefetch import BatchPrefetcher\n"
+        "from halation.data.shuffle import ShuffledOrder\n"
         "if __name__ == '__main__':\n"
-        "    with Batches(Counted(), Order(0, 37), positions(2), num_workers=1) as batches:\n"
+        "    with BatchPrefetcher(Counted(), ShuffledOrder(0, 37), positions(2), num_workers=1) as batches:\n"
         "        list(batches)\n"
         "    assert not multiprocessing.active_children()\n"
-        "    batches = Batches(Counted(), Order(0, 37), positions(10**9), num_workers=2)\n"
+        "    batches = BatchPrefetcher(Counted(), ShuffledOrder(0, 37), positions(10**9), num_workers=2)\n"
         "    next(batches)\n"
         "    print(*[child.pid for child in multiprocessing.active_children()], flush=True)\n"
         "    time.sleep(60)\n"
@@ -202,15 +215,15 @@ def test_processes_are_gone_after_closing_and_die_with_a_killed_parent(tmp_path:
 
 
 def test_processes_outlive_the_thread_that_asks_them_first() -> None:
-    workers = Workers(partial(draw, Counted(pause_s=0.002)), 3)
+    workers = ProcessPool(partial(load_images, Counted(pause_s=0.002)), 3)
     try:
         started = {child.pid for child in multiprocessing.active_children()}
         assert len(started) == 3
         for _ in range(3):
-            asks = threading.Thread(target=lambda: [workers.ask("train", range(9)) for _ in range(6)])
+            asks = threading.Thread(target=lambda: [workers.submit("train", range(9)) for _ in range(6)])
             asks.start()
             asks.join()
-            assert workers.ask("train", [4]).result(timeout=20).captions == ["number 4"]
+            assert workers.submit("train", [4]).result(timeout=20).captions == ["number 4"]
         assert {child.pid for child in multiprocessing.active_children()} == started
     finally:
         workers.close()
@@ -218,9 +231,9 @@ def test_processes_outlive_the_thread_that_asks_them_first() -> None:
 
 
 class Dying(Counted):
-    """Picture 7 ends the process that makes it, as a decoder's crash or the system does."""
+    """Image 7 ends the process that makes it, as a decoder's crash or the system does."""
 
-    def train(self, index: int) -> Picture:
+    def train(self, index: int) -> CaptionedImage:
         if index == 7:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().train(index)
@@ -229,21 +242,21 @@ class Dying(Counted):
 def test_a_process_that_dies_is_an_error_in_seconds() -> None:
     began = time.monotonic()
     with pytest.raises(HalationError, match=r"killed by signal 9 .*memory ran out.*--num_workers"):  # noqa: SIM117
-        with Batches(Dying(pause_s=0.001), Order(0, 37), positions(50), num_workers=2) as batches:
+        with BatchPrefetcher(Dying(pause_s=0.001), ShuffledOrder(0, 37), positions(50), num_workers=2) as batches:
             list(batches)
     assert time.monotonic() - began < 20
     assert not multiprocessing.active_children()
 
 
 def test_after_a_death_nothing_that_is_asked_for_waits() -> None:
-    workers = Workers(partial(draw, Dying()), 2)
-    asked = [workers.ask("train", [index]) for index in (7, 1, 2, 3, 4, 5)]
+    workers = ProcessPool(partial(load_images, Dying()), 2)
+    asked = [workers.submit("train", [index]) for index in (7, 1, 2, 3, 4, 5)]
     with pytest.raises(WorkerDied) as death:
         asked[0].result(timeout=20)
     assert death.value.arguments == ("train", [7])
     assert wait(asked, timeout=20).not_done == set()
     with pytest.raises(WorkerDied):
-        workers.ask("train", [1]).result(timeout=20)
+        workers.submit("train", [1]).result(timeout=20)
     workers.close()
     workers.close()
     assert not multiprocessing.active_children()
@@ -259,10 +272,10 @@ def cut_off() -> None:
 
 
 def test_a_death_in_the_middle_of_an_answer_is_noticed_too() -> None:
-    workers = Workers(cut_off, 2)
+    workers = ProcessPool(cut_off, 2)
     try:
         with pytest.raises(WorkerDied, match="killed by signal 9"):
-            workers.ask().result(timeout=20)
+            workers.submit().result(timeout=20)
     finally:
         workers.close()
 
@@ -281,15 +294,15 @@ class Odd(Exception):
 
 
 def test_errors_come_back_from_processes_as_they_were_or_as_text() -> None:
-    workers = Workers(refuse, 1)
+    workers = ProcessPool(refuse, 1)
     try:
         with pytest.raises(InputError) as error:
-            workers.ask("input").result(timeout=20)
+            workers.submit("input").result(timeout=20)
         assert (error.value.found, error.value.expected, error.value.action) == ("found", "expected", "action")
         with pytest.raises(RuntimeError, match="Odd: herethere"):
-            workers.ask("odd").result(timeout=20)
+            workers.submit("odd").result(timeout=20)
         with pytest.raises(TypeError, match="refuse"):
-            workers.ask().result(timeout=20)
+            workers.submit().result(timeout=20)
     finally:
         workers.close()
 
@@ -302,10 +315,10 @@ def test_a_parent_that_closes_nothing_ends_and_obeys_sigterm(tmp_path: Path) -> 
         f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "from functools import partial\n"
         "from test_prefetch import Counted\n"
-        "from halation.data.process_pool import Workers, draw\n"
+        "from halation.data.decode_pool import ProcessPool, load_images\n"
         "if __name__ == '__main__':\n"
-        "    workers = Workers(partial(draw, Counted(pause_s=60.0)), 2)\n"
-        "    workers.ask('train', [1])\n"
+        "    workers = ProcessPool(partial(load_images, Counted(pause_s=60.0)), 2)\n"
+        "    workers.submit('train', [1])\n"
         "    print('asked', flush=True)\n"
         "    time.sleep(float(sys.argv[1]))\n"
     )

@@ -1,4 +1,4 @@
-"""Laws of a list of prompts as a source, and of telling it from pictures."""
+"""Laws of a list of prompts as a source, and of telling it from images."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
-from halation.data.prefetch import Batches
-from halation.data.prompt_dataset import Prompts, has_pictures
-from halation.data.shuffle import Order
+from halation.data.prefetch import BatchPrefetcher
+from halation.data.prompt_dataset import PromptDataset, has_images
+from halation.data.shuffle import ShuffledOrder
 from halation.errors import InputError
 
 TEXTS = ["a car, red", "비 오는 거리", "  a tram at night"]
@@ -34,34 +34,34 @@ def write(folder: Path, kind: str) -> Path:
 @pytest.mark.parametrize("kind", ["txt", "csv", "jsonl", "parquet"])
 def test_every_kind_of_file_gives_the_same_source(tmp_path: Path, kind: str) -> None:
     path = write(tmp_path, kind)
-    assert not has_pictures(str(path))
-    source = Prompts(str(path), 16, 32)
+    assert not has_images(str(path))
+    source = PromptDataset(str(path), 16, 32)
     (tmp_path / "other").mkdir()
-    assert source.fingerprint == Prompts(write(tmp_path / "other", "txt"), 16, 32).fingerprint
+    assert source.fingerprint == PromptDataset(write(tmp_path / "other", "txt"), 16, 32).fingerprint
     assert [source.train(index).caption for index in range(source.num_train)] == TEXTS
-    assert list(source.every_caption()) == list(source.captions()) == TEXTS
-    assert (source.num_heldout, source.class_names) == (0, ())
+    assert list(source.all_captions()) == list(source.captions()) == TEXTS
+    assert (source.num_validation, source.class_names) == (0, ())
     assert source.train(0).pixels.shape == (16, 32, 3)
-    with pytest.raises(IndexError, match="no pictures"):
-        source.heldout(0)
+    with pytest.raises(IndexError, match="no images"):
+        source.validation(0)
 
 
 def test_more_items_than_prompts_go_round_and_fewer_prompts_may_be_taken(tmp_path: Path) -> None:
     path = str(write(tmp_path, "txt"))
-    source = Prompts(path, 8, 8, num_items=7)
+    source = PromptDataset(path, 8, 8, num_items=7)
     assert [source.caption(index) for index in range(source.num_train)] == [TEXTS[index % 3] for index in range(7)]
     for index in (-1, 7):
         with pytest.raises(IndexError, match="which makes 7"):
             source.train(index)
-    assert Prompts(path, 8, 8, num_items=2).num_train == 3
-    first = Prompts(path, 8, 8, max_prompts=2, num_items=3)
+    assert PromptDataset(path, 8, 8, num_items=2).num_train == 3
+    first = PromptDataset(path, 8, 8, max_prompts=2, num_items=3)
     assert [first.caption(index) for index in range(3)] == [TEXTS[0], TEXTS[1], TEXTS[0]]
 
 
 def test_the_fingerprint_follows_the_texts_their_order_the_items_and_the_size(tmp_path: Path) -> None:
     def fingerprint(texts: list[str], height: int = 8, num_items: int = 0) -> str:
         (tmp_path / "p.txt").write_text("\n".join(texts))
-        found = Prompts(str(tmp_path / "p.txt"), height, 8, num_items=num_items).fingerprint
+        found = PromptDataset(str(tmp_path / "p.txt"), height, 8, num_items=num_items).fingerprint
         return json.dumps(found, sort_keys=True)
 
     different = [fingerprint(["a", "b"]), fingerprint(["b", "a"]), fingerprint(["a", "b", "b"]), fingerprint(["ab"])]
@@ -70,11 +70,11 @@ def test_the_fingerprint_follows_the_texts_their_order_the_items_and_the_size(tm
     assert fingerprint(["a", "b"], num_items=2) == different[0]
 
 
-def test_a_loader_takes_prompts_without_making_pictures(tmp_path: Path) -> None:
-    source = Prompts(str(write(tmp_path, "txt")), 4096, 4096, num_items=1000)
+def test_a_loader_takes_prompts_without_making_images(tmp_path: Path) -> None:
+    source = PromptDataset(str(write(tmp_path, "txt")), 4096, 4096, num_items=1000)
     positions = [(0, list(range(500))), (1, list(range(500, 1000)))]
     seen = []
-    with Batches(source, Order(3, source.num_train), positions, memory_bytes=2**30) as batches:
+    with BatchPrefetcher(source, ShuffledOrder(3, source.num_train), positions, memory_bytes=2**30) as batches:
         for batch in batches:
             assert batch["captions"] == [source.caption(int(index)) for index in batch["indices"]]
             assert batch["pixels"].shape == (500, 4096, 4096, 3)  # 25 GB, were they there
@@ -84,14 +84,14 @@ def test_a_loader_takes_prompts_without_making_pictures(tmp_path: Path) -> None:
     assert sorted(seen) == list(range(1000))
 
 
-def test_pictures_are_not_taken_for_prompts(tmp_path: Path) -> None:
+def test_images_are_not_taken_for_prompts(tmp_path: Path) -> None:
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
     for header in ("image,caption", "File Name,prompt", "prompt,path"):
         (tmp_path / "list.csv").write_text(f"{header}\na.png,a.png\n")
-        assert has_pictures(str(tmp_path / "list.csv"))
+        assert has_images(str(tmp_path / "list.csv"))
     (tmp_path / "folder.txt").mkdir()
     for words in ("streets", str(tmp_path), str(tmp_path / "folder.txt"), str(tmp_path / "absent")):
-        assert has_pictures(words)
+        assert has_images(words)
 
 
 @pytest.mark.parametrize(
@@ -111,8 +111,8 @@ def test_files_without_prompts_are_refused_by_name(tmp_path: Path, name: str, co
     path.write_text(content)
 
     def opened() -> None:
-        assert not has_pictures(str(path))
-        Prompts(str(path), 8, 8)
+        assert not has_images(str(path))
+        PromptDataset(str(path), 8, 8)
 
     with pytest.raises(InputError) as caught:
         opened()
@@ -122,13 +122,13 @@ def test_files_without_prompts_are_refused_by_name(tmp_path: Path, name: str, co
 
 @pytest.mark.parametrize("name", ["gone.txt", "gone.csv"])
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path, name: str) -> None:
-    assert not has_pictures(str(tmp_path / name))
+    assert not has_images(str(tmp_path / name))
     with pytest.raises(InputError, match="no such file"):
-        Prompts(str(tmp_path / name), 8, 8)
+        PromptDataset(str(tmp_path / name), 8, 8)
 
 
 def test_negative_numbers_are_our_mistake(tmp_path: Path) -> None:
     path = str(write(tmp_path, "txt"))
     for numbers in ({"num_items": -1}, {"max_prompts": -2}):
         with pytest.raises(ValueError, match="from 0 on"):
-            Prompts(path, 8, 8, **numbers)
+            PromptDataset(path, 8, 8, **numbers)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from halation.data.row_cache import RowFolder, Writer
+from halation.data.row_cache import RowCacheWriter, RowFolder
 
 ROWS = {
     "state": torch.arange(5 * 3 * 4, dtype=torch.float16).reshape(5, 3, 4),
@@ -18,8 +18,8 @@ ROWS = {
 
 def written(path: Path, shard_size: int = 2) -> RowFolder:
     folder = RowFolder(path, "things", 1)
-    folder.claim({"made": "here"})
-    writer = Writer(folder, shard_size)
+    folder.ensure_manifest({"made": "here"})
+    writer = RowCacheWriter(folder, shard_size)
     for number in range(5):
         writer.add([str(number)], {name: value[number : number + 1] for name, value in ROWS.items()})
     writer.flush()
@@ -31,28 +31,28 @@ def test_an_entry_of_a_row_is_read_without_the_others(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("things-*.safetensors"))) == 3
     assert cache.shapes == {"state": (3, 4), "t": (3,)}
     whole = cache.read(["4", "0", "2"])
-    some = cache.read(["4", "0", "2"], within=[2, 0, 1])
+    some = cache.read(["4", "0", "2"], entry_indices=[2, 0, 1])
     for name, value in ROWS.items():
         assert torch.equal(whole[name], value[[4, 0, 2]])
         assert torch.equal(some[name], value[[4, 0, 2], [2, 0, 1]])
         assert some[name].dtype == value.dtype
     for wrong in (-1, 3):
         with pytest.raises(IndexError, match="3 entries"):
-            cache.read(["1"], within=[wrong])
+            cache.read(["1"], entry_indices=[wrong])
 
 
 def test_rows_that_have_waited_long_enough_are_published(tmp_path: Path) -> None:
     folder = RowFolder(tmp_path, "things", 1)
-    folder.claim({})
-    writer = Writer(folder, 100, patience_s=0.05)
+    folder.ensure_manifest({})
+    writer = RowCacheWriter(folder, 100, max_wait_s=0.05)
     writer.add(["0"], {"t": torch.zeros(1, 2)})
-    assert folder.there(set())[0] == set()
+    assert folder.find_keys(set())[0] == set()
     time.sleep(0.06)
     writer.add(["1"], {"t": torch.ones(1, 2)})
-    assert folder.there(set())[0] == {"0", "1"}
+    assert folder.find_keys(set())[0] == {"0", "1"}
 
 
 def test_an_empty_folder_has_no_shapes(tmp_path: Path) -> None:
     folder = RowFolder(tmp_path, "things", 1)
-    folder.claim({})
+    folder.ensure_manifest({})
     assert folder.open(verify=True).shapes == {}

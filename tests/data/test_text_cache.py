@@ -62,7 +62,7 @@ def shards(folder: Path) -> dict[str, bytes]:
 
 def test_what_was_encoded_is_read_back_in_any_order(tmp_path: Path) -> None:
     text_cache.build(CAPTIONS, tmp_path, Encoder(), fingerprint=FINGERPRINT, shard_size=16)
-    cache = text_cache.open(tmp_path, FINGERPRINT)
+    cache = text_cache.open_cache(tmp_path, FINGERPRINT)
     assert len(cache) == len(CAPTIONS)
     check(cache, CAPTIONS)
     check(cache, [CAPTIONS[50], CAPTIONS[0], CAPTIONS[50], ""])
@@ -96,7 +96,9 @@ def test_ranks_of_any_number_leave_no_gap_and_only_what_is_new_is_encoded(
     tmp_path_factory: pytest.TempPathFactory, world_size: int, first: int, shard_size: int, encode_size: int
 ) -> None:
     folder = tmp_path_factory.mktemp("texts")
-    text_cache.build(CAPTIONS[:first], folder, Encoder(), fingerprint=FINGERPRINT, part=(0, 1), shard_size=shard_size)
+    text_cache.build(
+        CAPTIONS[:first], folder, Encoder(), fingerprint=FINGERPRINT, rank_and_size=(0, 1), shard_size=shard_size
+    )
     seen: list[str] = []
     # One after the other: each rank looks when the ones before it have written already.
     for rank in range(world_size):
@@ -106,21 +108,21 @@ def test_ranks_of_any_number_leave_no_gap_and_only_what_is_new_is_encoded(
             folder,
             encode,
             fingerprint=FINGERPRINT,
-            part=(rank, world_size),
+            rank_and_size=(rank, world_size),
             shard_size=shard_size,
             encode_size=encode_size,
         )
         seen += {text for batch in encode.batches for text in batch}
     assert sorted(seen) == sorted(CAPTIONS[first:])
-    assert text_cache.missing(CAPTIONS, folder, FINGERPRINT) == 0
-    check(text_cache.open(folder, FINGERPRINT), CAPTIONS)
+    assert text_cache.count_missing(CAPTIONS, folder, FINGERPRINT) == 0
+    check(text_cache.open_cache(folder, FINGERPRINT), CAPTIONS)
 
 
 def test_missing_counts_different_texts_and_needs_no_folder(tmp_path: Path) -> None:
-    assert text_cache.missing(["a", "b", "a"], tmp_path / "none", FINGERPRINT) == 2
+    assert text_cache.count_missing(["a", "b", "a"], tmp_path / "none", FINGERPRINT) == 2
     assert not (tmp_path / "none").exists()
     text_cache.build(["a", "b"], tmp_path, Encoder(), fingerprint=FINGERPRINT)
-    assert text_cache.missing(["a", "c", "c", "b"], tmp_path, FINGERPRINT) == 1
+    assert text_cache.count_missing(["a", "c", "c", "b"], tmp_path, FINGERPRINT) == 1
 
 
 def test_any_reader_of_safetensors_can_read_a_shard(tmp_path: Path) -> None:
@@ -135,8 +137,8 @@ def test_embeddings_of_other_encoders_are_refused(tmp_path: Path, fingerprint: s
     text_cache.build(["a"], tmp_path, Encoder(), fingerprint=FINGERPRINT)
     for call in (
         lambda: text_cache.build(["b"], tmp_path, Encoder(), fingerprint=fingerprint),  # type: ignore[arg-type]
-        lambda: text_cache.missing(["a"], tmp_path, fingerprint),  # type: ignore[arg-type]
-        lambda: text_cache.open(tmp_path, fingerprint),  # type: ignore[arg-type]
+        lambda: text_cache.count_missing(["a"], tmp_path, fingerprint),  # type: ignore[arg-type]
+        lambda: text_cache.open_cache(tmp_path, fingerprint),  # type: ignore[arg-type]
     ):
         with pytest.raises(InputError, match="was made for something else") as caught:
             call()
@@ -145,7 +147,7 @@ def test_embeddings_of_other_encoders_are_refused(tmp_path: Path, fingerprint: s
 
 def test_a_folder_without_embeddings_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no cache in"):
-        text_cache.open(tmp_path, FINGERPRINT)
+        text_cache.open_cache(tmp_path, FINGERPRINT)
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut", "bit", "note cut"])
@@ -162,15 +164,15 @@ def test_a_damaged_shard_is_found_and_only_its_texts_are_encoded_again(tmp_path:
     else:
         hurt = path if damage == "cut" else path.with_suffix(".json")
         hurt.write_bytes(hurt.read_bytes()[:-9])
-    assert text_cache.missing(CAPTIONS, tmp_path, FINGERPRINT) > 0, "whoever asks what is to be done is told"
+    assert text_cache.count_missing(CAPTIONS, tmp_path, FINGERPRINT) > 0, "whoever asks what is to be done is told"
     with pytest.raises(InputError, match=rf"1 of {len(before)} shards .* are missing or damaged: {path.name}"):
-        text_cache.open(tmp_path, FINGERPRINT)
+        text_cache.open_cache(tmp_path, FINGERPRINT)
     encode = Encoder()
     # Another number of ranks cuts the texts in another way, so the damaged name is not written again.
     for rank in range(2):
-        text_cache.build(CAPTIONS, tmp_path, encode, fingerprint=FINGERPRINT, part=(rank, 2), shard_size=16)
+        text_cache.build(CAPTIONS, tmp_path, encode, fingerprint=FINGERPRINT, rank_and_size=(rank, 2), shard_size=16)
     assert encode.num_texts <= 16
-    check(text_cache.open(tmp_path, FINGERPRINT), CAPTIONS)
+    check(text_cache.open_cache(tmp_path, FINGERPRINT), CAPTIONS)
 
 
 def test_the_same_call_after_a_damage_writes_the_same_shard(tmp_path: Path) -> None:
@@ -237,7 +239,7 @@ def test_shards_of_different_shapes_are_refused(tmp_path: Path) -> None:
     text_cache.build(["a"], tmp_path, Encoder(), fingerprint=FINGERPRINT)
     text_cache.build(["b"], tmp_path, lambda wanted: {"embeds": torch.zeros(8, 9)}, fingerprint=FINGERPRINT)
     with pytest.raises(InputError, match="holds other tensors than the shards beside it"):
-        text_cache.open(tmp_path, FINGERPRINT).read(["a", "b"])
+        text_cache.open_cache(tmp_path, FINGERPRINT).read(["a", "b"])
 
 
 @pytest.mark.slow
@@ -245,7 +247,7 @@ def test_a_million_captions_are_listed_in_seconds(tmp_path: Path) -> None:
     many = [f"a street scene with number {number} and a car" for number in range(1_000_000)]
     text_cache.build(many[:512], tmp_path, Encoder(), fingerprint=FINGERPRINT)
     began = time.perf_counter()
-    assert text_cache.missing(many, tmp_path, FINGERPRINT) == 1_000_000 - 512
+    assert text_cache.count_missing(many, tmp_path, FINGERPRINT) == 1_000_000 - 512
     assert time.perf_counter() - began < 3
 
 
@@ -260,9 +262,9 @@ def test_a_build_that_dies_is_finished_by_the_same_call(tmp_path: Path) -> None:
     died = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, check=False)
     assert died.returncode != 0
     # The shard whose note was never written is not there.
-    assert text_cache.missing(CAPTIONS, tmp_path, FINGERPRINT) == len(CAPTIONS) - 16
+    assert text_cache.count_missing(CAPTIONS, tmp_path, FINGERPRINT) == len(CAPTIONS) - 16
     encode = Encoder()
     text_cache.build(CAPTIONS, tmp_path, encode, fingerprint=FINGERPRINT, shard_size=16)
     assert encode.num_texts == len(CAPTIONS) - 16
-    check(text_cache.open(tmp_path, FINGERPRINT), CAPTIONS)
+    check(text_cache.open_cache(tmp_path, FINGERPRINT), CAPTIONS)
     assert not list(tmp_path.glob(".*.tmp"))

@@ -48,15 +48,18 @@ def student(folder: Path, **values: Any) -> str:
         ({"objective": "trajectory", "teacher_cache": False}, ["--no_teacher_cache"]),
         ({"teacher_cache": False}, ["--no_teacher_cache", "a list of prompts"]),
         ({"teacher_steps": 1}, ["--teacher_steps 1", "pure noise", "--teacher_steps 50"]),
-        ({"caption_dropout": 0.1}, ["--caption_dropout 0.1", "5 ways of 5 prompts", "--trajectories 50"]),
-        ({"caption_dropout": 0.1, "trajectories": 9}, ["9 ways of 5 prompts", "2 ways a prompt"]),
-        ({"caption_dropout": 0.1, "trajectories": 3, "max_pictures": 2}, ["3 ways of 2 prompts", "--trajectories 20"]),
+        ({"caption_dropout": 0.1}, ["--caption_dropout 0.1", "5 trajectories of 5 prompts", "--trajectories 50"]),
+        ({"caption_dropout": 0.1, "trajectories": 9}, ["9 trajectories of 5 prompts", "2 trajectories a prompt"]),
+        (
+            {"caption_dropout": 0.1, "trajectories": 3, "max_images": 2},
+            ["3 trajectories of 2 prompts", "--trajectories 20"],
+        ),
         ({"objective": "dmd", "feature_weight": 1.0}, ["--feature_weight", "dmd"]),
         ({"objective": "dmd", "engine": "deepspeed"}, ["dmd", "deepspeed"]),
         ({"feature_weight": 1.0, "teacher_batch_size": 2}, ["--feature_weight", "--teacher_batch_size"]),
         ({"objective": "dmd", "eval_steps": 8}, ["--eval_steps 8", "4"]),
         ({"eval_every": 2}, ["--eval_every", "prompts.txt"]),
-        ({"heldout_pictures": 8}, ["--heldout_pictures"]),
+        ({"validation_images": 8}, ["--validation_images"]),
         ({"objective": "trajectory", "guidance_scale": 4.0}, ["--guidance_scale 4", "--teacher_guidance"]),
         ({"objective": "dmd", "student_steps": 0}, ["--student_steps 0"]),
         ({"objective": "dmd", "student_steps": 65}, ["--student_steps 65"]),
@@ -71,7 +74,7 @@ def test_what_does_not_go_together_is_refused_with_what_to_do(
     tmp_path: Path, changes: dict[str, Any], words: list[str]
 ) -> None:
     with pytest.raises(InputError) as refusal:
-        distill.resolved(asked(tmp_path, **changes))
+        distill.resolve_config(asked(tmp_path, **changes))
     for word in words:
         assert word in str(refusal.value)
 
@@ -82,11 +85,11 @@ def test_what_does_not_go_together_is_refused_with_what_to_do(
         {"data_path": "streets", "teacher_steps": 1, "teacher_cache": False, "caption_dropout": 0.1},
         {"objective": "dmd", "teacher_steps": 1, "caption_dropout": 0.1},
         {"caption_dropout": 0.1, "trajectories": 10},
-        {"caption_dropout": 0.1, "trajectories": 4, "max_pictures": 2},
+        {"caption_dropout": 0.1, "trajectories": 4, "max_images": 2},
     ],
 )
-def test_what_pictures_dmd_or_many_ways_make_sense_of_is_not_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
-    distill.resolved(asked(tmp_path, **changes))
+def test_what_images_dmd_or_many_ways_make_sense_of_is_not_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    distill.resolve_config(asked(tmp_path, **changes))
 
 
 @pytest.mark.parametrize(
@@ -121,24 +124,26 @@ def test_an_empty_list_of_prompts_is_refused_by_its_name(tmp_path: Path, capsys:
 
 def test_a_student_as_a_teacher_is_not_guided_again_and_one_of_few_steps_is_none(tmp_path: Path) -> None:
     """What a model is drawn with is what it answers with, unless somebody says otherwise."""
-    assert distill.resolved(asked(tmp_path)).teacher_guidance == 2.0
+    assert distill.resolve_config(asked(tmp_path)).teacher_guidance == 2.0
     folder = Path(shutil.copytree(tiny_teachers.dit(), tmp_path / "student"))
     description = json.loads((folder / "config.json").read_text())
     description["sampling"] |= {"guidance_scale": 1.0, "distilled": {"objective": "velocity"}}
     (folder / "config.json").write_text(json.dumps(description))
-    assert distill.resolved(asked(tmp_path, teacher_path=str(folder))).teacher_guidance == 1.0
-    assert distill.resolved(asked(tmp_path, teacher_path=str(folder), teacher_guidance=3.0)).teacher_guidance == 3.0
+    assert distill.resolve_config(asked(tmp_path, teacher_path=str(folder))).teacher_guidance == 1.0
+    assert (
+        distill.resolve_config(asked(tmp_path, teacher_path=str(folder), teacher_guidance=3.0)).teacher_guidance == 3.0
+    )
     description["sampling"]["distilled"] = {"objective": "trajectory", "steps": 4}
     (folder / "config.json").write_text(json.dumps(description))
     with pytest.raises(InputError, match="4 steps"):
-        distill.resolved(asked(tmp_path, teacher_path=str(folder)))
+        distill.resolve_config(asked(tmp_path, teacher_path=str(folder)))
 
 
 def test_short_forms_are_written_out(tmp_path: Path) -> None:
-    config = distill.resolved(asked(tmp_path, teacher_on_cpu=True, dtype="bf16", objective="trajectory"))
+    config = distill.resolve_config(asked(tmp_path, teacher_on_cpu=True, dtype="bf16", objective="trajectory"))
     assert config.student_steps == 4
     assert config.teacher_placement == "cpu"
     assert config.teacher_dtype == "bf16"
     assert config.image_size == (tiny_teachers.SIDE, tiny_teachers.SIDE)
     assert config.data == config.data_path
-    assert distill.resolved(config) == config, "ranks of torchrun write out what is written out already"
+    assert distill.resolve_config(config) == config, "ranks of torchrun write out what is written out already"

@@ -13,15 +13,15 @@ import pytest
 import halation
 from halation.distillation import command as distill
 from halation.distillation.config import DistillConfig
-from halation.distributed.checkpoint.writer import seal
+from halation.distributed.checkpoint.writer import commit_sha256
 from halation.errors import InputError
 from halation.evaluation.config import EvaluateConfig
-from halation.evaluation.model_images import open_live
+from halation.evaluation.model_images import open_model_images
 from halation.generation import command as generate
 from halation.generation.config import GenerateConfig
-from halation.generation.workers.local import Place
-from halation.images.png import read_png
-from halation.models.model_ref import STEPS, subject_of
+from halation.generation.workers.local_pool import WorkerSlot
+from halation.images.png_codec import read_png
+from halation.models.model_ref import DEFAULT_STEPS, resolve_model
 from halation.sampling import command as sample
 from halation.sampling.config import SampleConfig
 from support import tiny_pipelines
@@ -49,32 +49,32 @@ def student(tmp_path: Path, kind: str, sampling: dict[str, Any] = SAMPLING) -> P
     state = written(tmp_path / "step_0000002/state.json", {"denoiser": denoiser, "sampling": sampling})
     sums = {"state.json": hashlib.sha256(state.read_bytes()).hexdigest()}
     commit = {"format": 1, "step": 2, "kind": "full", "sha256": sums}
-    written(tmp_path / "step_0000002/COMMIT.json", commit | {"seal": seal(commit)})
+    written(tmp_path / "step_0000002/COMMIT.json", commit | {"seal": commit_sha256(commit)})
     return tmp_path / "step_0000002"
 
 
 def steps_of(folder: Path, asked: int | None) -> int | None:
     config = GenerateConfig(model_path=str(folder), num_inference_steps=asked)
-    places = [Place(label="0", device="cpu")]
-    return generate.resolved(config, subject_of(str(folder), raw=False), places).num_inference_steps
+    places = [WorkerSlot(label="0", device="cpu")]
+    return generate.resolve_config(config, resolve_model(str(folder), raw=False), places).num_inference_steps
 
 
 @pytest.mark.parametrize("kind", ["export", "checkpoint"])
 def test_the_steps_of_a_student_are_the_default_of_generating_scoring_and_sampling(tmp_path: Path, kind: str) -> None:
     folder = student(tmp_path, kind)
     assert (steps_of(folder, None), steps_of(folder, 9)) == (4, 9)
-    subject = subject_of(str(folder), raw=False)
+    subject = resolve_model(str(folder), raw=False)
     assert subject.guidance_scale == 1.0
-    assert subject.misuse(4) == ""
-    assert "9 steps, but the model was distilled (trajectory) to draw in 4" in subject.misuse(9)
+    assert subject.step_warning(4) == ""
+    assert "9 steps, but the model was distilled (trajectory) to draw in 4" in subject.step_warning(9)
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
     for asked, steps in ((None, 4), (9, 9)):
         scored = EvaluateConfig(
             model_path=str(folder), prompts=str(tmp_path / "prompts.txt"), num_inference_steps=asked
         )
-        assert {spec.steps for spec in open_live(scored, "cpu").specs} == {steps}
-    assert sample._settings(SampleConfig(checkpoint=folder), SAMPLING)["steps"] == 4
-    assert sample._settings(SampleConfig(checkpoint=folder, sample_steps=9), SAMPLING)["steps"] == 9
+        assert {spec.steps for spec in open_model_images(scored, "cpu").specs} == {steps}
+    assert sample._merge_settings(SampleConfig(checkpoint=folder), SAMPLING)["steps"] == 4
+    assert sample._merge_settings(SampleConfig(checkpoint=folder, sample_steps=9), SAMPLING)["steps"] == 9
 
 
 @pytest.mark.parametrize("distilled", [None, {"objective": "velocity"}])
@@ -82,14 +82,14 @@ def test_models_that_learned_no_number_of_steps_are_drawn_in_the_usual_ones(
     tmp_path: Path, distilled: dict[str, Any] | None
 ) -> None:
     folder = student(tmp_path, "export", {**SAMPLING, "distilled": distilled})
-    assert (steps_of(folder, None), steps_of(folder, 9)) == (STEPS, 9)
-    assert subject_of(str(folder), raw=False).misuse(9) == ""
+    assert (steps_of(folder, None), steps_of(folder, 9)) == (DEFAULT_STEPS, 9)
+    assert resolve_model(str(folder), raw=False).step_warning(9) == ""
 
 
 @pytest.mark.parametrize("distilled", [3, {"steps": "few"}])
 def test_a_note_of_steps_that_is_none_is_refused(tmp_path: Path, distilled: Any) -> None:
     with pytest.raises(InputError, match=r"halation\.json cannot be read"):
-        subject_of(str(student(tmp_path, "export", {**SAMPLING, "distilled": distilled})), raw=False)
+        resolve_model(str(student(tmp_path, "export", {**SAMPLING, "distilled": distilled})), raw=False)
 
 
 @pytest.mark.slow

@@ -11,14 +11,13 @@ from safetensors.torch import save_file
 
 from halation.distillation import command as distill
 from halation.distillation.config import DistillConfig
-from halation.models.checkpoints import load_denoiser
-from halation.models.denoiser import Denoiser, Solver
+from halation.models.checkpoints import build_dit, load_denoiser
+from halation.models.denoise_and_decode import sample_batch
+from halation.models.denoiser import Denoiser, SolverSettings
 from halation.models.dit.denoiser import DiTDenoiser
-from halation.models.load import build_dit
-from halation.models.sampling import draw
 from halation.models.students.build import open_student
 from halation.models.students.config import StudentConfig
-from halation.specs import Sheet, Spec
+from halation.sample_specs import SampleBatch, SampleSpec
 from support import rank_jobs
 from support.rank_pool import RankPool
 
@@ -29,21 +28,25 @@ SHAPE = {"depth": 2}
 SCENES = ("A highway scene", "A rural road at night", "A parking lot scene", "A rainy street at dusk")
 
 
-def pictures(denoiser: Denoiser, guidance: float) -> np.ndarray:
+def images(denoiser: Denoiser, guidance: float) -> np.ndarray:
     """Drawn from the same seeds by every model."""
     common = {"height": 32, "width": 32, "steps": 6}
     specs = [
-        Spec(index=index, id=str(index), prompt=prompt, seed=index, guidance_scale=guidance, **common)  # type: ignore[arg-type]
+        SampleSpec(index=index, id=str(index), prompt=prompt, seed=index, guidance_scale=guidance, **common)  # type: ignore[arg-type]
         for index, prompt in enumerate(SCENES * 2)
     ]
-    sheet = Sheet(specs=tuple(specs), num_real=len(specs))
-    return draw(denoiser, sheet, Solver(sampler="euler", pair=guidance != 1.0)).all().astype(np.float64)
+    batch = SampleBatch(specs=tuple(specs), num_real=len(specs))
+    return (
+        sample_batch(denoiser, batch, SolverSettings(sampler="euler", use_cfg=guidance != 1.0))
+        .pixels_or_raise()
+        .astype(np.float64)
+    )
 
 
 def random_copy(student: Path, seed: int, folder: Path) -> Path:
     """An export of the student's shape with random weights, for a training to begin with."""
     description = json.loads((student / "export" / "config.json").read_text())
-    module = build_dit(description).initialise(seed).module
+    module = build_dit(description).init_weights(seed).module
     folder.mkdir()
     save_file({name: value.detach() for name, value in module.named_parameters()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(description))
@@ -64,12 +67,12 @@ def untrained(teacher: DiTDenoiser) -> Denoiser:
     return open_student(teacher, StudentConfig.from_json(SHAPE), **how)  # type: ignore[arg-type]
 
 
-def test_a_distilled_student_is_nearer_to_its_teachers_pictures_than_its_first_weights_and_than_a_training_of_its_own(
+def test_a_distilled_student_is_nearer_to_its_teachers_images_than_its_first_weights_and_than_a_training_of_its_own(
     ranks: RankPool, tmp_path: Path
 ) -> None:
     """What is seen is what was taught, not what was inherited."""
     common = {"batch_size": 16, "sample": False, "ema_decay": 0.9, "betas": (0.9, 0.95)}
-    learning = {**common, "n_steps": 30, "lr": 3e-3, "warmup_steps": 5, "decay_steps": 25, "max_pictures": 240}
+    learning = {**common, "n_steps": 30, "lr": 3e-3, "warmup_steps": 5, "decay_steps": 25, "max_images": 240}
     longer = learning | {"n_steps": 60, "decay_steps": 55}
     ranks.run(1, rank_jobs.train, rank_jobs.small_config(tmp_path / "teacher", **longer))
     (tmp_path / "student.json").write_text(json.dumps(SHAPE))
@@ -84,17 +87,17 @@ def test_a_distilled_student_is_nearer_to_its_teachers_pictures_than_its_first_w
         report_to=("none",),
         **learning,  # type: ignore[arg-type]
     )
-    ranks.run(1, rank_jobs.distill, distill.resolved(config))
+    ranks.run(1, rank_jobs.distill, distill.resolve_config(config))
     first = random_copy(tmp_path / "distilled", config.seed, tmp_path / "first")
-    own = rank_jobs.small_config(tmp_path / "scratch", **learning, model=str(first), patch_size=0, heldout_pictures=0)
+    own = rank_jobs.small_config(tmp_path / "scratch", **learning, model=str(first), patch_size=0, validation_images=0)
     ranks.run(1, rank_jobs.train, own)
 
     teacher = load_denoiser(tmp_path / "teacher", raw=False)
     assert isinstance(teacher, DiTDenoiser)
-    wanted = pictures(teacher, GUIDANCE)
+    wanted = images(teacher, GUIDANCE)
 
     def distance(denoiser: Denoiser, guidance: float) -> float:
-        return float(np.square(pictures(denoiser, guidance) - wanted).mean())
+        return float(np.square(images(denoiser, guidance) - wanted).mean())
 
     distilled = distance(load_denoiser(tmp_path / "distilled", raw=False), 1.0)
     scratch = load_denoiser(tmp_path / "scratch", raw=False)

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halation.distillation.objectives import FAKE, DistributionMatching, FeatureMatching, velocity
-from halation.flow.paths import Straight
-from halation.models.dit.denoiser import DiTDenoiser, new_dit
-from halation.models.teacher import Teacher
-from halation.training.loop import MODEL, Rows
+from halation.distillation.objectives import FAKE, DistributionMatching, FeatureMatching, velocity_objective
+from halation.flow.paths import RectifiedFlowPath
+from halation.models.dit.denoiser import DiTDenoiser, create_dit
+from halation.models.frozen_teacher import Teacher
+from halation.training.loop import MODEL, MicroBatch
 
 SIDE = 8
 
@@ -33,7 +33,7 @@ class Heard(nn.Module):
 
 
 def dit() -> DiTDenoiser:
-    return new_dit("tiny", height=SIDE, width=SIDE, captions=["a car"], patch_size=4).initialise(0)
+    return create_dit("tiny", height=SIDE, width=SIDE, captions=["a car"], patch_size=4).init_weights(0)
 
 
 _DIT = dit()
@@ -45,10 +45,10 @@ def heard() -> DiTDenoiser:
     return denoiser
 
 
-def rows(denoiser: DiTDenoiser, step: int, num: int = 2) -> Rows:
+def rows(denoiser: DiTDenoiser, step: int, num: int = 2) -> MicroBatch:
     generator = torch.Generator().manual_seed(step)
     noise = torch.randn(num, 3, SIDE, SIDE, generator=generator)
-    return Rows(
+    return MicroBatch(
         x0=torch.empty(num, 0),
         noise=noise,
         t=torch.full((num,), 0.5),
@@ -73,7 +73,7 @@ def test_both_networks_learn_from_each_of_the_students_steps_equally_often(num_s
     dmd, student = matching(num_steps, fake_updates)
     seen: dict[str, Counter[float]] = {MODEL: Counter(), FAKE: Counter()}
     for step in range(2 * num_steps * (fake_updates + 1)):
-        (name,) = dmd.turn(step)
+        (name,) = dmd.active_networks(step)
         student.asked.clear()
         losses, module = (dmd.student_losses, student) if name == MODEL else (dmd.fake_losses, dmd.fake.module)
         losses(module, rows(_DIT, step))
@@ -87,7 +87,7 @@ def test_only_the_network_whose_turn_it_is_gets_a_gradient_and_the_step_that_is_
     dmd, student = matching(4, 1)
     fake = dmd.fake.module
     step = 7  # the student's fourth turn: its last step
-    assert dmd.turn(step) == (MODEL,)
+    assert dmd.active_networks(step) == (MODEL,)
     dmd.student_losses(student, rows(_DIT, step)).sum().backward()
     assert [with_gradient for _, with_gradient in student.asked] == [False, False, False, True]
     assert student.weight.grad is not None
@@ -99,7 +99,7 @@ def test_only_the_network_whose_turn_it_is_gets_a_gradient_and_the_step_that_is_
 
 
 def test_a_student_whose_second_network_agrees_with_the_teacher_stands_still() -> None:
-    """The gradient is the difference of the two: none where they say the same, towards the teacher's pictures where they do not."""
+    """The gradient is the difference of the two: none where they say the same, towards the teacher's images where they do not."""
     student, teacher, fake = dit(), dit(), dit()
     for denoiser in (student, teacher, fake):
         with torch.no_grad():
@@ -133,10 +133,10 @@ def test_features_are_those_of_the_prompts_branch_and_reach_student_and_projecti
     student, teacher = dit(), Teacher(dit(), guidance=2.0, device=torch.device("cpu"), dtype=torch.float32)
     features = FeatureMatching(student, teacher, 1.0)
     batch = rows(student, 0)
-    plain = velocity(student, teacher)(student.module, with_state(batch))
-    features._student.take()
-    features._teacher.take()
-    both = velocity(student, teacher, features)(student.module, with_state(batch))
+    plain = velocity_objective(student, teacher)(student.module, with_state(batch))
+    features._student_hook.pop()
+    features._teacher_hook.pop()
+    both = velocity_objective(student, teacher, features)(student.module, with_state(batch))
     assert (both > plain).all()
     both.sum().backward()
     assert features.projection.weight.grad is not None
@@ -154,11 +154,11 @@ def test_what_was_kept_of_a_guided_teacher_is_not_asked_again_and_features_take_
     )
     num_forwards = []
     teacher.denoiser.module.register_forward_hook(lambda *_: num_forwards.append(1))
-    live = velocity(student, teacher, features)(student.module, asked)
+    live = velocity_objective(student, teacher, features)(student.module, asked)
     assert len(num_forwards) == 2
-    torch.testing.assert_close(velocity(student, teacher, features)(student.module, kept), live)
+    torch.testing.assert_close(velocity_objective(student, teacher, features)(student.module, kept), live)
     assert len(num_forwards) == 3
-    velocity(student, teacher)(student.module, kept)
+    velocity_objective(student, teacher)(student.module, kept)
     assert len(num_forwards) == 3
 
 
@@ -166,18 +166,18 @@ def test_a_teacher_gives_a_sign_of_life_after_every_branch_of_every_piece() -> N
     teacher = Teacher(dit(), guidance=2.0, device=torch.device("cpu"), dtype=torch.float32, batch_size=2)
     happened: list[str] = []
     teacher.denoiser.module.register_forward_hook(lambda *_: happened.append("forward"))
-    teacher.beat = lambda: happened.append("beat")
+    teacher.heartbeat = lambda: happened.append("beat")
     batch = rows(_DIT, 0, num=3)
     teacher.predict(batch.noise, batch.t, batch.condition)
     assert happened == ["forward", "beat"] * 4
 
 
-def with_state(batch: Rows) -> Rows:
-    return Rows(
+def with_state(batch: MicroBatch) -> MicroBatch:
+    return MicroBatch(
         x0=batch.x0,
         noise=batch.noise,
         t=batch.t,
         condition=batch.condition,
         weight=batch.weight,
-        extra={"state": Straight().noised(batch.noise.flip(0), batch.noise, batch.t)},
+        extra={"state": RectifiedFlowPath().add_noise(batch.noise.flip(0), batch.noise, batch.t)},
     )

@@ -18,7 +18,7 @@ import tyro
 
 import halation
 from halation.cli import COMMANDS, config_type, parse
-from halation.config import free, setting
+from halation.config import free_setting, setting
 
 DOCS = Path(__file__).parents[2] / "docs"
 FLAG = re.compile(r"--[a-z]\w+")
@@ -52,12 +52,12 @@ class Example:
     # -- how
     kind: Literal["", "round", "square"] = setting("")
     """What it is, with --place too."""
-    sizes: tuple[int, ...] = free((3, 4))
+    sizes: tuple[int, ...] = free_setting((3, 4))
     """How
     large."""
     number: Annotated[int | None, tyro.conf.arg(aliases=["--count"])] = setting(None, change="grows")
     """How many."""
-    hidden: Annotated[str, tyro.conf.Suppress] = free("")
+    hidden: Annotated[str, tyro.conf.Suppress] = free_setting("")
     """Nobody sees it."""
 
 

@@ -43,9 +43,9 @@ def job(script: str, folder: Path, num_prompts: int) -> subprocess.Popen[bytes]:
     for name, text in {"srun": SRUN, "scontrol": '#!/bin/bash\necho "$@" > requeued\n'}.items():
         (folder / "bin" / name).write_text(text)
         (folder / "bin" / name).chmod(0o755)
-    (folder / "prompts.txt").write_text("".join(f"picture {number}\n" for number in range(num_prompts)))
+    (folder / "prompts.txt").write_text("".join(f"image {number}\n" for number in range(num_prompts)))
     script = script.replace("/shared/prompts.csv", "prompts.txt").replace("--model_path /shared/model", SMALL)
-    script = script.replace("/shared/pictures", "pictures")
+    script = script.replace("/shared/images", "pictures")
     path = f"{folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "SLURM_JOB_ID": "7", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.Popen(["bash", "-c", script], cwd=folder, env=environment)
@@ -62,7 +62,7 @@ def test_the_page_shows_two_scripts_and_three_manifests() -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("script", SCRIPTS, ids=["one node", "several nodes"])
-def test_a_script_draws_every_picture(tmp_path: Path, script: str) -> None:
+def test_a_script_draws_every_image(tmp_path: Path, script: str) -> None:
     assert job(script, tmp_path, 6).wait(60) == 0
     assert drawn(tmp_path) == 6
     assert not (tmp_path / "requeued").exists()

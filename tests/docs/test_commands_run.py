@@ -21,8 +21,8 @@ ONLY_READ = {
     "srun": "needs SLURM; tests/docs/test_cluster_generation.py runs such scripts under a stand-in for it",
     "torchrun": "several machines; tests/docs/test_cluster.py runs it with both on one",
     "docker": "needs an image",
-    "RAY_ADDRESS": "a Ray of several machines; tests/generation/workers/test_ray.py runs one of two nodes",
-    "auto": "a Ray of several machines; tests/generation/workers/test_ray.py runs one of two nodes",
+    "RAY_ADDRESS": "a Ray of several machines; tests/generation/workers/test_ray_pool.py runs one of two nodes",
+    "auto": "a Ray of several machines; tests/generation/workers/test_ray_pool.py runs one of two nodes",
     "demo": "minutes of its own; tests/tools/test_demo.py runs it",
     "--help": "tests/test_cli.py asks every command for it",
     "--version": "tests/test_cli.py asks for it",
@@ -99,7 +99,7 @@ def check_served(line: list[str], folder: Path, settings: dict[str, str]) -> Non
 
 def check_asked(line: list[str], config: Any, folder: Path, settings: dict[str, str]) -> None:
     """A training that runs meanwhile takes what it is asked for."""
-    model = "--model tiny --image_size 32 --patch_size 8 --batch_size 1 --sample_steps 1 --heldout_pictures 0"
+    model = "--model tiny --image_size 32 --patch_size 8 --batch_size 1 --sample_steps 1 --validation_images 0"
     training = [HALATION, "train", *model.split(), "--n_steps", "1000000", "--report_to", "none", "--nproc", "1"]
     command = [*training, "--output_dir", str(config.run)]
     with subprocess.Popen(command, cwd=folder, env=settings, stderr=subprocess.DEVNULL) as process:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from halation.generation.config import GenerateConfig
-from halation.models.pipelines.families import family_of
-from halation.models.pipelines.options import Checks, Options
+from halation.models.pipelines.capabilities import PipelineChecker, PipelineOptions
+from halation.models.pipelines.families import get_family
 from support.pipeline_specs import plain_pipe
 
 PAGE = (Path(__file__).parents[2] / "docs" / "determinism.md").read_text()
@@ -44,7 +44,7 @@ def test_the_page_has_the_class_that_is_recorded_with_a_run() -> None:
         if recorded == "where it is used"
         for name in FLAG.findall(names)
     }
-    everything = Options(
+    everything = PipelineOptions(
         dtype="fp32",
         device="cpu",
         scheduler="",
@@ -54,5 +54,5 @@ def test_the_page_has_the_class_that_is_recorded_with_a_run() -> None:
         cfg_truncation_step=1,
         half_frame=True,
     )
-    checks = Checks(pipe=plain_pipe("wan"), family=family_of("WanPipeline"), options=everything)
-    assert checks.facts("of another scheduler")["options"] == told
+    checks = PipelineChecker(pipe=plain_pipe("wan"), family=get_family("WanPipeline"), options=everything)
+    assert checks.describe("of another scheduler")["options"] == told

@@ -22,8 +22,8 @@ from halation.evaluation.extractors.registry import open_extractor
 from halation.evaluation.metrics.frechet import frechet_distance
 from halation.evaluation.metrics.kid import kernel_distance
 from halation.evaluation.metrics.moments import moments
-from halation.evaluation.metrics.prdc import coverage
-from halation.images.png import encode_png
+from halation.evaluation.metrics.prdc import prdc
+from halation.images.png_codec import encode_png
 from support import tiny_extractors
 
 PAGE = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text()
@@ -115,22 +115,20 @@ HARMS: dict[str, Callable[[Pixels], Pixels]] = {
 @pytest.mark.slow
 def test_the_page_says_what_the_streets_network_finds() -> None:
     extractor = open_extractor("streets", device="cpu")
-    scenes = Streets(64, 64, num_heldout=1000)
+    scenes = Streets(64, 64, num_validation=1000)
 
-    def features(pictures: list[Pixels]) -> npt.NDArray[np.float32]:
-        batches = [
-            np.stack([extractor.preparation(one) for one in pictures[at : at + 50]]) for at in range(0, 1000, 50)
-        ]
+    def features(images: list[Pixels]) -> npt.NDArray[np.float32]:
+        batches = [np.stack([extractor.transform(one) for one in images[at : at + 50]]) for at in range(0, 1000, 50)]
         return np.concatenate([extractor(torch.from_numpy(batch))["features"].numpy() for batch in batches])
 
-    reference = features([scenes.heldout(number).pixels for number in range(1000)])
-    pictures = [scenes.train(number).pixels for number in range(1000)]
-    whole = features(pictures)
+    reference = features([scenes.validation(number).pixels for number in range(1000)])
+    images = [scenes.train(number).pixels for number in range(1000)]
+    whole = features(images)
     sets = {
         "as they are": whole,
         "the first 500": whole[:500],
         "the first 250": whole[:250],
-        **{name: features([harm(one) for one in pictures]) for name, harm in HARMS.items()},
+        **{name: features([harm(one) for one in images]) for name, harm in HARMS.items()},
         "50 of them, 20 times each": np.tile(whole[:50], (20, 1)),
     }
     found = {name: numbers(rows_, reference) for name, rows_ in sets.items()}
@@ -141,7 +139,7 @@ def test_the_page_says_what_the_streets_network_finds() -> None:
 
 
 def numbers(one: npt.NDArray[np.float32], reference: npt.NDArray[np.float32]) -> list[float]:
-    shares = coverage(reference, one)
+    shares = prdc(reference, one)
     distance = frechet_distance(moments(one), moments(reference))
     kernel = kernel_distance(one, reference, num_subsets=20, subset_size=len(one) // 2)
     return [distance, kernel.mean, shares.precision, shares.recall, shares.coverage]

@@ -14,7 +14,7 @@ import pytest
 
 import halation
 from halation import cli
-from halation.config import checked
+from halation.config import validate_settings
 from halation.errors import InputError
 from support.page_commands import ROOT, Command, blocks, commands, pages, scripts
 
@@ -163,7 +163,7 @@ def check_calls(text: str, where: str) -> int:
             settings = {
                 "prompts_csv" if (name, key) == ("generate", "prompts") else key: settings[key] for key in settings
             }
-            checked(cli.config_type(name), settings, where)
+            validate_settings(cli.config_type(name), settings, where)
         number += 1
     return number
 

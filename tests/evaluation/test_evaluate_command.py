@@ -21,7 +21,7 @@ from halation.evaluation import command as evaluate
 from halation.evaluation.config import EvaluateConfig
 from halation.generation import command as generate
 from halation.generation.config import GenerateConfig
-from halation.images.png import encode_png
+from halation.images.png_codec import encode_png
 from support import tiny_extractors
 from support.commands import finish, fired, halation, started, until
 
@@ -41,10 +41,10 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, first in (("generated", 0), ("real", 500)):
         (folder / name).mkdir()
         for number in range(NUM):
-            picture = source.train(first + number)
-            (folder / name / f"{number:03d}.png").write_bytes(encode_png(picture.pixels, {}))
+            image = source.train(first + number)
+            (folder / name / f"{number:03d}.png").write_bytes(encode_png(image.pixels, {}))
             if name == "generated":
-                rows.append(f'{number:03d},"{picture.caption}"')
+                rows.append(f'{number:03d},"{image.caption}"')
     (folder / "prompts.csv").write_text("\n".join(rows) + "\n")
     tiny_extractors.dinov2(folder / "dino")
     tiny_extractors.clip(folder / "clip")
@@ -130,7 +130,7 @@ def test_killed_in_the_middle_and_run_again_gives_the_same_bits_and_computes_onl
     assert numbers(json.loads((tmp_path / "two.json").read_text())) == numbers(score())
 
 
-def test_a_live_model_gives_the_bits_of_its_pictures_on_disk(
+def test_a_live_model_gives_the_bits_of_its_images_on_disk(
     tmp_path: Path, scenes: Path, score: Callable[..., dict[str, Any]]
 ) -> None:
     prompts = tmp_path / "prompts.csv"
@@ -147,7 +147,7 @@ def test_a_live_model_gives_the_bits_of_its_pictures_on_disk(
     assert generate.run(drawn) == 0
     wanted = {"metrics": ("fd", "kid", "clip"), "clip_model": str(scenes / "clip")}
     stored = score(**wanted, generated=str(tmp_path / "run"))
-    live = score(**wanted, **shape, generated="", model_path="testcard", prompts=str(prompts), sheet_size=3)
+    live = score(**wanted, **shape, generated="", model_path="testcard", prompts=str(prompts), model_batch_size=3)
     assert live["generated"]["kind"] == "model"
     assert stored["generated"]["kind"] == "run"
     for metric in ("fd", "kid", "clip"):
@@ -171,7 +171,7 @@ def test_nothing_is_computed_twice_and_a_new_metric_computes_only_its_own_featur
     assert numbers(first)["fd"] == numbers(again)["fd"]
 
 
-def test_a_picture_that_was_replaced_is_seen_although_features_are_kept(
+def test_a_image_that_was_replaced_is_seen_although_features_are_kept(
     scenes: Path, tmp_path: Path, score: Callable[..., dict[str, Any]]
 ) -> None:
     folder = tmp_path / "copy"
@@ -186,7 +186,7 @@ def test_a_picture_that_was_replaced_is_seen_although_features_are_kept(
 # -- statistics
 
 
-def test_moments_alone_where_pictures_are_too_many_give_the_same_distance(score: Callable[..., dict[str, Any]]) -> None:
+def test_moments_alone_where_images_are_too_many_give_the_same_distance(score: Callable[..., dict[str, Any]]) -> None:
     kept = score(metrics=("fd",))["metrics"]["fd"]["value"]
     streamed = score(metrics=("fd",), keep_features=10)["metrics"]["fd"]["value"]
     assert streamed == pytest.approx(kept, rel=1e-9)
@@ -258,7 +258,7 @@ def test_a_damaged_chunk_is_noticed_and_computed_again(tmp_path: Path, score: Ca
     assert not list((tmp_path / "cache").rglob(".chunk_*"))
 
 
-def test_how_a_model_wants_its_pictures_is_part_of_what_features_are_filed_under(
+def test_how_a_model_wants_its_images_is_part_of_what_features_are_filed_under(
     scenes: Path, tmp_path: Path, score: Callable[..., dict[str, Any]]
 ) -> None:
     folder = tiny_extractors.clip(tmp_path / "clip")
@@ -275,7 +275,7 @@ def test_how_a_model_wants_its_pictures_is_part_of_what_features_are_filed_under
 # -- what comes out
 
 
-def test_a_picture_of_the_reference_is_the_nearest_and_noise_the_farthest(
+def test_a_image_of_the_reference_is_the_nearest_and_noise_the_farthest(
     scenes: Path, tmp_path: Path, score: Callable[..., dict[str, Any]]
 ) -> None:
     shutil.copytree(scenes / "generated", tmp_path / "drawn")
@@ -310,7 +310,7 @@ def test_json_is_one_object_on_standard_output_with_every_metric_and_its_provena
     assert {"torch", "halation", "transformers", "numpy", "pillow"} <= report["versions"].keys()
 
 
-def test_the_table_marks_numbers_of_few_pictures(
+def test_the_table_marks_numbers_of_few_images(
     scenes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = EvaluateConfig(**defaults(scenes), cache_dir=tmp_path, progress="none")
@@ -320,7 +320,7 @@ def test_the_table_marks_numbers_of_few_pictures(
     assert f"{NUM} generated pictures" in " ".join(said.split())
 
 
-def test_captions_raise_the_agreement_of_their_own_pictures(
+def test_captions_raise_the_agreement_of_their_own_images(
     scenes: Path, score: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     wanted = {
@@ -353,7 +353,7 @@ def refusals() -> list[Any]:
         named("no such folder", "no folder", lambda _s, tmp: {"generated": str(tmp / "nothing")}),
         named("no reference", "no --reference", lambda _s, _t: {"reference": ()}),
         named("missing reference", "--reference", lambda _s, tmp: {"reference": (str(tmp / "nothing"),)}),
-        named("empty reference", "no pictures", lambda _s, tmp: {"reference": (str(made(tmp / "empty")),)}),
+        named("empty reference", "no images", lambda _s, tmp: {"reference": (str(made(tmp / "empty")),)}),
         named("two references", "one folder", lambda s, _t: {"reference": (str(s / "real"), str(s / "real"))}),
         named("unset reference", "unset", lambda _s, _t: {"reference": ("",)}),
         named("more than there are", "--num_samples", lambda _s, _t: {"num_samples": NUM + 1}),
@@ -363,13 +363,13 @@ def refusals() -> list[Any]:
         named(
             "a lopsided covariance", "not symmetric", lambda _s, t: {"metrics": ("fd",), "reference": (lopsided(t),)}
         ),
-        named("no picture high", "--height 0", lambda _s, _t: {"generated": "", "model_path": "testcard", "height": 0}),
+        named("no image high", "--height 0", lambda _s, _t: {"generated": "", "model_path": "testcard", "height": 0}),
         named(
             "a list that counts otherwise",
             "cannot be matched",
             lambda s, t: {"metrics": ("clip",), "prompts": uncounted(t)},
         ),
-        named("one picture", "at least 2", lambda _s, _t: {"num_samples": 1}),
+        named("one image", "at least 2", lambda _s, _t: {"num_samples": 1}),
         named("a link to nothing", "link to nothing", lambda _s, t: {"generated": str(dangling(t))}),
         named("few", "at least 1000", lambda _s, _t: {"allow_few": False}),
         named(
@@ -421,7 +421,7 @@ def other_prompts(folder: Path) -> str:
 
 
 def uncounted(folder: Path) -> str:
-    """No ids: the first one is 000001, and the pictures begin with 000."""
+    """No ids: the first one is 000001, and the images begin with 000."""
     (folder / "uncounted.txt").write_text("a cat\n" * (NUM + 1))
     return str(folder / "uncounted.txt")
 
@@ -462,14 +462,14 @@ def test_what_cannot_be_scored_is_an_error_that_says_what_to_do(
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "cut short": lambda path: path.write_bytes(path.read_bytes()[:-20]),
     "empty": lambda path: path.write_bytes(b""),
-    "a text": lambda path: path.write_bytes(b"no picture at all"),
+    "a text": lambda path: path.write_bytes(b"no image at all"),
     "of another format": lambda path: Image.new("RGB", (8, 8)).save(path, "GIF"),
     "of another size": lambda path: Image.new("RGB", (16, 16)).save(path),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_one_broken_picture_is_named_and_nothing_is_scored(
+def test_one_broken_image_is_named_and_nothing_is_scored(
     damage: str, scenes: Path, tmp_path: Path, score: Callable[..., Any]
 ) -> None:
     folder = tmp_path / "copy"
@@ -484,7 +484,7 @@ def test_one_broken_picture_is_named_and_nothing_is_scored(
             score(generated=str(folder))
 
 
-def test_pictures_in_linked_folders_count_and_other_formats_are_named(
+def test_images_in_linked_folders_count_and_other_formats_are_named(
     scenes: Path, tmp_path: Path, score: Callable[..., dict[str, Any]], caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = made(tmp_path / "linked")
@@ -541,16 +541,16 @@ def test_a_run_is_scored_only_where_its_folder_is_what_its_ledger_says(
     assert generate.run(GenerateConfig(**settings, output_dir=run, progress="none")) == 0
     wanted = {"generated": str(run), "metrics": ("fd",)}
     assert score(**wanted)["generated"] == {"kind": "run", "path": str(run), "num": 6}
-    picture = run / "000003_seed44.png"
-    whole = picture.read_bytes()
-    picture.unlink()
+    image = run / "000003_seed44.png"
+    whole = image.read_bytes()
+    image.unlink()
     with pytest.raises(InputError, match="in its ledger and not in the folder"):
         score(**wanted)
-    picture.write_bytes(encode_png(np.zeros((16, 16, 3), np.uint8), {}))
+    image.write_bytes(encode_png(np.zeros((16, 16, 3), np.uint8), {}))
     with pytest.raises(InputError, match="not the file that its ledger names"):
         score(**wanted, cache_dir=tmp_path / "fresh")
-    picture.write_bytes(whole)
-    shutil.copy(picture, run / "extra.png")
+    image.write_bytes(whole)
+    shutil.copy(image, run / "extra.png")
     with pytest.raises(InputError, match="not in its ledger"):
         score(**wanted)
     (run / "extra.png").unlink()
@@ -566,7 +566,7 @@ def test_a_run_that_is_not_complete_is_refused(tmp_path: Path, score: Callable[.
     words = ["generate", "--prompts", str(tmp_path / "prompts.txt"), "--model_path", "testcard", "--height", "16"]
     words += ["--width", "16", "--output_dir", str(tmp_path / "run"), "--progress", "none"]
     assert finish(halation(words), tmp_path / "log", "paint.000002:1+:raise") == 1
-    with pytest.raises(InputError, match=r"of 6 pictures of that run are missing"):
+    with pytest.raises(InputError, match=r"of 6 images of that run are missing"):
         score(generated=str(tmp_path / "run"))
 
 
@@ -591,7 +591,7 @@ def test_a_check_opens_what_an_evaluation_needs_and_scores_nothing(
 
 
 @pytest.mark.slow
-def test_every_metric_bears_a_handful_of_pictures_where_few_are_allowed(
+def test_every_metric_bears_a_handful_of_images_where_few_are_allowed(
     scenes: Path, tmp_path: Path, score: Callable[..., dict[str, Any]]
 ) -> None:
     weights = inception(tmp_path)

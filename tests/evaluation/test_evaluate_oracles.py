@@ -18,10 +18,10 @@ from halation.evaluation import command as evaluate
 from halation.evaluation.config import EvaluateConfig
 from support import oracles, tiny_extractors
 
-# The oracles', about scipy's next release and about covariances of fewer pictures than features.
+# The oracles', about scipy's next release and about covariances of fewer images than features.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Matrix is singular")
 NUM = 24
-"""Pictures on each side: enough for every number to be one, and as many as a core bears."""
+"""Images on each side: enough for every number to be one, and as many as a core bears."""
 
 
 @pytest.fixture(scope="module")
@@ -140,15 +140,15 @@ def test_clean_fid(place: Path, ours: Callable[[str], dict[str, Any]]) -> None:
 def test_torchmetrics(place: Path, ours: Callable[[str], dict[str, Any]]) -> None:
     """torchmetrics' own Inception is torch-fidelity's; here it is given ours, and its moments and distances are compared."""
     from halation.evaluation.extractors.registry import open_extractor
-    from halation.evaluation.extractors.resize import resized
+    from halation.evaluation.extractors.resize import resize_to_square
 
     extractor = open_extractor("inception", device="cpu", resize="tf", weights=str(place / "inception.pth"))
 
     class Network(torch.nn.Module):
         num_features = 2048
 
-        def forward(self, pictures: torch.Tensor) -> torch.Tensor:
-            rows = [resized(picture.permute(1, 2, 0).numpy().astype(np.uint8), 299, "tf") for picture in pictures]
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            rows = [resize_to_square(image.permute(1, 2, 0).numpy().astype(np.uint8), 299, "tf") for image in images]
             return extractor(torch.from_numpy(np.stack(rows)))["features"]
 
     metric = oracles.torchmetrics("image.fid").FrechetInceptionDistance(feature=Network()).set_dtype(torch.float64)

@@ -1,4 +1,4 @@
-"""Every example trains on one rank and on two, and leaves pictures that do not depend on which."""
+"""Every example trains on one rank and on two, and leaves images that do not depend on which."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from halation.gallery.catalog import kind_of
+from halation.gallery.run_catalog import read_run_kind
 from support.rank_pool import RankPool
 
 pytestmark = pytest.mark.ranks
@@ -23,7 +23,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = ("plain_torch", "with_accelerate", "with_lightning", "with_transformers")
 
 
-def pictures(out: Path, step: int) -> dict[str, bytes]:
+def images(out: Path, step: int) -> dict[str, bytes]:
     folder = out / "samples" / f"step_{step:07d}"
     said = json.loads((folder / "samples.json").read_text())
     assert [row["state"] for row in said["samples"]] == ["done"] * 5
@@ -50,12 +50,12 @@ def test_the_plain_loop_on_one_rank_and_on_two(ranks: RankPool, tmp_path: Path) 
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         ranks.run(size, run_plain, str(out), environment={"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
-    one, two, again = ([pictures(out, step) for step in (0, 1, 2)] for out in outs)
+    one, two, again = ([images(out, step) for step in (0, 1, 2)] for out in outs)
     assert one[0] == two[0]  # before training the weights are the same
     assert one[2] != two[2]
     assert two == again
     assert ranks_that_drew(outs[1], 2) == [0, 1, 0, 1, 0]
-    assert kind_of(outs[1]) == "train"
+    assert read_run_kind(outs[1]) == "train"
 
 
 @pytest.mark.slow
@@ -73,11 +73,11 @@ def test_an_example_runs_as_its_first_lines_say(name: str, tmp_path: Path) -> No
             timeout=200,
         )
         assert done.returncode == 0, done.stdout + done.stderr
-        assert done.stdout.count(f"pictures are in {out}/samples; to look at them: halation gallery {out}") == 1
-    one, two, again = ([pictures(tmp_path / out, step) for step in (0, 1, 2)] for out in outs)
+        assert done.stdout.count(f"images are in {out}/samples; to look at them: halation gallery {out}") == 1
+    one, two, again = ([images(tmp_path / out, step) for step in (0, 1, 2)] for out in outs)
     assert one[0] == two[0]
     assert two == again
     assert (
-        len({picture for step in two for picture in step.values()}) == 5 + 3 * 6
-    )  # each prompt's text, and no picture twice
+        len({image for step in two for image in step.values()}) == 5 + 3 * 6
+    )  # each prompt's text, and no image twice
     assert ranks_that_drew(tmp_path / "two", 2) == [0, 1, 0, 1, 0]

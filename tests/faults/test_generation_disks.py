@@ -30,12 +30,12 @@ STRERROR = {
     "EROFS": "Read-only file system",
     "EMFILE": "Too many open files",
 }
-PICTURE_POINTS = ("open", "write", "fsync", "rename", "renamed")
+IMAGE_POINTS = ("open", "write", "fsync", "rename", "renamed")
 
 
 def assert_refused_in_a_sentence(folder: Path, fault: str, error: str, **settings: object) -> None:
     """It ends in ten seconds with what the system said; what was good stays good, and the same command completes it."""
-    before = checker.pictures(folder / "out") if (folder / "out").exists() else {}
+    before = checker.images(folder / "out") if (folder / "out").exists() else {}
     began = time.monotonic()
     code = run(folder, fault, **settings)
     assert time.monotonic() - began < 10
@@ -44,8 +44,8 @@ def assert_refused_in_a_sentence(folder: Path, fault: str, error: str, **setting
     assert STRERROR[error] in said(folder)
     assert "run the same command again" in said(folder)
     assert "Traceback" not in said(folder)
-    assert list(checker.bad_pictures(folder / "out")) == []
-    now = checker.pictures(folder / "out")
+    assert list(checker.bad_images(folder / "out")) == []
+    now = checker.images(folder / "out")
     wanted = unbroken()[0]
     assert now.items() <= wanted.items()
     assert before.items() <= now.items()
@@ -58,8 +58,7 @@ def assert_refused_in_a_sentence(folder: Path, fault: str, error: str, **setting
 def test_refusals_that_pass_are_asked_again_and_cost_nothing(tmp_path: Path, shift: int) -> None:
     errors = list(STRERROR)
     faults = [
-        f"picture.{point}:{2 * number + 1}:{errors[(number + shift) % 4]}"
-        for number, point in enumerate(PICTURE_POINTS)
+        f"picture.{point}:{2 * number + 1}:{errors[(number + shift) % 4]}" for number, point in enumerate(IMAGE_POINTS)
     ]
     faults.append(f"ledger.record:2:{errors[shift]}")
     faults.append(f"ledger.record.commit:3:{errors[shift]}")
@@ -69,7 +68,7 @@ def test_refusals_that_pass_are_asked_again_and_cost_nothing(tmp_path: Path, shi
 
 
 @pytest.mark.parametrize(("point", "error"), [("write", "ENOSPC")])
-def test_a_disk_that_takes_no_more_pictures_ends_the_run_and_keeps_the_good_ones(
+def test_a_disk_that_takes_no_more_images_ends_the_run_and_keeps_the_good_ones(
     tmp_path: Path, point: str, error: str
 ) -> None:
     assert_refused_in_a_sentence(tmp_path, f"picture.{point}:6+:{error}", error)
@@ -117,7 +116,7 @@ def test_a_disk_that_takes_no_ledger_or_results_ends_the_run_in_a_sentence(
         ("publish.rename:4", "EROFS"),
     ],
 )
-def test_refusals_around_the_pictures_end_well(tmp_path: Path, point: str, error: str) -> None:
+def test_refusals_around_the_images_end_well(tmp_path: Path, point: str, error: str) -> None:
     assert_refused_in_a_sentence(tmp_path, f"{point}+:{error}", error, nproc=1)
 
 
@@ -157,7 +156,7 @@ def test_a_file_system_that_is_really_full_is_told_in_a_sentence_and_space_lets_
     assert code in (1, 2), said(tmp_path)
     assert "Traceback" not in said(tmp_path)
     assert "space" in said(tmp_path)
-    assert list(checker.bad_pictures(tmp_path / "out")) == []
+    assert list(checker.bad_images(tmp_path / "out")) == []
     stuffing.unlink()
     assert_completed_by_the_same_command(tmp_path)
 
@@ -201,7 +200,7 @@ def test_damaged_files_are_found_by_verify_reported_and_drawn_again(tmp_path: Pa
     for index, damage in DAMAGES.items():
         path = tmp_path / "out" / names[index]
         path.write_bytes(damage(path.read_bytes()))
-    (tmp_path / "out" / names[20]).write_bytes((tmp_path / "out" / names[21]).read_bytes())  # another picture's bytes
+    (tmp_path / "out" / names[20]).write_bytes((tmp_path / "out" / names[21]).read_bytes())  # another image's bytes
     assert run(tmp_path) == 0
     assert "is damaged" not in said(tmp_path), "without --verify nobody looks into files"
     assert run(tmp_path, verify=True) == 0, said(tmp_path)
@@ -217,12 +216,12 @@ def test_deleted_files_are_drawn_again_without_being_asked_for(tmp_path: Path) -
     for name in list(unbroken()[0])[3:20:4]:
         (tmp_path / "out" / name).unlink()
     assert run(tmp_path) == 0
-    assert "5 pictures were drawn but their files are gone" in said(tmp_path)
+    assert "5 images were drawn but their files are gone" in said(tmp_path)
     assert "5 of them now" in said(tmp_path)
     assert_whole(tmp_path)
 
 
-def test_a_deleted_file_is_noticed_though_a_foreign_picture_makes_up_the_number(tmp_path: Path) -> None:
+def test_a_deleted_file_is_noticed_though_a_foreign_image_makes_up_the_number(tmp_path: Path) -> None:
     assert run(tmp_path) == 0
     name = next(iter(unbroken()[0]))
     os.rename(tmp_path / "out" / name, tmp_path / "out" / "holiday.png")
@@ -231,7 +230,7 @@ def test_a_deleted_file_is_noticed_though_a_foreign_picture_makes_up_the_number(
     assert_whole(tmp_path)
 
 
-def test_a_folder_instead_of_a_picture_is_told_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_a_folder_instead_of_a_image_is_told_and_nothing_is_lost(tmp_path: Path) -> None:
     """Nobody asked us to delete it."""
     assert run(tmp_path, num_samples=4) == 0
     folder = tmp_path / "out" / "000006_seed47.png"
@@ -244,7 +243,7 @@ def test_a_folder_instead_of_a_picture_is_told_and_nothing_is_lost(tmp_path: Pat
 
 
 @pytest.mark.parametrize("damage", ["cut", "noise", "empty"])
-def test_a_damaged_ledger_is_refused_by_name_and_no_picture_is_touched(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_ledger_is_refused_by_name_and_no_image_is_touched(tmp_path: Path, damage: str) -> None:
     assert run(tmp_path) == 0
     path = tmp_path / "out" / "ledger.sqlite"
     data = path.read_bytes()
@@ -253,6 +252,6 @@ def test_a_damaged_ledger_is_refused_by_name_and_no_picture_is_touched(tmp_path:
     assert code == 2, said(tmp_path)
     assert "ledger.sqlite is damaged" in said(tmp_path)
     assert "Traceback" not in said(tmp_path)
-    assert checker.pictures(tmp_path / "out") == unbroken()[0]
+    assert checker.images(tmp_path / "out") == unbroken()[0]
     path.write_bytes(data)
     assert_completed_by_the_same_command(tmp_path)

@@ -32,7 +32,7 @@ SUPERVISOR = {"RANK": "9"}
 
 
 def num_painted(folder: Path) -> int:
-    """Sheets whose drawing was begun, in all calls together: each passes this point once, and a fault that waits a moment logs it."""
+    """Batches whose drawing was begun, in all calls together: each passes this point once, and a fault that waits a moment logs it."""
     return sum(line.startswith("paint:") for line in fired(folder / "log"))
 
 
@@ -70,25 +70,25 @@ def kill_at_random(folder: Path, seed: int, num_kills: int) -> tuple[int, int, i
                 command.kill_all()
                 killed_parents += 1
                 killed_workers += nproc
-        assert list(checker.bad_pictures(folder / "out")) == [], "a final name never stands for half a picture"
+        assert list(checker.bad_images(folder / "out")) == [], "a final name never stands for half an image"
         if checker.num_done(folder / "out") == MANY.count("\n"):
             break
     return killed_workers, killed_parents, starts
 
 
 def assert_kills_change_nothing(folder: Path, seed: int, num_kills: int) -> str:
-    """What is begun again is at most two sheets a killed worker: the one it drew, and the one whose files it wrote or whose words
-    about it were on their way. Idle workers at the end of a call may begin a few of others' sheets once more."""
+    """What is begun again is at most two batches a killed worker: the one it drew, and the one whose files it wrote or whose words
+    about it were on their way. Idle workers at the end of a call may begin a few of others' batches once more."""
     killed_workers, killed_parents, starts = kill_at_random(folder, seed, num_kills)
     words = generate(folder, MANY, nproc=2)
     with started(words, folder / "log", "paint:1+:sleep=0.001") as command:
         assert command.process.wait(60) == 0, said(folder)
     assert_whole(folder, MANY)
-    num_sheets = MANY.count("\n") // 4
-    again = num_painted(folder) - num_sheets
+    num_batches = MANY.count("\n") // 4
+    again = num_painted(folder) - num_batches
     told = (
         f"seed {seed}: {starts} starts, {killed_parents} kills of the parent, {killed_workers} of workers; "
-        f"{again} of {num_sheets} sheets begun again, {again / max(1, killed_workers):.2f} a killed worker"
+        f"{again} of {num_batches} batches begun again, {again / max(1, killed_workers):.2f} a killed worker"
     )
     assert again <= 2 * killed_workers + 4, told
     return told
@@ -116,7 +116,7 @@ def test_forty_random_kills_change_nothing(tmp_path: Path, capsys: pytest.Captur
 
 @pytest.mark.parametrize("point", ["open", "write", "fsync", "rename", "renamed"])
 def test_a_worker_killed_at_each_step_of_publishing_costs_nothing(tmp_path: Path, point: str) -> None:
-    """One worker, so that the sheet with the fault is its own however late others would have started."""
+    """One worker, so that the batch with the fault is its own however late others would have started."""
     assert run(tmp_path, f"picture.{point}:2:kill:0:once", nproc=1) == 0
     assert fired(tmp_path / "log") == [f"picture.{point}:2:kill:0"]
     assert_whole(tmp_path)
@@ -141,7 +141,7 @@ def test_a_supervisor_killed_at_each_step_of_its_writing_loses_nothing(tmp_path:
             command.until_gone(10)
         assert (code == -signal.SIGKILL) == bool(fired(tmp_path / "log"))
         num_fired += len(fired(tmp_path / "log"))
-        assert list(checker.bad_pictures(tmp_path / "out")) == []
+        assert list(checker.bad_images(tmp_path / "out")) == []
         if checker.num_done(tmp_path / "out") == 24:  # so that there is something to record and to list once more
             next((tmp_path / "out").glob("*.png")).unlink()
     assert num_fired == len(PARENT_POINTS)
@@ -163,7 +163,9 @@ def test_workers_go_with_their_parent_and_the_same_command_goes_on(tmp_path: Pat
 
 
 @pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_a_stopped_workers_sheets_are_drawn_by_others_and_waking_up_changes_nothing(tmp_path: Path, nproc: int) -> None:
+def test_a_stopped_workers_batches_are_drawn_by_others_and_waking_up_changes_nothing(
+    tmp_path: Path, nproc: int
+) -> None:
     settings = {"model_path": "testcard:0.1", "stall_timeout_s": 3.0 if nproc == 1 else 60.0, "nproc": nproc}
     with started(generate(tmp_path, **settings), tmp_path / "log") as command:
         wait_until_drawing(command, tmp_path)
@@ -194,7 +196,7 @@ def test_a_second_command_on_the_folder_is_refused_at_once_and_told_who_holds_it
 def interrupted(folder: Path, number: signal.Signals, code: int, within_s: float) -> str:
     """Send one signal while it draws; it ends with that code in time, leaves nothing running and keeps what is finished."""
     folder.mkdir(exist_ok=True)
-    # Sheets of one picture: three seconds of them are left when the first is there, so that no pause makes the signal late.
+    # Batches of one image: three seconds of them are left when the first is there, so that no pause makes the signal late.
     words = generate(folder, model_path="testcard:0.25", batch_size=1, nproc=2)
     with started(words, folder / "log") as command:
         wait_until_drawing(command, folder)
@@ -202,7 +204,7 @@ def interrupted(folder: Path, number: signal.Signals, code: int, within_s: float
         os.kill(command.process.pid, number)
         assert command.process.wait(within_s) == code, command.said()
         command.until_gone(5)
-    assert checker.num_done(folder / "out") > before, "sheets that were begun are finished"
+    assert checker.num_done(folder / "out") > before, "batches that were begun are finished"
     assert checker.leftovers(folder / "out") == []
     assert "the same command draws them" in said(folder)
     assert checker.summary(folder / "out")["interrupted"] is True
@@ -218,7 +220,7 @@ def interrupted(folder: Path, number: signal.Signals, code: int, within_s: float
         pytest.param(signal.SIGHUP, 143, marks=pytest.mark.slow),
     ],
 )
-def test_one_signal_finishes_the_sheets_that_are_begun_and_ends(
+def test_one_signal_finishes_the_batches_that_are_begun_and_ends(
     tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
     interrupted(tmp_path, number, code, within_s=20)
@@ -231,7 +233,7 @@ def test_two_signals_end_it_at_once_and_leave_nothing_behind(tmp_path: Path) -> 
         os.kill(command.process.pid, signal.SIGINT)
         until(lambda: "once more to stop at once" in command.said(), command=command)
         os.kill(command.process.pid, signal.SIGINT)
-        assert command.process.wait(20) == 130, "sooner than its sheet would have been finished"
+        assert command.process.wait(20) == 130, "sooner than its batch would have been finished"
         command.until_gone(5)
     assert checker.leftovers(tmp_path / "out") == []
     assert_completed_by_the_same_command(tmp_path, micro_batch=4)
@@ -304,7 +306,7 @@ def test_a_supervisor_killed_at_every_point_it_passes_loses_nothing(
         if not fired(folder / "log"):
             break
         number += 1
-        assert not (folder / "out").exists() or list(checker.bad_pictures(folder / "out")) == []
+        assert not (folder / "out").exists() or list(checker.bad_images(folder / "out")) == []
         assert_completed_by_the_same_command(folder, few)
     with capsys.disabled():
         print(f"\nthe supervisor was killed at each of {number} points")  # noqa: T201
@@ -324,7 +326,7 @@ def test_a_worker_killed_at_every_point_it_passes_loses_nothing(
         words = generate(folder, few, nproc=1)
         with started(words, folder / "log", f"*:{number + 1}:kill:0:once", SUPERVISOR) as command:
             code = command.process.wait(30)
-        assert list(checker.bad_pictures(folder / "out")) == []
+        assert list(checker.bad_images(folder / "out")) == []
         if not fired(folder / "log"):
             break
         number += 1
@@ -360,10 +362,10 @@ def test_a_million_rows_are_resumed_in_ten_seconds_and_a_gibibyte(
             command.until_gone(10)
     with capsys.disabled():
         print(  # noqa: T201
-            f"\na million rows: the first picture after {times[0]:.1f} s (plan, {peaks[0]:.0f} MiB), "
+            f"\na million rows: the first image after {times[0]:.1f} s (plan, {peaks[0]:.0f} MiB), "
             f"on resume after {max(times[1:]):.1f} s at most ({max(peaks[1:]):.0f} MiB)"
         )
     assert max(times[1:]) < 10
     assert max(peaks) < 1024
     assert json.loads((tmp_path / "out" / "config.json").read_bytes())["changes"] == []
-    assert checker.pictures(tmp_path / "out").keys() >= {f"{index:07d}_seed{index + 42}.png" for index in range(4)}
+    assert checker.images(tmp_path / "out").keys() >= {f"{index:07d}_seed{index + 42}.png" for index in range(4)}

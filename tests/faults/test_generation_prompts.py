@@ -41,7 +41,7 @@ def assert_set_aside(folder: Path, guilty: Mapping[int, str], tries: int) -> Non
     wanted = dict(unbroken()[0])
     for index in guilty:
         del wanted[f"{rows[index]['name']}.png"]
-    assert checker.pictures(out) == wanted
+    assert checker.images(out) == wanted
     summary = checker.summary(out)
     assert (summary["done"], summary["failed"], summary["open"]) == (len(rows) - len(guilty), len(guilty), 0)
     assert sum(summary["failures_by_reason"].values()) == len(guilty)
@@ -82,7 +82,7 @@ def test_a_prompt_that_kills_its_worker_is_tried_three_times_and_set_aside_alone
     assert_completed_by_the_same_command(tmp_path)
 
 
-def test_two_prompts_of_one_sheet_that_kill_are_both_found(tmp_path: Path) -> None:
+def test_two_prompts_of_one_batch_that_kill_are_both_found(tmp_path: Path) -> None:
     assert run(tmp_path, "paint.000005:1+:kill;paint.000007:1+:kill", nproc=1) == 1
     assert_set_aside(tmp_path, {4: "SIGKILL", 6: "SIGKILL"}, tries=3)
     assert_completed_by_the_same_command(tmp_path)
@@ -90,23 +90,23 @@ def test_two_prompts_of_one_sheet_that_kill_are_both_found(tmp_path: Path) -> No
 
 def test_a_prompt_that_never_fits_into_memory_is_set_aside_with_that_reason(tmp_path: Path) -> None:
     assert run(tmp_path, "draw.000006:1+:OOM", nproc=1) == 1
-    # the whole sheet, its half, alone in the half; then four of it, two and one
+    # the whole batch, its half, alone in the half; then four of it, two and one
     assert len(fired(tmp_path / "log")) == 6
-    assert_set_aside(tmp_path, {5: "out of memory with one picture at a time"}, tries=2)
+    assert_set_aside(tmp_path, {5: "out of memory with one image at a time"}, tries=2)
     assert_completed_by_the_same_command(tmp_path)
 
 
-def test_memory_that_runs_out_once_halves_the_micro_batch_for_that_sheet_and_marks_its_pictures(tmp_path: Path) -> None:
+def test_memory_that_runs_out_once_halves_the_micro_batch_for_that_batch_and_marks_its_images(tmp_path: Path) -> None:
     assert run(tmp_path, "draw.000006:1:OOM", nproc=1) == 0
     assert len(fired(tmp_path / "log")) == 1
     assert_whole(tmp_path)
     rows = checker.ledger(tmp_path / "out")
     assert [row["micro_batch"] for row in rows] == [2 if 4 <= index < 8 else 0 for index in range(24)]
     assert checker.summary(tmp_path / "out")["smaller_micro_batches"] == 4
-    assert "out of memory with 4 pictures at once" in (tmp_path / "out" / "logs" / "worker_0.log").read_text()
+    assert "out of memory with 4 images at once" in (tmp_path / "out" / "logs" / "worker_0.log").read_text()
 
 
-def test_half_a_sheet_at_once_runs_out_of_memory_down_to_one(tmp_path: Path) -> None:
+def test_half_a_batch_at_once_runs_out_of_memory_down_to_one(tmp_path: Path) -> None:
     assert run(tmp_path, "draw.000006:1:OOM", nproc=1, micro_batch=2) == 0
     assert len(fired(tmp_path / "log")) == 1
     assert_whole(tmp_path)
@@ -119,12 +119,12 @@ def test_a_model_that_fails_for_every_prompt_ends_early_with_its_reason(tmp_path
     began = time.monotonic()
     assert run(tmp_path, "paint:1+:raise", prompts=many) == 1
     assert time.monotonic() - began < 10
-    assert "pictures all failed" in said(tmp_path)
+    assert "images all failed" in said(tmp_path)
     assert "fault injected at paint" in said(tmp_path)
     assert "nothing was drawn" in said(tmp_path)
     assert "Traceback" not in said(tmp_path)
     assert len(fired(tmp_path / "log")) < 40
-    assert checker.pictures(tmp_path / "out") == {}
+    assert checker.images(tmp_path / "out") == {}
     assert checker.leftovers(tmp_path / "out") == []
     rows = checker.ledger(tmp_path / "out")
     assert checker.failures(tmp_path / "out").keys() == {row["picture"] for row in rows if row["state"] == "failed"}
@@ -136,7 +136,7 @@ def test_prompts_that_failed_before_and_fail_again_are_no_sign_of_a_bad_model(tm
     fault = ";".join(f"paint.{number:06d}:1+:raise" for number in range(13, 25))
     for _call in range(2):
         assert run(tmp_path, fault) == 1
-        assert "pictures all failed" not in said(tmp_path)
+        assert "images all failed" not in said(tmp_path)
         assert_set_aside(tmp_path, dict.fromkeys(range(12, 24), "fault injected"), tries=2)
     assert_completed_by_the_same_command(tmp_path)
 
@@ -180,6 +180,6 @@ def test_a_tiny_pipeline_sets_a_prompt_aside_that_gives_not_a_number(tmp_path: P
     assert {
         index: "not finite" in reason or "NaN" in reason for index, reason in checker.failures(tmp_path / "out").items()
     } == {1: True}, said(tmp_path)
-    assert len(checker.pictures(tmp_path / "out")) == 3
-    assert list(checker.bad_pictures(tmp_path / "out")) == []
+    assert len(checker.images(tmp_path / "out")) == 3
+    assert list(checker.bad_images(tmp_path / "out")) == []
     assert checker.leftovers(tmp_path / "out") == []

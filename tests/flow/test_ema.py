@@ -46,7 +46,7 @@ def test_swapping_twice_restores_every_bit_of_parameters_and_averages(dtype: tor
     before = {name: parameter.detach().clone() for name, parameter in held.items()}
     averages = {name: average.clone() for name, average in ema.tensors().items()}
     addresses = {name: parameter.data_ptr() for name, parameter in held.items()}
-    with ema.swapped():
+    with ema.swap_during():
         for name, parameter in held.items():
             assert torch.equal(parameter, averages[name].to(dtype))
             assert not torch.equal(parameter, before[name])
@@ -63,7 +63,7 @@ def test_an_error_while_swapped_still_brings_the_parameters_back() -> None:
     ema = Ema(held, decay=0.9)
     move(held, 1)
     before = held["weight"].detach().clone()
-    with pytest.raises(KeyError), ema.swapped():
+    with pytest.raises(KeyError), ema.swap_during():
         raise KeyError
     assert torch.equal(held["weight"], before)
 
@@ -77,14 +77,14 @@ def test_a_module_sees_the_swapped_weights_and_its_gradient_stays() -> None:
     with torch.no_grad():
         layer.weight.fill_(5.0)
     assert layer(torch.ones(1, 2)).item() == 10
-    with ema.swapped():
+    with ema.swap_during():
         assert layer(torch.ones(1, 2)).item() == 2
     assert torch.equal(layer.weight.grad, torch.ones(1, 2))
 
 
 def test_nothing_is_updated_saved_or_loaded_while_swapped() -> None:
     ema = Ema(parameters(), decay=0.9)
-    with ema.swapped():
+    with ema.swap_during():
         for action in (ema.update, ema.tensors, lambda: ema.load_tensors({}, 0)):
             with pytest.raises(RuntimeError, match="swap back"):
                 action()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from halation.flow.guidance import drop, guided
+from halation.flow.guidance import drop_conditions, guided_velocity
 from halation.flow.samplers import SAMPLERS, schedule
 
 
@@ -28,7 +28,7 @@ X, T = torch.arange(6.0).reshape(3, 2), torch.tensor(0.5, dtype=torch.float64)
 def test_guidance_extrapolates_from_the_null_to_the_conditional_prediction_in_one_forward() -> None:
     predict = Recorder()
     scales = torch.tensor([0.0, 1.0, 3.0])
-    velocity = guided(predict, CONDITION, NULL, scales)(X, T)
+    velocity = guided_velocity(predict, CONDITION, NULL, scales)(X, T)
     assert predict.batches == [6]
     with_prompt, without = X / 2 + CONDITION["label"][:, None], X / 2 + NULL["label"][:, None]
     assert torch.allclose(velocity, without + scales[:, None] * (with_prompt - without))
@@ -37,14 +37,14 @@ def test_guidance_extrapolates_from_the_null_to_the_conditional_prediction_in_on
 
 def test_a_scale_of_one_runs_the_conditional_branch_only() -> None:
     predict = Recorder()
-    velocity = guided(predict, CONDITION, NULL, 1.0)(X, T)
+    velocity = guided_velocity(predict, CONDITION, NULL, 1.0)(X, T)
     assert predict.batches == [3]
     assert torch.equal(velocity, X / 2 + CONDITION["label"][:, None])
 
 
 def test_a_tensor_of_ones_still_runs_the_pair_so_that_values_never_decide_shapes() -> None:
     predict = Recorder()
-    guided(predict, CONDITION, NULL, torch.ones(3))(X, T)
+    guided_velocity(predict, CONDITION, NULL, torch.ones(3))(X, T)
     assert predict.batches == [6]
 
 
@@ -53,21 +53,21 @@ def test_truncated_guidance_runs_the_conditional_branch_only_from_that_step_on(
     truncate_from: int, expected: list[int]
 ) -> None:
     predict, times = Recorder(), schedule(4, 3.0)
-    velocity = guided(predict, CONDITION, NULL, 4.0, truncate_from=truncate_from, times=times)
+    velocity = guided_velocity(predict, CONDITION, NULL, 4.0, truncate_from=truncate_from, times=times)
     list(SAMPLERS["euler"](velocity, X, times))
     assert predict.batches == expected
 
 
 def test_truncation_without_times_or_before_the_first_step_is_refused() -> None:
     with pytest.raises(ValueError, match="needs the times"):
-        guided(Recorder(), CONDITION, NULL, 2.0, truncate_from=1)
+        guided_velocity(Recorder(), CONDITION, NULL, 2.0, truncate_from=1)
     with pytest.raises(ValueError, match="counts steps from 0"):
-        guided(Recorder(), CONDITION, NULL, 2.0, truncate_from=-1, times=schedule(4))
+        guided_velocity(Recorder(), CONDITION, NULL, 2.0, truncate_from=-1, times=schedule(4))
 
 
 def test_dropped_rows_become_the_null_condition_and_the_others_stay() -> None:
     condition = {"tokens": torch.arange(6).reshape(3, 2), "label": torch.arange(3)}
     null = {"tokens": torch.full((3, 2), -1), "label": torch.full((3,), -1)}
-    result = drop(condition, null, torch.tensor([True, False, True]))
+    result = drop_conditions(condition, null, torch.tensor([True, False, True]))
     assert result["tokens"].tolist() == [[-1, -1], [2, 3], [-1, -1]]
     assert result["label"].tolist() == [-1, 1, -1]

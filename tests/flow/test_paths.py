@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from halation.flow.paths import interpolate, shifted, times_from_uniform, velocity_target
+from halation.flow.paths import interpolate, shift_times, times_from_uniform, velocity_target
 
 
-def test_the_path_starts_at_the_picture_ends_at_the_noise_and_moves_with_the_target_velocity() -> None:
+def test_the_path_starts_at_the_image_ends_at_the_noise_and_moves_with_the_target_velocity() -> None:
     x0, noise = torch.randn(2, 3, 3, 4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     assert torch.equal(interpolate(x0, noise, torch.zeros(3)), x0)
     assert torch.equal(interpolate(x0, noise, torch.ones(3)), noise)
@@ -33,13 +33,13 @@ def test_times_rise_with_the_uniform_and_stay_in_the_unit_interval(kind: str, sh
 
 def test_a_shift_moves_times_towards_noise_and_its_inverse_takes_them_back() -> None:
     t = torch.linspace(0, 1, 11, dtype=torch.float64)
-    assert (shifted(t, 3.0)[1:-1] > t[1:-1]).all()
-    assert torch.allclose(shifted(shifted(t, 3.0), 1 / 3), t)
-    assert torch.equal(shifted(t, 1.0), t)
+    assert (shift_times(t, 3.0)[1:-1] > t[1:-1]).all()
+    assert torch.allclose(shift_times(shift_times(t, 3.0), 1 / 3), t)
+    assert torch.equal(shift_times(t, 1.0), t)
 
 
 def test_unknown_kinds_and_shifts_are_refused() -> None:
     with pytest.raises(ValueError, match="uniform, logit_normal"):
         times_from_uniform(torch.zeros(1), "cosine")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="positive"):
-        shifted(torch.zeros(1), 0.0)
+        shift_times(torch.zeros(1), 0.0)

@@ -67,7 +67,7 @@ def test_a_straight_path_is_followed_exactly_by_any_number_of_steps(name: str) -
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_one_step_lands_on_the_predicted_picture(name: str) -> None:
+def test_one_step_lands_on_the_predicted_image(name: str) -> None:
     noise = torch.tensor([0.3], dtype=torch.float64)
     (x,) = SAMPLERS[name](gaussian_velocity, noise, schedule(1))
     assert torch.allclose(x, torch.tensor([MEAN], dtype=torch.float64)), "at t = 1 the best guess is the mean"

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from benchmarks import big_folders
-from halation.gallery.catalog import Catalog
-from halation.gallery.command import catalog_of
-from halation.gallery.generation_runs import Query
-from halation.gallery.run_files import Lines, last_lines, read_object
-from halation.gallery.scores import Scores
-from halation.gallery.server import encoded
-from halation.runs import folder as runs
+from halation.gallery.command import build_catalog
+from halation.gallery.evaluation_reports import ScoreIndex
+from halation.gallery.generation_runs import RowQuery
+from halation.gallery.run_catalog import RunCatalog
+from halation.gallery.run_file_reader import JsonlTailReader, read_json_object, read_last_lines
+from halation.gallery.server import encode_json
 from halation.runs import lock
+from halation.runs import run_record as runs
 from support.served import serving
 
 SECRET = "nobody outside should read this"
@@ -45,7 +45,7 @@ WILD = {
 
 def wild(path: Path) -> None:
     """Every key that anybody looks for, of a kind that nobody expects; the job stays, so that it is still a run."""
-    job = read_object(path).get("job", "train")
+    job = read_json_object(path).get("job", "train")
     line = json.dumps(WILD | {"job": job, "host": socket.gethostname()}) + "\n"
     strange = json.dumps({"job": job, "settings": "x", "fixed": "y", "step": 1, "metric": "m", "value": float("nan")})
     path.write_text(line if path.suffix != ".jsonl" else line + strange + "\n" + '{"step": 7, "loss": 1e999}\n')
@@ -95,8 +95,8 @@ def wholes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     big_folders.generation_folder(top / "generation", 4, size=8)
     for name, job in (("shared", "generate"), ("watch", "watch"), ("sample", "sample")):
         (top / name).mkdir()
-        runs.begin(runs.Run(top / name), job, {}, {"prompts": ["a"], "seed": 1}, False)
-    runs.publish_json(top / "sample/samples.json", {"samples": [{"prompt": "a", "seed": 1, "state": "failed"}]})
+        runs.create_or_resume_run(runs.RunFolder(top / name), job, {}, {"prompts": ["a"], "seed": 1}, False)
+    runs.write_json_atomic(top / "sample/samples.json", {"samples": [{"prompt": "a", "seed": 1, "state": "failed"}]})
     (top / "shared/ledger/leases").mkdir(parents=True)
     (top / "shared/ledger/plan-1.digests").write_bytes(bytes(8 * 3))
     (top / "shared/ledger/a.jsonl").write_text('{"index": 0, "state": "failed", "reason": "no"}\n')
@@ -121,18 +121,18 @@ def damaged(wholes: Path, top: Path, damage: str) -> dict[str, Path]:
     return found
 
 
-def shown(catalog: Catalog, scores: Scores) -> dict[str, Any]:
+def shown(catalog: RunCatalog, scores: ScoreIndex) -> dict[str, Any]:
     """All that a page asks for, of every run, as it goes over the wire."""
     told = {}
     for entry in catalog.entries():
-        told[entry.name] = json.loads(encoded(entry.detail()))
-        assert json.loads(encoded(entry.summary())).keys() == told[entry.name]["summary"].keys()
-        encoded([entry.config(), entry.log(300)])
+        told[entry.name] = json.loads(encode_json(entry.detail()))
+        assert json.loads(encode_json(entry.summary())).keys() == told[entry.name]["summary"].keys()
+        encode_json([entry.config(), entry.log(300)])
         for key in ("s20.0", "s20.1", "t.0", "g0"):
-            entry.picture(key)
-        for name, words in (("metrics", (0,)), ("search", (Query(q="a"),)), ("spec", ("g0",))):
-            encoded(getattr(entry, name, lambda *_: None)(*words))
-    encoded(scores.answer())
+            entry.image(key)
+        for name, words in (("metrics", (0,)), ("search", (RowQuery(text="a"),)), ("spec", ("g0",))):
+            encode_json(getattr(entry, name, lambda *_: None)(*words))
+    encode_json(scores.build_response())
     return told
 
 
@@ -140,8 +140,8 @@ def shown(catalog: Catalog, scores: Scores) -> dict[str, Any]:
 def test_one_damaged_file_costs_no_other_run_anything(wholes: Path, tmp_path: Path, damage: str) -> None:
     shutil.copytree(wholes / "training", tmp_path / "good")
     paths = damaged(wholes, tmp_path, damage)
-    catalog = catalog_of([tmp_path])
-    scores = Scores(catalog)
+    catalog = build_catalog([tmp_path])
+    scores = ScoreIndex(catalog)
     told: dict[str, Any] = {}
 
     def look() -> None:
@@ -166,12 +166,12 @@ def test_the_page_goes_on_while_a_run_is_damaged(tmp_path: Path) -> None:
     top = tmp_path / "runs"
     good = big_folders.training_folder(top / "good", 1, 1, size=8)
     bad = big_folders.generation_folder(top / "bad", 2, size=8)
-    with lock.held(good, "train"), serving(top, cache=tmp_path / "cache") as visitor:
+    with lock.lock_folder(good, "train"), serving(top, cache=tmp_path / "cache") as visitor:
         ids = visitor.ids()
         with visitor.listening() as stream:
             (bad / "config.json").write_bytes(b'{"job": "generate", "settings": "x", "fixed": [')
             os.truncate(bad / "ledger.sqlite", 5_000)
-            runs.Metrics(good / "metrics.jsonl").append({"step": 2, "loss": 0.5})
+            runs.MetricsFile(good / "metrics.jsonl").append({"step": 2, "loss": 0.5})
             assert any(ids["good"].encode() in line for line in stream)
         assert visitor.ask("/api/runs").status == 200
         assert visitor.ask("/api/scores").status == 200
@@ -199,7 +199,7 @@ def test_links_that_leave_a_run_are_not_read(wholes: Path, tmp_path: Path, name:
     else:
         path.unlink(missing_ok=True)
         path.symlink_to(secret)
-    catalog = catalog_of([tmp_path / "runs"])
+    catalog = build_catalog([tmp_path / "runs"])
     catalog.refresh()
     told = [json.dumps([each.detail(), each.log(9), each.config(), each.metrics(0)]) for each in catalog.entries()]  # type: ignore[attr-defined]
     assert len(told) == 1
@@ -210,8 +210,8 @@ def test_a_link_inside_a_run_is_read(tmp_path: Path) -> None:
     (tmp_path / "today.log").write_text("one\ntwo\n")
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs/train.log").symlink_to("../today.log")
-    assert last_lines(tmp_path / "logs/train.log", 1, tmp_path) == ["two"]
-    assert last_lines(tmp_path / "logs/train.log", 1) == []
+    assert read_last_lines(tmp_path / "logs/train.log", 1, tmp_path) == ["two"]
+    assert read_last_lines(tmp_path / "logs/train.log", 1) == []
     (tmp_path / "link").symlink_to(tmp_path)
-    assert last_lines(tmp_path / "link/today.log", 1) == ["two"], "the folder itself may be reached by one"
-    assert Lines(tmp_path / "today.log").new() == (False, [])
+    assert read_last_lines(tmp_path / "link/today.log", 1) == ["two"], "the folder itself may be reached by one"
+    assert JsonlTailReader(tmp_path / "today.log").read_new() == (False, [])

@@ -25,8 +25,8 @@ from halation.config import as_json
 from halation.errors import InputError
 from halation.gallery import command as gallery
 from halation.gallery.config import GalleryConfig
-from halation.gallery.server import listen
-from halation.runs import folder as runs
+from halation.gallery.server import open_listener
+from halation.runs import run_record as runs
 from halation.training import command as train
 from halation.training.config import TrainConfig
 
@@ -156,7 +156,7 @@ def test_on_the_network_it_warns_and_gives_a_link_from_outside(folder: Path) -> 
     # Only this machine can reach this address, but by its form it is not one of the loopback: nothing is opened to a network.
     host = "::ffff:127.0.0.1"
     try:
-        listen(host, 0).close()
+        open_listener(host, 0).close()
     except OSError:
         pytest.skip("this machine has no IPv6")
     done = subprocess.run(
@@ -180,7 +180,7 @@ def test_on_the_network_it_warns_and_gives_a_link_from_outside(folder: Path) -> 
         ([".", "--host", "203.0.113.9"], "--host 203.0.113.9 is no address of this machine"),
         ([".", "--host", "no such host"], "--host no such host is no address of this machine"),
         ([".", "--export", "page.html"], "no run below"),
-        ([".", "--export", "page.html", "--export_pictures", "-1"], "--export_pictures -1"),
+        ([".", "--export", "page.html", "--export_images", "-1"], "--export_images -1"),
     ],
 )
 def test_what_cannot_be_is_refused_in_three_parts(
@@ -198,9 +198,9 @@ def test_what_cannot_be_is_refused_in_three_parts(
 def test_what_a_command_settled_by_itself_is_not_said_to_be_chosen(tmp_path: Path) -> None:
     for name, config in (("plain", TrainConfig()), ("chosen", TrainConfig(lr=0.5, time_shift=3.0, image_size=(32,)))):
         (tmp_path / name).mkdir()
-        settings = as_json(train.resolved(dataclasses.replace(config, output_dir=tmp_path / name)))
-        runs.begin(runs.Run(tmp_path / name), "train", settings, {}, False)
-    catalog = gallery.catalog_of([tmp_path])
+        settings = as_json(train.resolve_config(dataclasses.replace(config, output_dir=tmp_path / name)))
+        runs.create_or_resume_run(runs.RunFolder(tmp_path / name), "train", settings, {}, False)
+    catalog = gallery.build_catalog([tmp_path])
     catalog.refresh()
     assert {entry.name: sorted(entry.config()["differs"]) for entry in catalog.entries()} == {
         "plain": ["output_dir"],
@@ -239,6 +239,6 @@ def test_one_run_is_written_as_a_page_of_its_own(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = tmp_path / "run.html"
-    assert cli.main(["gallery", str(folder / "train"), "--export", str(page), "--export_pictures", "3"]) == 0
+    assert cli.main(["gallery", str(folder / "train"), "--export", str(page), "--export_images", "3"]) == 0
     assert f"{page} (" in capsys.readouterr().out
     assert page.read_text().startswith("<!doctype html>")

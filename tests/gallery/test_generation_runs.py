@@ -16,19 +16,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benchmarks.big_folders import generation_folder, pictures, prompt_of, settle
+from benchmarks.big_folders import generation_folder, images, prompt_of, settle
 
-from halation.gallery.catalog import Catalog, id_of
-from halation.gallery.generation_rows import LedgerTables
-from halation.gallery.generation_runs import GenerationRun, Query
-from halation.gallery.reproduce_command import command
-from halation.gallery.row_index import with_words, words_of
+from halation.gallery.generation_runs import GenerationRun, RowQuery, shell_command
+from halation.gallery.ledger_reader import SqliteLedgerReader, filter_by_words, parse_search_words
+from halation.gallery.run_catalog import RunCatalog, make_run_id
 from halation.generation.command import run as generate
 from halation.generation.config import GenerateConfig
-from halation.generation.ledger import LEDGER_FILE, Ledger, Outcome
-from halation.generation.shared_folder.ledger import Process, SharedLedger
-from halation.images.png import read_png
-from halation.runs import folder as runs
+from halation.generation.ledger import LEDGER_FILE, ImageOutcome, Ledger
+from halation.generation.shared_folder.shared_ledger import ProcessIdentity, SharedLedger
+from halation.images.png_codec import read_png
+from halation.runs import run_record as runs
 
 
 def opened(folder: Path) -> GenerationRun:
@@ -43,7 +41,7 @@ def refreshed(run: GenerationRun) -> bool:
 
 
 def found(run: GenerationRun, **query: Any) -> list[int]:
-    answer = run.search(Query(**query))
+    answer = run.search(RowQuery(**query))
     assert answer["total"] >= len(answer["rows"])
     return [row["index"] for row in answer["rows"]]
 
@@ -75,7 +73,7 @@ def test_counts_workers_reasons_and_sizes_are_the_ledgers(folder: Path) -> None:
     assert sum(worker["failed"] for worker in detail["workers"]) == 24
     assert sorted(number for _, number in detail["reasons"]) == [12, 12]
     assert (detail["seeds"], detail["size"], detail["video"]) == ([42, 341], [[16, 16, 300]], False)
-    assert summary["last"] == {"key": "g238", "v": run.search(Query(seed=280))["rows"][0]["v"]}
+    assert summary["last"] == {"key": "g238", "v": run.search(RowQuery(seed=280))["rows"][0]["v"]}
     json.dumps(detail)
 
 
@@ -84,7 +82,7 @@ def test_a_page_is_a_slice_of_the_rows_by_index(folder: Path) -> None:
     assert found(run, offset=250, limit=20) == list(range(250, 270))
     assert found(run, offset=290, limit=20) == list(range(290, 300))
     assert found(run, offset=1000) == []
-    row = run.search(Query(offset=9, limit=1))["rows"][0]
+    row = run.search(RowQuery(offset=9, limit=1))["rows"][0]
     assert row == {
         "key": "g9", "index": 9, "id": "000010", "prompt": prompt_of(9), "seed": 51, "state": "failed", "w": 16, "h": 16,
         "worker": "0", "reason": "RuntimeError: CUDA out of memory", "v": "", "frames": 1,
@@ -101,28 +99,30 @@ def test_filters_and_words_must_all_hold(folder: Path) -> None:
     assert found(run, worker="1", limit=500) == [index for index in range(240) if index // 4 % 2]
     assert found(run, worker="9") == []
     words = [index for index, prompt in rows if "street" in prompt and "rain" in prompt]
-    assert found(run, q="RAIN  Street", limit=500) == words
-    assert found(run, q="000123") == [122]
-    assert found(run, q="street", state="failed", limit=500) == [
+    assert found(run, text="RAIN  Street", limit=500) == words
+    assert found(run, text="000123") == [122]
+    assert found(run, text="street", state="failed", limit=500) == [
         index for index in range(9, 240, 10) if "street" in prompt_of(index)
     ]
-    assert found(run, q="street", limit=2) == found(run, q="street", limit=500)[:2]
-    assert found(run, q=prompt_of(77) + " " + prompt_of(77)) == [77], "a whole prompt that was pasted"
+    assert found(run, text="street", limit=2) == found(run, text="street", limit=500)[:2]
+    assert found(run, text=prompt_of(77) + " " + prompt_of(77)) == [77], "a whole prompt that was pasted"
 
 
 def test_a_search_for_very_many_words_takes_no_longer_than_for_a_few() -> None:
-    assert words_of("a STREET street in the rain") == ["street", "rain", "the"], "of the others each is part of one"
+    assert parse_search_words("a STREET street in the rain") == ["street", "rain", "the"], (
+        "of the others each is part of one"
+    )
     letters = " ".join("abcdefghijklmnopqrstuvwxyz" * 8)
     texts = [f"the quick brown fox jumps over the lazy dog {number}" for number in range(20_000)]
     began = time.process_time()
-    assert len(with_words(np.arange(20_000), texts, words_of(letters))) == 20_000
-    assert len(words_of(letters)) == 16
+    assert len(filter_by_words(np.arange(20_000), texts, parse_search_words(letters))) == 20_000
+    assert len(parse_search_words(letters)) == 16
     assert time.process_time() - began < 0.5
 
 
 def test_a_list_of_runs_waits_for_none_of_them(folder: Path) -> None:
-    run = GenerationRun(folder, id_of(folder))
-    catalog = Catalog([folder.parent], {"generate": lambda *_: run})
+    run = GenerationRun(folder, make_run_id(folder))
+    catalog = RunCatalog([folder.parent], {"generate": lambda *_: run})
     catalog.refresh()
     told: list[str] = []
     with run._lock:  # as a search has it, or the first reading of very many rows
@@ -135,17 +135,17 @@ def test_a_list_of_runs_waits_for_none_of_them(folder: Path) -> None:
 def test_text_of_any_kind_comes_through_as_it_is(tmp_path: Path) -> None:
     prompts = ["<script>alert(1)</script>", "Ä Ü ß ﬁn 猫 % _ ' \"", "a\u202eb", ""]
     run = opened(generation_folder(tmp_path / "gen", 5, prompts=prompts, size=8))
-    assert [row["prompt"] for row in run.search(Query())["rows"]] == [*prompts[:3], prompt_of(3), prompt_of(4)]
-    assert found(run, q="ä Ü SS") == [1]
-    assert found(run, q="%") == [1]
-    assert found(run, q="<script>") == [0]
+    assert [row["prompt"] for row in run.search(RowQuery())["rows"]] == [*prompts[:3], prompt_of(3), prompt_of(4)]
+    assert found(run, text="ä Ü SS") == [1]
+    assert found(run, text="%") == [1]
+    assert found(run, text="<script>") == [0]
 
 
-def test_only_keys_of_rows_with_a_picture_in_the_folder_lead_to_a_file(folder: Path, tmp_path: Path) -> None:
+def test_only_keys_of_rows_with_a_image_in_the_folder_lead_to_a_file(folder: Path, tmp_path: Path) -> None:
     run = opened(folder)
-    assert run.picture("g5") == (folder / "000006_seed47.png").resolve()
+    assert run.image("g5") == (folder / "000006_seed47.png").resolve()
     for key in ("g9", "g250", "g300", "g-1", "g5.png", "g٣", "../config.json", "g", "", "s5.1", "g" + "9" * 30):
-        assert run.picture(key) is None, key
+        assert run.image(key) is None, key
     assert run.spec("g300") is None
     other = generation_folder(tmp_path / "gen", 4, size=8)
     secret = tmp_path / "secret.png"
@@ -157,11 +157,11 @@ def test_only_keys_of_rows_with_a_picture_in_the_folder_lead_to_a_file(folder: P
         connection.execute("UPDATE pictures SET name = '../secret' WHERE picture = 2")
     connection.close()
     run = opened(other)
-    assert [run.picture(f"g{index}") for index in range(3)] == [None] * 3
-    assert run.picture("g3") is not None
+    assert [run.image(f"g{index}") for index in range(3)] == [None] * 3
+    assert run.image("g3") is not None
 
 
-def test_a_picture_comes_with_its_spec_and_its_outcome(folder: Path) -> None:
+def test_a_image_comes_with_its_spec_and_its_outcome(folder: Path) -> None:
     answer = opened(folder).spec("g5")
     assert answer is not None
     assert answer["spec"] | {"prompt": ""} == {
@@ -180,7 +180,7 @@ def test_the_log_and_the_config_are_shown_with_what_is_not_the_default(folder: P
     run = GenerationRun(folder, "x", differs=lambda settings: [name for name in settings if name == "model_path"])
     assert run.config()["settings"]["model_path"] == "testcard"
     assert run.config()["differs"] == ["model_path"]
-    assert run.log(5)[-1].endswith("every picture is as the ledger says")
+    assert run.log(5)[-1].endswith("every image is as the ledger says")
 
 
 # -- live
@@ -194,8 +194,8 @@ def test_what_a_command_records_is_seen_while_it_has_the_ledger_open(tmp_path: P
     folder = generation_folder(tmp_path / "gen", 40, num_done=8, failed_every=0, size=8)
     run = opened(folder)
     run.detail()
-    assert found(run, q="street", state="done", limit=500) == [0]
-    files = pictures(8)
+    assert found(run, text="street", state="done", limit=500) == [0]
+    files = images(8)
     with Ledger(folder / LEDGER_FILE) as ledger:
         settle(folder, ledger, requests_of(ledger, list(range(8, 20))), 10, ["a", "b"], files)
         version = run.version
@@ -203,9 +203,9 @@ def test_what_a_command_records_is_seen_while_it_has_the_ledger_open(tmp_path: P
         assert run.version > version
         assert run.detail()["counts"] == {"planned": 40, "open": 20, "done": 18, "failed": 2}
         assert {worker["name"] for worker in run.detail()["workers"]} == {"0", "1", "a", "b"}
-        assert found(run, q="street", state="done", limit=500) == [0, 10]
+        assert found(run, text="street", state="done", limit=500) == [0, 10]
         assert found(run, worker="b", limit=500) == [12, 13, 14, 15]
-        ledger.record([Outcome(index=19, state="done", sha256="f" * 64, worker="c")])  # another try
+        ledger.record([ImageOutcome(index=19, state="done", sha256="f" * 64, worker="c")])  # another try
         ledger.reopen([0])
         refreshed(run)
         assert run.detail()["counts"] == {"planned": 40, "open": 21, "done": 18, "failed": 1}
@@ -217,17 +217,17 @@ def test_a_longer_plan_and_another_plan_are_seen(tmp_path: Path) -> None:
     folder = generation_folder(tmp_path / "gen", 6, num_done=2, size=8)
     longer = generation_folder(tmp_path / "longer", 9, num_done=0, size=8, prompts=["other"] * 9)
     run = opened(folder)
-    assert found(run, q="number5") == [5]
+    assert found(run, text="number5") == [5]
     with Ledger(longer / LEDGER_FILE) as source:
         others = source.requests(list(range(9)))
     with Ledger(folder / LEDGER_FILE) as ledger:
-        ledger.plan(others[6:], {"plan": 2}, changed=others[5:6])
+        ledger.add_plan(others[6:], {"plan": 2}, changed=others[5:6])
         refreshed(run)
         assert run.detail()["counts"]["planned"] == 9
-        assert found(run, q="number5") == []
-        assert found(run, q="other") == [5, 6, 7, 8]
-        ledger.forget_plan()
-        ledger.plan(others[:3], {"plan": 3})
+        assert found(run, text="number5") == []
+        assert found(run, text="other") == [5, 6, 7, 8]
+        ledger.delete_plan()
+        ledger.add_plan(others[:3], {"plan": 3})
         refreshed(run)
         assert run.summary()["planned"] == 3
         assert found(run) == [0, 1, 2]
@@ -235,7 +235,9 @@ def test_a_longer_plan_and_another_plan_are_seen(tmp_path: Path) -> None:
 
 def test_pace_and_time_left_are_of_the_last_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = generation_folder(tmp_path / "gen", 100, num_done=10, failed_every=0, size=8)
-    runs.publish_json(folder / ".owner.json", {"pid": os.getpid(), "host": os.uname().nodename, "command": "generate"})
+    runs.write_json_atomic(
+        folder / ".owner.json", {"pid": os.getpid(), "host": os.uname().nodename, "command": "generate"}
+    )
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now)
     run = opened(folder)
@@ -243,7 +245,7 @@ def test_pace_and_time_left_are_of_the_last_minute(tmp_path: Path, monkeypatch: 
     assert (run.summary()["state"], run.summary()["rate"]) == ("running", None)
     with Ledger(folder / LEDGER_FILE) as ledger:
         for first, end, seconds in ((10, 20, 100.0), (20, 40, 5.0), (40, 80, 5.0)):
-            settle(folder, ledger, requests_of(ledger, list(range(first, end))), 0, ["0"], pictures(8))
+            settle(folder, ledger, requests_of(ledger, list(range(first, end))), 0, ["0"], images(8))
             now += seconds
             refreshed(run)
     assert run.summary()["done"] == 80
@@ -264,21 +266,21 @@ def test_reading_leaves_nothing_in_the_folder_and_changes_nothing(folder: Path) 
     before = names(folder), (folder / LEDGER_FILE).read_bytes()
     run = opened(folder)
     run.detail()
-    run.search(Query(q="street"))
+    run.search(RowQuery(text="street"))
     assert (names(folder), (folder / LEDGER_FILE).read_bytes()) == before
 
 
 def test_a_reader_in_the_middle_of_a_page_keeps_no_writer_waiting(tmp_path: Path) -> None:
     folder = generation_folder(tmp_path / "gen", 40, num_done=0, size=8)
     with Ledger(folder / LEDGER_FILE) as ledger:
-        ledger.record([Outcome(index=0, state="done")])
-        tables = LedgerTables(folder / LEDGER_FILE)
-        with tables.reading() as connection:
+        ledger.record([ImageOutcome(index=0, state="done")])
+        tables = SqliteLedgerReader(folder / LEDGER_FILE)
+        with tables.connect() as connection:
             connection.execute("BEGIN")
             count = "SELECT COUNT(*) FROM pictures WHERE state = 1"
             assert connection.execute(count).fetchone() == (1,)
             began = time.monotonic()
-            ledger.record([Outcome(index=1, state="done")])
+            ledger.record([ImageOutcome(index=1, state="done")])
             assert time.monotonic() - began < 2  # one that is blocked is asked again for 2.6 s, then ends
             assert connection.execute(count).fetchone() == (1,)
             with pytest.raises(sqlite3.OperationalError, match="readonly"):
@@ -293,8 +295,8 @@ def test_a_ledger_that_is_closed_while_somebody_reads_is_whole_in_its_one_file(
     monkeypatch.setattr("halation.generation.ledger.CLOSE_WAIT_MS", 50)
     folder = generation_folder(tmp_path / "gen", 40, num_done=0, size=8)
     ledger = Ledger(folder / LEDGER_FILE)
-    ledger.record([Outcome(index=index, state="failed") for index in range(30)])
-    with LedgerTables(folder / LEDGER_FILE).reading() as connection:
+    ledger.record([ImageOutcome(index=index, state="failed") for index in range(30)])
+    with SqliteLedgerReader(folder / LEDGER_FILE).connect() as connection:
         if in_transaction:
             connection.execute("BEGIN")
         assert connection.execute("SELECT COUNT(*) FROM pictures WHERE state = 2").fetchone() == (30,)
@@ -310,8 +312,8 @@ def test_a_ledger_that_is_closed_while_somebody_reads_is_whole_in_its_one_file(
 def test_a_reader_that_goes_while_a_ledger_is_being_closed_leaves_no_log(tmp_path: Path) -> None:
     folder = generation_folder(tmp_path / "gen", 40, num_done=0, size=8)
     ledger = Ledger(folder / LEDGER_FILE)
-    ledger.record([Outcome(index=0, state="failed")])
-    reading = LedgerTables(folder / LEDGER_FILE).reading()
+    ledger.record([ImageOutcome(index=0, state="failed")])
+    reading = SqliteLedgerReader(folder / LEDGER_FILE).connect()
     reading.__enter__().execute("BEGIN")
     leaving = threading.Timer(0.1, reading.__exit__, (None, None, None))
     leaving.start()
@@ -328,7 +330,7 @@ def test_a_dead_commands_log_is_read_and_where_that_cannot_be_the_ledger_without
     copied = tmp_path / "copied"
     copied.mkdir()
     with Ledger(folder / LEDGER_FILE) as ledger:
-        ledger.record([Outcome(index=9, state="done")])
+        ledger.record([ImageOutcome(index=9, state="done")])
         for name in {"ledger.sqlite", "ledger.sqlite-wal"} - {blocked}:
             shutil.copy(folder / name, copied / name)
     # A folder stands where SQLite would make a file, which it cannot do either where nothing may be written.
@@ -346,8 +348,8 @@ def test_a_damaged_ledger_or_none_is_an_empty_run_and_not_an_error(tmp_path: Pat
         run = opened(folder)
         assert run.summary()["planned"] == 0
         assert run.detail()["workers"] == []
-        assert run.search(Query(q="a")) == {"total": 0, "rows": []}
-        assert run.picture("g0") is None
+        assert run.search(RowQuery(text="a")) == {"total": 0, "rows": []}
+        assert run.image("g0") is None
         assert run.spec("g0") is None
         (folder / LEDGER_FILE).unlink(missing_ok=True)
 
@@ -369,14 +371,14 @@ def test_a_shared_folder_is_shown_while_it_is_drawn_and_after(tmp_path: Path) ->
     assert run.detail()["counts"] == {"planned": 12, "open": 0, "done": 12, "failed": 0}
     assert run.summary()["state"] == "finished"
     assert [worker["done"] for worker in run.detail()["workers"]] == [12]
-    assert found(run, q="cat 7") == [7]
+    assert found(run, text="cat 7") == [7]
     assert (run.detail()["size"], run.detail()["seeds"]) == ([[24, 16, 12]], [42, 53])
-    path = run.picture("g7")
+    path = run.image("g7")
     assert path is not None
     assert json.loads(read_png(path)[1]["halation"])["index"] == 7
-    pages = run.search(Query())
+    pages = run.search(RowQuery())
     (tmp_path / "metadata.jsonl").rename(folder / "metadata.jsonl")
-    assert opened(folder).search(Query()) == pages
+    assert opened(folder).search(RowQuery()) == pages
     assert not refreshed(run)
 
 
@@ -387,19 +389,22 @@ def test_outcomes_that_others_append_to_a_shared_folder_are_seen(tmp_path: Path)
     for path in folder.glob("ledger.sqlite*"):
         path.unlink()
     (folder / "ledger" / "leases").mkdir(parents=True)
-    shared = SharedLedger(folder / "ledger", Process(host="h"))
-    shared.plan(requests, {})
+    shared = SharedLedger(folder / "ledger", ProcessIdentity(host="h"))
+    shared.add_plan(requests, {})
     shared.agree_on_plan()
     run = opened(folder)
     assert run.detail()["counts"] == {"planned": 6, "open": 6, "done": 0, "failed": 0}
     shutil.copy(folder / "logs" / ".distinct" / "3.png", folder / "000004_seed45.png")  # the text of it says index 3
     shared.record(
-        [Outcome(index=3, state="done", worker="h-0"), Outcome(index=4, state="failed", reason="no", worker="h-1")]
+        [
+            ImageOutcome(index=3, state="done", worker="h-0"),
+            ImageOutcome(index=4, state="failed", reason="no", worker="h-1"),
+        ]
     )
     assert refreshed(run)
     assert run.detail()["counts"] == {"planned": 6, "open": 4, "done": 1, "failed": 1}
-    assert found(run, q=prompt_of(3)) == [3]
-    assert run.picture("g3") == (folder / "000004_seed45.png").resolve()
+    assert found(run, text=prompt_of(3)) == [3]
+    assert run.image("g3") == (folder / "000004_seed45.png").resolve()
     shared.close()
 
 
@@ -432,7 +437,7 @@ def test_the_command_draws_the_very_same_pixels(tmp_path: Path, num_frames: int)
         )
         assert done.returncode == 0, done.stderr
         again = opened(place / "outputs" / "again")
-        drawn, first = again.picture("g0"), run.picture(key)
+        drawn, first = again.image("g0"), run.image(key)
         assert drawn is not None
         assert first is not None
         (pixels, text), (expected, said) = read_png(drawn), read_png(first)
@@ -441,12 +446,12 @@ def test_the_command_draws_the_very_same_pixels(tmp_path: Path, num_frames: int)
         assert json.loads(text["halation"]) | {"index": 0} == json.loads(said["halation"]) | {"index": 0}
         if num_frames > 1:
             assert again.detail()["video"]
-            frames = [again.picture(f"g0.{number}") for number in range(num_frames)]
+            frames = [again.image(f"g0.{number}") for number in range(num_frames)]
             assert [frame and frame.name for frame in frames] == [f"frame_{n:04d}.png" for n in range(num_frames)]
-        assert again.picture(f"g0.{num_frames}") is None
+        assert again.image(f"g0.{num_frames}") is None
 
 
-def test_the_command_has_the_settings_of_the_pictures_own_time() -> None:
+def test_the_command_has_the_settings_of_the_images_own_time() -> None:
     record = {
         "settings": {"model_path": "m", "batch_size": 8, "compile": True, "pipeline_args": ["a=1", "b=x y"]},
         "fixed": {"png coder": "zlib", "micro batch": 2},
@@ -456,7 +461,7 @@ def test_the_command_has_the_settings_of_the_pictures_own_time() -> None:
         "id": "1", "prompt": "p", "negative_prompt": "", "seed": 1, "width": 8, "height": 8, "steps": 2,
         "guidance_scale": 1.0,
     }  # fmt: skip
-    now, before = command(record, spec, 0, 1), command(record, spec, 1, 0)
+    now, before = shell_command(record, spec, 0, 1), shell_command(record, spec, 1, 0)
     assert "--batch_size 8" in now
     assert "--compile True" in now
     assert "--pipeline_args a=1 'b=x y'" in now
@@ -471,14 +476,14 @@ def test_the_command_shows_no_character_that_would_hide_what_it_is() -> None:
         "id": "1", "prompt": "a\u202eb\u200b\x1b[2J", "negative_prompt": "", "seed": 1, "width": 8, "height": 8, "steps": 2,
         "guidance_scale": 1.0,
     }  # fmt: skip
-    assert command({}, spec, 0, 0).isprintable()
+    assert shell_command({}, spec, 0, 0).isprintable()
 
 
 # -- size
 
 
 def test_a_catalog_makes_it_an_entry(folder: Path) -> None:
-    catalog = Catalog([folder.parent], {"generate": GenerationRun})
+    catalog = RunCatalog([folder.parent], {"generate": GenerationRun})
     catalog.refresh()
     (entry,) = catalog.entries()
     assert (entry.name, entry.summary()["planned"]) == ("gen", 300)
@@ -490,11 +495,11 @@ def test_a_hundred_thousand_rows_open_in_less_than_a_second_and_are_searched_in_
     began = time.process_time()
     run = opened(folder)
     run.detail()
-    run.search(Query())
+    run.search(RowQuery())
     assert time.process_time() - began < 1.0
     run.refresh()
     began = time.process_time()
-    assert len(found(run, q="street rain")) == 200
+    assert len(found(run, text="street rain")) == 200
     assert time.process_time() - began < 0.1
     began = time.process_time()
     for _ in range(20):

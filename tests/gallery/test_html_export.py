@@ -18,21 +18,21 @@ from benchmarks.big_folders import generation_folder, training_folder
 from halation import cli
 from halation.errors import InputError
 from halation.gallery import html_export
-from halation.gallery.command import catalog_of
-from halation.gallery.html_export import Exported, chosen_runs
-from halation.gallery.metric_rows import evenly
-from halation.gallery.scores import Scores
-from halation.runs import folder as runs
+from halation.gallery.command import build_catalog
+from halation.gallery.evaluation_reports import ScoreIndex
+from halation.gallery.html_export import ExportResult, select_runs
+from halation.gallery.metrics_reader import select_evenly
+from halation.runs import run_record as runs
 
 PAYLOAD = "</script><script>alert(1)</script><!-- & \u2028 <img src=x onerror=alert(2)>"
 
 
-def exported(root: Path, path: Path, num_pictures: int = 400) -> Exported:
-    catalog = catalog_of([root])
-    scores = Scores(catalog)
+def exported(root: Path, path: Path, num_images: int = 400) -> ExportResult:
+    catalog = build_catalog([root])
+    scores = ScoreIndex(catalog)
     catalog.refresh()
     scores.refresh()
-    return html_export.export(chosen_runs(catalog), catalog, scores, path, num_pictures)
+    return html_export.export(select_runs(catalog), catalog, scores, path, num_images)
 
 
 def embedded(path: Path) -> dict[str, Any]:
@@ -42,11 +42,11 @@ def embedded(path: Path) -> dict[str, Any]:
     return value
 
 
-def test_a_page_holds_the_answers_small_pictures_and_the_way_to_the_full_ones(tmp_path: Path) -> None:
+def test_a_page_holds_the_answers_small_images_and_the_way_to_the_full_ones(tmp_path: Path) -> None:
     run = training_folder(tmp_path / "runs" / "a run", 3, 2, size=32, raw=True)
     made = exported(run, tmp_path / "mail.html")
     assert made.path.stat().st_size == made.num_bytes
-    assert (made.num_pictures, made.left_out) == (12, ())
+    assert (made.num_images, made.left_out) == (12, ())
     page = embedded(made.path)
     (summary,) = page["responses"]["/api/runs"]["runs"]
     about = f"/api/runs/{summary['id']}"
@@ -69,38 +69,38 @@ def test_a_run_whose_name_is_no_text_is_exported(tmp_path: Path) -> None:
     run = training_folder(tmp_path / "run", 1, 1, size=8).rename(tmp_path / os.fsdecode(b"caf\xe9"))
     made = exported(run, tmp_path / "page.html")
     assert "<title>caf\ufffd" in made.path.read_text()
-    assert made.num_pictures == 1
+    assert made.num_images == 1
 
 
-def test_few_pictures_are_whole_steps_spread_evenly_with_the_first_and_the_last(tmp_path: Path) -> None:
+def test_few_images_are_whole_steps_spread_evenly_with_the_first_and_the_last(tmp_path: Path) -> None:
     run = training_folder(tmp_path / "run", 21, 4, size=32)
     made = exported(run, tmp_path / "page.html", 20)
     page = embedded(made.path)
     detail = next(value for key, value in page["responses"].items() if re.fullmatch(r"/api/runs/\w+", key))
     assert sorted(step["step"] for step in detail["steps"]) == [100, 600, 1100, 1600, 2100]
-    assert made.num_pictures == len(page["pictures"]) == 20
+    assert made.num_images == len(page["pictures"]) == 20
     assert made.left_out == ("samples of 5 of 21 steps are on this page",)
     assert "Samples of 5 of 21 steps are on this page" in made.path.read_text()
 
 
-def test_pictures_are_fewer_where_they_would_be_too_many_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_are_fewer_where_they_would_be_too_many_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = training_folder(tmp_path / "run", 10, 2, size=32)
     whole = exported(run, tmp_path / "page.html")
-    monkeypatch.setattr(html_export, "MAX_PICTURE_BYTES", 5_000)
+    monkeypatch.setattr(html_export, "MAX_IMAGE_BYTES", 5_000)
     part = exported(run, tmp_path / "page.html")
-    assert 0 < part.num_pictures < whole.num_pictures == 20
+    assert 0 < part.num_images < whole.num_images == 20
     data = [base64.b64decode(uri.split(",")[1]) for uri in embedded(part.path)["pictures"].values()]
     assert sum(map(len, data)) <= 5_000
 
 
-def test_a_generation_shows_some_pictures_with_their_specs_and_everything_that_failed(tmp_path: Path) -> None:
+def test_a_generation_shows_some_images_with_their_specs_and_everything_that_failed(tmp_path: Path) -> None:
     run = generation_folder(tmp_path / "drawn", 60, failed_every=10, size=32)
     made = exported(run, run / "page.html", 9)
     page = embedded(made.path)
     rows = next(value for key, value in page["responses"].items() if key.endswith("/rows"))
     assert rows["total"] == len(rows["rows"]) == 9 + 6
     done = [row["index"] for row in rows["rows"] if row["state"] == "done"]
-    assert (done[0], done[-1], len(done), made.num_pictures) == (0, 58, 9, 9)
+    assert (done[0], done[-1], len(done), made.num_images) == (0, 58, 9, 9)
     assert sum(row["state"] == "failed" for row in rows["rows"]) == 6
     specs = [value for key, value in page["responses"].items() if "/spec/" in key]
     assert len(specs) == 15
@@ -109,31 +109,31 @@ def test_a_generation_shows_some_pictures_with_their_specs_and_everything_that_f
     assert set(page["links"].values()) <= {path.name for path in run.glob("*.png")}
 
 
-def test_pictures_of_a_long_generation_are_from_all_of_it(tmp_path: Path) -> None:
+def test_images_of_a_long_generation_are_from_all_of_it(tmp_path: Path) -> None:
     run = generation_folder(tmp_path / "drawn", 2_400, failed_every=2, size=8)
     made = exported(run, tmp_path / "page.html", 40)
     rows = next(value for key, value in embedded(made.path)["responses"].items() if key.endswith("/rows"))["rows"]
     done = [row["index"] for row in rows if row["state"] == "done"]
-    assert len(done) == made.num_pictures == 40
+    assert len(done) == made.num_images == 40
     assert max(after - before for before, after in itertools.pairwise(done)) < 80
     assert sum(row["state"] == "failed" for row in rows) == 1_000
 
 
-def test_scores_come_with_their_nearest_and_farthest_within_the_number_of_pictures(tmp_path: Path) -> None:
+def test_scores_come_with_their_nearest_and_farthest_within_the_number_of_images(tmp_path: Path) -> None:
     run = generation_folder(tmp_path / "drawn", 60, failed_every=0, size=32)
     names = sorted(path.name for path in run.glob("*.png"))
     rows = [{"index": n, "name": name, "caption": None, "distance": 1.0 + n} for n, name in enumerate(names[:24])]
     found = {"fd": {"name": "FD-streets", "value": 3.5, "better": "lower"}}
     extremes = {"nearest": rows, "farthest": rows[::-1]}
     value = {"generated": {"path": str(run)}, "metrics": found, "versions": {}, "extremes": extremes}
-    runs.publish_json(run / "scores.json", value)
+    runs.write_json_atomic(run / "scores.json", value)
     made = exported(run, tmp_path / "page.html", 40)
     page = embedded(made.path)
     assert [score["value"] for score in page["responses"]["/api/scores"]["scores"]] == [3.5]
     (report,) = page["responses"]["/api/scores"]["reports"]
     shown = [row["picture"]["key"] for row in report["nearest"][:10]]
     assert all(f"{report['run']}/{key}" in page["pictures"] for key in shown)
-    assert made.num_pictures == len(page["pictures"]) == 40
+    assert made.num_images == len(page["pictures"]) == 40
     assert "10 of 48 nearest and farthest pictures are on this page" in made.left_out
 
 
@@ -175,7 +175,7 @@ def test_numbers_that_are_none_become_null_and_the_machine_is_not_named(tmp_path
     [(5, 9, [0, 1, 2, 3, 4]), (5, 2, [0, 4]), (9, 3, [0, 4, 8]), (9, 1, [8]), (9, 0, []), (0, 4, [])],
 )
 def test_evenly_has_the_first_and_the_last(num: int, most: int, expected: list[int]) -> None:
-    assert evenly(range(num), most) == expected
+    assert select_evenly(range(num), most) == expected
 
 
 # -- refused
@@ -196,13 +196,13 @@ def test_no_run_and_several_runs_are_refused_by_name(tmp_path: Path, capsys: pyt
     assert (tmp_path / "page.html").stat().st_size > 50_000
 
 
-def test_folders_that_are_named_come_onto_one_page_with_their_list_and_share_its_pictures(
+def test_folders_that_are_named_come_onto_one_page_with_their_list_and_share_its_images(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     training = training_folder(tmp_path / "training", 3, 2, size=32)
-    pictures = generation_folder(tmp_path / "pictures", 12, size=32)
+    images = generation_folder(tmp_path / "pictures", 12, size=32)
     page = tmp_path / "both.html"
-    words = ["gallery", str(training), str(pictures), str(training), "--export", str(page), "--export_pictures", "8"]
+    words = ["gallery", str(training), str(images), str(training), "--export", str(page), "--export_images", "8"]
     assert cli.main(words) == 0
     said = capsys.readouterr().out
     assert "training: samples of 2 of 3 steps" in said
@@ -223,10 +223,10 @@ def test_folders_that_are_named_come_onto_one_page_with_their_list_and_share_its
 def test_what_lies_inside_a_run_belongs_to_it(tmp_path: Path) -> None:
     run = training_folder(tmp_path / "run", 1, 1, size=32)
     generation_folder(run / "drawn", 2, size=32)
-    catalog = catalog_of([tmp_path])
+    catalog = build_catalog([tmp_path])
     catalog.refresh()
     assert len(catalog.entries()) == 2
-    assert [entry.folder for entry in chosen_runs(catalog)] == [run]
+    assert [entry.folder for entry in select_runs(catalog)] == [run]
 
 
 def test_a_target_that_cannot_be_a_file_is_refused(tmp_path: Path) -> None:
@@ -236,7 +236,7 @@ def test_a_target_that_cannot_be_a_file_is_refused(tmp_path: Path) -> None:
         (Path("/proc/page.html"), "page.html cannot be written: "),
     ):
         with pytest.raises(InputError, match=pattern):
-            html_export.check_target(path)
+            html_export.check_export_path(path)
 
 
 def test_only_an_earlier_export_is_replaced(tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_only_an_earlier_export_is_replaced(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     exported(run, page)
     exported(run, page)
-    page.write_text("<!doctype html>\n<title>mine · Halation</title>\n" + " " * 4_000 + html_export.MARK)
+    page.write_text("<!doctype html>\n<title>mine · Halation</title>\n" + " " * 4_000 + html_export.EXPORT_MARKER)
     before = page.read_bytes()
     with pytest.raises(InputError, match="is not a page that this command wrote"):
         exported(run, page)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from halation.gallery.html_export import PAGE
-from halation.gallery.page_bundle import BundleError, bundle
+from halation.gallery.html_export import PAGE_FOLDER, BundleError, bundle
 
 APP = 'import { two } from "./b.js";\n\nfunction start() {\n  two();\n}\n\nstart();\n'
 B = 'import { ONE } from "./a.js";\nimport { three } from "./c.js";\n\nexport function two() {\n  return ONE + three();\n}\n'
@@ -24,7 +23,7 @@ def test_modules_stand_behind_those_they_need_without_the_words_of_modules() -> 
 
 
 def test_the_page_keeps_its_rules() -> None:
-    modules = {path.name: path.read_text() for path in PAGE.glob("*.js")}
+    modules = {path.name: path.read_text() for path in PAGE_FOLDER.glob("*.js")}
     text = bundle(modules)
     assert all(f"// {name}\n" in text for name in modules), "a module that nobody needs"
 

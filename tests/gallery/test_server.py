@@ -15,7 +15,7 @@ import pytest
 from benchmarks.big_folders import (
     distinct,
     generation_folder,
-    pictures,
+    images,
     prompt_of,
     sample,
     settle,
@@ -23,11 +23,11 @@ from benchmarks.big_folders import (
     training_folder,
 )
 
-from halation.gallery.server import KEY, encoded, image_type
+from halation.gallery.server import IMAGE_KEY, encode_json, image_type
+from halation.generation.image_requests import ImageRequest
 from halation.generation.ledger import LEDGER_FILE, Ledger
-from halation.generation.requests import Request
-from halation.runs import folder as runs
 from halation.runs import lock
+from halation.runs import run_record as runs
 from support.script_payloads import PAYLOADS
 from support.served import Visitor, serving
 
@@ -76,12 +76,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     training_folder(place / "runs" / "train", 3, 4, size=16, raw=True, prompts=PAYLOADS[:4])
     folder = generation_folder(place / "runs" / "generate", 0, size=16)
     requests = [
-        Request(spec=dataclasses.replace(spec_of(index, 16, prompt), id=prompt[::-1]), name=f"{index:06d}")
+        ImageRequest(spec=dataclasses.replace(spec_of(index, 16, prompt), id=prompt[::-1]), name=f"{index:06d}")
         for index, prompt in enumerate(PAYLOADS)
     ]
     with Ledger(folder / LEDGER_FILE) as ledger:
-        ledger.plan(requests, {"prompts": "0" * 64})
-        settle(folder, ledger, requests, 20, ("0", "1"), pictures(16))
+        ledger.add_plan(requests, {"prompts": "0" * 64})
+        settle(folder, ledger, requests, 20, ("0", "1"), images(16))
     return place
 
 
@@ -197,7 +197,7 @@ def test_rows_are_paged_searched_and_filtered_and_nonsense_is_refused(visitor: V
         assert visitor.ask(f"{rows}?{bad}").status == 400, bad
 
 
-def test_big_answers_are_compressed_and_small_ones_and_pictures_are_not(visitor: Visitor) -> None:
+def test_big_answers_are_compressed_and_small_ones_and_images_are_not(visitor: Visitor) -> None:
     ids = visitor.ids()
     big = visitor.ask(f"/api/runs/{ids['train']}", accept_encoding="gzip")
     assert big.headers["content-encoding"] == "gzip"
@@ -216,29 +216,31 @@ def test_a_loss_that_is_no_number_is_null_and_not_an_end_of_the_page(tmp_path: P
         assert row["step"] == 101
         assert row.get("loss") is None
         assert visitor.ask(f"/api/runs/{id}").status == 200
-    assert json.loads(encoded({"a": [1.0, float("nan"), {"b": (float("-inf"),)}]})) == {"a": [1.0, None, {"b": [None]}]}
+    assert json.loads(encode_json({"a": [1.0, float("nan"), {"b": (float("-inf"),)}]})) == {
+        "a": [1.0, None, {"b": [None]}]
+    }
 
 
-def test_pictures_come_as_they_are_typed_by_what_they_are_and_kept_where_they_are_versioned(
+def test_images_come_as_they_are_typed_by_what_they_are_and_kept_where_they_are_versioned(
     visitor: Visitor, root: Path
 ) -> None:
     ids = visitor.ids()
     step = visitor.ask(f"/api/runs/{ids['train']}").json["steps"][0]
-    picture = step["cells"]["ema"][0]
-    full = visitor.ask(f"/pictures/{ids['train']}/{picture['key']}?v={picture['v']}")
+    image = step["cells"]["ema"][0]
+    full = visitor.ask(f"/pictures/{ids['train']}/{image['key']}?v={image['v']}")
     assert full.headers["content-type"] == "image/png"
     assert full.headers["cache-control"] == "private, max-age=31536000, immutable"
     assert full.body in [path.read_bytes() for path in distinct(root / "runs" / "train")]
-    assert visitor.ask(f"/pictures/{ids['train']}/{picture['key']}").headers["cache-control"] == "private, no-cache"
+    assert visitor.ask(f"/pictures/{ids['train']}/{image['key']}").headers["cache-control"] == "private, no-cache"
     for query in ("", "?s=512", "?v=1&s=256"):
-        thumb = visitor.ask(f"/thumbs/{ids['train']}/{picture['key']}{query}")
+        thumb = visitor.ask(f"/thumbs/{ids['train']}/{image['key']}{query}")
         assert thumb.headers["content-type"] == f"{image_type(thumb.body)}"
     for size in ("0", "-1", "255", "100000000", "x"):
-        assert visitor.ask(f"/thumbs/{ids['train']}/{picture['key']}?s={size}").status == 400
-    assert visitor.ask(f"/pictures/{ids['train']}/{picture['key']}", method="HEAD").body == b""
+        assert visitor.ask(f"/thumbs/{ids['train']}/{image['key']}?s={size}").status == 400
+    assert visitor.ask(f"/pictures/{ids['train']}/{image['key']}", method="HEAD").body == b""
 
 
-def test_a_picture_that_is_another_file_or_elsewhere_is_not_shown(tmp_path: Path) -> None:
+def test_a_image_that_is_another_file_or_elsewhere_is_not_shown(tmp_path: Path) -> None:
     folder = generation_folder(tmp_path / "run", 4, size=16)
     (tmp_path / "secret.png").write_bytes(distinct(folder)[0].read_bytes())
     files = [folder / f"{spec_of(index, 16, '').id}_seed{42 + index}.png" for index in range(4)]
@@ -335,7 +337,7 @@ def test_a_training_that_runs_can_be_asked_only_by_our_page_and_only_where_that_
     running = training_folder(tmp_path / "runs" / "running", 1, 1, size=16)
     generation_folder(tmp_path / "runs" / "generate", 1, size=16)
     with (
-        lock.held(running, "train"),
+        lock.lock_folder(running, "train"),
         serving(tmp_path / "runs", cache=tmp_path / "c", allow_control=True) as visitor,
     ):
         ids = visitor.ids()
@@ -364,7 +366,7 @@ def test_a_training_that_runs_can_be_asked_only_by_our_page_and_only_where_that_
 
 def test_a_page_hears_of_new_samples_at_once_uncompressed_and_each_by_its_id(tmp_path: Path) -> None:
     folder = training_folder(tmp_path / "run", 1, 1, size=16)
-    with lock.held(folder, "train"), serving(folder, cache=tmp_path / "cache") as visitor:
+    with lock.lock_folder(folder, "train"), serving(folder, cache=tmp_path / "cache") as visitor:
         (id,) = visitor.ids().values()
         with visitor.listening(accept_encoding="gzip") as stream:
             assert stream.headers["content-type"] == "text/event-stream; charset=utf-8"
@@ -383,9 +385,9 @@ def test_a_page_hears_when_runs_come_and_go(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     with serving(tmp_path / "runs", cache=tmp_path / "cache") as visitor, visitor.listening() as stream:
         assert visitor.ids() == {}
-        visitor.changes.catalog._walked_at = -1e9  # type: ignore[attr-defined]
+        visitor.changes.catalog._scanned_at = -1e9  # type: ignore[attr-defined]
         training_folder(tmp_path / "runs" / "new", 1, 1, size=16)
-        visitor.changes.catalog._walked_at = -1e9  # type: ignore[attr-defined]
+        visitor.changes.catalog._scanned_at = -1e9  # type: ignore[attr-defined]
         assert next_change(stream) == {"id": ""}
         assert list(visitor.ids()) == ["new"]
 
@@ -421,7 +423,7 @@ def test_a_page_that_was_away_hears_what_it_missed_once_and_never_misses_the_las
             assert next_change(stream)["id"] == ""
         with visitor.listening(last_event_id="of.another.server") as stream:
             assert [next_change(stream)["id"] for _ in range(4)] == ["aaaaaaaaaa", "cccccccccc", "bbbbbbbbbb", ""]
-        assert changes.since(0)[0] == changes.heard_by("")
+        assert changes.changes_since(0)[0] == changes.parse_event_id("")
 
 
 def test_a_page_that_does_not_read_costs_no_memory_and_nobody_else_a_wait(tmp_path: Path) -> None:
@@ -458,6 +460,6 @@ def test_a_server_that_ends_does_not_wait_for_pages_that_listen(tmp_path: Path) 
 
 def test_keys_are_matched_whole() -> None:
     for key in ("s100.3", "s100.3.raw", "t.0", "g0", "e0123456789.4"):
-        assert KEY.fullmatch(key)
+        assert IMAGE_KEY.fullmatch(key)
     for key in ("", "g0\n", "g0/", "..", "g0.png", "s1.2.3", "g٣", "s100.0.raw.raw"):
-        assert not KEY.fullmatch(key)
+        assert not IMAGE_KEY.fullmatch(key)

@@ -1,4 +1,4 @@
-"""Laws of thumbnails: small, made once, of the picture that is there now, and of nothing that is no picture."""
+"""Laws of thumbnails: small, made once, of the image that is there now, and of nothing that is no image."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks.big_folders import pictures
+from benchmarks.big_folders import images
 from PIL import Image
 
 from halation.gallery import thumbnails
-from halation.gallery.thumbnails import Thumbnails, default_folder
-from halation.images.png import encode_png
+from halation.gallery.thumbnails import ThumbnailCache, default_folder
+from halation.images.png_codec import encode_png
 
 
 def opened(data: bytes | None) -> Image.Image:
@@ -29,33 +29,33 @@ def opened(data: bytes | None) -> Image.Image:
     return image
 
 
-def picture(path: Path, width: int, height: int, colour: tuple[int, int, int] = (200, 30, 60)) -> Path:
+def image(path: Path, width: int, height: int, colour: tuple[int, int, int] = (200, 30, 60)) -> Path:
     path.write_bytes(encode_png(np.full((height, width, 3), colour, np.uint8), {}))
     return path
 
 
 @pytest.fixture
-def small(tmp_path: Path) -> Thumbnails:
-    return Thumbnails(tmp_path / "cache")
+def small(tmp_path: Path) -> ThumbnailCache:
+    return ThumbnailCache(tmp_path / "cache")
 
 
 @pytest.mark.parametrize(("size", "expected"), [(256, (256, 128)), (512, (512, 256))])
 def test_the_longest_side_is_what_was_asked_for_and_the_colours_stay(
-    tmp_path: Path, small: Thumbnails, size: int, expected: tuple[int, int]
+    tmp_path: Path, small: ThumbnailCache, size: int, expected: tuple[int, int]
 ) -> None:
-    image = opened(small.get(picture(tmp_path / "a.png", 800, 400), size))
-    assert image.format == "WEBP"
-    assert image.size == expected
-    assert np.abs(np.asarray(image.convert("RGB"), float).mean(axis=(0, 1)) - (200, 30, 60)).max() < 4
+    thumbnail = opened(small.get(image(tmp_path / "a.png", 800, 400), size))
+    assert thumbnail.format == "WEBP"
+    assert thumbnail.size == expected
+    assert np.abs(np.asarray(thumbnail.convert("RGB"), float).mean(axis=(0, 1)) - (200, 30, 60)).max() < 4
 
 
-def test_a_small_picture_is_not_made_larger(tmp_path: Path, small: Thumbnails) -> None:
-    assert opened(small.get(picture(tmp_path / "a.png", 64, 48))).size == (64, 48)
+def test_a_small_image_is_not_made_larger(tmp_path: Path, small: ThumbnailCache) -> None:
+    assert opened(small.get(image(tmp_path / "a.png", 64, 48))).size == (64, 48)
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "WEBP", "PNG"])
-def test_pictures_of_the_three_kinds_are_shown_and_transparency_is_kept(
-    tmp_path: Path, small: Thumbnails, kind: str
+def test_images_of_the_three_kinds_are_shown_and_transparency_is_kept(
+    tmp_path: Path, small: ThumbnailCache, kind: str
 ) -> None:
     mode = "RGB" if kind == "JPEG" else "RGBA"
     Image.new(mode, (300, 300)).save(tmp_path / "a", kind)
@@ -63,20 +63,20 @@ def test_pictures_of_the_three_kinds_are_shown_and_transparency_is_kept(
     assert (image.size, image.mode) == ((256, 256), mode)
 
 
-def test_the_second_time_the_picture_is_not_decoded_and_another_process_finds_it_too(
-    tmp_path: Path, small: Thumbnails, monkeypatch: pytest.MonkeyPatch
+def test_the_second_time_the_image_is_not_decoded_and_another_process_finds_it_too(
+    tmp_path: Path, small: ThumbnailCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = picture(tmp_path / "a.png", 300, 300)
+    path = image(tmp_path / "a.png", 300, 300)
     first = small.get(path)
     monkeypatch.setattr(Image, "open", None)
     assert small.get(path) == first
-    assert Thumbnails(small.folder).get(path) == first
+    assert ThumbnailCache(small.folder).get(path) == first
 
 
-def test_another_picture_under_the_same_name_gets_its_own_thumbnail(tmp_path: Path, small: Thumbnails) -> None:
-    path = picture(tmp_path / "a.png", 64, 64)
+def test_another_image_under_the_same_name_gets_its_own_thumbnail(tmp_path: Path, small: ThumbnailCache) -> None:
+    path = image(tmp_path / "a.png", 64, 64)
     before = small.get(path)
-    picture(path, 64, 64, (0, 200, 0))
+    image(path, 64, 64, (0, 200, 0))
     os.utime(path, ns=(1, 1))
     after = small.get(path)
     assert after is not None
@@ -94,7 +94,7 @@ def _header(width: int, height: int) -> bytes:
 
 
 def bad_files() -> Iterator[tuple[str, bytes]]:
-    whole = pictures(64, 1)[0]
+    whole = images(64, 1)[0]
     gif = io.BytesIO()
     Image.new("RGB", (8, 8)).save(gif, "GIF")
     yield "empty", b""
@@ -107,20 +107,20 @@ def bad_files() -> Iterator[tuple[str, bytes]]:
 
 
 @pytest.mark.parametrize(("what", "data"), list(bad_files()))
-def test_what_is_no_whole_picture_of_sensible_size_has_no_thumbnail(
-    tmp_path: Path, small: Thumbnails, what: str, data: bytes
+def test_what_is_no_whole_image_of_sensible_size_has_no_thumbnail(
+    tmp_path: Path, small: ThumbnailCache, what: str, data: bytes
 ) -> None:
     (tmp_path / "a.png").write_bytes(data)
     assert small.get(tmp_path / "a.png") is None, what
 
 
-def test_a_picture_that_is_gone_or_a_folder_has_no_thumbnail(tmp_path: Path, small: Thumbnails) -> None:
+def test_a_image_that_is_gone_or_a_folder_has_no_thumbnail(tmp_path: Path, small: ThumbnailCache) -> None:
     assert small.get(tmp_path / "none.png") is None
     assert small.get(tmp_path) is None
 
 
-def test_a_thumbnail_that_a_power_cut_halved_is_made_again(tmp_path: Path, small: Thumbnails) -> None:
-    path = picture(tmp_path / "a.png", 300, 300)
+def test_a_thumbnail_that_a_power_cut_halved_is_made_again(tmp_path: Path, small: ThumbnailCache) -> None:
+    path = image(tmp_path / "a.png", 300, 300)
     first = small.get(path)
     assert first is not None
     (kept,) = small.folder.glob("*/*.webp")
@@ -130,8 +130,8 @@ def test_a_thumbnail_that_a_power_cut_halved_is_made_again(tmp_path: Path, small
 
 
 def test_the_oldest_are_removed_when_there_are_too_many_and_leftovers_with_them(tmp_path: Path) -> None:
-    data = pictures(64, 12)
-    small = Thumbnails(tmp_path / "cache", max_bytes=1 << 30)
+    data = images(64, 12)
+    small = ThumbnailCache(tmp_path / "cache", max_bytes=1 << 30)
     for number, file in enumerate(data):
         (tmp_path / f"{number}.png").write_bytes(file)
         assert small.get(tmp_path / f"{number}.png") is not None
@@ -143,25 +143,25 @@ def test_the_oldest_are_removed_when_there_are_too_many_and_leftovers_with_them(
     leftover.touch()
     os.utime(leftover, (1, 1))
     small.max_bytes = sum(path.stat().st_size for path in kept) // 2
-    small.sweep()
+    small.evict_oldest()
     left = list(small.folder.glob("*/*.webp"))
     assert 0 < sum(path.stat().st_size for path in left) <= small.max_bytes
     assert set(left) == set(kept[-len(left) :])
     assert not leftover.exists()
 
 
-def test_many_threads_that_want_one_picture_decode_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = picture(tmp_path / "a.png", 600, 600)
+def test_many_threads_that_want_one_image_decode_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = image(tmp_path / "a.png", 600, 600)
     decoded = []
-    real = thumbnails.small
+    real = thumbnails.make_thumbnail
     together = threading.Barrier(8)
 
     def counting(path: Path, size: int) -> bytes | None:
         decoded.append(path)
         return real(path, size)
 
-    monkeypatch.setattr(thumbnails, "small", counting)
-    small = Thumbnails(tmp_path / "cache")
+    monkeypatch.setattr(thumbnails, "make_thumbnail", counting)
+    small = ThumbnailCache(tmp_path / "cache")
 
     def ask() -> bytes | None:
         together.wait()
@@ -175,7 +175,7 @@ def test_many_threads_that_want_one_picture_decode_it_once(tmp_path: Path, monke
 
 
 def test_the_cache_is_for_its_owner_alone(tmp_path: Path) -> None:
-    Thumbnails(tmp_path / "cache/thumbnails").get(picture(tmp_path / "a.png", 8, 8))
+    ThumbnailCache(tmp_path / "cache/thumbnails").get(image(tmp_path / "a.png", 8, 8))
     assert {
         stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "cache/thumbnails").rglob("*") if path.is_dir()
     } == {0o700}
@@ -184,7 +184,7 @@ def test_the_cache_is_for_its_owner_alone(tmp_path: Path) -> None:
 
 def test_a_cache_that_cannot_be_written_costs_speed_alone(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file")
-    assert Thumbnails(tmp_path / "cache").get(picture(tmp_path / "a.png", 64, 64)) is not None
+    assert ThumbnailCache(tmp_path / "cache").get(image(tmp_path / "a.png", 64, 64)) is not None
 
 
 def test_the_cache_is_where_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

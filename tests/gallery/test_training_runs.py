@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from benchmarks import big_folders
-from halation.gallery.metric_rows import MAX_OLDER, MAX_ROWS, MetricRows
+from halation.gallery.metrics_reader import MAX_OLDER_ROWS, MAX_ROWS, MetricRows
 from halation.gallery.training_runs import TrainingRun
-from halation.gallery.watch_runs import WatchRun
-from halation.runs import folder as runs
+from halation.gallery.watcher_runs import WatchRun
 from halation.runs import lock
+from halation.runs import run_record as runs
 
 SETTINGS = {"prompts": ["a", "b"], "seed": 42, "same_seed": False, "height": 8, "width": 16}
 
@@ -42,10 +42,10 @@ def put(place: Path, rows: list[dict[str, Any]], name: str = "samples.json", **f
     for each in rows:
         if each["file"] and each["state"] == "done":
             (place / each["file"]).write_bytes(b"picture")
-    runs.publish_json(place / name, {"settings": SETTINGS, **facts, "samples": rows})
+    runs.write_json_atomic(place / name, {"settings": SETTINGS, **facts, "samples": rows})
 
 
-def test_steps_are_rows_and_prompts_columns_and_a_key_is_a_picture(folder: Path) -> None:
+def test_steps_are_rows_and_prompts_columns_and_a_key_is_a_image(folder: Path) -> None:
     run = opened(folder)
     detail = run.detail()
     assert [step["step"] for step in detail["steps"]] == [10, 20, 30]
@@ -56,13 +56,13 @@ def test_steps_are_rows_and_prompts_columns_and_a_key_is_a_picture(folder: Path)
     assert detail["steps"][1]["loss"] == big_folders.loss_at(20)
     cell = detail["steps"][1]["cells"]["ema"][1]
     assert cell["key"] == "s20.1"
-    assert run.picture("s20.1") == (folder / "samples/step_0000020/sample_01.png").resolve()
+    assert run.image("s20.1") == (folder / "samples/step_0000020/sample_01.png").resolve()
     assert detail["variants"] == ["ema"]
     assert detail["metrics"][:2] == ["loss", "lr"]
 
 
 def test_the_summary_of_a_run_says_where_it_is(folder: Path) -> None:
-    with lock.held(folder, "train"):
+    with lock.lock_folder(folder, "train"):
         summary = opened(folder).summary()
     assert (summary["state"], summary["done"], summary["planned"], summary["unit"]) == ("running", 30, 30, "steps")
     assert summary["rate"] == pytest.approx(10.0)
@@ -73,7 +73,7 @@ def test_the_summary_of_a_run_says_where_it_is(folder: Path) -> None:
     assert summary["started"] == time.mktime(time.strptime("2026-01-02 03:04:05", "%Y-%m-%d %H:%M:%S"))
 
 
-def test_a_step_appears_while_it_is_drawn_picture_by_picture(folder: Path) -> None:
+def test_a_step_appears_while_it_is_drawn_image_by_image(folder: Path) -> None:
     run = opened(folder)
     run.detail()
     place = folder / "samples/step_0000040"
@@ -93,7 +93,7 @@ def test_a_step_appears_while_it_is_drawn_picture_by_picture(folder: Path) -> No
     assert not run.refresh()
 
 
-def test_raw_failed_and_missing_pictures_have_their_cells(folder: Path) -> None:
+def test_raw_failed_and_missing_images_have_their_cells(folder: Path) -> None:
     rows = [
         row(0, "a", "sample_00.png"),
         row(1, "b", "sample_01.png", state="failed", reason="CUDA out of memory"),
@@ -107,8 +107,8 @@ def test_raw_failed_and_missing_pictures_have_their_cells(folder: Path) -> None:
     cells = detail["steps"][-1]["cells"]
     assert cells["ema"][1] == {"failed": "CUDA out of memory"}
     assert (cells["raw"][0]["key"], cells["raw"][1]) == ("s40.0.raw", None)
-    assert run.picture("s40.0.raw") == (folder / "samples/step_0000040/sample_00_raw.png").resolve()
-    assert run.picture("s40.1") is None
+    assert run.image("s40.0.raw") == (folder / "samples/step_0000040/sample_00_raw.png").resolve()
+    assert run.image("s40.1") is None
     assert run.summary()["failed"] == 1
 
 
@@ -128,7 +128,9 @@ def test_prompts_that_changed_have_columns_of_their_own(folder: Path) -> None:
 def test_names_by_epoch_and_rank_in_one_folder_and_a_teacher_beside_them(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    runs.begin(runs.Run(folder), "distill", {"teacher_path": "models/big", "image_size": [8, 16]}, {}, False)
+    runs.create_or_resume_run(
+        runs.RunFolder(folder), "distill", {"teacher_path": "models/big", "image_size": [8, 16]}, {}, False
+    )
     (folder / "samples/teacher").mkdir(parents=True)
     for number in range(2):
         (folder / f"samples/teacher/sample_{number:02d}.png").write_bytes(b"picture")
@@ -149,15 +151,15 @@ def test_names_by_epoch_and_rank_in_one_folder_and_a_teacher_beside_them(tmp_pat
     assert detail["variants"] == ["ema", "teacher"]
     assert [cell["key"] for cell in detail["steps"][0]["cells"]["teacher"]] == ["t.0", "t.1"]
     assert detail["prompts"][0]["size"] == [16, 8]
-    assert run.picture("t.1") == (folder / "samples/teacher/sample_01.png").resolve()
-    assert run.picture("s100.1") == (folder / "samples/epoch_0002_rank_0_sample_01.png").resolve()
+    assert run.image("t.1") == (folder / "samples/teacher/sample_01.png").resolve()
+    assert run.image("s100.1") == (folder / "samples/epoch_0002_rank_0_sample_01.png").resolve()
     assert run.summary()["title"] == "student of big, 16x8"
 
 
 def test_the_list_shows_the_newest_sample_where_epochs_and_asked_for_steps_mix(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    runs.begin(runs.Run(folder), "train", {}, {}, False)
+    runs.create_or_resume_run(runs.RunFolder(folder), "train", {}, {}, False)
     for step in (3, 7):
         put(folder / f"samples/step_{step:07d}", [row(0, "a", "sample_00.png")], step=step)
     for epoch in range(1, 6):
@@ -169,7 +171,7 @@ def test_the_list_shows_the_newest_sample_where_epochs_and_asked_for_steps_mix(t
     assert run.summary()["last"]["key"] == "s600.0"
 
 
-def test_no_picture_is_given_from_outside_of_the_run_and_no_other_file(folder: Path, tmp_path: Path) -> None:
+def test_no_image_is_given_from_outside_of_the_run_and_no_other_file(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "secret.png").write_bytes(b"secret")
     place = folder / "samples/step_0000040"
     place.mkdir()
@@ -179,14 +181,14 @@ def test_no_picture_is_given_from_outside_of_the_run_and_no_other_file(folder: P
     for each, file in zip(rows, files, strict=True):
         each["file"] = file
     (place / "sample_00.png").write_bytes(b"picture")
-    runs.publish_json(place / "samples.json", {"step": 40, "samples": rows})
+    runs.write_json_atomic(place / "samples.json", {"step": 40, "samples": rows})
     run = opened(folder)
-    assert [run.picture(f"s40.{number}") is not None for number in range(5)] == [False] * 4 + [True]
+    assert [run.image(f"s40.{number}") is not None for number in range(5)] == [False] * 4 + [True]
     for key in ("s40", "s40.0/../x", "../secret.png", "s40.99", "s99999.0", "t.0", "s40.4\n", ""):
-        assert run.picture(key) is None
+        assert run.image(key) is None
 
 
-def test_a_picture_drawn_again_has_another_version_and_the_others_keep_theirs(folder: Path) -> None:
+def test_a_image_drawn_again_has_another_version_and_the_others_keep_theirs(folder: Path) -> None:
     run = opened(folder)
     before = [step["cells"]["ema"][0]["v"] for step in run.detail()["steps"]]
     put(folder / "samples/step_0000030", [row(0, "a", "sample_00.png")], step=30, loss=1.0)
@@ -201,9 +203,9 @@ def test_a_training_that_goes_back_to_a_checkpoint_takes_its_page_along(folder: 
     run.detail()
     place = run.metrics(0)["next"]
     assert run.metrics(place) == {"reset": False, "next": place, "rows": []}
-    runs.Metrics(folder / "metrics.jsonl").rewind(9)
+    runs.MetricsFile(folder / "metrics.jsonl").truncate_after(9)
     for step in range(10, 45):
-        runs.Metrics(folder / "metrics.jsonl").append(big_folders.metrics_row(step) | {"again": step})
+        runs.MetricsFile(folder / "metrics.jsonl").append(big_folders.metrics_row(step) | {"again": step})
     for step in (20, 30):
         shutil.rmtree(folder / "samples" / runs.step_name(step))
     put(folder / "samples/step_0000010", [row(0, "other", "sample_00.png")], step=10)
@@ -214,7 +216,7 @@ def test_a_training_that_goes_back_to_a_checkpoint_takes_its_page_along(folder: 
     detail = run.detail()
     assert [step["step"] for step in detail["steps"]] == [10]
     assert [each["prompt"] for each in detail["prompts"]] == ["other"]
-    runs.Metrics(folder / "metrics.jsonl").append({"step": 45})
+    runs.MetricsFile(folder / "metrics.jsonl").append({"step": 45})
     run.refresh()
     assert run.metrics(answer["next"])["rows"] == [{"step": 45}]
 
@@ -232,33 +234,33 @@ def test_a_long_run_is_kept_thinned_and_a_new_row_of_it_costs_next_to_nothing(tm
     path.write_text("".join(f'{{"step": {step}, "loss": 1.5, "time_s": {step}}}\n' for step in range(60_000)))
     metrics = MetricRows(path)
     metrics.refresh()
-    assert len(metrics.older.kept) + len(metrics.recent) <= MAX_OLDER + MAX_ROWS
-    for points in ([row["step"] for row in metrics.after(0)["rows"]], [step for step, _ in metrics.spark()]):
+    assert len(metrics.older_rows.items) + len(metrics.recent_rows) <= MAX_OLDER_ROWS + MAX_ROWS
+    for points in ([row["step"] for row in metrics.rows_after(0)["rows"]], [step for step, _ in metrics.sparkline()]):
         gaps = [after - before for before, after in itertools.pairwise(points)]
         assert (points[0], points[-1]) == (0, 59_999)
         assert max(gaps) <= 3 * (sum(gaps) / len(gaps)), "as far apart everywhere"
-    place = metrics.after(0)["next"]
+    place = metrics.rows_after(0)["next"]
     began = time.process_time()
     for step in range(60_000, 60_020):
         with path.open("a") as file:
             file.write(f'{{"step": {step}, "loss": 1.5}}\n')
         assert metrics.refresh()
-        assert metrics.spark()[-1] == [step, 1.5]
+        assert metrics.sparkline()[-1] == [step, 1.5]
     assert time.process_time() - began < 20 * 0.005
-    assert [row["step"] for row in metrics.after(place)["rows"]] == list(range(60_000, 60_020))
-    away = metrics.after(1_000)
+    assert [row["step"] for row in metrics.rows_after(place)["rows"]] == list(range(60_000, 60_020))
+    away = metrics.rows_after(1_000)
     assert away["reset"], "more than is told at once"
     assert len(away["rows"]) <= MAX_ROWS
 
 
 def test_evaluations_are_scores_and_checkpoints_are_named_by_what_they_are(folder: Path) -> None:
-    metrics = runs.Metrics(folder / "metrics.jsonl")
+    metrics = runs.MetricsFile(folder / "metrics.jsonl")
     metrics.append({"step": 10, "metric": "fd", "value": 3.5, "std": 0.1, "better": "lowest", "num_generated": 64})
     metrics.append({"step": 10, "metric": "heldout_loss", "value": 0.4, "bins": {}})
     metrics.append({"step": 20, "metric": "fd", "value": float("nan")})
     place = folder / "checkpoints/step_0000010"
     place.mkdir(parents=True)
-    runs.publish_json(place / "COMMIT.json", {"step": 10, "kind": "kept"})
+    runs.write_json_atomic(place / "COMMIT.json", {"step": 10, "kind": "kept"})
     (folder / "checkpoints/damaged_step_0000005").mkdir()
     detail = opened(folder).detail()
     assert detail["checkpoints"] == [{"step": 10, "kind": "kept"}]
@@ -288,10 +290,10 @@ def test_what_is_not_the_default_is_named_where_the_defaults_are_known(folder: P
     assert run.log(300) == ["2026-01-02 03:04:05,678 INFO [rank 0] trained"]
 
 
-def test_a_folder_of_samples_by_hand_is_one_step_and_shows_its_pictures_as_they_come(tmp_path: Path) -> None:
+def test_a_folder_of_samples_by_hand_is_one_step_and_shows_its_images_as_they_come(tmp_path: Path) -> None:
     folder = tmp_path / "drawn"
     folder.mkdir()
-    runs.publish_json(folder / "config.json", {"job": "sample", "fixed": {"model": "x", **SETTINGS}})
+    runs.write_json_atomic(folder / "config.json", {"job": "sample", "fixed": {"model": "x", **SETTINGS}})
     (folder / "sample_00.png").write_bytes(b"picture")
     run = opened(folder)
     assert run.kind == "sample"
@@ -302,13 +304,13 @@ def test_a_folder_of_samples_by_hand_is_one_step_and_shows_its_pictures_as_they_
     detail = run.detail()
     assert [step["step"] for step in detail["steps"]] == [70]
     assert run.summary()["done"] == 2
-    assert run.picture("s70.1") == (folder / "sample_01.png").resolve()
+    assert run.image("s70.1") == (folder / "sample_01.png").resolve()
 
 
 def test_a_watch_says_what_it_scored_and_which_is_best(tmp_path: Path) -> None:
     folder = tmp_path / "watch"
     (folder / "step_0000010").mkdir(parents=True)
-    runs.begin(runs.Run(folder), "watch", {}, {}, False)
+    runs.create_or_resume_run(runs.RunFolder(folder), "watch", {}, {}, False)
     run = WatchRun(folder, "0")
     run.refresh()
     assert run.summary()["title"] == "nothing scored yet"
@@ -320,8 +322,8 @@ def test_a_watch_says_what_it_scored_and_which_is_best(tmp_path: Path) -> None:
     assert not run.refresh()
     summary = run.detail()["summary"]
     assert (summary["done"], summary["title"], summary["last"]["key"]) == (1, "best: step_0000010, by fd", "s10.0")
-    assert run.picture("s10.0") == (folder / "step_0000010/grid.png").resolve()
-    assert run.picture("s11.0") is None
+    assert run.image("s10.0") == (folder / "step_0000010/grid.png").resolve()
+    assert run.image("s11.0") is None
 
 
 def test_a_watch_counts_the_checkpoints_that_wait_and_tells_when_each_was_scored(tmp_path: Path) -> None:
@@ -341,7 +343,7 @@ def test_a_watch_counts_the_checkpoints_that_wait_and_tells_when_each_was_scored
         ".step_9.tmp",
     ):
         (tmp_path / "run/checkpoints" / name).mkdir(parents=True)
-    runs.begin(runs.Run(folder), "watch", {"every": 10, "min_step": 10}, {"watched": ".."}, False)
+    runs.create_or_resume_run(runs.RunFolder(folder), "watch", {"every": 10, "min_step": 10}, {"watched": ".."}, False)
     rows = [{"step": step, "metric": "fd", "value": 2.5} for step in (10, 20)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
     (folder / "failed.json").write_text(json.dumps({"step_0000030": {"step": 30}}))
@@ -357,7 +359,7 @@ def test_a_watch_counts_the_checkpoints_that_wait_and_tells_when_each_was_scored
     (tmp_path / "run/checkpoints/step_0000050").mkdir()
     assert run.refresh()
     assert told() == (2, 5, "checkpoints")
-    runs.publish_json(folder / "ended.json", {"state": "finished"})
+    runs.write_json_atomic(folder / "ended.json", {"state": "finished"})
     assert run.refresh()
     assert told() == (2, 3, "checkpoints"), "what came after its end does not wait for it"
 

@@ -1,4 +1,4 @@
-"""The laws of a generation: pictures and metadata follow from the specs, the model and the sheet, and from nothing else."""
+"""The laws of a generation: images and metadata follow from the specs, the model and the batch, and from nothing else."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.ranks
 
 
 def mixed_rows(path: Path, num_rows: int = 21) -> Path:
-    """Rows with sizes, steps, guidance, seeds and negative prompts of their own, in no order; no group fills its last sheet."""
+    """Rows with sizes, steps, guidance, seeds and negative prompts of their own, in no order; no group fills its last batch."""
     generator = random.Random(3)
     with open(path, "w", newline="") as file:
         writer = csv.writer(file)
@@ -91,7 +91,7 @@ def test_videos_and_their_frames_are_the_same_for_any_number_of_workers_and_dama
     assert files(tmp_path / "1") == whole
 
 
-def test_each_picture_says_in_its_text_what_metadata_and_the_file_of_prompts_say(tmp_path: Path) -> None:
+def test_each_image_says_in_its_text_what_metadata_and_the_file_of_prompts_say(tmp_path: Path) -> None:
     from PIL import Image
 
     prompts = mixed_rows(tmp_path / "prompts.csv")
@@ -99,8 +99,8 @@ def test_each_picture_says_in_its_text_what_metadata_and_the_file_of_prompts_say
     with open(prompts, newline="") as file:
         rows = list(csv.DictReader(file))
     for row, line in zip(rows, checker.metadata(tmp_path / "out"), strict=True):
-        with Image.open(tmp_path / "out" / line["file_name"]) as picture:
-            spec = json.loads(picture.text["halation"])
+        with Image.open(tmp_path / "out" / line["file_name"]) as image:
+            spec = json.loads(image.text["halation"])
         for name in ("prompt", "negative_prompt", "seed", "width", "height", "steps", "guidance_scale"):
             assert spec[name] == line[name]
             assert row[name] == "" or str(spec[name]) == row[name]
@@ -108,8 +108,8 @@ def test_each_picture_says_in_its_text_what_metadata_and_the_file_of_prompts_say
         assert spec["seed"] == int(row["seed"] or 42 + line["index"])
 
 
-def test_the_sheet_may_be_drawn_in_parts(tmp_path: Path) -> None:
-    """The test card knows no rounding, so that a micro-batch changes the way and not the pictures."""
+def test_the_batch_may_be_drawn_in_parts(tmp_path: Path) -> None:
+    """The test card knows no rounding, so that a micro-batch changes the way and not the images."""
     assert run(tmp_path, micro_batch=3) == 0
     assert_whole(tmp_path)
     assert {row["micro_batch"] for row in checker.ledger(tmp_path / "out")} == {0}
@@ -127,8 +127,8 @@ def test_a_folder_drawn_in_two_calls_is_the_folder_of_one(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["pixart"])
-def test_neighbours_workers_and_interruptions_do_not_reach_a_real_models_pictures(tmp_path: Path, family: str) -> None:
-    """Row 1 has other neighbours in another list, and is drawn in a sheet of fillers when it alone is missing."""
+def test_neighbours_workers_and_interruptions_do_not_reach_a_real_models_images(tmp_path: Path, family: str) -> None:
+    """Row 1 has other neighbours in another list, and is drawn in a batch of fillers when it alone is missing."""
     model = tiny_pipelines.built(family)
     settings = {
         "model_path": model,
@@ -146,7 +146,7 @@ def test_neighbours_workers_and_interruptions_do_not_reach_a_real_models_picture
         assert checker.problems(folder / "out", 3) == []
     one, other = (checker.state(tmp_path / str(number) / "out")[0] for number in range(2))
     first, *rest = sorted(one)
-    assert one[first] != other[first], "the prompt reaches the picture"
+    assert one[first] != other[first], "the prompt reaches the image"
     assert {name: other[name] for name in rest} == {name: one[name] for name in rest}
     (tmp_path / "0" / "out" / rest[0]).unlink()
     assert finish(generate(tmp_path / "0", prompts, nproc=1, **settings), tmp_path / "0" / "log") == 0
@@ -154,6 +154,6 @@ def test_neighbours_workers_and_interruptions_do_not_reach_a_real_models_picture
 
 
 def test_the_folder_of_a_call_nobody_disturbed_holds_every_prompt_once() -> None:
-    pictures, _metadata = unbroken()
-    assert list(pictures) == [f"{index + 1:06d}_seed{index + 42}.png" for index in range(24)]
-    assert len(set(pictures.values())) == 24
+    images, _metadata = unbroken()
+    assert list(images) == [f"{index + 1:06d}_seed{index + 42}.png" for index in range(24)]
+    assert len(set(images.values())) == 24

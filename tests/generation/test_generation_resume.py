@@ -18,7 +18,7 @@ pytestmark = pytest.mark.ranks
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which the first twelve of 24 pictures are drawn."""
+    """A folder in which the first twelve of 24 images are drawn."""
     folder = tmp_path_factory.mktemp("begun")
     assert run(folder, num_samples=12) == 0, said(folder)
     return folder
@@ -95,14 +95,14 @@ def test_fewer_prompts_are_refused_and_more_are_drawn(folder: Path) -> None:
 
 
 def test_an_accepted_change_holds_for_what_is_not_drawn_yet_and_is_recorded_as_an_epoch(folder: Path) -> None:
-    before = checker.pictures(folder / "out")
+    before = checker.images(folder / "out")
     (folder / "out" / next(iter(before))).unlink()
     assert run(folder, num_inference_steps=5, guidance_scale=3.0, accept_changes=True) == 0, said(folder)
     assert checker.problems(folder / "out", 24) == []
     rows = checker.ledger(folder / "out")
     assert [row["steps"] for row in rows] == [2] * 12 + [5] * 12
     assert [row["epoch"] for row in rows] == [1] + [0] * 11 + [1] * 12, "the deleted one was drawn again"
-    assert checker.pictures(folder / "out").items() >= before.items(), "and is what it was"
+    assert checker.images(folder / "out").items() >= before.items(), "and is what it was"
     record = json.loads((folder / "out" / "config.json").read_bytes())
     assert [change["changed"] for change in record["changes"]] == [
         ["num_inference_steps: 2 -> 5", "guidance_scale: 7.5 -> 3.0"]
@@ -119,7 +119,7 @@ def test_an_accepted_change_reaches_planned_rows_that_failed_or_were_not_begun(t
     assert [row["steps"] for row in checker.ledger(tmp_path / "out")] == [2] * 4 + [3] * 4 + [2] * 16
 
 
-def test_a_change_that_would_give_two_pictures_one_name_is_refused(tmp_path: Path) -> None:
+def test_a_change_that_would_give_two_images_one_name_is_refused(tmp_path: Path) -> None:
     (tmp_path / "twins.csv").write_text("image_id,prompt\na,one\na,two\n")
     assert run(tmp_path, "paint:1+:sleep=0", prompts=tmp_path / "twins.csv", batch_size=1) == 0, said(tmp_path)
     (tmp_path / "out" / "a_seed42.png").unlink()
@@ -130,10 +130,10 @@ def test_a_change_that_would_give_two_pictures_one_name_is_refused(tmp_path: Pat
     assert "row 1 would be called a_seed43 now" in said(tmp_path)
     assert (tmp_path / "out" / "config.json").read_bytes() == before
     assert run(tmp_path, seed_start=44, accept_changes=True, **settings) == 0, said(tmp_path)
-    assert list(checker.pictures(tmp_path / "out")) == ["a_seed43.png", "a_seed44.png"]
+    assert list(checker.images(tmp_path / "out")) == ["a_seed43.png", "a_seed44.png"]
 
 
-def test_settings_may_change_freely_before_the_first_picture(tmp_path: Path) -> None:
+def test_settings_may_change_freely_before_the_first_image(tmp_path: Path) -> None:
     assert run(tmp_path, "rehearse:1+:raise", num_inference_steps=9, batch_size=3) == 1
     assert_completed_by_the_same_command(tmp_path)
 
@@ -174,14 +174,14 @@ def test_rows_that_are_not_drawn_yet_may_change_and_drawn_ones_may_not(tmp_path:
     assert 'prompt: "prompt 2" -> "a drawn one"' in said(tmp_path)
 
 
-def test_accepted_changes_never_write_over_a_drawn_picture(tmp_path: Path) -> None:
+def test_accepted_changes_never_write_over_a_drawn_image(tmp_path: Path) -> None:
     path = tmp_path / "prompts.csv"
     path.write_text("prompt,image_id\nfirst,a\nsecond,a\n")
     assert run(tmp_path, prompts=path, num_samples=1, seed_start=42) == 0
-    before = checker.pictures(tmp_path / "out")
+    before = checker.images(tmp_path / "out")
     assert run(tmp_path, prompts=path, num_samples=2, seed_start=41, accept_changes=True) == 2
-    assert "as a picture that another row has drawn" in said(tmp_path)
-    assert checker.pictures(tmp_path / "out") == before
+    assert "as an image that another row has drawn" in said(tmp_path)
+    assert checker.images(tmp_path / "out") == before
 
 
 def test_a_first_call_in_which_everything_failed_binds_nobody(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_a_first_call_in_which_everything_failed_binds_nobody(tmp_path: Path) ->
     assert run(tmp_path, prompts="a\nb\n", num_inference_steps=3) == 0
 
 
-def test_a_smaller_sheet_needs_a_smaller_micro_batch(tmp_path: Path) -> None:
+def test_a_smaller_batch_needs_a_smaller_micro_batch(tmp_path: Path) -> None:
     assert run(tmp_path, prompts="a\nb\nc\nd\n", num_samples=2) == 0
     assert run(tmp_path, prompts="a\nb\nc\nd\n", batch_size=2, accept_changes=True) == 0
     record = json.loads((tmp_path / "out" / "config.json").read_text())

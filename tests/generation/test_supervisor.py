@@ -27,7 +27,7 @@ def test_every_worker_starts_with_its_turn(tmp_path: Path, nproc: int) -> None:
 
 
 def test_a_slow_worker_gives_its_share_away(tmp_path: Path) -> None:
-    """The fast worker draws most of the slow one's turns, and every picture is still drawn and counted once."""
+    """The fast worker draws most of the slow one's turns, and every image is still drawn and counted once."""
     assert run(tmp_path, "paint:1+:sleep=0.8:1", nproc=2, batch_size=1, model_path="testcard:0.02", micro_batch=1) == 0
     assert fired(tmp_path / "log")
     drawn_by = [row["worker"] for row in checker.ledger(tmp_path / "out")]
@@ -37,13 +37,13 @@ def test_a_slow_worker_gives_its_share_away(tmp_path: Path) -> None:
     assert sum(worker["done"] for worker in summary["workers"].values()) == summary["drawn_now"] == 24
 
 
-def test_one_picture_and_more_workers_than_pictures_are_drawn_once(tmp_path: Path) -> None:
+def test_one_image_and_more_workers_than_images_are_drawn_once(tmp_path: Path) -> None:
     assert run(tmp_path, prompts="alone\n", nproc=3, batch_size=1) == 0, said(tmp_path)
     assert_whole(tmp_path, "alone\n", batch_size=1)
 
 
 def test_a_place_whose_worker_keeps_dying_is_given_up_and_the_others_draw_its_share(tmp_path: Path) -> None:
-    """Worker 1 dies with every sheet it begins; worker 0 is slow enough that it gets the chance to."""
+    """Worker 1 dies with every batch it begins; worker 0 is slow enough that it gets the chance to."""
     assert run(tmp_path, "paint:1+:kill:1;paint:1+:sleep=0.7:0") == 0, said(tmp_path)
     killed = [line for line in fired(tmp_path / "log") if ":kill:" in line]
     assert len(killed) == 3
@@ -62,19 +62,19 @@ def test_a_place_whose_worker_keeps_dying_is_given_up_and_the_others_draw_its_sh
 
 @pytest.mark.slow
 def test_what_a_slow_worker_holds_but_has_not_begun_is_drawn_by_those_who_are_done(tmp_path: Path) -> None:
-    """Six sheets of 0.2 s, of which worker 1 holds three and needs 6 s for each, as its steps tell: nobody waits for any of them."""
+    """Six batches of 0.2 s, of which worker 1 holds three and needs 6 s for each, as its steps tell: nobody waits for any of them."""
     prompts = "".join(f"prompt number {number}\n" for number in range(6))
     settings = {"prompts": prompts, "batch_size": 1, "micro_batch": 1, "num_inference_steps": 20}
     assert run(tmp_path, model_path="testcard:0.2,1=30", nproc=2, **settings) == 0, said(tmp_path)
     assert [row["worker"] for row in checker.ledger(tmp_path / "out")].count("0") == 6
     summary = checker.summary(tmp_path / "out")
-    assert summary["seconds"] < 5, "nobody waited for the slow one's first sheet"
+    assert summary["seconds"] < 5, "nobody waited for the slow one's first batch"
     assert summary["redone_sheets"] == 1, "what it had not begun was taken from it"
     assert checker.problems(tmp_path / "out", 6) == []
 
 
-def test_a_sheet_that_was_taken_from_a_worker_comes_back_to_it_where_the_new_one_dies(tmp_path: Path) -> None:
-    """Worker 0 draws its first sheet for long and so loses the others it holds to worker 1, which dies over one of them for good."""
+def test_a_batch_that_was_taken_from_a_worker_comes_back_to_it_where_the_new_one_dies(tmp_path: Path) -> None:
+    """Worker 0 draws its first batch for long and so loses the others it holds to worker 1, which dies over one of them for good."""
     prompts = "one\ntwo\nthree\nfour\n"
     fault = "paint:1:sleep=2:0;paint:2+:kill:1"
     assert run(tmp_path, fault, prompts=prompts, batch_size=1, micro_batch=1, model_path="testcard:0.05") == 0, said(

@@ -1,38 +1,38 @@
-"""Grids and figures show every picture, failed ones too."""
+"""Grids and figures show every image, failed ones too."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from halation.images.grid import grid, progress_figure
-from halation.images.png import Pixels
+from halation.images.grid import make_grid, progress_figure
+from halation.images.png_codec import Pixels
 
 
 def noise(height: int, width: int, seed: int = 0) -> Pixels:
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
-def test_a_grid_holds_every_picture_enlarged_by_a_whole_factor() -> None:
-    pictures = [noise(32, 32, seed) for seed in range(5)]
-    shown = grid(pictures, columns=3)
+def test_a_grid_holds_every_image_enlarged_by_a_whole_factor() -> None:
+    images = [noise(32, 32, seed) for seed in range(5)]
+    shown = make_grid(images, columns=3)
     assert shown.shape == (12 + 2 * (128 + 12), 12 + 3 * (128 + 12), 3)
-    for number, picture in enumerate(pictures):
+    for number, image in enumerate(images):
         y, x = 12 + number // 3 * 140, 12 + number % 3 * 140
-        assert np.array_equal(shown[y : y + 128 : 4, x : x + 128 : 4], picture)
+        assert np.array_equal(shown[y : y + 128 : 4, x : x + 128 : 4], image)
 
 
-def test_pictures_that_belong_together_stand_closer_than_the_others() -> None:
-    pictures = [noise(32, 32, seed) for seed in range(8)]
-    shown = grid(pictures, columns=4, group=2)
+def test_images_that_belong_together_stand_closer_than_the_others() -> None:
+    images = [noise(32, 32, seed) for seed in range(8)]
+    shown = make_grid(images, columns=4, group=2)
     assert shown.shape == (12 + 2 * 140, 12 + 4 * 140 + 16, 3)
-    for number, picture in enumerate(pictures):
+    for number, image in enumerate(images):
         y, x = 12 + number // 4 * 140, 12 + number % 4 * 140 + number % 4 // 2 * 16
-        assert np.array_equal(shown[y : y + 128 : 4, x : x + 128 : 4], picture)
+        assert np.array_equal(shown[y : y + 128 : 4, x : x + 128 : 4], image)
 
 
-def test_a_failed_picture_is_a_marked_cell_and_the_others_keep_their_places() -> None:
-    shown = grid([None, noise(64, 64)], columns=2)
+def test_a_failed_image_is_a_marked_cell_and_the_others_keep_their_places() -> None:
+    shown = make_grid([None, noise(64, 64)], columns=2)
     assert np.array_equal(shown[12:140:2, 152:280:2], noise(64, 64))
     cell = shown[12:140, 12:140].astype(int)
     assert (cell[..., 0] - cell[..., 1] > 80).any(), "the word in red is missing"
@@ -52,30 +52,30 @@ def test_a_failed_picture_is_a_marked_cell_and_the_others_keep_their_places() ->
     ],
 )
 def test_any_caption_can_be_drawn_and_stays_in_its_cell(label: str) -> None:
-    shown = grid([noise(128, 128), noise(128, 128)], columns=2, labels=[label, "short"])
+    shown = make_grid([noise(128, 128), noise(128, 128)], columns=2, labels=[label, "short"])
     assert shown.shape[1] == 12 + 2 * 140
     assert (shown[140:, 140:152] == shown[0, 0]).all(), "the caption runs into the gutter"
 
 
-def test_a_caption_changes_what_is_under_its_picture_only() -> None:
-    one = grid([noise(128, 128)] * 2, columns=2, labels=["one", "two"])
-    other = grid([noise(128, 128)] * 2, columns=2, labels=["one", "six"])
+def test_a_caption_changes_what_is_under_its_image_only() -> None:
+    one = make_grid([noise(128, 128)] * 2, columns=2, labels=["one", "two"])
+    other = make_grid([noise(128, 128)] * 2, columns=2, labels=["one", "six"])
     rows, columns = np.nonzero((one != other).any(axis=2))
     assert rows.min() >= 140
     assert columns.min() >= 150  # a letter may lean a pixel to the left
 
 
-def test_labels_that_do_not_match_the_pictures_are_refused() -> None:
-    with pytest.raises(ValueError, match="1 labels for 2 pictures"):
-        grid([None, None], columns=2, labels=["one"])
+def test_labels_that_do_not_match_the_images_are_refused() -> None:
+    with pytest.raises(ValueError, match="1 labels for 2 images"):
+        make_grid([None, None], columns=2, labels=["one"])
 
 
-def test_no_picture_at_all_is_still_a_grid() -> None:
-    assert grid([], columns=4).size > 0
+def test_no_image_at_all_is_still_a_grid() -> None:
+    assert make_grid([], columns=4).size > 0
 
 
-def test_large_pictures_are_shrunk_so_that_a_grid_stays_a_preview() -> None:
-    assert grid([noise(1024, 2048)] * 2, columns=2).shape == (12 + 256 + 12, 12 + 2 * (512 + 12), 3)
+def test_large_images_are_shrunk_so_that_a_grid_stays_a_preview() -> None:
+    assert make_grid([noise(1024, 2048)] * 2, columns=2).shape == (12 + 256 + 12, 12 + 2 * (512 + 12), 3)
 
 
 def progress(loss: list[tuple[int, float]] | None = None) -> Pixels:
@@ -83,7 +83,7 @@ def progress(loss: list[tuple[int, float]] | None = None) -> Pixels:
     return progress_figure(rows, ["a highway", "a rainy street", "", "w " * 300], loss, "a training")
 
 
-def test_the_progress_figure_holds_each_picture_in_its_row_and_column() -> None:
+def test_the_progress_figure_holds_each_image_in_its_row_and_column() -> None:
     shown = progress()
     firsts = []
     for step in (0, 10, 20):
@@ -125,6 +125,6 @@ def test_any_loss_can_be_drawn(loss: list[tuple[int, float]]) -> None:
     assert progress(loss).ndim == 3
 
 
-def test_a_step_without_pictures_and_a_figure_without_steps_can_be_drawn() -> None:
+def test_a_step_without_images_and_a_figure_without_steps_can_be_drawn() -> None:
     assert progress_figure([(0, [None, None])], ["a", "b"], None, "all failed").ndim == 3
     assert progress_figure([], [], [(0, 1.0), (9, 0.5)], "no samples yet").ndim == 3

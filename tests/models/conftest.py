@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from halation.models.dit.denoiser import DiTDenoiser, new_dit
+from halation.models.dit.denoiser import DiTDenoiser, create_dit
 
 CAPTIONS = ["a red car at night", "a green tree by day", "two houses and a sign"]
 
@@ -27,7 +27,7 @@ def make_denoiser() -> Callable[..., DiTDenoiser]:
     def make(*, seed: int = 0, awake: bool = True, classes: bool = False, **settings: int) -> DiTDenoiser:
         names = ("cat", "dog", "7") if classes else ()
         size = {"height": 16, "width": 16, "patch_size": 4, **settings}
-        denoiser = new_dit("tiny", captions=CAPTIONS, class_names=names, **size).initialise(seed)
+        denoiser = create_dit("tiny", captions=CAPTIONS, class_names=names, **size).init_weights(seed)
         return awaken(denoiser) if awake else denoiser
 
     return make

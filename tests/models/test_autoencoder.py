@@ -9,11 +9,11 @@ from diffusers import AutoencoderKL
 from torch import Tensor, nn
 
 from halation.errors import InputError
-from halation.models.autoencoder import LatentSpace, PixelSpace, space_from, to_bytes
-from halation.models.denoiser import NotFiniteError
+from halation.models.autoencoder import LatentSpace, PixelSpace, denormalize_images, load_space
+from halation.models.denoiser import NonFiniteRowsError
 
 
-def pictures(num: int = 3, size: int = 16) -> Tensor:
+def images(num: int = 3, size: int = 16) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, 256, (num, size, size, 3), generator=generator, dtype=torch.uint8)
 
@@ -55,14 +55,14 @@ def test_every_byte_survives_the_way_into_pixel_space_and_back(scale: float) -> 
 
 def test_values_outside_are_clamped_and_values_between_are_rounded() -> None:
     x = torch.tensor([-7.0, -1.0, 0.0, 0.001, 1.0, 3.0]).reshape(1, 1, 1, 6)
-    assert to_bytes(x).flatten().tolist() == [0, 0, 128, 128, 255, 255]
+    assert denormalize_images(x).flatten().tolist() == [0, 0, 128, 128, 255, 255]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_picture_that_is_not_finite_is_refused_by_row_and_never_drawn_black(bad: float) -> None:
+def test_a_image_that_is_not_finite_is_refused_by_row_and_never_drawn_black(bad: float) -> None:
     x = torch.zeros(4, 3, 2, 2)
     x[1, 0, 0, 0] = x[3, 2, 1, 1] = bad
-    with pytest.raises(NotFiniteError, match="1, 3") as caught:
+    with pytest.raises(NonFiniteRowsError, match="1, 3") as caught:
         PixelSpace().decode(x)
     assert caught.value.rows == (1, 3)
 
@@ -71,7 +71,7 @@ def test_latents_are_the_mean_shifted_and_scaled_as_the_autoencoder_says(folder:
     space = LatentSpace.load(folder)
     vae = AutoencoderKL.from_pretrained(folder)
     assert (space.channels, space.downsample) == (4, 2)
-    pixels = pictures()
+    pixels = images()
     with torch.no_grad():
         mean = vae.encode(pixels.permute(0, 3, 1, 2) / 127.5 - 1).latent_dist.mean
         latents = space.encode(pixels)
@@ -79,7 +79,7 @@ def test_latents_are_the_mean_shifted_and_scaled_as_the_autoencoder_says(folder:
     assert latents.shape == (3, 4, 8, 8)
     assert torch.allclose(latents, (mean - 0.25) * 0.5, atol=1e-6)
     assert torch.equal(space.encode(pixels), latents), "the mean, not a draw"
-    expected = to_bytes(decoded).to(torch.int16)
+    expected = denormalize_images(decoded).to(torch.int16)
     assert (space.decode(latents).to(torch.int16) - expected).abs().max() <= 1
 
 
@@ -91,16 +91,16 @@ def overflowing(folder: Path) -> LatentSpace:
     return space
 
 
-def test_what_overflows_in_half_precision_is_decoded_again_in_float32_picture_by_picture(folder: Path) -> None:
+def test_what_overflows_in_half_precision_is_decoded_again_in_float32_image_by_image(folder: Path) -> None:
     space = overflowing(folder)
     latents = torch.randn(3, 4, 8, 8, generator=torch.Generator().manual_seed(1)) * 1e-3
     latents[1] *= 1e4
-    alone = space._pictures(latents / space.scaling + space.shift, torch.float16)
-    assert [bool(torch.isfinite(picture).all()) for picture in alone] == [True, False, True], "the fault fired"
+    alone = space._decode_in_dtype(latents / space.scaling + space.shift, torch.float16)
+    assert [bool(torch.isfinite(image).all()) for image in alone] == [True, False, True], "the fault fired"
     decoded = space.decode(latents, torch.float16)
     exact = space.decode(latents)
     assert torch.equal(decoded[1], space.decode(latents[1:2])[0])
-    assert decoded[1].float().std() > 1, "not a black picture"
+    assert decoded[1].float().std() > 1, "not a black image"
     assert (decoded.to(torch.int16) - exact.to(torch.int16)).abs().max() <= 4
     neighbours = torch.stack([latents[1], latents[1], latents[0]])
     assert torch.equal(space.decode(neighbours, torch.float16)[0], decoded[1])
@@ -110,48 +110,48 @@ def test_what_is_not_finite_in_float32_either_is_an_error(folder: Path) -> None:
     latents = torch.zeros(2, 4, 8, 8)
     latents[1, 0, 0, 0] = float("nan")
     for dtype in (torch.float16, torch.float32):
-        with pytest.raises(NotFiniteError) as caught:
+        with pytest.raises(NonFiniteRowsError) as caught:
             LatentSpace.load(folder).decode(latents, dtype)
         assert caught.value.rows == (1,)
 
 
 def test_the_half_precision_copy_leaves_the_float32_autoencoder_whole(folder: Path) -> None:
     space = LatentSpace.load(folder)
-    latents = space.encode(pictures())
+    latents = space.encode(images())
     before = space.decode(latents)
     space.decode(latents, torch.float16)
-    assert torch.equal(space.encode(pictures()), latents)
+    assert torch.equal(space.encode(images()), latents)
     assert torch.equal(space.decode(latents), before)
 
 
 def test_latents_do_not_depend_on_the_caller_s_autocast(folder: Path) -> None:
     space = LatentSpace.load(folder)
-    latents = space.encode(pictures())
+    latents = space.encode(images())
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(space.encode(pictures()), latents)
+        assert torch.equal(space.encode(images()), latents)
         assert torch.equal(space.decode(latents), space.decode(latents))
 
 
 def test_a_fingerprint_names_the_weights_and_a_description_is_held_to_it(folder: Path, tmp_path: Path) -> None:
     space = LatentSpace.load(folder)
     description = json.loads(json.dumps(space.describe()))
-    assert isinstance(space_from(description), LatentSpace)
+    assert isinstance(load_space(description), LatentSpace)
     space.save(tmp_path / "copy")
     assert LatentSpace.load(tmp_path / "copy").fingerprint() == space.fingerprint()
     tiny_vae(seed=1, scaling_factor=0.5, shift_factor=0.25).save_pretrained(tmp_path / "other", safe_serialization=True)
     assert LatentSpace.load(tmp_path / "other").fingerprint() != space.fingerprint()
     with pytest.raises(InputError, match="not the one this model was trained with"):
-        space_from({**description, "path": str(tmp_path / "other")})
+        load_space({**description, "path": str(tmp_path / "other")})
     tiny_vae(scaling_factor=0.6, shift_factor=0.25).save_pretrained(tmp_path / "scaled", safe_serialization=True)
     assert LatentSpace.load(tmp_path / "scaled").fingerprint() != space.fingerprint()
 
 
 def test_a_relative_autoencoder_is_looked_up_beside_the_description(folder: Path) -> None:
-    assert isinstance(space_from({"kind": "latents", "path": folder.name}, folder.parent), LatentSpace)
+    assert isinstance(load_space({"kind": "latents", "path": folder.name}, folder.parent), LatentSpace)
 
 
 def test_a_pixel_space_goes_through_its_description() -> None:
-    space = space_from(json.loads(json.dumps(PixelSpace(0.5).describe())))
+    space = load_space(json.loads(json.dumps(PixelSpace(0.5).describe())))
     assert isinstance(space, PixelSpace)
     assert space.fingerprint() == PixelSpace(0.5).fingerprint() != PixelSpace().fingerprint()
 
@@ -173,7 +173,7 @@ def test_pickled_weights_missing_folders_and_unknown_spaces_are_refused(folder: 
         LatentSpace.load(pickled)
     assert not canary.exists()
     with pytest.raises(InputError, match="pixels or latents"):
-        space_from({"kind": "sound"})
+        load_space({"kind": "sound"})
     with pytest.raises(ValueError, match="positive"):
         PixelSpace(0.0)
 

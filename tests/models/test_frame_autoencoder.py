@@ -1,4 +1,4 @@
-"""Pictures as one frame of Wan's autoencoder: the pipeline's own normalisation, there and back."""
+"""Images as one frame of Wan's autoencoder: the pipeline's own normalisation, there and back."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import torch
 from diffusers import AutoencoderKL, AutoencoderKLWan
 from torch import Tensor
 
-from halation.models.autoencoder import LatentSpace
-from halation.models.frame_autoencoder import FrameSpace, space_of
+from halation.models.autoencoder import LatentSpace, WanLatentSpace, make_latent_space
 from support import tiny_pipelines
 from support.pipeline_specs import plain_pipe
 
@@ -26,19 +25,19 @@ def latents(num: int = 2) -> Tensor:
     return torch.randn(num, 16, 4, 6, generator=torch.Generator().manual_seed(2))
 
 
-def pictures() -> Tensor:
+def images() -> Tensor:
     return torch.randint(0, 256, (2, 32, 48, 3), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
 
 
-def test_a_pictures_latents_are_normalised_channel_by_channel(vae: Any) -> None:
-    space = space_of(vae, "vae")
+def test_a_images_latents_are_normalised_channel_by_channel(vae: Any) -> None:
+    space = make_latent_space(vae, "vae")
     assert (space.channels, space.downsample) == (16, 8)
     with torch.no_grad():
-        mean = vae.encode((pictures().permute(0, 3, 1, 2) / 127.5 - 1)[:, :, None]).latent_dist.mode()
+        mean = vae.encode((images().permute(0, 3, 1, 2) / 127.5 - 1)[:, :, None]).latent_dist.mode()
     shape = (1, 16, 1, 1, 1)
     channel, spread = (torch.tensor(vae.config[name]).view(shape) for name in ("latents_mean", "latents_std"))
-    assert torch.equal(space.encode(pictures()), ((mean - channel) * (1 / spread))[:, :, 0])
-    assert space.encode(pictures()).shape == (2, 16, 4, 6)
+    assert torch.equal(space.encode(images()), ((mean - channel) * (1 / spread))[:, :, 0])
+    assert space.encode(images()).shape == (2, 16, 4, 6)
 
 
 def test_latents_are_decoded_to_what_the_pipeline_makes_of_them(vae: Any) -> None:
@@ -54,36 +53,36 @@ def test_latents_are_decoded_to_what_the_pipeline_makes_of_them(vae: Any) -> Non
         output_type="np",
         callback_on_step_end=lambda *_: {"latents": latents()[:, :, None]},  # as though the last step had ended there
     ).frames
-    decoded = space_of(vae, "vae").decode(latents())
+    decoded = make_latent_space(vae, "vae").decode(latents())
     assert torch.equal(decoded, torch.from_numpy((videos * 255).round().astype("uint8"))[:, 0])
-    assert decoded.float().std() > 5, "not a grey picture"
+    assert decoded.float().std() > 5, "not a grey image"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_close_and_leaves_the_float32_autoencoder_whole(vae: Any, dtype: torch.dtype) -> None:
-    space = space_of(vae, "vae")
-    before, encoded = space.decode(latents()), space.encode(pictures())
+    space = make_latent_space(vae, "vae")
+    before, encoded = space.decode(latents()), space.encode(images())
     narrow = space.decode(latents(), dtype)
     assert (narrow.to(torch.int16) - before.to(torch.int16)).abs().float().mean() < 2
     assert torch.equal(space.decode(latents()), before)
-    assert torch.equal(space.encode(pictures()), encoded)
+    assert torch.equal(space.encode(images()), encoded)
 
 
 def test_a_fingerprint_names_the_weights_and_the_numbers_around_them(vae: Any, tmp_path: Path) -> None:
-    space = space_of(vae, "vae")
+    space = make_latent_space(vae, "vae")
     space.save(tmp_path / "copy")
     again = AutoencoderKLWan.from_pretrained(str(tmp_path / "copy"))
-    assert space_of(again, "copy").fingerprint() == space.fingerprint()
+    assert make_latent_space(again, "copy").fingerprint() == space.fingerprint()
     other = copy.deepcopy(again)
     other.register_to_config(latents_std=[1.0] * 16)
-    assert space_of(other, "copy").fingerprint() != space.fingerprint()
+    assert make_latent_space(other, "copy").fingerprint() != space.fingerprint()
     with torch.no_grad():
         next(again.decoder.parameters()).add_(1)
-    assert space_of(again, "copy").fingerprint() != space.fingerprint()
+    assert make_latent_space(again, "copy").fingerprint() != space.fingerprint()
 
 
 def test_the_autoencoder_of_a_pipeline_decides_which_space_it_is(vae: Any) -> None:
     still = AutoencoderKL.from_pretrained(str(tiny_pipelines.built("sd3") / "vae"))
-    assert type(space_of(still, "vae")) is LatentSpace
-    assert type(space_of(vae, "vae")) is FrameSpace
-    assert type(space_of(vae, "vae").to("cpu")) is FrameSpace
+    assert type(make_latent_space(still, "vae")) is LatentSpace
+    assert type(make_latent_space(vae, "vae")) is WanLatentSpace
+    assert type(make_latent_space(vae, "vae").to("cpu")) is WanLatentSpace

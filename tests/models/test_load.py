@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 from halation.errors import InputError
 from halation.models.autoencoder import PixelSpace
+from halation.models.checkpoints import build_dit, load_export, load_weights
 from halation.models.dit.denoiser import DiTDenoiser
-from halation.models.load import build_dit, load_export, load_weights
 
 Make = Callable[..., DiTDenoiser]
 

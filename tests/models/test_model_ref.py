@@ -13,13 +13,19 @@ import numpy as np
 import pytest
 
 import halation
-from halation.distributed.checkpoint.writer import seal
+from halation.distributed.checkpoint.writer import commit_sha256
 from halation.errors import InputError
-from halation.images.png import read_png
+from halation.images.png_codec import read_png
 from halation.models.checkpoints import load_denoiser
 from halation.models.fingerprint import fingerprint
-from halation.models.model_ref import GUIDANCE, HEIGHT, WIDTH, pipeline_folder, subject_of
-from halation.runs.folder import Run
+from halation.models.model_ref import (
+    DEFAULT_GUIDANCE_SCALE,
+    DEFAULT_HEIGHT,
+    DEFAULT_WIDTH,
+    resolve_model,
+    resolve_pipeline_folder,
+)
+from halation.runs.run_record import RunFolder
 from halation.sampling import command as sample
 from halation.sampling.config import SampleConfig
 from halation.training import command as train
@@ -44,17 +50,17 @@ def fine_tuned(run: Path, base: Path) -> Path:
     state = written(step / "state.json", {"denoiser": denoiser, "sampling": SAMPLING})
     sums = {"state.json": hashlib.sha256(state.read_bytes()).hexdigest()}
     commit = {"format": 1, "step": 2, "kind": "full", "sha256": sums}
-    written(step / "COMMIT.json", commit | {"seal": seal(commit)})
+    written(step / "COMMIT.json", commit | {"seal": commit_sha256(commit)})
     return step
 
 
 def test_an_export_brings_the_size_and_guidance_of_its_run(tmp_path: Path) -> None:
     written(tmp_path / "model_index.json", {})
-    plain = subject_of(str(tmp_path), raw=False)
-    assert (plain.height, plain.width, plain.guidance_scale) == (HEIGHT, WIDTH, GUIDANCE)
+    plain = resolve_model(str(tmp_path), raw=False)
+    assert (plain.height, plain.width, plain.guidance_scale) == (DEFAULT_HEIGHT, DEFAULT_WIDTH, DEFAULT_GUIDANCE_SCALE)
     before = fingerprint(tmp_path)
     written(tmp_path / "halation.json", {"step": 2, "sampling": SAMPLING})
-    subject = subject_of(str(tmp_path), raw=False)
+    subject = resolve_model(str(tmp_path), raw=False)
     assert (subject.height, subject.width, subject.guidance_scale) == (64, 96, 2.5)
     assert fingerprint(tmp_path) == before, "it is no part of the model"
 
@@ -64,7 +70,7 @@ def test_a_damaged_note_in_an_export_is_refused(tmp_path: Path, content: str) ->
     written(tmp_path / "model_index.json", {})
     (tmp_path / "halation.json").write_text(content)
     with pytest.raises(InputError, match=r"halation\.json cannot be read"):
-        subject_of(str(tmp_path), raw=False)
+        resolve_model(str(tmp_path), raw=False)
 
 
 @pytest.mark.parametrize("inside", ["", "checkpoints", "checkpoints/step_0000002"])
@@ -72,11 +78,11 @@ def test_a_run_given_as_a_pipeline_is_answered_with_its_export(tmp_path: Path, i
     fine_tuned(tmp_path / "run", tmp_path / "base")
     for flag in ("model_path", "model"):
         with pytest.raises(InputError, match="fine-tuned a pipeline") as caught:
-            finetune.resolved(TrainConfig(**{flag: str(tmp_path / "run" / inside)}))
+            finetune.resolve_config(TrainConfig(**{flag: str(tmp_path / "run" / inside)}))
         assert f"--model_path {tmp_path / 'run/export'}, which is there once" in caught.value.action
     written(tmp_path / "run/export/model_index.json", {})
     with pytest.raises(InputError) as caught:
-        pipeline_folder(str(tmp_path / "run" / inside))
+        resolve_pipeline_folder(str(tmp_path / "run" / inside))
     assert caught.value.action == f"give --model_path {tmp_path / 'run/export'}"
 
 
@@ -85,16 +91,16 @@ def test_a_pipeline_given_as_a_dit_is_answered_with_the_right_flag(
 ) -> None:
     written(tmp_path / "tiny/model_index.json", {})
     with pytest.raises(InputError, match="is a diffusers pipeline") as caught:
-        finetune.resolved(TrainConfig(model=str(tmp_path / "tiny")))
+        finetune.resolve_config(TrainConfig(model=str(tmp_path / "tiny")))
     assert f"--model_path {tmp_path / 'tiny'}" in caught.value.action
     monkeypatch.chdir(tmp_path)
-    assert finetune.resolved(TrainConfig(model="tiny")).model == "tiny", "a size, whatever lies here"
+    assert finetune.resolve_config(TrainConfig(model="tiny")).model == "tiny", "a size, whatever lies here"
 
 
 def test_a_run_whose_base_is_gone_says_so_and_names_its_export_before_anything_starts(tmp_path: Path) -> None:
     step = fine_tuned(tmp_path / "run", tmp_path / "base")
     for ask in (
-        lambda: subject_of(str(tmp_path / "run"), raw=False),
+        lambda: resolve_model(str(tmp_path / "run"), raw=False),
         lambda: sample.run(SampleConfig(checkpoint=step, output_dir=tmp_path / "out", nproc=1)),
     ):
         with pytest.raises(InputError, match="was fine-tuned from") as caught:
@@ -103,7 +109,7 @@ def test_a_run_whose_base_is_gone_says_so_and_names_its_export_before_anything_s
         assert "export" not in caught.value.action
     written(tmp_path / "run/export/model_index.json", {})
     with pytest.raises(InputError) as caught:
-        subject_of(str(step), raw=False)
+        resolve_model(str(step), raw=False)
     assert f"`halation generate --model_path {tmp_path / 'run/export'}`" in caught.value.action
 
 
@@ -124,10 +130,10 @@ def test_going_on_with_another_base_is_told_by_names(tmp_path: Path, recorded: s
     written(tmp_path / "config.json", record)
     config = TrainConfig(output_dir=tmp_path, model_path=asked)
     with pytest.raises(InputError) as caught:
-        finetune.refuse_other_base(config, Run(tmp_path), "bb" if asked else "")
+        finetune.check_same_base_model(config, RunFolder(tmp_path), "bb" if asked else "")
     assert words in caught.value.found
     if asked and recorded:
-        finetune.refuse_other_base(config, Run(tmp_path), "aa")  # moved, but the same
+        finetune.check_same_base_model(config, RunFolder(tmp_path), "aa")  # moved, but the same
 
 
 @pytest.mark.slow
@@ -137,7 +143,7 @@ def test_training_generating_from_the_run_and_from_its_export_draw_the_same_and_
 ) -> None:
     base, run = tmp_path / "base", tmp_path / "run"
     shutil.copytree(tiny_pipelines.built(family), base)
-    own = {"model": TrainConfig.model, "patch_size": 0, "max_pictures": 4, "n_steps": 1, "lr": 2e-3, "nproc": 1}
+    own = {"model": TrainConfig.model, "patch_size": 0, "max_images": 4, "n_steps": 1, "lr": 2e-3, "nproc": 1}
     config = small_config(run, model_path=str(base), guidance_scale=3.0, image_size=(64, 64), sample_seed=7, **own)
     assert train.run(config) == 0
     drawn = {}
@@ -151,8 +157,8 @@ def test_training_generating_from_the_run_and_from_its_export_draw_the_same_and_
         drawn[name] = [read_png(path)[0] for path in sorted((tmp_path / name).glob("*.png"))]
     samples = [read_png(path)[0] for path in sorted((run / "samples/step_0000001").glob("sample_*.png"))]
     assert len(samples) == 2
-    for pictures in drawn.values():
-        np.testing.assert_array_equal(np.stack(pictures), np.stack(samples))
+    for images in drawn.values():
+        np.testing.assert_array_equal(np.stack(images), np.stack(samples))
 
     with pytest.raises(InputError, match="no --model_path, but"):
         train.run(dataclasses.replace(config, model_path="", n_steps=2, image_size=(32, 32)))

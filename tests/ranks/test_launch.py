@@ -28,29 +28,29 @@ SLOWLY = "train.step:1+:sleep=0.15"
 def test_gpus_that_are_not_there_are_refused_with_the_list_of_those_that_are(gpu_ids: tuple[int, ...]) -> None:
     present = launcher.num_gpus()
     with pytest.raises(InputError) as error:
-        launcher.devices(0, gpu_ids, False)
+        launcher.select_devices(0, gpu_ids, False)
     assert error.value.found.startswith("no such GPU: ")
     assert ("no GPU (ranks run on the CPU)" if not present else "GPU") in error.value.expected
 
 
 def test_a_negative_number_of_ranks_is_refused() -> None:
     with pytest.raises(InputError, match="--nproc -2"):
-        launcher.devices(-2, (), False)
+        launcher.select_devices(-2, (), False)
 
 
 @pytest.mark.gpu
 def test_a_gpu_given_twice_or_shared_is_refused() -> None:
     with pytest.raises(InputError, match="a GPU twice in --gpu_ids 0 0"):
-        launcher.devices(0, (0, 0), False)
+        launcher.select_devices(0, (0, 0), False)
     with pytest.raises(InputError, match="at most one rank a GPU"):
-        launcher.devices(2, (0,), False)
-    assert launcher.devices(2, (0,), True) == ("cuda:0", "cuda:0")
+        launcher.select_devices(2, (0,), False)
+    assert launcher.select_devices(2, (0,), True) == ("cuda:0", "cuda:0")
 
 
 def test_ranks_without_gpus_run_on_the_cpu() -> None:
     if launcher.num_gpus() == 0:
-        assert launcher.devices(3, (), False) == ("cpu",) * 3
-        assert launcher.devices(0, (), False) == ("cpu",)
+        assert launcher.select_devices(3, (), False) == ("cpu",) * 3
+        assert launcher.select_devices(0, (), False) == ("cpu",)
 
 
 def test_the_command_refuses_bad_ids_within_a_second_and_leaves_nothing(tmp_path: Path) -> None:

@@ -131,9 +131,9 @@ def test_a_batch_script_is_no_world_of_its_own(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.delenv(name, raising=False)
     for name, value in {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}.items():
         monkeypatch.setenv(name, value)
-    assert not launcher.launched()
+    assert not launcher.is_launched()
     monkeypatch.setenv("SLURM_STEP_ID", "0")
-    assert launcher.launched()
-    assert launcher.slurm_world() == 8
+    assert launcher.is_launched()
+    assert launcher.slurm_world_size() == 8
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
-    assert not launcher.launched()
+    assert not launcher.is_launched()

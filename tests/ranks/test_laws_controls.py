@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from halation.errors import Interrupted
-from halation.runs import control
+from halation.runs import control_requests
 from halation.tools import ctl
 from halation.tools.config import CtlConfig
 from halation.training import command as job
 from halation.training.config import TrainConfig
-from halation.training.session import Session
+from halation.training.session import TrainingSession
 from support import rank_jobs, run_folders
 from support.rank_pool import RankPool
 
@@ -26,31 +26,31 @@ pytestmark = pytest.mark.ranks
 Asked = Mapping[int, tuple[str, ...]]
 
 
-class Asking(Session):
+class Asking(TrainingSession):
     """A training that is asked for something after each of the given steps, by its first rank's own hand."""
 
     asked: Asked = {}
 
     def _log(self, report: Any, window: Any) -> None:
         super()._log(report, window)
-        for action in self.asked.get(report.step, ()) if self.world.first else ():
-            control.ask(self.config.output_dir, action)
+        for action in self.asked.get(report.step, ()) if self.world.is_rank_zero else ():
+            control_requests.send_request(self.config.output_dir, action)
 
 
 def train_asked(world: Any, config: TrainConfig, asked: Asked) -> tuple[int, str, int]:
     """Step, last words and exit code of a training that is asked."""
-    with job._hold(config, world, alone=False), Asking(world, config) as session:
+    with job._lock_run_folder(config, world, has_lock=False), Asking(world, config) as session:
         session.asked = asked
-        session.inbox.look_every_s = 0.0
+        session.inbox.poll_interval_s = 0.0
         try:
             session.run()
         except Interrupted as interruption:
-            return session.position.step, str(interruption), interruption.exit_code
-        return session.position.step, "", 0
+            return session.train_state.step, str(interruption), interruption.exit_code
+        return session.train_state.step, "", 0
 
 
 def answers(folder: Path) -> list[tuple[str, int, str]]:
-    rows = [json.loads(line) for line in (folder / control.ANSWERS).read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder / control_requests.RESPONSES_FILE).read_text().splitlines()]
     return [(row["action"], row["step"], row.get("refused", "")) for row in rows]
 
 
@@ -63,10 +63,10 @@ def drawn_steps(folder: Path) -> list[int]:
 
 
 def visible(folder: Path, step: int, size: int) -> tuple[Any, ...]:
-    """Weights, optimizer, EMA and position, losses, held-out losses and every rank's random state, as files say."""
+    """Weights, optimizer, EMA and position, losses, validation losses and every rank's random state, as files say."""
     place = folder / f"checkpoints/step_{step:07d}"
     random = [json.loads((place / f"rank_state_{rank}.json").read_text()) for rank in range(size)]
-    return run_folders.saved(folder, step), run_folders.losses(folder), run_folders.heldout(folder), random
+    return run_folders.saved(folder, step), run_folders.losses(folder), run_folders.validation(folder), random
 
 
 @pytest.mark.parametrize(("engine", "size"), [("ddp", 2), pytest.param("fsdp", 3, marks=pytest.mark.slow)])
@@ -83,13 +83,13 @@ def test_samples_and_saves_that_were_asked_for_are_invisible_to_training(
     assert answers(asked) == [("sample", 2, ""), ("sample", 3, ""), ("save", 3, "")]
     assert drawn_steps(asked) == [2, 3, 5]
     assert drawn_steps(never) == [5]
-    pictures = [run_folders.pictures(asked / f"samples/step_{step:07d}") for step in (2, 3, 5)]
-    assert len(pictures[0]) == len(pictures[2])
-    assert pictures[0] != pictures[1] != pictures[2], "weights of that step"
-    assert pictures[2] == run_folders.pictures(never / "samples/step_0000005")
+    images = [run_folders.images(asked / f"samples/step_{step:07d}") for step in (2, 3, 5)]
+    assert len(images[0]) == len(images[2])
+    assert images[0] != images[1] != images[2], "weights of that step"
+    assert images[2] == run_folders.images(never / "samples/step_0000005")
     assert visible(asked, 5, size) == visible(never, 5, size)
     assert saved_steps(asked) == [5], "the one that was asked for makes way, as others of its kind"
-    assert not (asked / control.FOLDER).exists()
+    assert not (asked / control_requests.CONTROL_FOLDER).exists()
 
 
 def test_all_ranks_stop_at_the_step_at_which_one_of_them_was_asked(ranks: RankPool, tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_all_ranks_stop_at_the_step_at_which_one_of_them_was_asked(ranks: RankPo
     assert answers(run) == [("sample", 3, ""), ("stop", 3, "")]
     assert saved_steps(run) == drawn_steps(run) == [3], "the stop comes last"
     assert "stop, asked for by `halation ctl`, is taken at step 3" in run_folders.log_of(run, 0)
-    assert not (run / control.FOLDER).exists()
+    assert not (run / control_requests.CONTROL_FOLDER).exists()
 
 
 @pytest.mark.slow
@@ -130,11 +130,11 @@ def test_a_stop_at_a_date_saves_as_the_date_asks_and_leaves_its_samples_to_the_n
 def test_what_was_asked_of_a_dead_run_or_at_the_last_step_is_dropped_and_no_samples_means_none(
     ranks: RankPool, tmp_path: Path
 ) -> None:
-    (tmp_path / control.FOLDER).mkdir()
+    (tmp_path / control_requests.CONTROL_FOLDER).mkdir()
     dead = {"pid": 1, "host": socket.gethostname(), "command": "train", "since": "2020-01-01 00:00:00"}
     left = {"action": "stop", "id": "0", "by": "`halation ctl`", "owner": dead}
-    (tmp_path / control.FOLDER / "stop-0.json").write_text(json.dumps(left))
-    (tmp_path / control.FOLDER / "save-1.json").write_text("{")
+    (tmp_path / control_requests.CONTROL_FOLDER / "stop-0.json").write_text(json.dumps(left))
+    (tmp_path / control_requests.CONTROL_FOLDER / "save-1.json").write_text("{")
     config = rank_jobs.small_config(tmp_path, n_steps=4, sample=False)
     asked = {1: ("sample",), 3: ("save", "stop"), 4: ("sample",)}
     assert ranks.run(2, train_asked, config, asked) == [(4, "", 0)] * 2
@@ -148,7 +148,7 @@ def test_what_was_asked_of_a_dead_run_or_at_the_last_step_is_dropped_and_no_samp
     assert "dropped stop-0.json: it was not asked of this start of the run" in log
     assert "dropped save-1.json" in log
     assert f"sample, asked for by `halation ctl`, is not done at step 2: {none}" in log
-    assert not (tmp_path / control.FOLDER).exists()
+    assert not (tmp_path / control_requests.CONTROL_FOLDER).exists()
     assert not (tmp_path / "samples").exists()
 
 
@@ -157,7 +157,7 @@ def test_what_was_asked_of_a_dead_run_or_at_the_last_step_is_dropped_and_no_samp
 def test_samples_that_were_asked_for_leave_those_of_the_epoch_alone(
     ranks: RankPool, tmp_path: Path, names: str
 ) -> None:
-    shared = {"n_steps": 4, "ckpt_every": 2, "sample_names": names, "heldout_pictures": 0}
+    shared = {"n_steps": 4, "ckpt_every": 2, "sample_names": names, "validation_images": 0}
     asked, never = tmp_path / "asked", tmp_path / "never"
     ranks.run(2, train_asked, rank_jobs.small_config(asked, **shared), {2: ("sample",)})
     ranks.run(2, rank_jobs.train, rank_jobs.small_config(never, **shared))
@@ -190,7 +190,7 @@ def running(ranks: RankPool, tmp_path: Path) -> Callable[[int], tuple[Path, thre
     """A real training on ranks of the pool that takes steps until it is told to stop."""
 
     def start(size: int) -> tuple[Path, threading.Thread, list[Any]]:
-        config = rank_jobs.small_config(tmp_path / "run", n_steps=100_000, heldout_pictures=0, sample_steps=1)
+        config = rank_jobs.small_config(tmp_path / "run", n_steps=100_000, validation_images=0, sample_steps=1)
         ends: list[Any] = []
         thread = threading.Thread(target=lambda: ends.extend(ranks.run(size, train_asked, config, {})))
         thread.start()
@@ -217,5 +217,5 @@ def test_a_person_samples_saves_and_stops_a_training_while_it_takes_its_steps(
     assert {(step, code) for step, _, code in ends} == {(told[2], 130)}
     assert drawn_steps(folder) == [told[0]]
     assert told[2] in saved_steps(folder)
-    assert not (folder / control.FOLDER).exists()
+    assert not (folder / control_requests.CONTROL_FOLDER).exists()
     assert not (folder / ".owner.json").exists()

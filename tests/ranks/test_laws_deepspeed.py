@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 from halation.distributed import rng
-from halation.distributed.checkpoint.reader import Reader
+from halation.distributed.checkpoint.reader import CheckpointReader
 from halation.errors import HalationError
 from halation.sampling.config import SampleConfig
-from halation.sampling.denoiser_sampler import Drawing
-from halation.sampling.files import Place, publish_index
+from halation.sampling.denoiser_sampler import DenoiserSampler
+from halation.sampling.sample_folder import SampleFolder, publish_index
+from halation.training import checkpoint_state
 from halation.training import command as job
-from halation.training import state
 from halation.training.config import TrainConfig
-from halation.training.session import Session
+from halation.training.session import TrainingSession
 from support import rank_jobs, run_folders
 from support.rank_pool import RankPool, RanksFailed
 from support.suspicious import SuspiciousSession
@@ -43,14 +43,14 @@ WORLDS = [
 
 
 def config(folder: Path, stage: int, **changes: Any) -> TrainConfig:
-    """Steps large enough that weights show in the pictures."""
+    """Steps large enough that weights show in the images."""
     settings = {"engine": "deepspeed", "zero_stage": stage, "n_steps": NUM_STEPS, "lr": 1e-2, "ema_decay": 0.5}
     return rank_jobs.small_config(folder, **settings | changes)
 
 
 class Suspicious(SuspiciousSession):
     def _visible(self) -> dict[str, Any]:
-        pieces = state.parts(self.parts)
+        pieces = checkpoint_state.checkpoint_pieces(self.networks)
         return {
             "random": rng.capture(self.world.device),
             "modes": [module.training for module in self.denoiser.module.modules()],
@@ -63,7 +63,7 @@ class Suspicious(SuspiciousSession):
 
 
 def train_suspiciously(world: Any, config: TrainConfig) -> int:
-    with job._hold(config, world, alone=False), Suspicious(world, config) as session:
+    with job._lock_run_folder(config, world, has_lock=False), Suspicious(world, config) as session:
         session.run()
         return session.num_looks
 
@@ -74,7 +74,7 @@ def test_training_that_samples_at_every_step_has_the_bits_of_training_that_never
 ) -> None:
     drawing = config(tmp_path / "drawing", stage, ckpt_every=1, sample_raw=True, sample_offload=True)
     assert ranks.run(size, train_suspiciously, drawing) == [NUM_STEPS] * size
-    ranks.run(size, rank_jobs.train, config(tmp_path / "never", stage, sample=False, heldout_pictures=0))
+    ranks.run(size, rank_jobs.train, config(tmp_path / "never", stage, sample=False, validation_images=0))
     assert len(list((tmp_path / "drawing/samples").glob("step_*/sample_*.png"))) == NUM_STEPS * 2 * 2
     assert run_folders.saved(tmp_path / "drawing", NUM_STEPS) == run_folders.saved(tmp_path / "never", NUM_STEPS)
     assert run_folders.losses(tmp_path / "drawing") == run_folders.losses(tmp_path / "never")
@@ -91,7 +91,7 @@ def test_a_run_stopped_and_started_again_ends_in_the_bits_of_one_that_never_stop
     ranks.run(size, rank_jobs.train, cut)
     assert run_folders.saved(tmp_path / "cut", NUM_STEPS) == run_folders.saved(tmp_path / "whole", NUM_STEPS)
     place = f"samples/step_{NUM_STEPS:07d}"
-    assert run_folders.pictures(tmp_path / "cut" / place) == run_folders.pictures(tmp_path / "whole" / place)
+    assert run_folders.images(tmp_path / "cut" / place) == run_folders.images(tmp_path / "whole" / place)
 
 
 @SLOW
@@ -99,13 +99,14 @@ def test_a_run_stopped_and_started_again_ends_in_the_bits_of_one_that_never_stop
 def test_training_agrees_with_ddp_and_the_export_has_every_weight(
     ranks: RankPool, tmp_path: Path, stage: int, size: int
 ) -> None:
-    changes = {"sample": False, "heldout_pictures": 0, "lr": 1e-3}
+    changes = {"sample": False, "validation_images": 0, "lr": 1e-3}
     ranks.run(size, rank_jobs.train, config(tmp_path / "zero", stage, **changes))
     ranks.run(size, rank_jobs.train, config(tmp_path / "ddp", TrainConfig.zero_stage, engine="ddp", **changes))
     assert run_folders.losses(tmp_path / "zero") == pytest.approx(run_folders.losses(tmp_path / "ddp"), rel=1e-5)
     for part in ("model", "ema"):
         mine, theirs = (
-            dict(Reader(tmp_path / name / f"checkpoints/step_{NUM_STEPS:07d}").whole(part)) for name in ("zero", "ddp")
+            dict(CheckpointReader(tmp_path / name / f"checkpoints/step_{NUM_STEPS:07d}").read_part(part))
+            for name in ("zero", "ddp")
         )
         assert mine.keys() == theirs.keys()
         difference = np.concatenate([(mine[name] - theirs[name]).numpy().ravel() for name in mine])
@@ -115,46 +116,48 @@ def test_training_agrees_with_ddp_and_the_export_has_every_weight(
 
 
 def draw(world: Any, config: TrainConfig, numbers: list[int], output: Path) -> list[list[str]]:
-    """Pictures of the newest checkpoint for so many prompts, with the averages where the weights were."""
-    with job._hold(config, world, alone=False), Session(world, config) as session:
+    """Images of the newest checkpoint for so many prompts, with the averages where the weights were."""
+    with job._lock_run_folder(config, world, has_lock=False), TrainingSession(world, config) as session:
         assert session._resume()
         session.ema.swap()
-        session.engine.weights_changed()
+        session.engine.sync_master_weights()
         states = []
         for num in numbers:
             settings = dataclasses.replace(session.sample_settings, prompts=rank_jobs.PROMPTS[:num])
             sharded = session.engine.sharded
-            drawing = Drawing(world, session.denoiser, settings, sharded=sharded, timeout_s=30.0, stop=lambda: 0)
-            rows = drawing.run(Place(folder=output / str(num)), f"{num} prompts")
-            if world.first:
-                publish_index(Place(folder=output / str(num)), rows, {})
+            drawing = DenoiserSampler(
+                world, session.denoiser, settings, sharded=sharded, timeout_s=30.0, stop=lambda: 0
+            )
+            rows = drawing.run(SampleFolder(folder=output / str(num)), f"{num} prompts")
+            if world.is_rank_zero:
+                publish_index(SampleFolder(folder=output / str(num)), rows, {})
             states.append([row["state"] for row in rows])
     return states
 
 
 @SLOW
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_none_one_and_five_prompts_on_three_ranks_hang_nobody_and_are_the_pictures_of_one(
+def test_none_one_and_five_prompts_on_three_ranks_hang_nobody_and_are_the_images_of_one(
     ranks: RankPool, tmp_path: Path, stage: int
 ) -> None:
     trained = config(tmp_path / "run", stage, sample_prompts=rank_jobs.PROMPTS)
     ranks.run(2, rank_jobs.train, trained)
-    published = run_folders.pictures(tmp_path / f"run/samples/step_{NUM_STEPS:07d}")
+    published = run_folders.images(tmp_path / f"run/samples/step_{NUM_STEPS:07d}")
     states = ranks.run(3, draw, trained, [0, 1, 5], tmp_path / "drawn")
     assert states == [[[], ["done"], ["done"] * 5]] * 3
     assert ": 3.2 M parameters" in run_folders.log_of(tmp_path / "run", 0)
-    drawn = run_folders.pictures(tmp_path / "drawn/5")
-    pictures = {name: data for name, data in published.items() if name.startswith("sample_")}
-    assert len(pictures) == 10
-    assert {name: drawn[name] for name in pictures} == pictures
-    one = run_folders.pictures(tmp_path / "drawn/1")
-    assert one["sample_00.png"] == pictures["sample_00.png"]
+    drawn = run_folders.images(tmp_path / "drawn/5")
+    images = {name: data for name, data in published.items() if name.startswith("sample_")}
+    assert len(images) == 10
+    assert {name: drawn[name] for name in images} == images
+    one = run_folders.images(tmp_path / "drawn/1")
+    assert one["sample_00.png"] == images["sample_00.png"]
     (tmp_path / "rendezvous").mkdir()
     alone = SampleConfig(
         checkpoint=tmp_path / "run", output_dir=tmp_path / "alone", progress="none", dist_timeout_s=30.0
     )
     ranks.run(1, rank_jobs.run_job, "sample", alone, tmp_path / "rendezvous")
-    assert {name: run_folders.pictures(tmp_path / "alone")[name] for name in pictures} == pictures
+    assert {name: run_folders.images(tmp_path / "alone")[name] for name in images} == images
 
 
 @pytest.mark.faults
@@ -174,11 +177,11 @@ def test_a_rank_killed_while_it_saves_leaves_the_last_good_checkpoint_to_go_on_f
 
 
 def test_another_engine_is_refused_with_the_way_through_the_exported_weights(ranks: RankPool, tmp_path: Path) -> None:
-    settings = {"sample": False, "heldout_pictures": 0, "n_steps": 1}
+    settings = {"sample": False, "validation_images": 0, "n_steps": 1}
     ranks.run(1, rank_jobs.train, config(tmp_path, 2, **settings))
     for changes in ({"engine": "fsdp"}, {"zero_stage": 3}, {"engine": "ddp", "accept_changes": True}):
         with pytest.raises(HalationError) as caught:
-            job.begin(config(tmp_path, 2, **settings | {"n_steps": 2} | changes), "cpu")
+            job.open_record(config(tmp_path, 2, **settings | {"n_steps": 2} | changes), "cpu")
         assert "was trained with --engine deepspeed --zero_stage 2" in str(caught.value)
         assert f"--output_dir NEW --model {tmp_path / 'export'}" in str(caught.value)
     # The way it names.

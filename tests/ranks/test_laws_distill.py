@@ -19,7 +19,7 @@ SLOW = pytest.mark.slow
 PATIENCE = {"timeout_s": 120.0, "world_timeout_s": 60.0}
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "velocity": {"objective": "velocity"},
-    "pictures": {"objective": "velocity", "data_path": "streets", "max_pictures": 8},
+    "pictures": {"objective": "velocity", "data_path": "streets", "max_images": 8},
     "asked": {"objective": "velocity", "data_path": "streets", "teacher_cache": False},
     "features": {"objective": "velocity", "feature_weight": 0.5},
     "trajectory": {"objective": "trajectory"},
@@ -50,8 +50,8 @@ def test_a_student_whose_samples_are_drawn_at_every_step_has_the_bits_of_one_tha
     ranks.run(size, rank_jobs.distill, drawing, **PATIENCE)
     never = distilled(tmp_path / "never", objective, engine=engine, sample=False, ckpt_every=0)
     ranks.run(size, rank_jobs.distill, never, **PATIENCE)
-    pictures = list((tmp_path / "drawing/samples").glob("step_*/sample_*.png"))
-    assert len(pictures) == drawing.n_steps * 2 * 2
+    images = list((tmp_path / "drawing/samples").glob("step_*/sample_*.png"))
+    assert len(images) == drawing.n_steps * 2 * 2
     assert not list((tmp_path / "never").glob("samples/step_*"))
     assert run_folders.saved(tmp_path / "drawing", drawing.n_steps) == run_folders.saved(
         tmp_path / "never", drawing.n_steps
@@ -115,7 +115,7 @@ def test_a_student_begins_at_its_teacher_and_moves_away_from_it(ranks: RankPool,
     assert any(not student[name].equal(teacher[name]) for name in student)
 
 
-def pictures(folder: Path) -> dict[str, bytes]:
+def images(folder: Path) -> dict[str, bytes]:
     """What was drawn, by the prompt's place in the list."""
     index = json.loads((folder / "epoch_0001_samples.json").read_text())
     return {str(row["index"]): (folder / row["file"]).read_bytes() for row in index["samples"]}
@@ -129,8 +129,8 @@ def test_samples_of_an_epoch_are_shared_out_2_2_0_and_are_those_of_one_rank(rank
         ranks.run(size, rank_jobs.distill, config, **PATIENCE)
     names = {path.name for path in (tmp_path / "3/samples").glob("epoch_*.png")} - {"epoch_0001_grid.png"}
     assert names == {f"epoch_0001_rank_{rank}_sample_{number:02d}.png" for rank in range(2) for number in range(2)}
-    assert len(pictures(tmp_path / "1/samples")) == 4
-    assert pictures(tmp_path / "1/samples") == pictures(tmp_path / "3/samples")
+    assert len(images(tmp_path / "1/samples")) == 4
+    assert images(tmp_path / "1/samples") == images(tmp_path / "3/samples")
 
 
 @pytest.mark.slow
@@ -153,7 +153,7 @@ def test_a_sampler_far_slower_than_the_timeout_hangs_nobody(ranks: RankPool, tmp
         assert [(row["state"], row["seconds"] > 12) for row in index["samples"]] == [("done", True)]
 
 
-def test_an_error_of_one_rank_while_it_samples_costs_its_picture_and_nothing_else(
+def test_an_error_of_one_rank_while_it_samples_costs_its_image_and_nothing_else(
     ranks: RankPool, tmp_path: Path
 ) -> None:
     settings: dict[str, Any] = {"teacher_samples": False, "sample_names": "rank", "num_epochs": 1, "batch_size": 3}

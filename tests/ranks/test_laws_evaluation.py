@@ -21,9 +21,9 @@ from halation.errors import HalationError, Interrupted
 from halation.evaluation import command as evaluate
 from halation.evaluation.config import EvaluateConfig
 from halation.training import command as job
-from halation.training.checkpoint_hooks import Duties
 from halation.training.config import TrainConfig
-from halation.training.session import Session
+from halation.training.periodic_tasks import PeriodicTasks
+from halation.training.session import TrainingSession
 from support import rank_jobs, run_folders
 from support.rank_pool import RankPool, RanksFailed
 
@@ -42,22 +42,22 @@ NAMES = {
 
 
 def evaluated(folder: Path, **changes: Any) -> TrainConfig:
-    """Eighteen pictures on sheets of four: five sheets, of which the last is padded, for one, two or three ranks."""
+    """Eighteen images on batches of four: five batches, of which the last is padded, for one, two or three ranks."""
     settings = {
         "n_steps": NUM_STEPS,
         "lr": 2e-2,
         "ema_decay": 0.5,
         "sample": False,
-        "heldout_pictures": 0,
+        "validation_images": 0,
         "eval_every": 1,
-        "eval_pictures": 18,
+        "eval_images": 18,
         "eval_reference": 24,
         "eval_batch_size": 4,
     }
-    return job.resolved(rank_jobs.small_config(folder, **settings | changes))
+    return job.resolve_config(rank_jobs.small_config(folder, **settings | changes))
 
 
-class Suspicious(Session):
+class Suspicious(TrainingSession):
     """Looks at everything that an evaluation could disturb, before and after."""
 
     num_looks = 0
@@ -82,7 +82,7 @@ class Suspicious(Session):
 
 
 def train_suspiciously(world: Any, config: TrainConfig) -> int:
-    with job._hold(config, world, alone=False), Suspicious(world, config) as session:
+    with job._lock_run_folder(config, world, has_lock=False), Suspicious(world, config) as session:
         next(iter(session.denoiser.shard_units())).eval()  # one module in its own mode, which must stay its own
         session.run()
         return session.num_looks
@@ -133,7 +133,7 @@ def test_training_that_evaluates_at_every_step_has_the_bits_of_training_that_nev
     assert (looking / "evaluation/metrics.png").read_bytes().startswith(b"\x89PNG")
     left = sorted(path.name for path in (looking / "evaluation").iterdir())
     assert left == ["metrics.png", "reference", "step_0000001.json", "step_0000002.json"], (
-        "no picture, no features of them"
+        "no image, no features of them"
     )
 
 
@@ -167,7 +167,7 @@ def test_a_checkpoint_gives_the_numbers_of_its_training_on_one_two_and_three_ran
 
 
 @pytest.mark.parametrize("engine", ["auto", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_halation_evaluate_finds_the_same_numbers_for_the_same_pictures_of_the_run(
+def test_halation_evaluate_finds_the_same_numbers_for_the_same_images_of_the_run(
     ranks: RankPool, tmp_path: Path, trained: Callable[[str], Path], engine: str
 ) -> None:
     prompts = tmp_path / "prompts.txt"
@@ -179,7 +179,7 @@ def test_halation_evaluate_finds_the_same_numbers_for_the_same_pictures_of_the_r
         num_reference=24,
         num_inference_steps=2,
         batch_size=4,
-        sheet_size=4,
+        model_batch_size=4,
         decode_workers=0,
         allow_few=True,
         cache_dir=tmp_path / "cache",
@@ -187,7 +187,7 @@ def test_halation_evaluate_finds_the_same_numbers_for_the_same_pictures_of_the_r
         progress="none",
     )
     (tmp_path / "rendezvous").mkdir()
-    config = evaluate.resolved(asked, evaluate.opened(asked))
+    config = evaluate.resolve_config(asked, evaluate.open_source(asked))
     ranks.run(2, rank_jobs.run_job, "evaluate", config, tmp_path / "rendezvous")
     found = json.loads((tmp_path / "report.json").read_text())["metrics"]
     timeless = {key: {name: one[name] for name in one if name != "seconds"} for key, one in found.items()}
@@ -211,7 +211,7 @@ def test_halation_evaluate_finds_the_same_numbers_for_the_same_pictures_of_the_r
 def test_a_rank_that_raises_costs_one_evaluation_which_the_same_command_completes_to_the_same_numbers(
     ranks: RankPool, tmp_path: Path, trained: Callable[[str], Path], engine: str, point: str, culprit: int
 ) -> None:
-    """The first three chunks that a rank writes are of the reference, the next ones of its two or three sheets."""
+    """The first three chunks that a rank writes are of the reference, the next ones of its two or three batches."""
     whole, folder, fired = trained(engine), tmp_path / "run", tmp_path / "fired"
     config = evaluated(folder, engine=engine, eval_every=NUM_STEPS)
     environment = {"HALATION_FAULT": f"{point}:{culprit}", "HALATION_FAULT_LOG": str(fired)}
@@ -226,22 +226,22 @@ def test_a_rank_that_raises_costs_one_evaluation_which_the_same_command_complete
 
     kept = {path: path.stat().st_mtime_ns for path in folder.glob("evaluation/step_*/*/chunk_*")}
     assert len(kept) == (0 if point.startswith(("features", "chunk.write:2")) else 4), (
-        "the other sheets need not be drawn again"
+        "the other batches need not be drawn again"
     )
     ranks.run(2, rank_jobs.train, config)
     assert numbers(folder, NUM_STEPS) == numbers(whole, NUM_STEPS)
-    drawn = [line for line in run_folders.log_of(folder, 0).splitlines() if "sheets for an evaluation" in line]
-    assert f"drawing {5 - len(kept)} of 5 sheets" in drawn[-1]
+    drawn = [line for line in run_folders.log_of(folder, 0).splitlines() if "batches for an evaluation" in line]
+    assert f"drawing {5 - len(kept)} of 5 batches" in drawn[-1]
     assert {row["metric"] for row in run_folders.metrics(folder) if "num_generated" in row} == NAMES
 
 
-class Clumsy(Session):
-    """Whose evaluations fail on all ranks after the first sheet, while the averages sit in the model."""
+class Clumsy(TrainingSession):
+    """Whose evaluations fail on all ranks after the first batch, while the averages sit in the model."""
 
     num_failures = 0
 
-    def _make_duties(self) -> Duties:
-        duties = super()._make_duties()
+    def _make_periodic_tasks(self) -> PeriodicTasks:
+        duties = super()._make_periodic_tasks()
         asked = 0
 
         def stop() -> int:
@@ -258,7 +258,7 @@ class Clumsy(Session):
 
 
 def train_clumsily(world: Any, config: TrainConfig) -> int:
-    with job._hold(config, world, alone=False), Clumsy(world, config) as session:
+    with job._lock_run_folder(config, world, has_lock=False), Clumsy(world, config) as session:
         session.run()
         return session.num_failures
 
@@ -305,7 +305,7 @@ def test_a_rank_that_hangs_while_it_evaluates_is_named_in_time(ranks: RankPool, 
     assert "rank 1 has made no progress for 2 s in evaluating step 1" in trouble.message
 
 
-class Stopped(Session):
+class Stopped(TrainingSession):
     """Whose last rank is asked to stop when the evaluation of the first step begins."""
 
     def _evaluate(self, step: int, saved: bool) -> bool:
@@ -315,12 +315,12 @@ class Stopped(Session):
 
 
 def train_until_stopped(world: Any, config: TrainConfig) -> tuple[int, int]:
-    with job._hold(config, world, alone=False), Stopped(world, config) as session:
+    with job._lock_run_folder(config, world, has_lock=False), Stopped(world, config) as session:
         try:
             session.run()
         except Interrupted as interruption:
-            return session.position.step, interruption.exit_code
-    return session.position.step, 0
+            return session.train_state.step, interruption.exit_code
+    return session.train_state.step, 0
 
 
 @pytest.mark.slow
@@ -350,7 +350,7 @@ def test_a_report_without_its_lines_is_told_and_an_evaluation_that_is_there_is_n
     ranks.run(1, rank_jobs.train, evaluated(folder))
     assert (folder / "evaluation/step_0000002.json").read_bytes() == before
     assert [row for row in run_folders.metrics(folder) if "metric" in row] == [row for row in rows if "metric" in row]
-    ranks.run(1, rank_jobs.train, evaluated(folder, eval_pictures=20))
+    ranks.run(1, rank_jobs.train, evaluated(folder, eval_images=20))
     assert report(folder, 2)["generated"]["num"] == 20, "asked for in another way it is another evaluation"
 
 
@@ -371,7 +371,7 @@ def test_evaluations_after_the_checkpoint_are_forgotten_and_made_again(
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pictures")
     generator = np.random.default_rng(3)
     rows = []
@@ -383,16 +383,16 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_folder_is_compared_with_its_training_pictures_also_where_they_are_cached(
-    ranks: RankPool, tmp_path: Path, pictures: Path
+def test_a_folder_is_compared_with_its_training_images_also_where_they_are_cached(
+    ranks: RankPool, tmp_path: Path, images: Path
 ) -> None:
-    changes = {"data": str(pictures), "eval_extractor": "streets", "eval_metrics": ("kid",), "n_steps": 1}
+    changes = {"data": str(images), "eval_extractor": "streets", "eval_metrics": ("kid",), "n_steps": 1}
     for cache in ("memory", "pixels"):
         ranks.run(1, rank_jobs.train, evaluated(tmp_path / cache, cache=cache, sample_prompts=(), **changes))
     assert numbers(tmp_path / "memory", 1) == numbers(tmp_path / "pixels", 1)
     found = report(tmp_path / "pixels", 1)
     assert found["reference"]["num"] == found["metrics"]["kid"]["num_reference"] == 20
-    assert found["reference"]["path"] == str(pictures)
+    assert found["reference"]["path"] == str(images)
 
 
 @pytest.mark.parametrize(

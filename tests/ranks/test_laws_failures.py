@@ -84,9 +84,9 @@ def test_a_rank_that_raises_while_sampling_is_reported_by_all_and_training_keeps
     whole = unharmed(engine, size)
     assert run_folders.saved(tmp_path / "run", 2) == run_folders.saved(whole, 2)
     names = [row["file"] for row in first if row["state"] == "done"]
-    mine, theirs = (run_folders.pictures(folder / "samples/step_0000001") for folder in (tmp_path / "run", whole))
+    mine, theirs = (run_folders.images(folder / "samples/step_0000001") for folder in (tmp_path / "run", whole))
     assert all(mine[name] == theirs[name] for name in names)
-    assert run_folders.pictures(tmp_path / "run/samples/step_0000002") == run_folders.pictures(
+    assert run_folders.images(tmp_path / "run/samples/step_0000002") == run_folders.images(
         whole / "samples/step_0000002"
     )
 

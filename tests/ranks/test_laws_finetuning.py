@@ -42,12 +42,12 @@ PAIRS = [
 
 
 def tuned(folder: Path, family: str, engine: str, **changes: Any) -> TrainConfig:
-    """A fine-tuning of seconds; `zero2` is deepspeed's stage 2. Steps are large enough that weights show in the pictures."""
+    """A fine-tuning of seconds; `zero2` is deepspeed's stage 2. Steps are large enough that weights show in the images."""
     settings: dict[str, Any] = {
         "model": TrainConfig.model,
         "patch_size": 0,
         "model_path": str(tiny_pipelines.built(family)),
-        "max_pictures": 6,
+        "max_images": 6,
         "n_steps": NUM_STEPS,
         "lr": 2e-3,
         "ema_decay": 0.5,
@@ -71,7 +71,7 @@ def test_fine_tuning_that_samples_at_every_step_has_the_bits_of_one_that_never_s
 ) -> None:
     drawing = tuned(tmp_path / "drawing", family, engine, sample_raw=True, sample_offload=True)
     ranks.run(size, rank_jobs.train, drawing, **PATIENCE)
-    never = tuned(tmp_path / "never", family, engine, sample=False, ckpt_every=0, heldout_pictures=0)
+    never = tuned(tmp_path / "never", family, engine, sample=False, ckpt_every=0, validation_images=0)
     ranks.run(size, rank_jobs.train, never, **PATIENCE)
     assert len(list((tmp_path / "drawing/samples").glob("step_*/sample_*.png"))) == NUM_STEPS * 2 * 2
     assert not (tmp_path / "never/samples").exists()
@@ -100,8 +100,8 @@ def test_a_stopped_fine_tuning_ends_in_the_bits_of_one_that_never_stopped(
     ranks.run(size, rank_jobs.train, stopped, **PATIENCE)
     assert run_folders.saved(tmp_path / "stopped", 3) == run_folders.saved(tmp_path / "whole", 3)
     assert run_folders.losses(tmp_path / "stopped") == run_folders.losses(tmp_path / "whole")
-    pictures = [run_folders.pictures(tmp_path / name / "samples/step_0000003") for name in ("stopped", "whole")]
-    assert pictures[0] == pictures[1]
+    images = [run_folders.images(tmp_path / name / "samples/step_0000003") for name in ("stopped", "whole")]
+    assert images[0] == images[1]
 
 
 @pytest.mark.parametrize(
@@ -112,13 +112,13 @@ def test_a_stopped_fine_tuning_ends_in_the_bits_of_one_that_never_stopped(
         *(pytest.param(family, "fsdp", marks=SLOW) for family in ("hunyuan", "pixart", "sd3", "flux")),
     ],
 )
-def test_a_checkpoint_of_a_pipeline_gives_the_published_pictures_on_one_two_and_three_ranks(
+def test_a_checkpoint_of_a_pipeline_gives_the_published_images_on_one_two_and_three_ranks(
     ranks: RankPool, tmp_path: Path, family: str, engine: str
 ) -> None:
     changes = {"sample_prompts": rank_jobs.PROMPTS, "sample_batch_size": 2, "ckpt_every": 0, "n_steps": 1}
     ranks.run(2, rank_jobs.train, tuned(tmp_path / "run", family, engine, **changes), **PATIENCE)
-    published = run_folders.pictures(tmp_path / "run/samples/step_0000001")
-    assert len(published) == 5 + 5 + 1, "pictures, prompts and the grid"
+    published = run_folders.images(tmp_path / "run/samples/step_0000001")
+    assert len(published) == 5 + 5 + 1, "images, prompts and the grid"
     assert len({data for name, data in published.items() if name.endswith(".png")}) == 6, "prompts and seeds differ"
     for size in (1, 3):
         rendezvous = tmp_path / f"rendezvous_{size}"
@@ -126,7 +126,7 @@ def test_a_checkpoint_of_a_pipeline_gives_the_published_pictures_on_one_two_and_
         output = tmp_path / f"by_hand_{size}"
         config = SampleConfig(checkpoint=tmp_path / "run", output_dir=output, progress="none", dist_timeout_s=60.0)
         ranks.run(size, rank_jobs.run_job, "sample", config, rendezvous, **PATIENCE)
-        assert run_folders.pictures(output) == published
+        assert run_folders.images(output) == published
 
 
 @SLOW
@@ -151,11 +151,11 @@ def test_engines_agree_after_some_steps(ranks: RankPool, tmp_path: Path, family:
     for engine in ("ddp", "fsdp", "zero1", "zero2", "zero3"):
         config = tuned(tmp_path / engine, family, engine, n_steps=4, lr=1e-4, ckpt_every=0, sample=False)
         ranks.run(2, rank_jobs.train, config, **PATIENCE)
-        weights[engine] = (run_folders.losses(tmp_path / engine), run_folders.heldout(tmp_path / engine))
-    losses, heldout = weights["ddp"]
+        weights[engine] = (run_folders.losses(tmp_path / engine), run_folders.validation(tmp_path / engine))
+    losses, validation = weights["ddp"]
     for engine, (others, theirs) in weights.items():
         assert others == pytest.approx(losses, rel=1e-5), engine
-        assert theirs == pytest.approx(heldout, rel=1e-5), engine
+        assert theirs == pytest.approx(validation, rel=1e-5), engine
 
 
 @pytest.mark.parametrize("engine", ["fsdp", pytest.param("ddp", marks=SLOW), pytest.param("zero2", marks=SLOW)])
@@ -173,24 +173,24 @@ def test_adapters_alone_are_trained_saved_and_resumed(ranks: RankPool, tmp_path:
     assert (tmp_path / "whole/export/pytorch_lora_weights.safetensors").exists()
 
 
-def pictures_of_two_shapes(folder: Path) -> Path:
-    """Twelve captioned pictures, half of them twice as wide as high."""
+def images_of_two_shapes(folder: Path) -> Path:
+    """Twelve captioned images, half of them twice as wide as high."""
     folder.mkdir()
     rows = []
     for index in range(12):
         size = (128, 64) if index % 2 else (96, 96)
         pixels = np.random.default_rng(index).integers(0, 255, (size[1], size[0], 3), np.uint8)
         Image.fromarray(pixels).save(folder / f"{index}.png")
-        rows.append(json.dumps({"file_name": f"{index}.png", "text": f"picture {index}"}))
+        rows.append(json.dumps({"file_name": f"{index}.png", "text": f"image {index}"}))
     (folder / "metadata.jsonl").write_text("\n".join(rows))
     return folder
 
 
 @SLOW
 def test_in_buckets_another_number_of_ranks_and_another_batch_go_on(ranks: RankPool, tmp_path: Path) -> None:
-    data = str(pictures_of_two_shapes(tmp_path / "data"))
-    changes = {"data": data, "max_pictures": 0, "aspect_buckets": True, "image_size": (96, 96), "sample": False}
-    changes |= {"heldout_pictures": 0, "ckpt_every": 0, "lr": 1e-4, "ema_decay": 0.9}
+    data = str(images_of_two_shapes(tmp_path / "data"))
+    changes = {"data": data, "max_images": 0, "aspect_buckets": True, "image_size": (96, 96), "sample": False}
+    changes |= {"validation_images": 0, "ckpt_every": 0, "lr": 1e-4, "ema_decay": 0.9}
     whole = tuned(tmp_path / "whole", "hunyuan", "ddp", n_steps=6, batch_size=4, **changes)
     ranks.run(1, rank_jobs.train, whole, **PATIENCE)
     moved = tuned(tmp_path / "moved", "hunyuan", "ddp", n_steps=6, batch_size=2, **changes)

@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from halation.distributed.world import create
+from halation.distributed.world import init_process_groups
 from halation.training import command as job
 from halation.training.config import TrainConfig
-from halation.training.session import Session
+from halation.training.session import TrainingSession
 from support import rank_jobs, run_folders, tiny_extractors, tiny_pipelines
 from support.rank_pool import RankPool, RanksFailed
 
@@ -28,7 +28,7 @@ NUM_STEPS = 3
 REPEATING = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
-class Weighed(Session):
+class Weighed(TrainingSession):
     """Weighs the device's memory before and after each evaluation, and at its height between the two."""
 
     def __init__(self, world: Any, config: TrainConfig) -> None:
@@ -50,15 +50,17 @@ def train(world: Any, config: TrainConfig, limit: int) -> list[tuple[int, int, i
     warnings.simplefilter("ignore")  # libraries' own, which differ from machine to machine
     torch.use_deterministic_algorithms(False)
     torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.mem_get_info()[1] if limit else 1.0)
-    mine = create(rank=0, size=1, local_rank=0, device=torch.device(DEVICE), store=dist.HashStore(), timeout_s=60.0)
-    with mine.leaving_together(), job._hold(config, mine, alone=False), Weighed(mine, config) as session:
+    mine = init_process_groups(
+        rank=0, size=1, local_rank=0, device=torch.device(DEVICE), store=dist.HashStore(), timeout_s=60.0
+    )
+    with mine.close_on_success(), job._lock_run_folder(config, mine, has_lock=False), Weighed(mine, config) as session:
         session.run()
         return session.weights
 
 
 def run(ranks: RankPool, config: TrainConfig, limit: int = 0) -> list[tuple[int, int, int]]:
     found: list[tuple[int, int, int]] = ranks.run(
-        1, train, job.resolved(config), limit, timeout_s=120.0, environment=REPEATING
+        1, train, job.resolve_config(config), limit, timeout_s=120.0, environment=REPEATING
     )[0]
     return found
 
@@ -70,7 +72,7 @@ def small(folder: Path, **changes: Any) -> TrainConfig:
 
 
 def quiet(folder: Path, **changes: Any) -> TrainConfig:
-    return small(folder, **{"sample": False, "heldout_pictures": 0} | changes)
+    return small(folder, **{"sample": False, "validation_images": 0} | changes)
 
 
 def model(name: str) -> dict[str, Any]:
@@ -83,7 +85,7 @@ def model(name: str) -> dict[str, Any]:
         "model": TrainConfig().model,
         "patch_size": 0,
         "image_size": (64, 64),
-        "max_pictures": 8,
+        "max_images": 8,
     }
 
 
@@ -103,7 +105,7 @@ def test_training_that_samples_at_every_step_has_the_bits_of_one_that_never_samp
 def test_an_evaluation_gives_its_memory_back_and_leaves_the_bits_alone(ranks: RankPool, tmp_path: Path) -> None:
     weights = tiny_extractors.inception_safetensors(tmp_path / "inception.safetensors")
     evaluated = quiet(
-        tmp_path / "looking", n_steps=2, eval_every=1, eval_pictures=16, eval_reference=16, eval_batch_size=8,
+        tmp_path / "looking", n_steps=2, eval_every=1, eval_images=16, eval_reference=16, eval_batch_size=8,
         eval_extractor="inception", eval_weights=str(weights), eval_metrics=("kid",),
     )  # fmt: skip
     found = run(ranks, evaluated)
@@ -127,9 +129,9 @@ def test_activation_checkpointing_takes_less_memory_and_gives_the_same_losses(
     changes = {"batch_size": 64, "image_size": (64, 64), "patch_size": 4, "n_steps": 2, "lr": 1e-3}
     if name == "hunyuan":
         folder = tiny_pipelines.hunyuan(tmp_path / "model", hidden=128, num_layers=8)
-        changes |= model(name) | {"model_path": str(folder), "image_size": (128, 128), "max_pictures": 64}
+        changes |= model(name) | {"model_path": str(folder), "image_size": (128, 128), "max_images": 64}
     run(ranks, quiet(tmp_path / "keeping", **changes))
-    run(ranks, quiet(tmp_path / "recomputing", activation_checkpointing=True, **changes))
+    run(ranks, quiet(tmp_path / "recomputing", gradient_checkpointing=True, **changes))
     assert height(tmp_path / "recomputing") < 0.7 * height(tmp_path / "keeping")
     kept = run_folders.losses(tmp_path / "keeping")
     assert run_folders.losses(tmp_path / "recomputing") == pytest.approx(kept, rel=1e-3)
@@ -152,5 +154,5 @@ def test_a_batch_that_runs_out_of_memory_is_refused_with_half_of_it(ranks: RankP
         run(ranks, quiet(tmp_path, **batch), 2 * 2**30)
     trouble = tried.value.troubles[0]
     assert (trouble.kind, trouble.exit_code) == ("InputError", 2)
-    assert f"a batch of 256 pictures does not fit into the memory of {DEVICE}" in trouble.message
+    assert f"a batch of 256 images does not fit into the memory of {DEVICE}" in trouble.message
     assert "try --batch_size 128 (with --accumulate 2 " in trouble.message

@@ -20,14 +20,14 @@ from support.rank_pool import RankPool, RanksFailed
 
 pytestmark = pytest.mark.ranks
 
-NUM_PICTURES = 26
+NUM_IMAGES = 26
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pictures")
     rows = []
-    for index in range(NUM_PICTURES):
+    for index in range(NUM_IMAGES):
         pixels = np.full((40, 40, 3), (index * 9 % 256, 128, 255 - index * 9 % 256), np.uint8)
         Image.fromarray(pixels).save(folder / f"{index:02d}.png")
         rows.append(json.dumps({"file_name": f"{index:02d}.png", "text": f"colour number {index}"}))
@@ -51,8 +51,8 @@ def save_vae(folder: Path, seed: int) -> Path:
     return folder
 
 
-def latent_config(folder: Path, pictures: Path, vae: Path, **changes: Any) -> TrainConfig:
-    settings = {"data": str(pictures), "vae": str(vae), "patch_size": 4, "sample_prompts": ("colour number 3",)}
+def latent_config(folder: Path, images: Path, vae: Path, **changes: Any) -> TrainConfig:
+    settings = {"data": str(images), "vae": str(vae), "patch_size": 4, "sample_prompts": ("colour number 3",)}
     return small_config(folder, **settings | changes)
 
 
@@ -66,10 +66,10 @@ def draw(ranks: RankPool, size: int, checkpoint: Path, folder: Path) -> bytes:
 
 
 def test_latents_are_cached_once_by_all_ranks_and_an_export_draws_the_same_without_the_first_autoencoder(
-    ranks: RankPool, pictures: Path, tmp_path: Path
+    ranks: RankPool, images: Path, tmp_path: Path
 ) -> None:
     vae = save_vae(tmp_path / "vae", seed=1)
-    config = latent_config(tmp_path / "run", pictures, vae)
+    config = latent_config(tmp_path / "run", images, vae)
     ranks.run(2, train, config)
     shards = sorted((tmp_path / "run/cache/latents").glob("*.safetensors"))
     assert shards
@@ -82,13 +82,13 @@ def test_latents_are_cached_once_by_all_ranks_and_an_export_draws_the_same_witho
     assert draw(ranks, 2, tmp_path / "elsewhere", tmp_path / "drawn_elsewhere") == published
 
 
-def test_another_autoencoder_under_the_same_name_is_refused(ranks: RankPool, pictures: Path, tmp_path: Path) -> None:
+def test_another_autoencoder_under_the_same_name_is_refused(ranks: RankPool, images: Path, tmp_path: Path) -> None:
     vae = save_vae(tmp_path / "vae", seed=1)
-    ranks.run(1, train, latent_config(tmp_path / "run", pictures, vae))
+    ranks.run(1, train, latent_config(tmp_path / "run", images, vae))
     shutil.rmtree(vae)
     save_vae(vae, seed=2)
     with pytest.raises(RanksFailed, match="was started with other settings"):
-        ranks.run(1, train, latent_config(tmp_path / "run", pictures, vae, n_steps=4))
+        ranks.run(1, train, latent_config(tmp_path / "run", images, vae, n_steps=4))
 
 
 def test_samples_of_a_start_that_never_saved_do_not_pass_for_new_ones(ranks: RankPool, tmp_path: Path) -> None:

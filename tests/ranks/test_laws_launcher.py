@@ -69,7 +69,7 @@ def rank_of(process: psutil.Process) -> str:
 def test_sigterm_to_one_rank_stops_all_at_one_step_and_the_same_command_goes_on_to_the_same_bits(
     ranks: RankPool, tmp_path: Path
 ) -> None:
-    settings: dict[str, Any] = {"engine": "ddp", "lr": 1e-2, "n_steps": 8, "sample": False, "heldout_pictures": 0}
+    settings: dict[str, Any] = {"engine": "ddp", "lr": 1e-2, "n_steps": 8, "sample": False, "validation_images": 0}
     config = rank_jobs.small_config(tmp_path / "run", **settings, nproc=2)
     fired = tmp_path / "fired"
     pause = {"HALATION_FAULT": "train.step:3:sleep=2:0", "HALATION_FAULT_LOG": str(fired)}

@@ -1,4 +1,4 @@
-"""That training learns: a caption reaches the picture, and the held-out loss falls and is one number on any number of ranks."""
+"""That training learns: a caption reaches the image, and the validation loss falls and is one number on any number of ranks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 from PIL import Image
 
 from halation.training import command as job
-from halation.training import heldout
+from halation.training import validation
 from halation.training.config import TrainConfig
-from halation.training.objectives import denoising
-from halation.training.session import Session
+from halation.training.objectives import denoising_objective
+from halation.training.session import TrainingSession
 from support import rank_jobs, run_folders
 from support.rank_pool import RankPool
 
@@ -22,29 +22,29 @@ pytestmark = pytest.mark.ranks
 
 
 def measure(world: Any, config: TrainConfig) -> dict[str, float]:
-    """The held-out loss of a run's newest checkpoint, from the EMA as training measures it."""
-    with job._hold(config, world, alone=False), Session(world, config) as session:
+    """The validation loss of a run's newest checkpoint, from the EMA as training measures it."""
+    with job._lock_run_folder(config, world, has_lock=False), TrainingSession(world, config) as session:
         assert session._resume()
-        with session.ema.swapped():
-            losses = heldout.heldout_loss(
+        with session.ema.swap_during():
+            losses = validation.validation_loss(
                 world,
                 session.denoiser,
                 session.source,
-                denoising(session.denoiser),
-                num_pictures=config.heldout_pictures,
+                denoising_objective(session.denoiser),
+                num_images=config.validation_images,
                 dtype=config.dtype,
-                beat=lambda: None,
+                heartbeat=lambda: None,
             )
-            session.engine.at_rest()
-        return heldout.summary(world.exchange(losses), config.heldout_pictures)
+            session.engine.reshard()
+        return validation.summarize_losses(world.all_gather_object(losses), config.validation_images)
 
 
 @pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_the_held_out_loss_of_a_checkpoint_is_the_same_number_on_one_two_and_three_ranks(
     ranks: RankPool, tmp_path: Path, engine: str
 ) -> None:
-    # Nine pictures are 72 rows on three sheets, the last of them partial: fillers must not count.
-    changes = {"lr": 1e-2, "heldout_pictures": 9, "sample": False, "batch_size": 6}
+    # Nine images are 72 rows on three batches, the last of them partial: fillers must not count.
+    changes = {"lr": 1e-2, "validation_images": 9, "sample": False, "batch_size": 6}
     config = rank_jobs.small_config(tmp_path, engine=engine, **changes)
     ranks.run(1, rank_jobs.train, config)
     written = [row for row in run_folders.metrics(tmp_path) if row.get("metric") == "heldout_loss"][-1]
@@ -54,9 +54,9 @@ def test_the_held_out_loss_of_a_checkpoint_is_the_same_number_on_one_two_and_thr
 
 
 def test_the_held_out_loss_falls_with_training(ranks: RankPool, tmp_path: Path) -> None:
-    changes = {"n_steps": 30, "ckpt_every": 10, "lr": 2e-3, "ema_decay": 0.8, "batch_size": 4, "heldout_pictures": 8}
+    changes = {"n_steps": 30, "ckpt_every": 10, "lr": 2e-3, "ema_decay": 0.8, "batch_size": 4, "validation_images": 8}
     ranks.run(2, rank_jobs.train, rank_jobs.small_config(tmp_path, sample=False, **changes))
-    values = list(run_folders.heldout(tmp_path).values())
+    values = list(run_folders.validation(tmp_path).values())
     assert len(values) == 3
     assert values[2] < values[1] < values[0]
     assert values[2] < 0.8 * values[0]
@@ -67,7 +67,7 @@ CAPTIONS = {"a red sunset": (220, 40, 20), "a deep blue sea": (10, 50, 210)}
 
 @pytest.fixture
 def two_captions(tmp_path: Path) -> Path:
-    """A folder of two plain pictures, each under several names."""
+    """A folder of two plain images, each under several names."""
     folder = tmp_path / "two_captions"
     folder.mkdir()
     rows = []
@@ -81,17 +81,19 @@ def two_captions(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_caption_reaches_the_picture(ranks: RankPool, tmp_path: Path, two_captions: Path) -> None:
+def test_a_caption_reaches_the_image(ranks: RankPool, tmp_path: Path, two_captions: Path) -> None:
     changes = {"n_steps": 100, "batch_size": 8, "lr": 2e-3, "ema_decay": 0.95, "warmup_steps": 10}
     sampling = {"sample_prompts": tuple(CAPTIONS), "same_seed": True, "sample_steps": 8, "guidance_scale": 2.0}
-    config = rank_jobs.small_config(tmp_path / "run", data=str(two_captions), heldout_pictures=0, **changes, **sampling)
+    config = rank_jobs.small_config(
+        tmp_path / "run", data=str(two_captions), validation_images=0, **changes, **sampling
+    )
     ranks.run(1, rank_jobs.train, config, timeout_s=120)
     drawn = [
         np.asarray(Image.open(tmp_path / f"run/samples/step_0000100/sample_{index:02d}.png")).astype(float)
         for index in range(2)
     ]
     own = [np.array(colour, float) for colour in CAPTIONS.values()]
-    distance = np.array([[np.abs(picture - colour).mean() for colour in own] for picture in drawn])
-    assert np.abs(drawn[0] - drawn[1]).mean() > 40, "one seed, two captions, two pictures"
+    distance = np.array([[np.abs(image - colour).mean() for colour in own] for image in drawn])
+    assert np.abs(drawn[0] - drawn[1]).mean() > 40, "one seed, two captions, two images"
     assert distance[0, 0] < 0.5 * distance[0, 1]
     assert distance[1, 1] < 0.5 * distance[1, 0]

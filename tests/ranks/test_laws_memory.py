@@ -1,4 +1,4 @@
-"""Out of memory while sampling: the sheet is drawn in halves and marked, training does not notice."""
+"""Out of memory while sampling: the batch is drawn in halves and marked, training does not notice."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from halation.training import command as job
 from halation.training.config import TrainConfig
-from halation.training.session import Session
+from halation.training.session import TrainingSession
 from support.rank_jobs import PROMPTS, small_config
 from support.rank_pool import RankPool
 
@@ -23,12 +23,12 @@ def train_cramped(world: Any, config: TrainConfig, most_rows: int) -> list[int]:
     tried: list[int] = []
 
     def refuse(_module: Any, arguments: tuple[Any, ...]) -> None:
-        if not torch.is_grad_enabled() and len(arguments[0]) != 32:  # 32 rows are the held-out loss
+        if not torch.is_grad_enabled() and len(arguments[0]) != 32:  # 32 rows are the validation loss
             tried.append(len(arguments[0]))
             if len(arguments[0]) > most_rows:
                 raise torch.OutOfMemoryError("no room for so many rows")
 
-    with job._hold(config, world, alone=False), Session(world, config) as session:
+    with job._lock_run_folder(config, world, has_lock=False), TrainingSession(world, config) as session:
         session.denoiser.module.register_forward_pre_hook(refuse)
         session.run()
     return tried
@@ -43,10 +43,10 @@ def weights_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (folder / "checkpoints/step_0000002").glob("*.safetensors")}
 
 
-def test_a_sheet_too_large_is_drawn_in_halves_and_marked(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_batch_too_large_is_drawn_in_halves_and_marked(ranks: RankPool, tmp_path: Path) -> None:
     config = small_config(tmp_path / "cramped", sample_prompts=PROMPTS[:4], sample_batch_size=4)
     tried = ranks.run(1, train_cramped, config, 4)[0]
-    assert tried[0] == 8  # four pictures and their null branches, refused
+    assert tried[0] == 8  # four images and their null branches, refused
     assert set(tried[1:]) == {4}
     assert [row["state"] for row in rows_of(config.output_dir)] == ["done"] * 4
     assert [row["micro_batch"] for row in rows_of(config.output_dir)] == [2] * 4
@@ -57,9 +57,7 @@ def test_a_sheet_too_large_is_drawn_in_halves_and_marked(ranks: RankPool, tmp_pa
     assert weights_of(config.output_dir) == weights_of(roomy.output_dir)
 
 
-def test_a_single_picture_that_does_not_fit_is_a_failed_row_and_training_goes_on(
-    ranks: RankPool, tmp_path: Path
-) -> None:
+def test_a_single_image_that_does_not_fit_is_a_failed_row_and_training_goes_on(ranks: RankPool, tmp_path: Path) -> None:
     config = small_config(tmp_path / "hopeless", sample_prompts=PROMPTS[:2], sample_batch_size=2)
     assert 1 not in ranks.run(1, train_cramped, config, 1)[0]
     assert [row["state"] for row in rows_of(config.output_dir)] == ["failed"] * 2

@@ -13,14 +13,14 @@ from typing import Any
 import psutil
 import pytest
 
-from halation import faults
+from halation import fault_injection
 from support.rank_pool import RankPool, RanksFailed
 
 pytestmark = pytest.mark.ranks
 
 
 def who(world: Any, word: str) -> tuple[int, int, str, list[str]]:
-    return world.rank, world.size, os.environ["RANK"], world.exchange(f"{word}{world.rank}")
+    return world.rank, world.size, os.environ["RANK"], world.all_gather_object(f"{word}{world.rank}")
 
 
 def process_id(world: Any) -> int:
@@ -30,26 +30,26 @@ def process_id(world: Any) -> int:
 def fail(world: Any, culprit: int) -> None:
     if world.rank == culprit:
         raise ValueError("this one")
-    world.exchange("the others wait")
+    world.all_gather_object("the others wait")
 
 
 def hang(world: Any, culprit: int) -> None:
     if world.rank == culprit:
         time.sleep(600)
-    world.exchange("the others wait")
+    world.all_gather_object("the others wait")
 
 
 def die(world: Any, culprit: int) -> None:
     if world.rank == culprit:
         os.kill(os.getpid(), signal.SIGKILL)
-    world.exchange("the others wait")
+    world.all_gather_object("the others wait")
 
 
 def meddle(world: Any) -> tuple[str, dict[str, int]]:
     """Leave traces that the next call must not see."""
-    seen = os.environ.get("HALATION_FAULT", ""), dict(faults._counts)
+    seen = os.environ.get("HALATION_FAULT", ""), dict(fault_injection._counts)
     os.environ["HALATION_FAULT"] = "left.over:1:raise"
-    faults.fault_point("some.point")
+    fault_injection.fault_point("some.point")
     return seen
 
 

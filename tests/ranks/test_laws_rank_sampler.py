@@ -1,4 +1,4 @@
-"""A sampler in somebody else's loop: training does not notice it, pictures do not depend on ranks, and nobody waits for a failure."""
+"""A sampler in somebody else's loop: training does not notice it, images do not depend on ranks, and nobody waits for a failure."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def drawn_spoilt(world: Any, out: str) -> list[tuple[Any, ...]]:
     return jobs.drawn(world, out, jobs.PROMPTS, spoilt="a blue car")
 
 
-def test_a_draw_that_raises_costs_its_picture_alone_and_every_rank_knows(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_draw_that_raises_costs_its_image_alone_and_every_rank_knows(ranks: RankPool, tmp_path: Path) -> None:
     told = ranks.run(3, drawn_spoilt, str(tmp_path / "run"))
     assert told[0] == told[1] == told[2]
     assert [row[3] for row in told[0]] == ["done", "failed", "done", "done", "done"]
-    assert told[0][1][5] == "ValueError: no picture for a blue car"
+    assert told[0][1][5] == "ValueError: no image for a blue car"
     folder = tmp_path / "run" / "samples" / "step_0000003"
     said = json.loads((folder / "samples.json").read_text())
     assert [row["state"] for row in said["samples"]] == [row[3] for row in told[0]]
@@ -115,7 +115,7 @@ def test_a_prompt_that_fails_between_two_sharded_forwards_ends_all_ranks_at_once
     with pytest.raises(RanksFailed) as caught:
         ranks.run(2, jobs.failing_between, str(tmp_path / "run"), 2, nested, timeout_s=60.0)
     assert {trouble.kind for trouble in caught.value.troubles.values()} == {"RankFailure"}
-    assert "rank 1 failed after 1 of a picture's sharded forwards" in caught.value.troubles[1].message
+    assert "rank 1 failed after 1 of an image's sharded forwards" in caught.value.troubles[1].message
     assert "rank 1 failed: ValueError: not finite after forward 1" in caught.value.troubles[0].message
 
 

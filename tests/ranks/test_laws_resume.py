@@ -59,9 +59,7 @@ def test_a_run_stopped_by_a_signal_to_one_rank_ends_in_the_bits_of_a_run_that_ne
     whole = uninterrupted(engine, size)
     assert run_folders.saved(tmp_path, NUM_STEPS) == run_folders.saved(whole, NUM_STEPS)
     assert run_folders.losses(tmp_path) == run_folders.losses(whole)
-    assert run_folders.pictures(tmp_path / "samples/step_0000004") == run_folders.pictures(
-        whole / "samples/step_0000004"
-    )
+    assert run_folders.images(tmp_path / "samples/step_0000004") == run_folders.images(whole / "samples/step_0000004")
 
 
 @pytest.mark.slow
@@ -89,7 +87,7 @@ def test_a_run_stopped_after_every_single_step_ends_in_the_same_bits(
 def test_on_two_then_one_then_three_then_two_ranks_the_loss_is_that_of_one_rank(
     ranks: RankPool, tmp_path: Path, engine: str
 ) -> None:
-    changes = {"n_steps": 5, "lr": 1e-3, "sample": False, "heldout_pictures": 0}
+    changes = {"n_steps": 5, "lr": 1e-3, "sample": False, "validation_images": 0}
     moved = config(tmp_path / "moved", engine, **changes)
     for size, stop in ((2, 1), (1, 2), (3, 4)):
         assert ranks.run(size, rank_jobs.train_until, moved, stop, 0) == [143] * size

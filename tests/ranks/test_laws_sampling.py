@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from halation.distributed import rng
-from halation.models.checkpoints import find, load_denoiser, sampling_of
+from halation.models.checkpoints import find_checkpoint, load_denoiser, read_sampling_settings
 from halation.sampling.config import SampleConfig
-from halation.sampling.denoiser_sampler import Drawing, SampleSettings
-from halation.sampling.files import Place, publish_index
+from halation.sampling.denoiser_sampler import DenoiserSampler, SampleSettings
+from halation.sampling.sample_folder import SampleFolder, publish_index
 from halation.training import command as job
 from halation.training.config import TrainConfig
-from halation.training.session import Session
+from halation.training.session import TrainingSession
 from support import rank_jobs, run_folders
 from support.rank_pool import RankPool
 from support.suspicious import SuspiciousSession
@@ -49,48 +49,50 @@ def train_suspiciously(world: Any, config: TrainConfig) -> int:
     random.seed(1)
     np.random.seed(2)
     torch.manual_seed(3)
-    with job._hold(config, world, alone=False), Suspicious(world, config) as session:
+    with job._lock_run_folder(config, world, has_lock=False), Suspicious(world, config) as session:
         next(iter(session.denoiser.shard_units())).eval()  # one module in its own mode, which must stay its own
         session.run()
         return session.num_looks
 
 
-def draw(world: Any, folder: Path, prompts: tuple[str, ...], sheet_size: int, output: Path) -> list[str]:
+def draw(world: Any, folder: Path, prompts: tuple[str, ...], batch_size: int, output: Path) -> list[str]:
     """Draw from a run's newest checkpoint as `halation sample` does, also where there is no prompt at all."""
-    checkpoint = find(folder)
-    names = {field.name for field in dataclasses.fields(SampleSettings)}
-    known = {name: value for name, value in sampling_of(checkpoint).items() if name in names}
-    settings = SampleSettings(**known | {"prompts": prompts, "sheet_size": sheet_size})
-    drawing = Drawing(
+    checkpoint = find_checkpoint(folder)
+    settings = SampleSettings.from_json(
+        read_sampling_settings(checkpoint) | {"prompts": prompts, "sheet_size": batch_size}
+    )
+    drawing = DenoiserSampler(
         world, load_denoiser(checkpoint, raw=False), settings, sharded=False, timeout_s=30.0, stop=lambda: 0
     )
-    rows = drawing.run(Place(folder=output), "for a test")
-    if world.first:
-        publish_index(Place(folder=output), rows, {})
+    rows = drawing.run(SampleFolder(folder=output), "for a test")
+    if world.is_rank_zero:
+        publish_index(SampleFolder(folder=output), rows, {})
     return [row["state"] for row in rows]
 
 
 def draw_sharded(world: Any, config: TrainConfig, cases: list[tuple[int, int]], output: Path) -> list[list[str]]:
-    """The same with the weights in shards, where every forward is a collective: one case for (number of prompts, sheet size)."""
-    with job._hold(config, world, alone=False), Session(world, config) as session:
+    """The same with the weights in shards, where every forward is a collective: one case for (number of prompts, batch size)."""
+    with job._lock_run_folder(config, world, has_lock=False), TrainingSession(world, config) as session:
         assert session._resume()
         states = []
-        with session.ema.swapped():
-            for num, sheet_size in cases:
-                changes = {"prompts": rank_jobs.PROMPTS[:num], "sheet_size": sheet_size}
+        with session.ema.swap_during():
+            for num, batch_size in cases:
+                changes = {"prompts": rank_jobs.PROMPTS[:num], "batch_size": batch_size}
                 settings = dataclasses.replace(session.sample_settings, **changes)
-                drawing = Drawing(world, session.denoiser, settings, sharded=True, timeout_s=30.0, stop=lambda: 0)
-                place = Place(folder=output / f"{num}_{sheet_size}")
-                rows = drawing.run(place, f"{num} on sheets of {sheet_size}")
-                if world.first:
+                drawing = DenoiserSampler(
+                    world, session.denoiser, settings, sharded=True, timeout_s=30.0, stop=lambda: 0
+                )
+                place = SampleFolder(folder=output / f"{num}_{batch_size}")
+                rows = drawing.run(place, f"{num} on batches of {batch_size}")
+                if world.is_rank_zero:
                     publish_index(place, rows, {})
                 states.append([row["state"] for row in rows])
-            session.engine.at_rest()
+            session.engine.reshard()
     return states
 
 
 def sampled(folder: Path, **changes: Any) -> TrainConfig:
-    """Steps large enough that weights show in the pictures."""
+    """Steps large enough that weights show in the images."""
     settings = {"n_steps": NUM_STEPS, "lr": 2e-2, "ckpt_every": 1, "ema_decay": 0.5}
     return rank_jobs.small_config(folder, **settings | changes)
 
@@ -109,7 +111,7 @@ def test_training_that_samples_at_every_step_has_the_bits_of_training_that_never
 ) -> None:
     drawing = sampled(tmp_path / "drawing", engine=engine, sample_raw=True, sample_batch_size=2)
     assert ranks.run(size, train_suspiciously, drawing) == [NUM_STEPS] * size
-    never = sampled(tmp_path / "never", engine=engine, sample=False, ckpt_every=0, heldout_pictures=0)
+    never = sampled(tmp_path / "never", engine=engine, sample=False, ckpt_every=0, validation_images=0)
     ranks.run(size, train_suspiciously, never)
     assert len(list((tmp_path / "drawing/samples").glob("step_*/sample_*.png"))) == NUM_STEPS * 2 * 2
     assert not (tmp_path / "never/samples").exists()
@@ -125,7 +127,7 @@ def test_training_that_samples_at_every_step_has_the_bits_of_training_that_never
 
 @pytest.fixture(scope="module")
 def trained(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A run of two ranks that published five pictures on sheets of two, trained once for each engine."""
+    """A run of two ranks that published five images on batches of two, trained once for each engine."""
     known: dict[str, Path] = {}
 
     def folder(engine: str) -> Path:
@@ -139,12 +141,12 @@ def trained(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callab
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
-def test_a_checkpoint_gives_the_pictures_that_training_published_on_one_two_and_three_ranks(
+def test_a_checkpoint_gives_the_images_that_training_published_on_one_two_and_three_ranks(
     ranks: RankPool, tmp_path: Path, trained: Callable[[str], Path], engine: str
 ) -> None:
     folder = trained(engine)
-    published = run_folders.pictures(folder / f"samples/step_{NUM_STEPS:07d}")
-    assert len(published) == 5 + 5 + 1, "pictures, prompts and the grid"
+    published = run_folders.images(folder / f"samples/step_{NUM_STEPS:07d}")
+    assert len(published) == 5 + 5 + 1, "images, prompts and the grid"
     assert len({data for name, data in published.items() if name.endswith(".png")}) == 6, "prompts and seeds differ"
     for size in (1, 2, 3):
         rendezvous = tmp_path / f"rendezvous_{size}"
@@ -152,7 +154,7 @@ def test_a_checkpoint_gives_the_pictures_that_training_published_on_one_two_and_
         output = tmp_path / f"by_hand_{size}"
         config = SampleConfig(checkpoint=folder, output_dir=output, progress="none", dist_timeout_s=30.0)
         ranks.run(size, rank_jobs.run_job, "sample", config, rendezvous)
-        assert run_folders.pictures(output) == published
+        assert run_folders.images(output) == published
 
 
 @pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
@@ -160,13 +162,13 @@ def test_a_checkpoint_gives_the_pictures_that_training_published_on_one_two_and_
 def test_none_one_and_five_prompts_are_the_same_bytes_on_any_number_of_ranks(
     ranks: RankPool, tmp_path: Path, trained: Callable[[str], Path], engine: str, num: int
 ) -> None:
-    for sheet_size in (1, 2):
+    for batch_size in (1, 2):
         seen = []
         for size in (1, 2, 3):
-            output = tmp_path / f"{sheet_size}_{size}"
-            states = ranks.run(size, draw, trained(engine), rank_jobs.PROMPTS[:num], sheet_size, output)
+            output = tmp_path / f"{batch_size}_{size}"
+            states = ranks.run(size, draw, trained(engine), rank_jobs.PROMPTS[:num], batch_size, output)
             assert states == [["done"] * num] * size
-            seen.append(run_folders.pictures(output))
+            seen.append(run_folders.images(output))
         assert len(seen[0]) == (2 * num + 1 if num else 0)
         assert seen[1] == seen[0]
         assert seen[2] == seen[0]
@@ -181,7 +183,7 @@ def test_sharded_ranks_draw_none_one_and_five_prompts_to_the_bytes_of_one_whole_
     settings = {"engine": "fsdp", "sample_prompts": rank_jobs.PROMPTS, "sample_batch_size": 2, "ckpt_every": 0}
     states = ranks.run(size, draw_sharded, sampled(folder, **settings), cases, tmp_path / "sharded")
     assert states == [[["done"] * num for num, _ in cases]] * size
-    for num, sheet_size in cases:
-        ranks.run(1, draw, folder, rank_jobs.PROMPTS[:num], sheet_size, tmp_path / "whole" / f"{num}_{sheet_size}")
-        whole = run_folders.pictures(tmp_path / "whole" / f"{num}_{sheet_size}")
-        assert run_folders.pictures(tmp_path / "sharded" / f"{num}_{sheet_size}") == whole
+    for num, batch_size in cases:
+        ranks.run(1, draw, folder, rank_jobs.PROMPTS[:num], batch_size, tmp_path / "whole" / f"{num}_{batch_size}")
+        whole = run_folders.images(tmp_path / "whole" / f"{num}_{batch_size}")
+        assert run_folders.images(tmp_path / "sharded" / f"{num}_{batch_size}") == whole

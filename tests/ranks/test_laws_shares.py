@@ -1,4 +1,4 @@
-"""Contiguous shares on real ranks: who is done helps the slowest, the pictures stay the same bytes, and names do not follow who drew."""
+"""Contiguous shares on real ranks: who is done helps the slowest, the images stay the same bytes, and names do not follow who drew."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from halation.models.checkpoints import find, load_denoiser, sampling_of
-from halation.sampling.denoiser_sampler import Drawing, SampleSettings
-from halation.sampling.files import ByRank, Place, publish_index
+from halation.models.checkpoints import find_checkpoint, load_denoiser, read_sampling_settings
+from halation.sampling.denoiser_sampler import DenoiserSampler, SampleSettings
+from halation.sampling.sample_folder import RankNaming, SampleFolder, publish_index
 from halation.training import command as job
 from halation.training.config import TrainConfig
-from halation.training.session import Session
+from halation.training.session import TrainingSession
 from support import rank_jobs, run_folders
 from support.rank_pool import RankPool
 
@@ -24,94 +24,96 @@ pytestmark = pytest.mark.ranks
 PROMPTS = (*rank_jobs.PROMPTS, "a bridge in fog")
 
 
-def draw(world: Any, folder: Path, output: Path, prompts: tuple[str, ...], sheet_size: int, stop: int) -> list[Any]:
-    """Draw from a run's newest checkpoint in contiguous shares; (rank, state) of each picture."""
-    checkpoint = find(folder)
-    names = {field.name for field in dataclasses.fields(SampleSettings)}
-    known = {name: value for name, value in sampling_of(checkpoint).items() if name in names}
-    settings = SampleSettings(**known | {"prompts": prompts, "sheet_size": sheet_size})
+def draw(world: Any, folder: Path, output: Path, prompts: tuple[str, ...], batch_size: int, stop: int) -> list[Any]:
+    """Draw from a run's newest checkpoint in contiguous shares; (rank, state) of each image."""
+    checkpoint = find_checkpoint(folder)
+    settings = SampleSettings.from_json(
+        read_sampling_settings(checkpoint) | {"prompts": prompts, "sheet_size": batch_size}
+    )
     denoiser = load_denoiser(checkpoint, raw=False)
-    asked = (lambda: stop) if world.first else (lambda: 0)
-    drawing = Drawing(world, denoiser, settings, sharded=False, timeout_s=30.0, stop=asked, shares="contiguous")
-    place = Place(folder=output, names=ByRank(epoch=1, num_prompts=len(prompts), num_ranks=4))
+    asked = (lambda: stop) if world.is_rank_zero else (lambda: 0)
+    drawing = DenoiserSampler(
+        world, denoiser, settings, sharded=False, timeout_s=30.0, stop=asked, share_mode="contiguous"
+    )
+    place = SampleFolder(folder=output, naming=RankNaming(epoch=1, num_prompts=len(prompts), num_ranks=4))
     rows = drawing.run(place, "for a test")
-    if world.first:
+    if world.is_rank_zero:
         publish_index(place, rows, {})
     return [(row["rank"], row["state"]) for row in rows]
 
 
 def draw_sharded(world: Any, config: TrainConfig, output: Path) -> list[Any]:
-    with job._hold(config, world, alone=False), Session(world, config) as session:
+    with job._lock_run_folder(config, world, has_lock=False), TrainingSession(world, config) as session:
         assert session._resume()
-        with session.ema.swapped():
+        with session.ema.swap_during():
             settings = dataclasses.replace(session.sample_settings, prompts=PROMPTS[:4])
-            drawing = Drawing(
-                world, session.denoiser, settings, sharded=True, timeout_s=30.0, stop=lambda: 0, shares="contiguous"
+            drawing = DenoiserSampler(
+                world, session.denoiser, settings, sharded=True, timeout_s=30.0, stop=lambda: 0, share_mode="contiguous"
             )
-            rows = drawing.run(Place(folder=output), "in shards")
-            session.engine.at_rest()
+            rows = drawing.run(SampleFolder(folder=output), "in shards")
+            session.engine.reshard()
     return [(row["rank"], row["state"]) for row in rows]
 
 
 @pytest.fixture(scope="module")
 def trained(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
-    ranks.run(1, rank_jobs.train, rank_jobs.small_config(folder, n_steps=1, sample=False, heldout_pictures=0))
+    ranks.run(1, rank_jobs.train, rank_jobs.small_config(folder, n_steps=1, sample=False, validation_images=0))
     return folder
 
 
 @pytest.fixture
 def drawn(ranks: RankPool, trained: Path, tmp_path: Path) -> Callable[..., Any]:
-    """`drawn(size, fault=..., num=..., sheet_size=...)`: who drew what, and all files."""
+    """`drawn(size, fault=..., num=..., batch_size=...)`: who drew what, and all files."""
 
-    def run(size: int, fault: str = "", num: int = 6, sheet_size: int = 1, stop: int = 0) -> tuple[Any, Any]:
-        output = tmp_path / f"{size}_{num}_{sheet_size}_{len(fault)}_{stop}"
+    def run(size: int, fault: str = "", num: int = 6, batch_size: int = 1, stop: int = 0) -> tuple[Any, Any]:
+        output = tmp_path / f"{size}_{num}_{batch_size}_{len(fault)}_{stop}"
         environment = {"HALATION_FAULT": fault} if fault else {}
-        words = ranks.run(size, draw, trained, output, PROMPTS[:num], sheet_size, stop, environment=environment)
+        words = ranks.run(size, draw, trained, output, PROMPTS[:num], batch_size, stop, environment=environment)
         assert all(word == words[0] for word in words)
-        return words[0], run_folders.pictures(output)
+        return words[0], run_folders.images(output)
 
     return run
 
 
-def test_shares_are_contiguous_and_every_picture_has_the_bytes_and_the_name_it_has_on_one_rank(
+def test_shares_are_contiguous_and_every_image_has_the_bytes_and_the_name_it_has_on_one_rank(
     drawn: Callable[..., Any],
 ) -> None:
     alone, published = drawn(1)
     assert alone == [(0, "done")] * 6
     assert len(published) == 6 + 6 + 1
     for size in (2, 3):
-        rows, pictures = drawn(size)
-        assert pictures == published
+        rows, images = drawn(size)
+        assert images == published
         firsts = [rows[rank * 6 // size] for rank in range(size)]
         assert firsts == [(rank, "done") for rank in range(size)], "nobody takes the first of a share"
     assert drawn(3, num=1)[0] == [(0, "done")]
     assert drawn(3, num=0) == ([], {})
 
 
-def test_who_is_done_takes_over_from_the_slowest_all_but_its_first_and_the_picture_is_the_same(
+def test_who_is_done_takes_over_from_the_slowest_all_but_its_first_and_the_image_is_the_same(
     drawn: Callable[..., Any],
 ) -> None:
     _, published = drawn(1)
-    rows, pictures = drawn(3, fault="sample.forward:1+:sleep=0.4:0")
+    rows, images = drawn(3, fault="sample.forward:1+:sleep=0.4:0")
     assert rows[0][0] == 0
     assert rows[1][0] != 0, "rank 0 was still at its first"
     assert {state for _, state in rows} == {"done"}
-    assert pictures == published
+    assert images == published
     rows, _ = drawn(2, fault="sample.forward:1+:sleep=0.4:1")
     assert [rank for rank, _ in rows] == [0, 0, 0, 1, 0, 0]
 
 
 @pytest.mark.slow
-def test_sheets_of_several_pictures_are_shared_and_taken_over_whole(drawn: Callable[..., Any]) -> None:
-    _, published = drawn(1, num=5, sheet_size=2)
-    rows, pictures = drawn(2, num=5, sheet_size=2, fault="sample.forward:1+:sleep=0.4:0")
-    assert [rank for rank, _ in rows] == [0, 0, 1, 1, 1], "shares of 2 and 1 sheets, of which the second went over"
-    assert pictures == published
+def test_batches_of_several_images_are_shared_and_taken_over_whole(drawn: Callable[..., Any]) -> None:
+    _, published = drawn(1, num=5, batch_size=2)
+    rows, images = drawn(2, num=5, batch_size=2, fault="sample.forward:1+:sleep=0.4:0")
+    assert [rank for rank, _ in rows] == [0, 0, 1, 1, 1], "shares of 2 and 1 batches, of which the second went over"
+    assert images == published
 
 
 @pytest.mark.faults
-def test_a_rank_whose_pictures_fail_takes_nobody_elses(drawn: Callable[..., Any]) -> None:
+def test_a_rank_whose_images_fail_takes_nobody_elses(drawn: Callable[..., Any]) -> None:
     """It would be the fastest of all. Others may even draw what it has not begun."""
     rows, _ = drawn(2, fault="sample.prepare:1+:raise:1;sample.forward:1+:sleep=0.1:0")
     assert rows[:3] == [(0, "done")] * 3
@@ -130,20 +132,20 @@ def test_a_wish_to_stop_on_one_rank_leaves_nothing_to_claim(drawn: Callable[...,
 def test_sharded_ranks_draw_contiguous_shares_in_as_many_rounds_and_take_nothing_over(
     ranks: RankPool, tmp_path: Path
 ) -> None:
-    config = rank_jobs.small_config(tmp_path, engine="fsdp", n_steps=1, sample_prompts=PROMPTS[:4], heldout_pictures=0)
+    config = rank_jobs.small_config(tmp_path, engine="fsdp", n_steps=1, sample_prompts=PROMPTS[:4], validation_images=0)
     ranks.run(3, rank_jobs.train, config)
     words = ranks.run(3, draw_sharded, config, tmp_path / "sharded")
     assert words[0] == [(0, "done"), (0, "done"), (1, "done"), (1, "done")]
-    published = run_folders.pictures(tmp_path / "samples" / "step_0000001")
+    published = run_folders.images(tmp_path / "samples" / "step_0000001")
     published.pop("grid.png")
-    assert run_folders.pictures(tmp_path / "sharded") == published
+    assert run_folders.images(tmp_path / "sharded") == published
 
 
 # In a training
 
 
 def by_rank(folder: Path, **changes: Any) -> TrainConfig:
-    settings = {"sample_names": "rank", "heldout_pictures": 0, "max_pictures": 8, "lr": 2e-2, "ema_decay": 0.5}
+    settings = {"sample_names": "rank", "validation_images": 0, "max_images": 8, "lr": 2e-2, "ema_decay": 0.5}
     settings |= {"sample_prompts": PROMPTS[:3], "n_steps": 5, "ckpt_latest_every": 2}
     return rank_jobs.small_config(folder, **settings | changes)
 
@@ -156,12 +158,12 @@ def told(folder: Path, epoch: int) -> dict[str, Any]:
 def test_a_run_has_its_samples_of_all_epochs_in_one_folder_and_a_resumed_one_the_same_on_other_ranks(
     ranks: RankPool, tmp_path: Path
 ) -> None:
-    """Eight pictures in batches of four: epochs end at steps 2 and 4; the fifth is in the third."""
+    """Eight images in batches of four: epochs end at steps 2 and 4; the fifth is in the third."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     ranks.run(2, rank_jobs.train, by_rank(whole))
     names = {"rank_0_sample_00", "rank_0_sample_01", "rank_1_sample_00"}
     wanted = {f"epoch_000{epoch}_{name}{kind}" for epoch in (1, 2, 3) for name in names for kind in (".png", ".txt")}
-    published = run_folders.pictures(whole / "samples")
+    published = run_folders.images(whole / "samples")
     assert set(published) == wanted | {f"epoch_000{epoch}_grid.png" for epoch in (1, 2, 3)}
     assert [told(whole, epoch)["step"] for epoch in (1, 2, 3)] == [2, 4, 5]
     assert told(whole, 3)["ranks"] == 2
@@ -169,7 +171,7 @@ def test_a_run_has_its_samples_of_all_epochs_in_one_folder_and_a_resumed_one_the
     stale = (whole / "samples/epoch_0001_rank_0_sample_00.png").read_bytes()
     (parts / "samples/epoch_0002_rank_0_sample_00.png").write_bytes(stale)
     ranks.run(1, rank_jobs.train, by_rank(parts))
-    resumed = run_folders.pictures(parts / "samples")
+    resumed = run_folders.images(parts / "samples")
     first = {name: data for name, data in published.items() if "epoch_0001" in name}
     assert {name: data for name, data in resumed.items() if "epoch_0001" in name} == first
     assert [told(parts, epoch)["ranks"] for epoch in (1, 2, 3)] == [2, 1, 1]
@@ -184,12 +186,12 @@ def test_steps_of_one_epoch_follow_each_other_under_its_names_and_a_kill_in_betw
 ) -> None:
     config = by_rank(tmp_path / "run", n_steps=2, ckpt_every=1)
     ranks.run(2, rank_jobs.train, dataclasses.replace(config, n_steps=1))
-    first = run_folders.pictures(tmp_path / "run/samples")
+    first = run_folders.images(tmp_path / "run/samples")
     assert told(tmp_path / "run", 1)["step"] == 1
     ranks.run(2, rank_jobs.train, config)
-    second = run_folders.pictures(tmp_path / "run/samples")
+    second = run_folders.images(tmp_path / "run/samples")
     assert set(first) == set(second)
     assert told(tmp_path / "run", 1)["step"] == 2
     assert all(first[name] != second[name] for name in first if name.endswith("0.png")), "drawn again, not found there"
     ranks.run(3, rank_jobs.train, config)
-    assert run_folders.pictures(tmp_path / "run/samples") == second, "complete, under the names of the ranks that began"
+    assert run_folders.images(tmp_path / "run/samples") == second, "complete, under the names of the ranks that began"

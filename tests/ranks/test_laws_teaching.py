@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from halation.distillation.config import DistillConfig
-from halation.distillation.teacher_setup import ENCODE_SIZE, items_at_once
+from halation.distillation.teacher_runner import DEFAULT_TEACHER_BATCH_SIZE, default_batch_size
 from support import teaching_jobs, tiny_teachers
 from support.rank_pool import RankPool
 
@@ -58,21 +58,21 @@ def test_what_a_teacher_is_asked_is_told_before_and_few_lessons_for_many_steps_t
     ranks: RankPool, tmp_path: Path
 ) -> None:
     for name, num_steps in (("few", 500), ("many", 501)):
-        config = asked(tmp_path / name, trajectories=5, n_steps=num_steps)  # 5 x 4 lessons, 2 rows a step
+        config = asked(tmp_path / name, trajectories=5, n_steps=num_steps)  # 5 x 4 teacher targets, 2 rows a step
         (one,) = ranks.run(1, teaching_jobs.prepared, config, **PATIENCE)
-        assert "about 5 ways, which takes 20 answers" in one.told[0]
+        assert "about 5 trajectories, which takes 20 answers" in one.told[0]
         assert one.num_forwards == 20
         assert len(one.told) == (1 if name == "few" else 2)
-    assert "each of the 20 lessons" in one.told[1]
+    assert "each of the 20 teacher targets" in one.told[1]
     assert "--trajectories" in one.told[1]
 
 
 def test_a_teacher_on_the_cpu_beside_a_student_on_a_gpu_is_asked_one_item_at_a_time() -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
-    assert items_at_once(cpu, gpu, 512) == 1
-    assert items_at_once(cpu, cpu, 512) == items_at_once(gpu, gpu, 2) == ENCODE_SIZE > 1
+    assert default_batch_size(cpu, gpu, 512) == 1
+    assert default_batch_size(cpu, cpu, 512) == default_batch_size(gpu, gpu, 2) == DEFAULT_TEACHER_BATCH_SIZE > 1
 
 
 def test_a_teacher_on_a_gpu_takes_a_batch_of_the_students_at_once() -> None:
     gpu = torch.device("cuda", 0)
-    assert items_at_once(gpu, gpu, 512) == 512
+    assert default_batch_size(gpu, gpu, 512) == 512

@@ -14,7 +14,7 @@ import torch
 from halation.models.autoencoder import PixelSpace
 from halation.training import command as job
 from halation.training.config import TrainConfig
-from halation.training.session import Session
+from halation.training.session import TrainingSession
 from support import rank_jobs, run_folders
 from support.rank_pool import RankPool, RanksFailed
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.ranks
 NUDGED = "time.0.bias"
 
 
-class Watched(Session):
+class Watched(TrainingSession):
     """Remembers a digest of all parameters after each step."""
 
     def __init__(self, world: Any, config: TrainConfig) -> None:
@@ -36,7 +36,7 @@ class Watched(Session):
         self.digests.append(hashlib.sha256(content).hexdigest())
 
 
-class Nudged(Session):
+class Nudged(TrainingSession):
     """Moves one parameter of one rank by the smallest possible amount after the second step."""
 
     def _log(self, report: Any, window: Any) -> None:
@@ -59,36 +59,36 @@ class PoisonedSpace(PixelSpace):
 
 
 def digests(world: Any, config: TrainConfig) -> list[str]:
-    with job._hold(config, world, alone=False), Watched(world, config) as session:
+    with job._lock_run_folder(config, world, has_lock=False), Watched(world, config) as session:
         session.run()
         return session.digests
 
 
 def train_nudged(world: Any, config: TrainConfig) -> None:
-    with job._hold(config, world, alone=False), Nudged(world, config) as session:
+    with job._lock_run_folder(config, world, has_lock=False), Nudged(world, config) as session:
         session.run()
 
 
 def train_poisoned(world: Any, config: TrainConfig, culprit: int, step: int) -> int:
     """One rank sees NaN at one step; returns how many steps were skipped."""
-    with job._hold(config, world, alone=False), Session(world, config) as session:
+    with job._lock_run_folder(config, world, has_lock=False), TrainingSession(world, config) as session:
         if world.rank == culprit:
             session.denoiser.space = PoisonedSpace()
             session.denoiser.space.calls_left = step
         session.run()
-        return session.position.skipped
+        return session.train_state.skipped
 
 
 def train_scaled(world: Any, config: TrainConfig, scale: float) -> tuple[float, int]:
     """A training in fp16 that starts from a given loss scale; the scale and the number of skipped steps at its end."""
-    with job._hold(config, world, alone=False), Session(world, config) as session:
-        session.position.loss_scale = scale
+    with job._lock_run_folder(config, world, has_lock=False), TrainingSession(world, config) as session:
+        session.train_state.loss_scale = scale
         session.run()
-        return session.position.loss_scale, session.position.skipped
+        return session.train_state.loss_scale, session.train_state.skipped
 
 
 def small(folder: Path, **changes: Any) -> TrainConfig:
-    settings = {"n_steps": 3, "lr": 1e-3, "sample": False, "heldout_pictures": 0}
+    settings = {"n_steps": 3, "lr": 1e-3, "sample": False, "validation_images": 0}
     return rank_jobs.small_config(folder, **settings | changes)
 
 

@@ -30,7 +30,7 @@ def commands() -> list[list[str]]:
 
 
 def on_cpu(command: list[str]) -> list[str]:
-    """The same command for a machine without a GPU: two workers instead of the GPUs it names, a model that is there, few and small pictures."""
+    """The same command for a machine without a GPU: two workers instead of the GPUs it names, a model that is there, few and small images."""
     assert command[:2] == ["python", SCRIPT]
     words = [sys.executable, str(RECIPE / SCRIPT)]
     flag = ""
@@ -69,7 +69,7 @@ def test_the_page_shows_the_four_commands() -> None:
     assert all(command[:2] == ["python", SCRIPT] for command in commands())
 
 
-def test_help_shows_the_flags_of_the_page_and_a_sheet_of_one_picture(tmp_path: Path) -> None:
+def test_help_shows_the_flags_of_the_page_and_a_batch_of_one_image(tmp_path: Path) -> None:
     done = started([sys.executable, str(RECIPE / SCRIPT), "--help"], tmp_path)
     assert done.returncode == 0, done.stderr
     flat = re.sub(r"[\s│]+", " ", done.stdout)
@@ -115,7 +115,7 @@ def test_the_first_command_again_draws_only_what_is_gone(place: Path) -> None:
     before = {name: (folder / name).read_bytes() for name in NAMES}
     untouched = (folder / NAMES[0]).stat().st_mtime_ns
     (folder / NAMES[1]).unlink()
-    again = started([*command, "--nproc", "1"], place)  # one worker: whoever draws it, it is the same picture
+    again = started([*command, "--nproc", "1"], place)  # one worker: whoever draws it, it is the same image
     assert again.returncode == 0, again.stderr
     assert {name: (folder / name).read_bytes() for name in NAMES} == before
     assert (folder / NAMES[0]).stat().st_mtime_ns == untouched

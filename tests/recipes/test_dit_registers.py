@@ -31,12 +31,12 @@ TINY = [
     "2",
     "--sample_steps",
     "1",
-    "--eval_pictures",
+    "--eval_images",
     "16",
     "--eval_reference",
     "16",
 ]
-QUIET = ["--heldout_pictures", "0", "--sample_prompts", "a rainy street"]
+QUIET = ["--validation_images", "0", "--sample_prompts", "a rainy street"]
 
 
 def started(command: list[str | Path], folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""The recipe's road from prompts to scores: one call, and again only what is missing; what it lacks it says before the first picture."""
+"""The recipe's road from prompts to scores: one call, and again only what is missing; what it lacks it says before the first image."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from halation.data.streets import Streets
-from halation.images.png import encode_png
+from halation.images.png_codec import encode_png
 from support import tiny_extractors, tiny_pipelines
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "coco_eval"
@@ -79,17 +79,17 @@ def report_of(path: Path) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.timeout(600)
-def test_captions_become_prompts_pictures_and_scores_and_again_nothing_is_drawn(
+def test_captions_become_prompts_images_and_scores_and_again_nothing_is_drawn(
     tmp_path: Path, parts: dict[str, str]
 ) -> None:
     variables = parts | {"OUTPUT_DIR": "my pictures/"}
     done = started(tmp_path, variables)
     assert done.returncode == 0, done.stderr
-    pictures = sorted((tmp_path / "my pictures").glob("*.png"))
-    assert [path.name for path in pictures] == [f"{name}_seed{42 + k}.png" for k, name in enumerate(PROMPTS)]
-    rows = [json.loads(line) for line in (tmp_path / "my pictures" / "metadata.jsonl").read_text().splitlines()]
+    images = sorted((tmp_path / "my images").glob("*.png"))
+    assert [path.name for path in images] == [f"{name}_seed{42 + k}.png" for k, name in enumerate(PROMPTS)]
+    rows = [json.loads(line) for line in (tmp_path / "my images" / "metadata.jsonl").read_text().splitlines()]
     assert [row["prompt"] for row in rows] == list(PROMPTS.values())
-    with Image.open(pictures[0]) as image:
+    with Image.open(images[0]) as image:
         assert image.size == (SIZE, SIZE)
 
     report = report_of(tmp_path / "my pictures_results.json")
@@ -102,7 +102,7 @@ def test_captions_become_prompts_pictures_and_scores_and_again_nothing_is_drawn(
     assert "my pictures_results.json" in done.stdout
 
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.suffix in (".png", ".safetensors")}
-    assert len(before) > len(pictures), "features are kept beside the pictures"
+    assert len(before) > len(images), "features are kept beside the images"
     again = started(tmp_path, variables)
     assert again.returncode == 0, again.stderr
     assert "all of them there before" in again.stderr
@@ -116,18 +116,18 @@ def test_captions_become_prompts_pictures_and_scores_and_again_nothing_is_drawn(
 QUICK = {
     "no model": ({"MODEL_PATH": ""}, "MODEL_PATH is not set"),
     "no prompts": ({"COCO_CAPTIONS": ""}, "there is no ./mscoco_data/prompts.csv"),
-    "no real pictures": ({"REFERENCE": "nothing here", "PROMPTS_CSV": "given.txt"}, "no real pictures at nothing here"),
+    "no real images": ({"REFERENCE": "nothing here", "PROMPTS_CSV": "given.txt"}, "no real images at nothing here"),
     "captions that are none": ({"COCO_CAPTIONS": "given.txt"}, "COCO's captions as JSON"),
-    "too few prompts": ({"REFERENCE": "streets", "ALLOW_FEW": "", "PROMPTS_CSV": "given.txt"}, "1 generated picture"),
+    "too few prompts": ({"REFERENCE": "streets", "ALLOW_FEW": "", "PROMPTS_CSV": "given.txt"}, "1 generated image"),
 }
 SLOW = {
     "missing weights": ({"INCEPTION_WEIGHTS": "gone.pth", "PROMPTS_CSV": "given.txt"}, "gone.pth is not a file"),
     "no folder of CLIP": ({"CLIP_MODEL": "gone", "PROMPTS_CSV": "given.txt"}, "neither a folder nor to be had"),
-    "an empty reference": ({"REFERENCE": "cache", "PROMPTS_CSV": "given.txt"}, "has no pictures"),
+    "an empty reference": ({"REFERENCE": "cache", "PROMPTS_CSV": "given.txt"}, "has no images"),
     "FID of streets": ({"REFERENCE": "streets", "METRICS": "fid", "PROMPTS_CSV": "given.txt"}, "FD-streets"),
-    "too few pictures": (
+    "too few images": (
         {"REFERENCE": "streets", "ALLOW_FEW": "", "NUM_SAMPLES": "5", "PROMPTS_CSV": "many.txt"},
-        "5 generated pictures",
+        "5 generated images",
     ),
     "a GPU that is not there": (
         {"USE_MULTIGPU": "true", "GPU_IDS": "2,3", "METRICS": "clip", "PROMPTS_CSV": "given.txt"},
@@ -141,7 +141,7 @@ SLOW = {
     [pytest.param(*case, id=name) for name, case in QUICK.items()]
     + [pytest.param(*case, id=name, marks=pytest.mark.slow) for name, case in SLOW.items()],
 )
-def test_what_is_missing_is_said_before_the_first_picture(
+def test_what_is_missing_is_said_before_the_first_image(
     tmp_path: Path, parts: dict[str, str], variables: dict[str, str], message: str
 ) -> None:
     (tmp_path / "cache").mkdir()

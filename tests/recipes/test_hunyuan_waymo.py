@@ -20,7 +20,7 @@ import torch
 
 from halation.data.streets import DRIVING_PROMPTS, Streets
 from halation.errors import InputError
-from halation.images.png import encode_png, read_png
+from halation.images.png_codec import encode_png, read_png
 from halation.training.config import TrainConfig
 from support import tiny_pipelines
 from support.rank_pool import RankPool
@@ -68,16 +68,16 @@ def test_the_autoencoder_that_nobody_trained_brings_streets_back(tiny: Path) -> 
     from diffusers import AutoencoderKL
 
     vae = AutoencoderKL.from_pretrained(str(tiny / "vae"), use_safetensors=True)
-    pictures = tiny_autoencoder.scenes(tiny_autoencoder.FITTED_TO + 4, 256)[-4:]
+    images = tiny_autoencoder.scenes(tiny_autoencoder.FITTED_TO + 4, 256)[-4:]
     with torch.no_grad():
-        latents = vae.encode(pictures).latent_dist.mode()
+        latents = vae.encode(images).latent_dist.mode()
         again = vae.decode(latents).sample.clamp(-1.0, 1.0)
         # What it does is linear, in spite of norms and activations on the way.
-        mixture = vae.encode(0.5 * pictures[:1] + 0.5 * pictures[1:2]).latent_dist.mode()
-    error = (again - pictures).square().mean((1, 2, 3)) / 4
+        mixture = vae.encode(0.5 * images[:1] + 0.5 * images[1:2]).latent_dist.mode()
+    error = (again - images).square().mean((1, 2, 3)) / 4
     assert (-10 * error.log10()).min() > 20
-    flat = pictures.mean((2, 3), keepdim=True).expand_as(pictures)
-    assert (error < (flat - pictures).square().mean((1, 2, 3)) / 4 / 5).all()
+    flat = images.mean((2, 3), keepdim=True).expand_as(images)
+    assert (error < (flat - images).square().mean((1, 2, 3)) / 4 / 5).all()
     torch.testing.assert_close(mixture, latents[:2].mean(0, keepdim=True), rtol=1e-3, atol=1e-2)
     assert 0.7 < (latents * vae.config.scaling_factor).std() < 1.4
 
@@ -179,8 +179,8 @@ def test_a_run_keeps_ten_checkpoints_whatever_its_length(steps: int, kept: int, 
 def test_the_eight_prompts_are_drawn_unless_others_are_given_and_own_data_is_taken_whole() -> None:
     assert training.by_flags(TrainConfig())["sample_prompts"] == DRIVING_PROMPTS
     assert training.by_flags(TrainConfig(sample_prompts_file="mine.txt"))["sample_prompts"] == ()
-    assert training.by_flags(TrainConfig())["max_pictures"] == 512
-    assert training.by_flags(TrainConfig(data="mine"))["max_pictures"] == 0
+    assert training.by_flags(TrainConfig())["max_images"] == 512
+    assert training.by_flags(TrainConfig(data="mine"))["max_images"] == 0
     assert training.by_flags(TrainConfig(model_path="real"))["lr"] < training.by_flags(TrainConfig())["lr"]
 
 
@@ -217,7 +217,7 @@ def test_a_given_model_is_trained_and_draws_the_first_prompts_under_their_names(
 @pytest.mark.ranks
 @pytest.mark.timeout(600)
 def test_from_nothing_two_ranks_train_on_the_cpu_and_more_steps_on_one_rank_go_on(tmp_path: Path) -> None:
-    code, _, said = started([*BASE, "20", "--max_pictures", "16"], tmp_path)
+    code, _, said = started([*BASE, "20", "--max_images", "16"], tmp_path)
     assert code == 0, said
     assert "ranks on the CPU: 2" in said
     run = tmp_path / "results" / "waymo_base"
@@ -275,9 +275,9 @@ def drawn_run(folder: Path, num: int) -> tuple[Path, Path]:
         path.mkdir(parents=True)
     rows = []
     for k in range(num):
-        picture = encode_png(Streets(256, 256).train(k).pixels, {})
-        (samples / f"gpu_{k}_sample.png").write_bytes(picture)
-        (alone / f"sample_{k:02d}.png").write_bytes(picture)
+        image = encode_png(Streets(256, 256).train(k).pixels, {})
+        (samples / f"gpu_{k}_sample.png").write_bytes(image)
+        (alone / f"sample_{k:02d}.png").write_bytes(image)
         (samples / f"gpu_{k}_prompt.txt").write_text(DRIVING_PROMPTS[k])
         rows.append({"index": k, "rank": k, "state": "done", "reason": ""})
     (samples / "samples.json").write_text(json.dumps({"samples": rows}))
@@ -328,7 +328,7 @@ def test_the_quick_test_runs_four_ranks_and_tells_what_it_checked(tmp_path: Path
     lines = [line for line in said.splitlines() if line.startswith("ok ")]
     assert len(lines) >= 8
     assert "{0: 0, 1: 1, 2: 2, 3: 3}" in said
-    assert "one rank alone draws the same 4 pictures" in said
+    assert "one rank alone draws the same 4 images" in said
     assert started(["bash", RECIPE / "scripts" / "test_sampling.sh", "--data", "nosuch"], tmp_path)[0] == 2
 
 
@@ -385,8 +385,8 @@ def test_the_function_draws_on_all_ranks_what_the_pipeline_draws_alone(
             prompt, height=32, width=32, num_inference_steps=2, use_resolution_binning=False,
             generator=torch.Generator().manual_seed(42 + k),
         ).images[0]  # fmt: skip
-        picture, _ = read_png(samples / f"gpu_{k}_sample.png")
-        np.testing.assert_array_equal(picture, np.asarray(plain))
+        image, _ = read_png(samples / f"gpu_{k}_sample.png")
+        np.testing.assert_array_equal(image, np.asarray(plain))
         assert (samples / f"gpu_{k}_prompt.txt").read_text() == prompt
 
 

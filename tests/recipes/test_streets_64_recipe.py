@@ -35,7 +35,7 @@ def packed_by_the_recipe(folder: Path, num_steps: int) -> Path:
 @pytest.mark.ranks
 def test_a_model_is_trained_packed_and_measured_beside_real_and_blurred_scenes(tmp_path: Path) -> None:
     small = ["--n_steps", "2", "--batch_size", "2", "--no_compile", "--dtype", "fp32", "--num_workers", "0"]
-    call(tmp_path, "bash", str(RECIPE / "train.sh"), *small, "--sample_steps", "2", "--heldout_pictures", "2")
+    call(tmp_path, "bash", str(RECIPE / "train.sh"), *small, "--sample_steps", "2", "--validation_images", "2")
     packed = packed_by_the_recipe(tmp_path, num_steps=3)
     assert json.loads((packed / "config.json").read_text())["sampling"]["steps"] == 3
     assert (packed / "model.safetensors").stat().st_size <= 16 * 2**20

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from halation.evaluation.extractors import streets_network
+from halation.evaluation.extractors import streets_classifier
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "streets_net"
 FEW = ["--num_pictures", "24", "--num_steps", "3", "--batch_size", "8", "--num_heldout", "12"]
@@ -48,20 +48,20 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
 
 def test_the_command_on_the_page_writes_a_network_with_its_record(first: tuple[str, Path]) -> None:
     printed, path = first
-    record = streets_network.record(path)
-    assert (record.seed, record.num_pictures, record.num_steps, record.num_heldout) == (0, 24, 3, 12)
+    record = streets_classifier.read_record(path)
+    assert (record.seed, record.num_trained_on, record.num_steps, record.num_validated_on) == (0, 24, 3, 12)
     assert set(record.accuracy) == {"32", "48", "64", "96", "128"}
     assert 0.0 <= record.agreement <= 1.0
-    outputs = streets_network.load(path)(torch.zeros(1, 64, 64, 3))
+    outputs = streets_classifier.load_network(path)(torch.zeros(1, 64, 64, 3))
     assert all(torch.isfinite(output).all() for output in outputs.values())
     assert path.stat().st_size <= 2 * 2**20
     assert [each.name for each in path.parent.iterdir()] == [path.name]
-    assert f"SHA-256 {streets_network.sha256(path)}" in printed
+    assert f"SHA-256 {streets_classifier.weights_sha256(path)}" in printed
 
 
 def test_it_prints_what_the_network_reaches_and_tells_apart(first: tuple[str, Path]) -> None:
     printed, path = first
-    share = streets_network.record(path).accuracy["64"]["cars"]
+    share = streets_classifier.read_record(path).accuracy["64"]["cars"]
     assert re.search(rf"^  64 pixels  .*cars {100 * share:.1f} %$", printed, re.MULTILINE)
     distances = re.findall(r"^(.+?) +FD-streets +(\d+\.\d+)$", printed, re.MULTILINE)
     assert len(distances) > 10

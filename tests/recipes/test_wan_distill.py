@@ -16,7 +16,7 @@ import torch
 
 from halation.distillation.config import DistillConfig
 from halation.errors import InputError
-from halation.images.png import read_png
+from halation.images.png_codec import read_png
 from halation.models.students.config import StudentConfig
 from support import run_folders
 from support.rank_pool import RankPool
@@ -32,7 +32,7 @@ SCRIPT = RECIPE / "train_distillation.py"
 FLAGS = ["--teacher_path", "tiny", "--student_config", "config/student_config.json"]
 FLAGS += ["--data_path", "data/static_prompts.txt", "--output_dir", "./outputs/wan_t2i", "--save_samples"]
 PROMPTS = ["A cat", "A dog", "A bird", "A fish"]
-SMALL = ["--num_epochs", "2", "--batch_size", "3", "--max_pictures", "14", "--sample_steps", "2"]
+SMALL = ["--num_epochs", "2", "--batch_size", "3", "--max_images", "14", "--sample_steps", "2"]
 SMALL += ["--teacher_steps", "4", "--teacher_states", "2", "--report_to", "none"]
 
 
@@ -57,13 +57,13 @@ def test_the_flags_of_the_document_are_those_of_the_command() -> None:
     words += ["--teacher_dtype", "bfloat16", "--sample_dir", "there", "--sample_prompts", "A cat", "no", "--same_seed"]
     found, sample_dir, distributed = recipe.translated(words)
     assert found == [
-        "--n_steps", "9", "--sample", "--activation_checkpointing", "--dtype", "fp32", "--teacher_dtype", "bf16",
+        "--n_steps", "9", "--sample", "--gradient_checkpointing", "--dtype", "fp32", "--teacher_dtype", "bf16",
         "--sample_prompts", "A cat", "no", "--same_seed",
     ]  # fmt: skip
     assert (sample_dir, distributed) == ("there", True)
     assert recipe.translated(["--distributed", "False", "--lr", "1e-4"]) == (["--lr", "1e-4"], "", False)
     config = recipe.cli.parse("distill", found, defaults=recipe.DEFAULTS)
-    assert (config.n_steps, config.sample, config.activation_checkpointing) == (9, True, True)
+    assert (config.n_steps, config.sample, config.gradient_checkpointing) == (9, True, True)
     assert (config.dtype, config.teacher_dtype, config.same_seed) == ("fp32", "bf16", True)
     assert config.sample_prompts == ("A cat", "no")
 
@@ -199,7 +199,7 @@ def test_the_tiny_teacher_draws_by_diffusers_alone_and_prompts_and_both_experts_
 # The commands
 
 
-def picture_names(samples: Path, epoch: int) -> list[str]:
+def image_names(samples: Path, epoch: int) -> list[str]:
     return sorted(path.name for path in samples.glob(f"epoch_{epoch:04d}_rank_*.png"))
 
 
@@ -214,7 +214,7 @@ def test_the_documents_two_commands_run_on_one_process_and_on_four_and_draw_the_
     assert code == 0, said
     samples = one / "outputs/wan_t2i/samples"
     for epoch in (1, 2):
-        assert picture_names(samples, epoch) == [f"epoch_{epoch:04d}_rank_0_sample_0{k}.png" for k in range(4)]
+        assert image_names(samples, epoch) == [f"epoch_{epoch:04d}_rank_0_sample_0{k}.png" for k in range(4)]
     assert (samples / "epoch_0001_rank_0_sample_01.txt").read_text() == "A dog"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=4"]
     words = [*torchrun, SCRIPT, *FLAGS, "--distributed", "--sample_prompts", *PROMPTS, *SMALL]
@@ -223,12 +223,12 @@ def test_the_documents_two_commands_run_on_one_process_and_on_four_and_draw_the_
     assert "4 ranks (ddp, cpu, fp32)" in said
     samples = four / "outputs/wan_t2i/samples"
     for epoch in (1, 2):
-        assert picture_names(samples, epoch) == [f"epoch_{epoch:04d}_rank_{k}_sample_00.png" for k in range(4)]
+        assert image_names(samples, epoch) == [f"epoch_{epoch:04d}_rank_{k}_sample_00.png" for k in range(4)]
     rows = json.loads((samples / "epoch_0002_samples.json").read_text())["samples"]
     assert [row["rank"] for row in rows] == [0, 1, 2, 3]
     assert [row["teacher"] for row in rows] == [f"teacher/sample_0{k}.png" for k in range(4)]
     assert "Generating samples" in (four / "outputs/wan_t2i/logs/train.log").read_text()
-    teachers = [run_folders.pictures(folder / "outputs/wan_t2i/samples/teacher") for folder in (one, four)]
+    teachers = [run_folders.images(folder / "outputs/wan_t2i/samples/teacher") for folder in (one, four)]
     assert teachers[0] == teachers[1]
 
 
@@ -245,7 +245,7 @@ def test_samples_go_where_they_are_wanted_and_none_are_drawn_unasked(tmp_path: P
     code, _, said = started(words, tmp_path)
     assert code == 0, said
     assert "--distributed without torchrun" in said
-    assert picture_names(tmp_path / "pictures", 1) == ["epoch_0001_rank_0_sample_00.png"]
+    assert image_names(tmp_path / "pictures", 1) == ["epoch_0001_rank_0_sample_00.png"]
 
 
 @pytest.mark.slow

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halation.distributed.checkpoint.reader import Piece
-from halation.distributed.checkpoint.writer import Checkpoints, newest_good
+from halation.distributed.checkpoint.reader import TensorShard
+from halation.distributed.checkpoint.writer import CheckpointWriter, find_newest_valid
 from halation.distributed.world import World
 
 SHAPES = {"weight": (5, 3), "bias": (7,), "one_row": (1, 4), "scale": ()}
@@ -21,28 +21,28 @@ def values(step: int, part: str) -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def pieces(step: int, part: str, rank: int, size: int) -> dict[str, Piece]:
+def pieces(step: int, part: str, rank: int, size: int) -> dict[str, TensorShard]:
     """This rank's rows by ceiling division, as FSDP2 cuts them: later ranks may hold none; scalars are everywhere."""
     found = {}
     for name, tensor in values(step, part).items():
         if tensor.ndim == 0:
-            found[name] = Piece(local=tensor, start=0, shape=())
+            found[name] = TensorShard(local=tensor, start=0, shape=())
             continue
         rows = -(-tensor.shape[0] // size)
         start = min(rank * rows, tensor.shape[0])
-        found[name] = Piece(local=tensor[start : start + rows], start=start, shape=tuple(tensor.shape))
+        found[name] = TensorShard(local=tensor[start : start + rows], start=start, shape=tuple(tensor.shape))
     return found
 
 
-def parts(step: int, rank: int = 0, size: int = 1) -> dict[str, dict[str, Piece]]:
+def parts(step: int, rank: int = 0, size: int = 1) -> dict[str, dict[str, TensorShard]]:
     return {part: pieces(step, part, rank, size) for part in ("model", "ema")}
 
 
-def open_checkpoints(world: World, folder: Path, keep_last: int, sharded: bool) -> Checkpoints:
-    return Checkpoints(world, folder, keep_last=keep_last, sharded=sharded)
+def open_checkpoints(world: World, folder: Path, keep_last: int, sharded: bool) -> CheckpointWriter:
+    return CheckpointWriter(world, folder, keep_last=keep_last, sharded=sharded)
 
 
-def save_one(checkpoints: Checkpoints, step: int, kind: str) -> None:
+def save_one(checkpoints: CheckpointWriter, step: int, kind: str) -> None:
     world = checkpoints.world
     whole = parts(step, world.rank, world.size) if checkpoints.sharded else parts(step)
     checkpoints.save(step, kind, whole, {"position": step}, {"rng": [step, world.rank]})
@@ -65,11 +65,11 @@ def save(
 def resume_and_save(world: World, folder: Path, saves: list[tuple[int, str]], keep_last: int) -> int:
     """As a restarted run does: open, go on from the newest good one, and take the saves that are still to come."""
     checkpoints = open_checkpoints(world, folder, keep_last, sharded=False)
-    found = newest_good(folder)
+    found = find_newest_valid(folder)
     begun = found.step if found else 0
     for step, kind in saves:
         if step > begun:
             save_one(checkpoints, step, kind)
     checkpoints.wait()
-    checkpoints.raise_error()
+    checkpoints.raise_if_failed()
     return begun

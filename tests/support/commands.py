@@ -36,7 +36,7 @@ def train(folder: Path, nproc: int | None = 2, **settings: object) -> list[str]:
         "log_every": 1,
         "sample_steps": 2,
         "sample": False,
-        "heldout_pictures": 4,
+        "validation_images": 4,
         "report_to": "none",
         "progress": "none",
         "max_restarts": 0,

@@ -10,15 +10,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from halation.distributed.checkpoint.reader import Reader
-from halation.distributed.checkpoint.writer import Checkpoints
+from halation.distributed.checkpoint.reader import CheckpointReader
+from halation.distributed.checkpoint.writer import CheckpointWriter
 from halation.distributed.engines.ddp_fsdp import EngineSettings
-from halation.distributed.engines.registry import spread
+from halation.distributed.engines.registry import build_engine
 from halation.distributed.world import World
 from halation.errors import InputError
 from halation.flow.ema import Ema
-from halation.training import state
-from halation.training.loop import MODEL, Part, Position, Rows, StepSettings, autocast, train_steps
+from halation.training import checkpoint_state
+from halation.training.loop import (
+    MODEL,
+    MicroBatch,
+    StepSettings,
+    TrainedNetwork,
+    TrainState,
+    mixed_precision,
+    train_steps,
+)
 
 
 class Adapted(nn.Module):
@@ -61,27 +69,27 @@ class Trainee:
         self.whole = small_module(kind)
         known = {"zero_stage": stage, "global_batch": 6 * num_micro, "num_micro_batches": num_micro, "grad_clip": 0.5}
         units = [self.whole[0], self.whole[3]]
-        self.engine = spread(engine, world, self.whole, units, EngineSettings(**known | settings))
+        self.engine = build_engine(engine, world, self.whole, units, EngineSettings(**known | settings))
         self.engine.prepare_optimizer(0.05, (0.9, 0.99), 0.01)
-        self.ema = Ema(self.engine.masters(), 0.9)
-        self.position = Position()
+        self.ema = Ema(self.engine.master_weights(), 0.9)
+        self.position = TrainState()
         self.dtype = settings.get("dtype", "fp32")
-        with autocast(world.device, self.dtype):
-            losses = self.objective(self.engine.trained, self.rows(0)[0])
-        self.engine.settle(losses.float().sum())
+        with mixed_precision(world.device, self.dtype):
+            losses = self.objective(self.engine.wrapped_module, self.rows(0)[0])
+        self.engine.warm_up(losses.float().sum())
 
-    def objective(self, module: nn.Module, rows: Rows) -> torch.Tensor:
+    def objective(self, module: nn.Module, rows: MicroBatch) -> torch.Tensor:
         output: torch.Tensor = module(rows.x0)
         return (output.float() - rows.noise).square().flatten() * rows.t
 
-    def rows(self, step: int, factor: float = 1.0) -> list[Rows]:
+    def rows(self, step: int, factor: float = 1.0) -> list[MicroBatch]:
         """This rank's rows of a batch that does not depend on the number of ranks."""
         batch = torch.randn(self.num_micro, 6, 6, generator=torch.Generator().manual_seed(step))
         share = 6 // self.world.size
         mine = slice(self.world.rank * share, (self.world.rank + 1) * share)
         times = torch.full((share,), factor if self.world.rank == 0 else 1.0)
         return [
-            Rows(x0=micro[mine, :5], noise=micro[mine, 5:], t=times, condition={}, weight=torch.ones(share))
+            MicroBatch(x0=micro[mine, :5], noise=micro[mine, 5:], t=times, condition={}, weight=torch.ones(share))
             for micro in batch
         ]
 
@@ -103,39 +111,39 @@ class Trainee:
             )
         )  # fmt: skip
 
-    def parts(self) -> dict[str, Part]:
-        return {MODEL: Part(engine=self.engine, ema=self.ema, objective=self.objective)}
+    def parts(self) -> dict[str, TrainedNetwork]:
+        return {MODEL: TrainedNetwork(engine=self.engine, ema=self.ema, objective=self.objective)}
 
     def forward(self) -> torch.Tensor:
         """A forward of the bare module, as sampling does it."""
-        with torch.no_grad(), autocast(self.world.device, self.dtype):
+        with torch.no_grad(), mixed_precision(self.world.device, self.dtype):
             output: torch.Tensor = self.whole(torch.linspace(-1, 1, 10).reshape(2, 5))
-        self.engine.at_rest()
+        self.engine.reshard()
         return output
 
     def drawn(self) -> torch.Tensor:
         """A forward with the averages in the weights' place, by the road of the duties."""
         self.ema.swap()
-        self.engine.weights_changed()
+        self.engine.sync_master_weights()
         output = self.forward()
         self.ema.swap()
-        self.engine.weights_changed()
+        self.engine.sync_master_weights()
         return output
 
     def bits(self) -> dict[str, torch.Tensor]:
-        pieces = state.parts(self.parts())
+        pieces = checkpoint_state.checkpoint_pieces(self.parts())
         return {f"{part}/{name}": p.local.clone() for part, named in pieces.items() for name, p in named.items()}
 
     def save(self, folder: Path) -> None:
-        checkpoints = Checkpoints(self.world, folder, keep_last=0, sharded=self.engine.saves_pieces)
-        words = state.state(self.position, self.ema, {}, {})
-        checkpoints.save(self.position.step, "kept", state.parts(self.parts()), words, {})
+        checkpoints = CheckpointWriter(self.world, folder, keep_last=0, sharded=self.engine.saves_shards)
+        words = checkpoint_state.shared_state(self.position, self.ema, {}, {})
+        checkpoints.save(self.position.step, "kept", checkpoint_state.checkpoint_pieces(self.parts()), words, {})
         checkpoints.wait()
-        checkpoints.raise_error()
-        self.world.exchange("saved")
+        checkpoints.raise_if_failed()
+        self.world.all_gather_object("saved")
 
     def load(self, folder: Path) -> None:
-        self.position = state.restore(Reader(folder), self.parts())
+        self.position = checkpoint_state.restore(CheckpointReader(folder), self.parts())
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -159,7 +167,7 @@ def sampling_is_invisible(world: World, settings: dict[str, Any]) -> bool:
     for _ in range(4):
         drawing.train(1)
         before = drawing.bits()
-        with drawing.engine.parked():
+        with drawing.engine.offload_optimizer_state():
             drawing.drawn()
             drawing.forward()
         if not same(before, drawing.bits()):
@@ -172,12 +180,12 @@ def resume_is_exact(world: World, folder: Path, settings: dict[str, Any]) -> boo
     trainee.train(3)
     trainee.save(folder)
     trainee.train(3)
-    expected, picture = trainee.bits(), trainee.drawn()
+    expected, image = trainee.bits(), trainee.drawn()
     del trainee
     resumed = Trainee(world, **settings)
     resumed.load(folder / "step_0000003")
     resumed.train(3)
-    return same(expected, resumed.bits()) and torch.equal(picture, resumed.drawn())
+    return same(expected, resumed.bits()) and torch.equal(image, resumed.drawn())
 
 
 def save_after(world: World, folder: Path, settings: dict[str, Any]) -> torch.Tensor:
@@ -190,8 +198,8 @@ def save_after(world: World, folder: Path, settings: dict[str, Any]) -> torch.Te
 def go_on(world: World, folder: Path, settings: dict[str, Any]) -> tuple[torch.Tensor, list[float]]:
     trainee = Trainee(world, **settings)
     trainee.load(folder / "step_0000003")
-    picture = trainee.drawn()
-    return picture, [report.loss for report in trainee.train(3)]
+    image = trainee.drawn()
+    return image, [report.loss for report in trainee.train(3)]
 
 
 def skipping_leaves_no_trace(world: World, settings: dict[str, Any], factor: float) -> tuple[bool, list[bool]]:
@@ -213,7 +221,7 @@ def refusal(world: World, config: Any, folder: Path, settings: dict[str, Any]) -
     path = folder / f"ds_{world.rank}.json"
     path.write_text(config if isinstance(config, str) else json.dumps(config))
     try:
-        Trainee(world, deepspeed_config=str(path), rows=6, **settings)
+        Trainee(world, deepspeed_config=str(path), micro_batch_size=6, **settings)
     except InputError as error:
         return str(error)
     return ""
@@ -247,5 +255,5 @@ def accepted(world: World, config: dict[str, Any], folder: Path) -> tuple[int, i
     """The stage that counts, and a setting of the file that only DeepSpeed knows."""
     path = folder / "ds.json"
     path.write_text(json.dumps(config))
-    engine: Any = Trainee(world, deepspeed_config=str(path), rows=6).engine
-    return engine.stage, engine.deepspeed.zero_param_persistence_threshold()
+    engine: Any = Trainee(world, deepspeed_config=str(path), micro_batch_size=6).engine
+    return engine.stage, engine.ds_engine.zero_param_persistence_threshold()

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halation.models.denoiser import Solver
+from halation.models.denoiser import SolverSettings
 from halation.models.pipelines.training.denoiser import PipelineDenoiser
-from halation.models.pipelines.training.lora import Lora
-from halation.specs import Sheet, Spec
+from halation.models.pipelines.training.lora import LoraSettings
+from halation.sample_specs import SampleBatch, SampleSpec
 
 
 def _rows(denoiser: PipelineDenoiser, rank: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -20,17 +20,17 @@ def _rows(denoiser: PipelineDenoiser, rank: int) -> tuple[Tensor, Tensor, dict[s
     x = torch.randn(2, *denoiser.sample_shape(32, 32), generator=generator)
     condition = {
         name: torch.randn(2, *row.shape[1:], generator=generator) if row.is_floating_point() else ~row.repeat(2, 1)
-        for name, row in denoiser.family.blank().items()
+        for name, row in denoiser.family.zero_condition().items()
     }
-    placed = denoiser.placed(condition, torch.tensor([[64, 64], [32, 48]]), 32, 32)
+    placed = denoiser.add_size_condition(condition, torch.tensor([[64, 64], [32, 48]]), 32, 32)
     return x, torch.tensor([0.3, 0.8]), placed
 
 
-def _sheet(rank: int) -> Sheet:
-    spec = Spec(
+def _batch(rank: int) -> SampleBatch:
+    spec = SampleSpec(
         index=rank, id=str(rank), prompt="a red car", seed=rank, height=32, width=32, steps=2, guidance_scale=3.0
     )
-    return Sheet(specs=(spec,), num_real=1)
+    return SampleBatch(specs=(spec,), num_real=1)
 
 
 def sharded_equals_whole(world: Any, folder: Path, dtype: str, rank_of_lora: int) -> list[bool]:
@@ -39,11 +39,11 @@ def sharded_equals_whole(world: Any, folder: Path, dtype: str, rank_of_lora: int
     from torch.distributed.fsdp import fully_shard
 
     warnings.simplefilter("ignore")
-    lora = Lora(rank=rank_of_lora) if rank_of_lora else None
+    lora = LoraSettings(rank=rank_of_lora) if rank_of_lora else None
     denoiser = PipelineDenoiser.open(folder, dtype=dtype, weights_dtype="fp32", lora=lora, height=32, width=32)
-    solver = Solver(dtype=torch.float32 if dtype == "fp32" else torch.bfloat16)
+    solver = SolverSettings(dtype=torch.float32 if dtype == "fp32" else torch.bfloat16)
     x, t, condition = _rows(denoiser, world.rank)
-    inputs = denoiser.prepare(_sheet(world.rank), "cpu")
+    inputs = denoiser.prepare(_batch(world.rank), "cpu")
 
     def forward() -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == "bf16"):
@@ -51,7 +51,7 @@ def sharded_equals_whole(world: Any, folder: Path, dtype: str, rank_of_lora: int
 
     whole, drawn = forward().detach(), denoiser.sample(inputs, solver, lambda: None)
     mesh = init_device_mesh("cpu", (world.size,))
-    denoiser.keep_no_activations()
+    denoiser.enable_gradient_checkpointing()
     for unit in denoiser.shard_units():
         fully_shard(unit, mesh=mesh)
     fully_shard(denoiser.module, mesh=mesh)
@@ -72,10 +72,10 @@ def sharded_experts_equal_whole(world: Any, folder: Path, dtype: str) -> list[bo
 
     warnings.simplefilter("ignore")
     settings = {"dtype": dtype, "weights_dtype": dtype, "lora": None, "height": 32, "width": 32}
-    denoiser = PipelineDenoiser.open(folder, **settings, experts=True)  # type: ignore[arg-type]
+    denoiser = PipelineDenoiser.open(folder, **settings, allow_experts=True)  # type: ignore[arg-type]
     denoiser.module.requires_grad_(False)
     x, _, condition = _rows(denoiser, world.rank)
-    inputs = denoiser.prepare(_sheet(world.rank), "cpu")
+    inputs = denoiser.prepare(_batch(world.rank), "cpu")
     times = [
         torch.tensor([0.9, 0.2]),
         *(torch.full((2,), (0.95, 0.3, 0.8)[(world.rank + turn) % 3]) for turn in (0, 1)),
@@ -85,14 +85,14 @@ def sharded_experts_equal_whole(world: Any, folder: Path, dtype: str) -> list[bo
     def forward(t: Tensor) -> Tensor:
         return denoiser.forward(denoiser.module, x, t, condition)
 
-    whole, drawn = [forward(t) for t in times], denoiser.sample(inputs, Solver(), lambda: None)
+    whole, drawn = [forward(t) for t in times], denoiser.sample(inputs, SolverSettings(), lambda: None)
     mesh = init_device_mesh("cpu", (world.size,))
     for unit in denoiser.shard_units():
         fully_shard(unit, mesh=mesh)
     fully_shard(denoiser.module, mesh=mesh)
-    denoiser.module.in_step = True  # type: ignore[assignment]
+    denoiser.module.always_run_both = True  # type: ignore[assignment]
     answers = [torch.equal(forward(t), answer) for t, answer in zip(times, whole, strict=True)]
-    return [*answers, torch.equal(denoiser.sample(inputs, Solver(), lambda: None), drawn)]
+    return [*answers, torch.equal(denoiser.sample(inputs, SolverSettings(), lambda: None), drawn)]
 
 
 def compiled_close_to_eager(world: Any, folder: Path) -> float:
@@ -102,7 +102,7 @@ def compiled_close_to_eager(world: Any, folder: Path) -> float:
     denoiser = PipelineDenoiser.open(folder, dtype="fp32", weights_dtype="fp32", lora=None, height=32, width=32)
     x, t, condition = _rows(denoiser, world.rank)
     eager = denoiser.forward(denoiser.module, x, t, condition).detach()
-    denoiser.keep_no_activations()
+    denoiser.enable_gradient_checkpointing()
     for unit in denoiser.shard_units():
         unit.compile(dynamic=False)
     wrapped = DistributedDataParallel(denoiser.module)
@@ -115,24 +115,24 @@ def compiled_close_to_eager(world: Any, folder: Path) -> float:
 def partitioned_equals_whole(world: Any, folder: Path, rank_of_lora: int) -> list[bool]:
     """Whether forwards and samples under ZeRO-3 have the bits of the whole model, and a step changes them."""
     from halation.distributed.engines.ddp_fsdp import EngineSettings
-    from halation.distributed.engines.registry import spread
+    from halation.distributed.engines.registry import build_engine
 
     warnings.simplefilter("ignore")
-    lora = Lora(rank=rank_of_lora) if rank_of_lora else None
+    lora = LoraSettings(rank=rank_of_lora) if rank_of_lora else None
     denoiser = PipelineDenoiser.open(folder, dtype="fp32", weights_dtype="fp32", lora=lora, height=32, width=32)
     x, t, condition = _rows(denoiser, world.rank)
-    inputs = denoiser.prepare(_sheet(world.rank), "cpu")
+    inputs = denoiser.prepare(_batch(world.rank), "cpu")
     whole = denoiser.forward(denoiser.module, x, t, condition).detach()
-    drawn = denoiser.sample(inputs, Solver(), lambda: None)
-    denoiser.keep_no_activations()
-    engine = spread("deepspeed", world, denoiser.module, denoiser.shard_units(), EngineSettings(zero_stage=3))
+    drawn = denoiser.sample(inputs, SolverSettings(), lambda: None)
+    denoiser.enable_gradient_checkpointing()
+    engine = build_engine("deepspeed", world, denoiser.module, denoiser.shard_units(), EngineSettings(zero_stage=3))
     engine.prepare_optimizer(1e-3, (0.9, 0.99), 0.0)
-    before = denoiser.sample(inputs, Solver(), lambda: None)
+    before = denoiser.sample(inputs, SolverSettings(), lambda: None)
     answer = denoiser.forward(engine.module, x, t, condition)
     engine.backward(answer.square().mean())
-    engine.grad_norm(1.0)
+    engine.clip_grad_norm(1.0)
     engine.step()
-    engine.at_rest()
-    after = denoiser.sample(inputs, Solver(), lambda: None)
-    engine.at_rest()
+    engine.reshard()
+    after = denoiser.sample(inputs, SolverSettings(), lambda: None)
+    engine.reshard()
     return [torch.equal(before, drawn), torch.equal(answer, whole), not torch.equal(after, drawn)]

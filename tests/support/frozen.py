@@ -106,7 +106,7 @@ VOLATILE_KEYS = {
     *("pictures_per_s", "per_s", "rate", "busy_share", "mfu", "memory_gb"),  # rates and memory
     *("host", "pid", "start", "token"),  # machines and processes
     "versions",  # of libraries
-    *("lines", "v"),  # of a page: the lines of a log, and the version of a picture by the time of its file
+    *("lines", "v"),  # of a page: the lines of a log, and the version of an image by the time of its file
 }
 """Keys of JSON objects, and columns of a ledger, whose values differ from run to run."""
 EMBEDDED = re.compile(r'(<script type="application/json" id="embedded">)(.*?)(</script>)', re.DOTALL)
@@ -272,7 +272,7 @@ SESSION = (
     *("--batch_size", "2", "--ckpt_every", "2", "--keep_last", "0", "--log_every", "1", "--sample_steps", "2"),
     *("--sample_prompts", *PROMPTS[:2], "--report_to", "none", "--progress", "none", "--max_restarts", "0"),
 )
-TRAIN = ("train", "--data", "streets", "--image_size", "32", "--patch_size", "8", "--heldout_pictures", "4", *SESSION)
+TRAIN = ("train", "--data", "streets", "--image_size", "32", "--patch_size", "8", "--validation_images", "4", *SESSION)
 DISTILL = (
     *("distill", "--teacher_path", "model", "--data_path", "prompts.txt", "--teacher_steps", "4"),
     *("--teacher_states", "2", *SESSION),
@@ -397,7 +397,7 @@ CASES = {
             commands=(
                 (
                     *(*TRAIN, "--model", "model", "--n_steps", "2", "--nproc", "2", "--eval_every", "1"),
-                    *("--eval_pictures", "16", "--eval_reference", "16", "--eval_steps", "2", "--output_dir", "run"),
+                    *("--eval_images", "16", "--eval_reference", "16", "--eval_steps", "2", "--output_dir", "run"),
                 ),
             ),
             num_ranks=2,
@@ -515,7 +515,7 @@ SMALL_MODEL = (
         *("--report_to", "none", "--progress", "none", "--output_dir", "large"),
     ),
     (
-        *("distill", "--teacher_path", "large", "--data_path", "streets", "--max_pictures", "64"),
+        *("distill", "--teacher_path", "large", "--data_path", "streets", "--max_images", "64"),
         *("--student_config", "shape.json", "--batch_size", "8", "--n_steps", "200", "--lr", "1e-2"),
         *("--ema_decay", "0.9", "--teacher_states", "2", "--ckpt_every", "0", "--no_sample"),
         *("--report_to", "none", "--progress", "none", "--output_dir", "small"),

@@ -1,4 +1,4 @@
-"""Reads a folder of pictures with Pillow, hashlib, json and sqlite3 alone: it shares no code with what wrote the folder."""
+"""Reads a folder of images with Pillow, hashlib, json and sqlite3 alone: it shares no code with what wrote the folder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def ledger(folder: Path) -> list[dict[str, Any]]:
 
 
 def num_done(folder: Path) -> int:
-    """Pictures the ledger calls done; 0 before there is a ledger."""
+    """Images the ledger calls done; 0 before there is a ledger."""
     if not (folder / "ledger.sqlite").exists():
         return 0
     try:
@@ -40,36 +40,36 @@ def metadata(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metadata.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def pictures(folder: Path) -> dict[str, str]:
-    """The SHA-256 of every picture by file name."""
+def images(folder: Path) -> dict[str, str]:
+    """The SHA-256 of every image by file name."""
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("*.png"))}
 
 
 def state(folder: Path) -> tuple[dict[str, str], bytes]:
-    """All that must be the same in two folders of one run: every picture, and the metadata byte for byte."""
-    return pictures(folder), (folder / "metadata.jsonl").read_bytes()
+    """All that must be the same in two folders of one run: every image, and the metadata byte for byte."""
+    return images(folder), (folder / "metadata.jsonl").read_bytes()
 
 
-def bad_pictures(folder: Path) -> Iterator[str]:
-    """Files under a final name that are no whole pictures, whatever the ledger says of them."""
+def bad_images(folder: Path) -> Iterator[str]:
+    """Files under a final name that are no whole images, whatever the ledger says of them."""
     for path in sorted(folder.glob("[!.]*.png")):
         try:
-            with Image.open(path) as picture:
-                picture.verify()
-            with Image.open(path) as picture:
-                picture.load()
-                text = json.loads(picture.text["halation"])
-            if f"_seed{text['seed']}.png" not in path.name or picture.size != (text["width"], text["height"]):
-                yield f"{path.name}: is another picture"
+            with Image.open(path) as image:
+                image.verify()
+            with Image.open(path) as image:
+                image.load()
+                text = json.loads(image.text["halation"])
+            if f"_seed{text['seed']}.png" not in path.name or image.size != (text["width"], text["height"]):
+                yield f"{path.name}: is another image"
         except (OSError, SyntaxError, ValueError, KeyError) as error:
             yield f"{path.name}: {error!r}"
 
 
 def problems(folder: Path, num_planned: int) -> list[str]:
-    """Why the folder is not exactly the planned pictures, each once, whole, and as ledger and metadata say."""
+    """Why the folder is not exactly the planned images, each once, whole, and as ledger and metadata say."""
     rows = ledger(folder)
-    found = list(bad_pictures(folder))
-    files = pictures(folder)
+    found = list(bad_images(folder))
+    files = images(folder)
     if [row["picture"] for row in rows] != list(range(num_planned)):
         found.append(f"the ledger has {len(rows)} rows instead of {num_planned}")
     found += [f"row {row['picture']} is {row['state']}: {row['reason']}" for row in rows if row["state"] != "done"]

@@ -47,7 +47,7 @@ def said(folder: Path) -> str:
 
 @functools.cache
 def unbroken(prompts: str = PROMPTS, batch_size: int = 4) -> tuple[dict[str, str], bytes]:
-    """Pictures and metadata of a call that nobody disturbed, with one worker; made once for all tests of a session."""
+    """Images and metadata of a call that nobody disturbed, with one worker; made once for all tests of a session."""
     with tempfile.TemporaryDirectory(prefix="halation_unbroken_") as name:
         folder = Path(name)
         assert run(folder, prompts=prompts, nproc=1, batch_size=batch_size) == 0, said(folder)

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from halation.gallery.catalog import id_of
+from halation.gallery.run_catalog import make_run_id
 from support.commands import HALATION, started, until
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
 LINK = re.compile(r"(http://127\.0\.0\.1:\d+)/\?token=(\S+)")
-PICTURES = """() => [...document.querySelectorAll("main img")].filter((image) => image.complete && image.naturalWidth > 0).length"""
+IMAGES = """() => [...document.querySelectorAll("main img")].filter((image) => image.complete && image.naturalWidth > 0).length"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +40,12 @@ class Opened:
     def show(self, page: Page, run: Path, rest: str = "") -> None:
         """Open the link, then the page of a run."""
         self.enter(page)
-        page.goto(f"{self.address}/#/run/{id_of(run)}{rest}")
-        page.wait_for_function(f"() => location.hash.includes('{id_of(run)}')")
+        page.goto(f"{self.address}/#/run/{make_run_id(run)}{rest}")
+        page.wait_for_function(f"() => location.hash.includes('{make_run_id(run)}')")
 
-    def pictures(self, page: Page, at_least: int = 1) -> None:
+    def images(self, page: Page, at_least: int = 1) -> None:
         """Wait until thumbnails are there, decoded."""
-        page.wait_for_function(f"() => ({PICTURES})() >= {at_least}")
+        page.wait_for_function(f"() => ({IMAGES})() >= {at_least}")
 
 
 @contextlib.contextmanager

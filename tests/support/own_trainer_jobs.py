@@ -32,11 +32,11 @@ def network() -> nn.Sequential:
 
 
 def drawer(model: nn.Module, spoilt: str = "", sloppy: bool = False, amp: bool = False) -> Any:
-    """draw(prompt, generator): a 2 x 2 picture of noise that went through the model; a sloppy one asks global states for it."""
+    """draw(prompt, generator): a 2 x 2 image of noise that went through the model; a sloppy one asks global states for it."""
 
     def draw(prompt: str, generator: torch.Generator) -> torch.Tensor:
         if prompt == spoilt:
-            raise ValueError(f"no picture for {prompt}")
+            raise ValueError(f"no image for {prompt}")
         noise = torch.randn(1, 12, generator=None if sloppy else generator)
         if sloppy:
             noise = noise + random.random() + torch.from_numpy(np.random.randn(1, 12)).float()
@@ -46,9 +46,9 @@ def drawer(model: nn.Module, spoilt: str = "", sloppy: bool = False, amp: bool =
         assert not torch.is_autocast_enabled("cpu")
         assert not any(part.training for part in model.modules())
         with torch.autocast("cpu", torch.bfloat16, enabled=amp):
-            picture = torch.sigmoid(4 * model(noise)).float().reshape(3, 2, 2)
+            image = torch.sigmoid(4 * model(noise)).float().reshape(3, 2, 2)
         model.train()  # as many a draw does that was written for a loop without a sampler
-        return picture
+        return image
 
     return draw
 
@@ -135,16 +135,16 @@ def drawn_sharded(world: World, out: str, prompts: tuple[str, ...], spoilt: str 
 def drawn_zero_3(world: World, out: str, prompts: tuple[str, ...]) -> tuple[list[Any], list[bytes]]:
     """The same from DeepSpeed's ZeRO-3, and the bits of its weights afterwards."""
     from halation.distributed.engines.ddp_fsdp import EngineSettings
-    from halation.distributed.engines.registry import spread
+    from halation.distributed.engines.registry import build_engine
 
     module = network()
     known = EngineSettings(zero_stage=3, global_batch=6, num_micro_batches=1, grad_clip=0.5)
-    engine = spread("deepspeed", world, module, [module[0], module[3]], known)
+    engine = build_engine("deepspeed", world, module, [module[0], module[3]], known)
     engine.prepare_optimizer(0.05, (0.9, 0.99), 0.01)
-    engine.settle(engine.trained(torch.ones(2, 12)).square().sum())
-    samples = RankSampler(drawer(module), prompts, out, 7, model=engine.trained)(1)
+    engine.warm_up(engine.wrapped_module(torch.ones(2, 12)).square().sum())
+    samples = RankSampler(drawer(module), prompts, out, 7, model=engine.wrapped_module)(1)
     return [(s.index, s.state, s.rank) for s in samples], [
-        tensor.detach().numpy().tobytes() for tensor in engine.masters().values()
+        tensor.detach().numpy().tobytes() for tensor in engine.master_weights().values()
     ]
 
 

@@ -1,4 +1,4 @@
-"""What a command on a page takes for granted, made small: models, pictures, prompts, a run; and the flags that make the command small too."""
+"""What a command on a page takes for granted, made small: models, images, prompts, a run; and the flags that make the command small too."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from halation.data.streets import Streets
-from halation.images.png import encode_png
+from halation.images.png_codec import encode_png
 from halation.training.config import TrainConfig
 from support import tiny_extractors, tiny_pipelines
 
 HALATION = str(Path(sys.executable).with_name("halation"))
-NUM_PICTURES = 8
+NUM_IMAGES = 8
 LINKED = "pictures_of_the_table"
 SIZE = 64
 OWN_SIZES = ("tiny", "mini", "small", "base", "large", "xlarge")
@@ -42,12 +42,12 @@ class Store:
     @functools.cached_property
     def run(self) -> Path:
         """A finished training with a checkpoint, samples and an export."""
-        small = "--model tiny --image_size 32 --patch_size 8 --batch_size 2 --n_steps 2 --ckpt_every 1 --sample_steps 2 --heldout_pictures 2"
+        small = "--model tiny --image_size 32 --patch_size 8 --batch_size 2 --n_steps 2 --ckpt_every 1 --sample_steps 2 --validation_images 2"
         return self._made("run", ["train", "--data", "streets", *small.split(), "--report_to", "none", "--nproc", "1"])
 
     @functools.cached_property
     def generated(self) -> Path:
-        """Pictures of `halation generate`."""
+        """Images of `halation generate`."""
         prompts = self.prompts("csv")
         small = ["--model_path", "testcard", "--height", str(SIZE), "--width", str(SIZE), "--nproc", "1"]
         return self._made("generated", ["generate", "--prompts_csv", str(prompts), *small])
@@ -58,23 +58,23 @@ class Store:
         return self.folder / name
 
     @functools.cached_property
-    def pictures(self) -> Path:
-        """Pictures with captions; beside them a table of the same."""
+    def images(self) -> Path:
+        """Images with captions; beside them a table of the same."""
         folder = self.folder / "pictures"
         folder.mkdir()
         rows, table = [], ["image,caption"]
-        for number in range(NUM_PICTURES):
+        for number in range(NUM_IMAGES):
             scene = Streets(SIZE, SIZE).train(number)
             (folder / f"{number}.png").write_bytes(encode_png(scene.pixels, {}))
             rows.append(json.dumps({"file_name": f"{number}.png", "text": scene.caption}))
             table.append(f'{LINKED}/{number}.png,"{scene.caption}"')
         (folder / "metadata.jsonl").write_text("\n".join(rows) + "\n")
-        (self.folder / "pictures.csv").write_text("\n".join(table) + "\n")
+        (self.folder / "images.csv").write_text("\n".join(table) + "\n")
         return folder
 
     def prompts(self, ending: str) -> Path:
         """A list of prompts in the format of its ending."""
-        captions = [Streets(SIZE, SIZE).train(number).caption for number in range(NUM_PICTURES)]
+        captions = [Streets(SIZE, SIZE).train(number).caption for number in range(NUM_IMAGES)]
         path = self.folder / f"prompts.{ending}"
         if ending == "txt":
             path.write_text("".join(f"{caption}\n" for caption in captions))
@@ -107,8 +107,8 @@ class Store:
 
     def data(self, name: str) -> Path:
         if name.endswith(".csv"):
-            return self.pictures.with_suffix(".csv")
-        return self.prompts(Path(name).suffix[1:]) if Path(name).suffix else self.pictures
+            return self.images.with_suffix(".csv")
+        return self.prompts(Path(name).suffix[1:]) if Path(name).suffix else self.images
 
 
 def furnish(store: Store, command: str, config: Any, folder: Path) -> None:
@@ -126,7 +126,7 @@ def furnish(store: Store, command: str, config: Any, folder: Path) -> None:
         "prompts_file": lambda name: store.prompts(Path(name).suffix[1:]),
         "sample_prompts_file": lambda name: store.prompts(Path(name).suffix[1:]),
         "generated": lambda _: store.generated,
-        "reference": lambda _: store.pictures,
+        "reference": lambda _: store.images,
         "vae": lambda _: tiny_pipelines.built("pixart") / "vae",
         "student_config": lambda _: store.student,
     }
@@ -152,12 +152,12 @@ def place(source: Path, goal: Path) -> None:
         shutil.copytree(source, goal)
     else:
         goal.symlink_to(source, target_is_directory=source.is_dir())
-    if source.name == "pictures.csv":  # a table names pictures beside it
+    if source.name == "images.csv":  # a table names images beside it
         (goal.parent / LINKED).symlink_to(source.with_suffix(""), target_is_directory=True)
 
 
 def small(store: Store, command: str, config: Any, folder: Path) -> list[str]:
-    """Flags after the command's own, of which the last one wins: a few steps of few and small pictures on one process."""
+    """Flags after the command's own, of which the last one wins: a few steps of few and small images on one process."""
     flags = SMALL[command](store, config, folder) if command in SMALL else []
     return [str(flag) for flag in flags]
 
@@ -180,9 +180,9 @@ def _train(store: Store, config: TrainConfig, folder: Path) -> Sequence[Any]:
         2,
         "--sample_steps",
         2,
-        "--heldout_pictures",
+        "--validation_images",
         2,
-        "--max_pictures",
+        "--max_images",
         8,
     ]
     flags += ["--report_to", "none", "--no_compile", "--ckpt_every", 2]
@@ -191,7 +191,7 @@ def _train(store: Store, config: TrainConfig, folder: Path) -> Sequence[Any]:
     if not config.model_path and config.model in OWN_SIZES:
         flags += ["--model", "tiny", *([] if config.vae else ["--image_size", 32, 32, "--patch_size", 8])]
     if config.eval_every:
-        flags += ["--eval_every", 2, "--eval_pictures", 4, "--eval_reference", 8, "--eval_clip_model", store.clip]
+        flags += ["--eval_every", 2, "--eval_images", 4, "--eval_reference", 8, "--eval_clip_model", store.clip]
         flags += [] if config.data == "streets" else ["--eval_weights", store.inception]
     return flags
 
@@ -212,9 +212,7 @@ def _distill(store: Store, config: Any, folder: Path) -> Sequence[Any]:
     flags += ["--num_epochs", 1] if config.num_epochs else ["--n_steps", 2]
     if (folder / config.teacher_path / "model_index.json").is_file():
         flags += ["--image_size", SIZE, SIZE]
-    return (
-        [*flags, "--trajectories", 0] if config.data_path.endswith((".txt", ".csv")) else [*flags, "--max_pictures", 4]
-    )
+    return [*flags, "--trajectories", 0] if config.data_path.endswith((".txt", ".csv")) else [*flags, "--max_images", 4]
 
 
 def _generate(store: Store, config: Any, folder: Path) -> Sequence[Any]:

@@ -1,4 +1,4 @@
-"""Shared by the pipeline tests: specs, our pictures of them, and the same pictures from the pipeline alone."""
+"""Shared by the pipeline tests: specs, our images of them, and the same images from the pipeline alone."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import diffusers
 import numpy as np
 import torch
 
-from halation.models.image_result import Frames
-from halation.models.pipelines.runner import PipelineModel, open_pipeline
-from halation.specs import Spec
+from halation.models.pending_images import Frames
+from halation.models.pipelines.pipeline_model import PipelineModel, open_pipeline
+from halation.sample_specs import SampleSpec
 from support import tiny_pipelines
 
 PROMPTS = (
@@ -24,11 +24,11 @@ PROMPTS = (
 )
 
 
-def specs(*prompts: str, **changes: Any) -> list[Spec]:
+def specs(*prompts: str, **changes: Any) -> list[SampleSpec]:
     common = {"height": 32, "width": 32, "steps": 3, "guidance_scale": 4.0, **changes}
     first = int(common.pop("seed", 7))
     return [
-        Spec(index=index, id=str(index), prompt=prompt, seed=first + index, **common)
+        SampleSpec(index=index, id=str(index), prompt=prompt, seed=first + index, **common)
         for index, prompt in enumerate(prompts)
     ]
 
@@ -46,14 +46,14 @@ def plain_pipe(family: str) -> Any:
     return pipe
 
 
-def drawn(model: PipelineModel, wanted: Sequence[Spec]) -> list[Frames]:
-    pictures = model.draw(wanted, lambda: None).collect()
-    for picture in pictures:
-        assert isinstance(picture, np.ndarray), picture
-    return pictures  # type: ignore[return-value]
+def drawn(model: PipelineModel, wanted: Sequence[SampleSpec]) -> list[Frames]:
+    images = model.draw(wanted, lambda: None).collect()
+    for image in images:
+        assert isinstance(image, np.ndarray), image
+    return images  # type: ignore[return-value]
 
 
-def plain(pipe: Any, wanted: Sequence[Spec], **arguments: Any) -> list[Frames]:
+def plain(pipe: Any, wanted: Sequence[SampleSpec], **arguments: Any) -> list[Frames]:
     """What a person gets who calls the pipeline and saves what it returns."""
     first = wanted[0]
     name = type(pipe).__name__

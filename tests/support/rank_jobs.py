@@ -27,7 +27,7 @@ def small_config(folder: Path, **changes: Any) -> TrainConfig:
         "ckpt_every": 0,
         "keep_last": 0,
         "log_every": 1,
-        "heldout_pictures": 4,
+        "validation_images": 4,
         "sample_prompts": PROMPTS[:2],
         "sample_steps": 2,
         "report_to": ("none",),
@@ -41,9 +41,9 @@ def train(world: Any, config: TrainConfig) -> None:
     """A whole training in a world that stands already, by the road that torchrun's ranks take."""
     _let_libraries_be_old()
     from halation.training import command as job
-    from halation.training.session import Session
+    from halation.training.session import TrainingSession
 
-    with job._hold(config, world, alone=False), Session(world, config) as session:
+    with job._lock_run_folder(config, world, has_lock=False), TrainingSession(world, config) as session:
         session.run()
 
 
@@ -51,11 +51,14 @@ def distill(world: Any, config: Any) -> None:
     """The same for a distillation, whose settings are written out already."""
     _let_libraries_be_old()
     from halation.distillation import command as job
-    from halation.distillation.task import Distillation
+    from halation.distillation.distillation_task import DistillationTask
     from halation.training import command as train
-    from halation.training.session import Session
+    from halation.training.session import TrainingSession
 
-    with train._hold(config, world, False, "distill", job.begin), Session(world, config, Distillation) as session:
+    with (
+        train._lock_run_folder(config, world, False, "distill", job.open_record),
+        TrainingSession(world, config, DistillationTask) as session,
+    ):
         session.run()
 
 
@@ -63,11 +66,11 @@ def train_until(world: Any, config: TrainConfig, step: int, rank: int = 0) -> in
     """A training of which one rank alone is sent SIGTERM so that all stop at `step`; the exit code, 0 where it ran to its end."""
     from halation.errors import Interrupted
     from halation.training import command as job
-    from halation.training.session import Session
+    from halation.training.session import TrainingSession
 
-    class Signalled(Session):
+    class Signalled(TrainingSession):
         def _train(self) -> None:
-            self._send(self.position.step)
+            self._send(self.train_state.step)
             super()._train()
 
         def _log(self, report: Any, window: Any) -> None:
@@ -78,11 +81,11 @@ def train_until(world: Any, config: TrainConfig, step: int, rank: int = 0) -> in
             if done == step - 1 and self.world.rank == rank:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    with job._hold(config, world, alone=False), Signalled(world, config) as session:
+    with job._lock_run_folder(config, world, has_lock=False), Signalled(world, config) as session:
         try:
             session.run()
         except Interrupted as interruption:
-            assert session.position.step == step
+            assert session.train_state.step == step
             return interruption.exit_code
     return 0
 
@@ -100,7 +103,7 @@ def run_job(world: Any, name: str, config: Any, rendezvous: Path) -> None:
 
     _let_libraries_be_old()
     world.close()
-    os.environ[launcher.RENDEZVOUS] = str(rendezvous)
-    os.environ[launcher.DEVICE] = "cpu"
+    os.environ[launcher.RENDEZVOUS_ENV] = str(rendezvous)
+    os.environ[launcher.DEVICE_ENV] = "cpu"
     job: Any = importlib.import_module(f"halation.{COMMANDS[name].module}")
-    job.run_rank(job._resolved(config)[0] if name == "sample" else config)
+    job.run_rank(job._resolve_config(config)[0] if name == "sample" else config)

@@ -28,7 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from halation import faults
+from halation import fault_injection
 from halation.distributed.launcher import PR_SET_PDEATHSIG
 from halation.errors import HalationError
 
@@ -233,7 +233,7 @@ def _serve(connection: Connection, stacks: str) -> None:
 
 
 def _answer(call: Call) -> tuple[Any, Trouble | None]:
-    faults._counts.clear()
+    fault_injection._counts.clear()
     os.environ.update(
         {
             "RANK": str(call.rank),
@@ -267,7 +267,7 @@ def _in_world(call: Call, function: Callable[..., Any], args: Sequence[Any]) -> 
 
     from halation.distributed import world as ranks
 
-    world = ranks.create(
+    world = ranks.init_process_groups(
         rank=call.rank,
         size=call.size,
         local_rank=call.rank,

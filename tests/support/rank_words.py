@@ -10,23 +10,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from halation.distributed.engines.registry import spread
-from halation.distributed.world import Vigil, World, check_ranks_agree, on_first
+from halation.distributed.engines.registry import build_engine
+from halation.distributed.world import HeartbeatMonitor, World, check_ranks_agree, run_on_rank_zero
 from halation.errors import HalationError, InputError, RankFailure
 
 WORDS: list[Any] = ["", "ä" * 1000, {"日本": [1, None, True]}, "🙂\u0000\n"]
 
 
 def exchange_all(world: World) -> list[list[Any]]:
-    return [world.exchange(WORDS[(world.rank + turn) % len(WORDS)]) for turn in range(len(WORDS))]
+    return [world.all_gather_object(WORDS[(world.rank + turn) % len(WORDS)]) for turn in range(len(WORDS))]
 
 
 def from_first(world: World) -> Any:
-    return world.from_first({"rank": world.rank})
+    return world.broadcast_from_rank_zero({"rank": world.rank})
 
 
 def on_first_value(world: World) -> Any:
-    return on_first(world, "a value", lambda _beat: [world.rank, "Straße"], 5.0)
+    return run_on_rank_zero(world, "a value", lambda _beat: [world.rank, "Straße"], 5.0)
 
 
 def on_first_error(world: World) -> tuple[str, int]:
@@ -34,7 +34,7 @@ def on_first_error(world: World) -> tuple[str, int]:
         raise InputError("found", "expected", "action")
 
     try:
-        on_first(world, "an error", refuse, 5.0)
+        run_on_rank_zero(world, "an error", refuse, 5.0)
     except HalationError as error:
         return str(error), error.exit_code
     return "no error", 0
@@ -50,23 +50,23 @@ def on_first_slowly(world: World, beats: int, pause_s: float) -> tuple[Any, floa
         return "done"
 
     began = time.monotonic()
-    return on_first(world, "slow work", work, 1.0), time.monotonic() - began
+    return run_on_rank_zero(world, "slow work", work, 1.0), time.monotonic() - began
 
 
 def meet(world: World, timeout_s: float, idle: dict[int, str]) -> tuple[str, float]:
     """All ranks work and meet, but the idle ones sleep, stop or die on the way; what this rank was told, and when."""
     began = time.monotonic()
     try:
-        with Vigil(world, "a test", timeout_s) as vigil:
+        with HeartbeatMonitor(world, "a test", timeout_s) as vigil:
             for _ in range(3):
-                vigil.beat()
+                vigil.heartbeat()
                 time.sleep(0.1)
             what = idle.get(world.rank)
             if what == "sleep":
                 doze_off()
             elif what == "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
-            words = vigil.finish(world.rank)
+            words = vigil.gather_results(world.rank)
     except RankFailure as failure:
         return str(failure), time.monotonic() - began
     return str(words), time.monotonic() - began
@@ -78,12 +78,12 @@ def doze_off() -> None:
 
 def blame(world: World) -> str:
     """Rank 1 has come one beat less far than the others when rank 0 asks who is behind."""
-    with Vigil(world, "a forward", 5.0) as vigil:
+    with HeartbeatMonitor(world, "a forward", 5.0) as vigil:
         for _ in range(3 if world.rank == 1 else 4):
-            vigil.beat()
+            vigil.heartbeat()
         time.sleep(1.2)
-        found = vigil.blame()
-        vigil.finish("")
+        found = vigil.explain_failure()
+        vigil.gather_results("")
     return found
 
 
@@ -104,13 +104,13 @@ class Memory:
     def __init__(self, pieces: dict[str, dict[str, Any]]) -> None:
         self.tensors = {part: {name: p.local.clone() for name, p in named.items()} for part, named in pieces.items()}
 
-    def has(self, part: str) -> bool:
+    def has_part(self, part: str) -> bool:
         return bool(self.tensors[part])
 
     def read(self, part: str, name: str) -> torch.Tensor:
         return self.tensors[part][name]
 
-    def piece(self, part: str, name: str, _like: Any) -> torch.Tensor:
+    def read_shard(self, part: str, name: str, _like: Any) -> torch.Tensor:
         return self.tensors[part][name]
 
 
@@ -118,11 +118,11 @@ def trained_engine(world: World, engine_name: str, num_steps: int) -> Any:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(5, 3), nn.LayerNorm(3), nn.Linear(3, 1))
     module[0].weight.requires_grad = False
-    engine = spread(engine_name, world, module, [module[0]])
+    engine = build_engine(engine_name, world, module, [module[0]])
     engine.prepare_optimizer(0.1, (0.9, 0.99), 0.01)
     for _ in range(num_steps):
-        engine.backward(engine.trained(torch.ones(2, 5) * (world.rank + 1)).sum())
-        engine.grad_norm(1.0)
+        engine.backward(engine.wrapped_module(torch.ones(2, 5) * (world.rank + 1)).sum())
+        engine.clip_grad_norm(1.0)
         engine.step()
         engine.zero_grad()
     return engine
@@ -134,18 +134,18 @@ def pieces_come_back(world: World, engine_name: str) -> bool:
     Between taking apart and comparing, the optimizer's state was in host memory once.
     """
     engine = trained_engine(world, engine_name, 2)
-    pieces = engine.pieces()
+    pieces = engine.state_shards()
     assert "0.weight" not in pieces["model"]
-    rows = world.exchange({name: [p.start, *p.local.shape] for name, p in pieces["model"].items()})
+    rows = world.all_gather_object({name: [p.start, *p.local.shape] for name, p in pieces["model"].items()})
     for name, parameter in engine.named_parameters():
         if engine.sharded and sum(row[name][1] for row in rows) != parameter.shape[0]:
             return False
     memory = Memory(pieces)
-    with engine.parked():
+    with engine.offload_optimizer_state():
         pass
     fresh = trained_engine(world, engine_name, 0)
-    fresh.fill(memory)
-    return all(equal(Memory(one.pieces()), memory) for one in (engine, fresh))
+    fresh.load_checkpoint(memory)
+    return all(equal(Memory(one.state_shards()), memory) for one in (engine, fresh))
 
 
 def equal(one: Memory, other: Memory) -> bool:
@@ -158,7 +158,7 @@ def equal(one: Memory, other: Memory) -> bool:
 
 def single_engine(world: World) -> str:
     try:
-        return spread("single", world, nn.Linear(2, 2), []).name
+        return build_engine("single", world, nn.Linear(2, 2), []).name
     except InputError as error:
         return str(error)
 

@@ -48,7 +48,7 @@ class Nodes:
         found = []
         for process in psutil.Process(self.process.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-                if "PaintingActor" in " ".join(process.cmdline()):
+                if "GenerationActor" in " ".join(process.cmdline()):
                     found.append(process)
         return found
 

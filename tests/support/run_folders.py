@@ -49,12 +49,12 @@ def losses(folder: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in metrics(folder) if "loss" in row}
 
 
-def heldout(folder: Path) -> dict[int, float]:
+def validation(folder: Path) -> dict[int, float]:
     return {row["step"]: row["value"] for row in metrics(folder) if row.get("metric") == "heldout_loss"}
 
 
-def pictures(folder: Path) -> dict[str, bytes]:
-    """Pictures, their prompts and the grid of a folder of samples, byte for byte."""
+def images(folder: Path) -> dict[str, bytes]:
+    """Images, their prompts and the grid of a folder of samples, byte for byte."""
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.suffix in (".png", ".txt")}
 
 

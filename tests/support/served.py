@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from halation.gallery.command import catalog_of
-from halation.gallery.events import Changes
-from halation.gallery.scores import Scores
-from halation.gallery.security import Names, new_token
-from halation.gallery.server import Gallery, Server, application, listen
-from halation.gallery.thumbnails import Thumbnails
-from halation.runs import control
+from halation.gallery.access_control import AllowedHosts, new_token
+from halation.gallery.command import build_catalog
+from halation.gallery.evaluation_reports import ScoreIndex
+from halation.gallery.event_stream import ChangeFeed
+from halation.gallery.server import GalleryContext, GalleryServer, build_app, open_listener
+from halation.gallery.thumbnails import ThumbnailCache
+from halation.runs import control_requests
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class Visitor:
 
     port: int
     token: str
-    changes: Changes
+    changes: ChangeFeed
 
     @functools.cached_property
     def cookie(self) -> str:
@@ -82,24 +82,24 @@ class Visitor:
 def serving(
     *folders: Path, cache: Path, allow_control: bool = False, look_every_s: float = 0.05, heartbeat_s: float = 15.0
 ) -> Iterator[Visitor]:
-    catalog = catalog_of(folders)
-    scores = Scores(catalog)
-    changes = Changes(catalog, beside=scores.refresh, look_every_s=look_every_s, heartbeat_s=heartbeat_s)
-    gallery = Gallery(
+    catalog = build_catalog(folders)
+    scores = ScoreIndex(catalog)
+    changes = ChangeFeed(catalog, refresh_extra=scores.refresh, poll_every_s=look_every_s, heartbeat_s=heartbeat_s)
+    gallery = GalleryContext(
         catalog=catalog,
-        changes=changes,
+        change_feed=changes,
         roots=tuple(folder.name for folder in folders),
         version="0.0.0",
-        thumbnail=Thumbnails(cache).get,
-        scores=scores.answer,
-        score_picture=scores.picture,
-        ask=control.ask if allow_control else None,
+        get_thumbnail=ThumbnailCache(cache).get,
+        get_scores=scores.build_response,
+        find_score_image=scores.image,
+        send_control=control_requests.send_request if allow_control else None,
     )
     token = new_token()
-    with listen("127.0.0.1", 0) as listener:
-        server = Server(application(gallery, token=token, names=Names("127.0.0.1")), changes)
+    with open_listener("127.0.0.1", 0) as listener:
+        server = GalleryServer(build_app(gallery, token=token, allowed_hosts=AllowedHosts("127.0.0.1")), changes)
         changes.start()
-        assert changes.looked.wait(30)
+        assert changes.first_poll_done.wait(30)
         thread = threading.Thread(target=lambda: server.run(sockets=[listener]))
         thread.start()
         try:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from halation.training.session import Session
+from halation.training.session import TrainingSession
 
 
-class SuspiciousSession(Session):
+class SuspiciousSession(TrainingSession):
     """`_visible` is what must be the same on both sides of a save's duties; what that is depends on the engine."""
 
     num_looks = 0

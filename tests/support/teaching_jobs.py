@@ -34,10 +34,10 @@ def prepared(world: Any, config: Any, stop_at: int = 0, rank: int = 0) -> Prepar
     from torch.nn.modules.module import register_module_forward_hook
 
     from halation.distillation import command as distill
-    from halation.distillation.task import Distillation
+    from halation.distillation.distillation_task import DistillationTask
     from halation.errors import Interrupted
     from halation.models.dit.network import DiT
-    from halation.runs.folder import Run
+    from halation.runs.run_record import RunFolder
     from halation.training import command as train
 
     teachers: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -54,11 +54,11 @@ def prepared(world: Any, config: Any, stop_at: int = 0, rank: int = 0) -> Prepar
     heard, hook = _Heard(), register_module_forward_hook(note)
     logging.getLogger("halation").addHandler(heard)
     try:
-        with train._hold(config, world, False, "distill", distill.begin):
-            task = Distillation(world, config, Run(config.output_dir))
+        with train._lock_run_folder(config, world, False, "distill", distill.open_record):
+            task = DistillationTask(world, config, RunFolder(config.output_dir))
             task.open()
-            task.dated(config.batch_size * world.size)
-            task.prepare(task.sampling(config.sample_prompts))
+            task.resolve_num_steps(config.batch_size * world.size)
+            task.prepare(task.sample_settings(config.sample_prompts))
     except Interrupted as interruption:
         stopped = interruption.exit_code, str(interruption)
     finally:

@@ -84,7 +84,7 @@ def _save(kind: Any, config: Any, folder: Path, seed: int) -> Path:
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim > 1:
-                    parameter.mul_(6)  # the families' own initialisation is so small that two pictures look alike
+                    parameter.mul_(6)  # the families' own initialisation is so small that two images look alike
         transformers.utils.logging.disable_progress_bar()
         model.save_pretrained(folder)
     return folder

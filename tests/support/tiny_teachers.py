@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from halation.distillation.config import DistillConfig
-from halation.models.dit.denoiser import new_dit
+from halation.models.dit.denoiser import create_dit
 from support import rank_jobs
 
 SIDE = 32
@@ -21,7 +21,7 @@ SIDE = 32
 @functools.cache
 def dit(side: int = SIDE, guidance_scale: float = 2.0) -> Path:
     """The folder of an export whose every weight reaches the pixels."""
-    denoiser = new_dit("tiny", height=side, width=side, captions=rank_jobs.PROMPTS, patch_size=8).initialise(7)
+    denoiser = create_dit("tiny", height=side, width=side, captions=rank_jobs.PROMPTS, patch_size=8).init_weights(7)
     generator = torch.Generator().manual_seed(8)
     with torch.no_grad():  # zeros hide what is not connected
         for parameter in denoiser.module.parameters():
@@ -76,4 +76,4 @@ def small_config(folder: Path, teacher: Path | None = None, **changes: Any) -> D
         del settings["n_steps"]
     if settings.get("objective", "velocity") == "velocity":
         settings["student_steps"] = None
-    return distill.resolved(DistillConfig(**settings))
+    return distill.resolve_config(DistillConfig(**settings))

@@ -17,8 +17,8 @@ import pytest
 
 from halation import cli
 from halation.errors import InputError
-from halation.runs import control
-from halation.runs import folder as runs
+from halation.runs import control_requests
+from halation.runs import run_record as runs
 from halation.tools import ctl
 from halation.tools.config import CtlConfig
 
@@ -26,13 +26,13 @@ from halation.tools.config import CtlConfig
 def record(folder: Path, job: str = "train") -> Path:
     """A folder that says it is a run."""
     folder.mkdir(parents=True, exist_ok=True)
-    runs.publish_json(folder / "config.json", {"job": job, "settings": {}, "fixed": {}, "changes": []})
+    runs.write_json_atomic(folder / "config.json", {"job": job, "settings": {}, "fixed": {}, "changes": []})
     return folder
 
 
 def own(folder: Path, **changes: object) -> None:
     owner = {"pid": os.getpid(), "host": socket.gethostname(), "command": "train", "since": "2026-01-01 00:00:00"}
-    runs.publish_json(folder / ".owner.json", owner | changes)
+    runs.write_json_atomic(folder / ".owner.json", owner | changes)
 
 
 @pytest.fixture
@@ -62,8 +62,8 @@ def test_a_path_without_a_running_training_is_refused_and_left_alone(tmp_path: P
         (dead, "dead is not running"),
     ):
         with pytest.raises(InputError, match=words):
-            control.ask(folder, "stop")
-        assert not (folder / control.FOLDER).exists()
+            control_requests.send_request(folder, "stop")
+        assert not (folder / control_requests.CONTROL_FOLDER).exists()
 
 
 def test_the_command_line_takes_a_run_and_an_action_and_says_what_is_wrong(
@@ -77,9 +77,9 @@ def test_the_command_line_takes_a_run_and_an_action_and_says_what_is_wrong(
 
 def test_a_run_that_ended_says_how(tmp_path: Path) -> None:
     finished, failed, saved = (record(tmp_path / name) for name in ("finished", "failed", "saved"))
-    runs.publish_json(finished / "ended.json", {"state": "finished", "reason": ""})
+    runs.write_json_atomic(finished / "ended.json", {"state": "finished", "reason": ""})
     for folder in (failed, saved):
-        runs.publish_json(folder / "ended.json", {"state": "failed", "reason": "the loss is not finite"})
+        runs.write_json_atomic(folder / "ended.json", {"state": "failed", "reason": "the loss is not finite"})
     (saved / "checkpoints/step_0000010").mkdir(parents=True)
     for folder, found, action in (
         (finished, "finished is not running: it is finished", "more steps"),
@@ -87,7 +87,7 @@ def test_a_run_that_ended_says_how(tmp_path: Path) -> None:
         (saved, "saved is not running: it failed: the loss is not finite", "goes on from its last checkpoint"),
     ):
         with pytest.raises(InputError) as told:
-            control.ask(folder, "save")
+            control_requests.send_request(folder, "save")
         assert told.value.found.endswith(found)
         assert told.value.action.endswith(action)
 
@@ -107,9 +107,9 @@ def test_a_training_that_holds_its_folder_but_is_no_run_yet_is_waited_for(
     own(folder)
     with pytest.raises(InputError, match="run is still starting"):
         ctl.run(CtlConfig(run=folder, action="save", wait_s=0.1))
-    inbox = control.Inbox(folder, listens=True)
+    inbox = control_requests.ControlInbox(folder, is_enabled=True)
     later(lambda: record(folder))
-    later(lambda: (inbox.look(), inbox.answer(1, {})), 0.5)
+    later(lambda: (inbox.poll(), inbox.respond(1, {})), 0.5)
     assert ctl.run(CtlConfig(run=folder, action="save", wait_s=20.0)) == 0
     assert capsys.readouterr().out.splitlines()[1] == "taken at step 1"
     own(folder, command="generate")
@@ -127,12 +127,12 @@ def test_an_owner_on_another_machine_is_believed_and_a_wish_nobody_took_is_withd
     asked, late = capsys.readouterr().out.splitlines()
     assert asked == f"asked {folder} to save at its next step"
     assert late.startswith("not taken within 0.1 s, withdrawn")
-    assert not (folder / control.FOLDER).exists()
+    assert not (folder / control_requests.CONTROL_FOLDER).exists()
 
 
 def test_without_waiting_the_wish_stays(running: Path) -> None:
     assert ctl.run(CtlConfig(run=running, action="save", wait_s=0.0)) == 0
-    assert len(list((running / control.FOLDER).glob("save-*.json"))) == 1
+    assert len(list((running / control_requests.CONTROL_FOLDER).glob("save-*.json"))) == 1
 
 
 def later(action: Callable[[], object], after_s: float = 0.2) -> None:
@@ -140,21 +140,21 @@ def later(action: Callable[[], object], after_s: float = 0.2) -> None:
 
 
 def test_a_wish_that_is_refused_or_whose_run_ends_is_told(running: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    inbox = control.Inbox(running, listens=True)
-    later(lambda: (inbox.look(), inbox.answer(7, {"sample": "there is no canvas"})))
+    inbox = control_requests.ControlInbox(running, is_enabled=True)
+    later(lambda: (inbox.poll(), inbox.respond(7, {"sample": "there is no canvas"})))
     assert ctl.run(CtlConfig(run=running, action="sample", wait_s=20.0)) == 1
     assert capsys.readouterr().out.splitlines()[1] == "not done at step 7: there is no canvas"
     later(lambda: inbox.close(9))
     assert ctl.run(CtlConfig(run=running, action="stop", wait_s=20.0)) == 1
     assert capsys.readouterr().out.splitlines()[1] == "not done at step 9: the run has ended"
-    assert not (running / control.FOLDER).exists()
+    assert not (running / control_requests.CONTROL_FOLDER).exists()
 
 
 def test_a_run_that_dies_with_a_wish_in_hand_is_said_to_have_ended(
     running: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    inbox = control.Inbox(running, listens=True)
-    later(lambda: (inbox.look(), (running / ".owner.json").unlink()))
+    inbox = control_requests.ControlInbox(running, is_enabled=True)
+    later(lambda: (inbox.poll(), (running / ".owner.json").unlink()))
     assert ctl.run(CtlConfig(run=running, action="save", wait_s=20.0)) == 1
     assert capsys.readouterr().out.splitlines()[1] == f"{running} ended before it took that"
 
@@ -169,41 +169,43 @@ def test_a_run_that_dies_or_starts_anew_before_it_looks_has_ended_whatever_the_t
     later(lambda: own(running, pid=pid))
     assert ctl.run(CtlConfig(run=running, action="save", wait_s=20.0)) == 1
     assert capsys.readouterr().out.splitlines()[1] == f"{running} ended before it took that"
-    assert not (running / control.FOLDER).exists()
+    assert not (running / control_requests.CONTROL_FOLDER).exists()
 
 
 def test_ctrl_c_withdraws(running: Path, capsys: pytest.CaptureFixture[str]) -> None:
     later(lambda: os.kill(os.getpid(), signal.SIGINT))
     assert ctl.run(CtlConfig(run=running, action="stop", wait_s=20.0)) == 130
     assert capsys.readouterr().out.splitlines()[1] == "withdrawn"
-    assert not (running / control.FOLDER).exists()
+    assert not (running / control_requests.CONTROL_FOLDER).exists()
 
 
 def test_all_wishes_of_a_moment_are_taken_once_and_answered_each(running: Path) -> None:
-    inbox = control.Inbox(running, listens=True, look_every_s=0.0)
-    requests = [control.ask(running, action, "the gallery") for action in ("stop", "sample", "sample")]
-    withdrawn = control.ask(running, "save")
-    assert control.withdraw(withdrawn)
-    assert control.actions(inbox.look()) == {"sample", "stop"}
-    assert not control.withdraw(requests[0]), "it was taken"
-    assert control.answer_to(requests[0]) is None, "and is not done"
-    inbox.answer(3, {})
-    assert inbox.asked_by["stop"] == "the gallery"
-    assert inbox.look() == 0
-    assert {control.answer_to(request) for request in requests} == {
-        control.Answer(action="stop", step=3),
-        control.Answer(action="sample", step=3),
+    inbox = control_requests.ControlInbox(running, is_enabled=True, poll_interval_s=0.0)
+    requests = [
+        control_requests.send_request(running, action, "the gallery") for action in ("stop", "sample", "sample")
+    ]
+    withdrawn = control_requests.send_request(running, "save")
+    assert control_requests.cancel_request(withdrawn)
+    assert control_requests.decode_actions(inbox.poll()) == {"sample", "stop"}
+    assert not control_requests.cancel_request(requests[0]), "it was taken"
+    assert control_requests.read_response(requests[0]) is None, "and is not done"
+    inbox.respond(3, {})
+    assert inbox.requested_by["stop"] == "the gallery"
+    assert inbox.poll() == 0
+    assert {control_requests.read_response(request) for request in requests} == {
+        control_requests.ControlResponse(action="stop", step=3),
+        control_requests.ControlResponse(action="sample", step=3),
     }
-    assert control.answer_to(withdrawn) is None
+    assert control_requests.read_response(withdrawn) is None
 
 
 def test_a_look_at_a_run_that_nobody_asks_takes_microseconds(running: Path) -> None:
-    inbox = control.Inbox(running, listens=True, look_every_s=0.0)
+    inbox = control_requests.ControlInbox(running, is_enabled=True, poll_interval_s=0.0)
 
     def seconds(num_looks: int = 1000) -> float:
         began = time.perf_counter()
         for _ in range(num_looks):
-            inbox.look()
+            inbox.poll()
         return (time.perf_counter() - began) / num_looks
 
     assert min(seconds() for _ in range(5)) < 50e-6
@@ -214,7 +216,7 @@ def test_a_look_at_a_run_that_nobody_asks_takes_microseconds(running: Path) -> N
 @pytest.mark.parametrize("torchrun", [False, True])
 def test_a_real_command_on_two_ranks_is_stopped_and_the_same_command_goes_on(tmp_path: Path, torchrun: bool) -> None:
     run = tmp_path / "run"
-    words = "--data streets --model tiny --image_size 32 --patch_size 8 --batch_size 2 --heldout_pictures 0 --sample_steps 1 --report_to none"
+    words = "--data streets --model tiny --image_size 32 --patch_size 8 --batch_size 2 --validation_images 0 --sample_steps 1 --report_to none"
     flags = [*words.split(), "--log_every", "1", "--progress", "none", "--output_dir", str(run)]
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--max_restarts", "2", "-m"]
     command = [sys.executable, *(start if torchrun else ["-m"]), "halation.cli", "train", *flags]
@@ -228,7 +230,7 @@ def test_a_real_command_on_two_ranks_is_stopped_and_the_same_command_goes_on(tmp
         assert cli.main(["ctl", str(run), "stop"]) == 0
         assert training.stderr is not None
         told = training.stderr.read()
-    step = json.loads((run / control.ANSWERS).read_text().splitlines()[-1])["step"]
+    step = json.loads((run / control_requests.RESPONSES_FILE).read_text().splitlines()[-1])["step"]
     assert f"asked to stop by `halation ctl`: saved at step {step}" in told
     assert training.returncode == (0 if torchrun else 130), told
     assert (run / f"checkpoints/step_{step:07d}/COMMIT.json").exists()

@@ -15,40 +15,40 @@ import pytest
 from benchmarks.big_folders import training_folder
 
 from halation import cli
-from halation.config import as_json, fixed
+from halation.config import as_json, fixed_settings
 from halation.distributed.signals import StopSignals
 from halation.errors import Interrupted
-from halation.prompts import PromptFile
-from halation.runs import folder as runs
-from halation.runs.folder import Run
+from halation.prompt_files import PromptFile
+from halation.runs import run_record as runs
+from halation.runs.run_record import RunFolder
 from halation.tools import demo
-from halation.tools import demo_commands as commands
+from halation.tools import demo as commands
 from halation.tools.config import DemoConfig
-from halation.tools.demo_processes import num_drawn, run_command
+from halation.tools.demo import num_images_done, run_command
 
 NAME = "a run's folder"
 
 
 def test_printed_commands_are_what_a_shell_makes_of_them_and_what_the_command_line_takes(tmp_path: Path) -> None:
     config = DemoConfig(output_dir=tmp_path / NAME, n_steps=90, nproc=3, progress="none")
-    places = commands.Places(folder=config.output_dir)
+    places = commands.DemoPaths(folder=config.output_dir)
     for words, expected in (
         (
-            commands.train_words(config),
+            commands.train_args(config),
             {"output_dir": places.training, "n_steps": 90, "nproc": 3, "image_size": (32, 32)},
         ),
         (
-            commands.generate_words(config, places.pictures, 2),
-            {"output_dir": places.pictures, "prompts_csv": str(places.prompts), "model_path": "streets-64", "nproc": 2},
+            commands.generate_args(config, places.images, 2),
+            {"output_dir": places.images, "prompts_csv": str(places.prompts), "model_path": "streets-64", "nproc": 2},
         ),
         (
-            commands.evaluate_words(config),
-            {"generated": str(places.pictures), "allow_few": True, "output": places.scores},
+            commands.evaluate_args(config),
+            {"generated": str(places.images), "allow_few": True, "output": places.scores},
         ),
-        (commands.page_words(config), {"dirs": (places.training, places.pictures), "export": places.page}),
-        (commands.live_words(config), {"dirs": (config.output_dir,)}),
+        (commands.export_args(config), {"dirs": (places.training, places.images), "export": places.page}),
+        (commands.gallery_args(config), {"dirs": (config.output_dir,)}),
     ):
-        typed = shlex.split(commands.written(words).replace("\\\n", " "))
+        typed = shlex.split(commands.format_command(words).replace("\\\n", " "))
         assert typed[1:] == words
         parsed = cli.parse(words[0], words[1:])
         assert {name: getattr(parsed, name) for name in expected} == expected
@@ -57,9 +57,9 @@ def test_printed_commands_are_what_a_shell_makes_of_them_and_what_the_command_li
 def test_the_program_is_called_by_a_name_that_a_shell_finds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     beside = Path(sys.executable).with_name("halation")
     monkeypatch.setenv("PATH", str(beside.parent))
-    assert commands.program() == "halation"
+    assert commands.program_name() == "halation"
     monkeypatch.setenv("PATH", str(tmp_path))
-    found = shutil.which(commands.program())
+    found = shutil.which(commands.program_name())
     assert found is not None
     assert os.path.samefile(found, beside)
 
@@ -67,18 +67,18 @@ def test_the_program_is_called_by_a_name_that_a_shell_finds(monkeypatch: pytest.
 def test_the_prompts_are_thirty_two_captions_with_ids_of_their_own(tmp_path: Path) -> None:
     commands.write_prompts(tmp_path / "prompts.csv")
     rows = list(PromptFile.open(str(tmp_path / "prompts.csv")).rows())
-    assert len(rows) == len({row.image_id for row in rows}) == commands.NUM_PICTURES
+    assert len(rows) == len({row.image_id for row in rows}) == commands.NUM_IMAGES
     assert rows[7].prompt == "A rural road with natural scenery and minimal traffic"
     assert all(row.prompt.startswith(("A ", "An ")) for row in rows)
 
 
-def test_the_progress_of_a_training_is_one_picture(tmp_path: Path) -> None:
+def test_the_progress_of_a_training_is_one_image(tmp_path: Path) -> None:
     run = training_folder(tmp_path / "run", 2, 8, size=32)
-    demo.draw_progress(Run(run), tmp_path / "progress.png", "200 steps on 2 ranks")
+    demo.draw_progress(RunFolder(run), tmp_path / "progress.png", "200 steps on 2 ranks")
     assert demo.read_png(tmp_path / "progress.png")[0].shape[1] > 8 * 32
 
 
-def test_too_few_steps_for_a_picture_of_the_progress_are_refused(
+def test_too_few_steps_for_a_image_of_the_progress_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["demo", "--output_dir", str(tmp_path / "run"), "--n_steps", "4"]) == 2
@@ -89,13 +89,13 @@ def test_too_few_steps_for_a_picture_of_the_progress_are_refused(
 def begun(folder: Path, n_steps: int) -> DemoConfig:
     """A demo whose training has saved, as far as its record tells."""
     config = DemoConfig(output_dir=folder, n_steps=n_steps)
-    training = Run(commands.Places(folder=folder).training)
-    settings = cli.parse("train", commands.train_words(config)[1:])
+    training = RunFolder(commands.DemoPaths(folder=folder).training)
+    settings = cli.parse("train", commands.train_args(config)[1:])
     training.folder.mkdir(parents=True)
-    runs.begin(training, "train", as_json(settings), fixed(settings), accept_changes=False)
+    runs.create_or_resume_run(training, "train", as_json(settings), fixed_settings(settings), accept_changes=False)
     (training.folder / "checkpoints/step_0000001").mkdir(parents=True)
     (training.folder / "checkpoints/step_0000001/COMMIT.json").write_text("{}")
-    assert training.has_saved()
+    assert training.has_checkpoints()
     return config
 
 
@@ -103,7 +103,7 @@ def test_another_number_of_steps_is_refused_in_the_demos_own_words(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = begun(tmp_path, 600)
-    demo.refuse_other_steps(config)
+    demo.check_same_steps(config)
     for number in ("50", "900"):
         assert cli.main(["demo", "--output_dir", str(tmp_path), "--n_steps", number]) == 2
         said = capsys.readouterr().err
@@ -114,32 +114,32 @@ def test_another_number_of_steps_is_refused_in_the_demos_own_words(
 # -- equal or not
 
 
-def pictures(folder: Path) -> Path:
+def images(folder: Path) -> Path:
     folder.mkdir()
-    for number in range(commands.NUM_PICTURES):
-        (folder / f"street_{number:02d}_seed{number}.png").write_bytes(b"picture %d" % number)
+    for number in range(commands.NUM_IMAGES):
+        (folder / f"street_{number:02d}_seed{number}.png").write_bytes(b"image %d" % number)
     (folder / "metadata.jsonl").write_bytes(b"{}\n")
     (folder / "summary.json").write_text(folder.name)  # what depends on time and workers is not compared
     return folder
 
 
 def test_folders_are_equal_by_their_bytes_and_whatever_differs_is_named(tmp_path: Path) -> None:
-    one, other = pictures(tmp_path / "one"), pictures(tmp_path / "other")
-    assert demo.compare(one, other) == (32, [])
-    (other / "street_03_seed3.png").write_bytes(b"picture 4")
-    assert demo.compare(one, other) == (31, ["street_03_seed3.png"])
+    one, other = images(tmp_path / "one"), images(tmp_path / "other")
+    assert demo.compare_outputs(one, other) == (32, [])
+    (other / "street_03_seed3.png").write_bytes(b"image 4")
+    assert demo.compare_outputs(one, other) == (31, ["street_03_seed3.png"])
     (one / "street_03_seed3.png").unlink()
     (other / "metadata.jsonl").write_bytes(b"{} \n")
-    assert demo.compare(one, other) == (31, ["street_03_seed3.png", "metadata.jsonl"])
+    assert demo.compare_outputs(one, other) == (31, ["street_03_seed3.png", "metadata.jsonl"])
 
 
-def test_folders_that_lack_the_same_picture_are_not_taken_for_whole(tmp_path: Path) -> None:
-    one, other = pictures(tmp_path / "one"), pictures(tmp_path / "other")
+def test_folders_that_lack_the_same_image_are_not_taken_for_whole(tmp_path: Path) -> None:
+    one, other = images(tmp_path / "one"), images(tmp_path / "other")
     for folder in (one, other):
         (folder / "street_03_seed3.png").unlink()
-    num_equal, different = demo.compare(one, other)
+    num_equal, different = demo.compare_outputs(one, other)
     assert num_equal == 31
-    assert "31 pictures" in different[0]
+    assert "31 images" in different[0]
 
 
 # -- processes
@@ -148,29 +148,29 @@ def test_folders_that_lack_the_same_picture_are_not_taken_for_whole(tmp_path: Pa
 @pytest.mark.faults
 def test_a_command_killed_in_the_middle_goes_on_and_ends_as_one_that_never_was(tmp_path: Path) -> None:
     config = DemoConfig(output_dir=tmp_path, progress="none")
-    places = commands.Places(folder=tmp_path)
+    places = commands.DemoPaths(folder=tmp_path)
     commands.write_prompts(places.prompts)
 
     def words(folder: Path, pace: str) -> list[str]:
-        said = commands.generate_words(config, folder, 2)
+        said = commands.generate_args(config, folder, 2)
         said[said.index("--model_path") + 1] = pace
         return [*said, "--height", "32", "--width", "32"]
 
-    with StopSignals(ends_at_once=False) as signals:
+    with StopSignals(exit_on_second=False) as signals:
         # A quarter of a minute of drawing is left when the kill is due: no pause of a busy machine is that long.
         code, killed = run_command(
-            words(places.pictures, "testcard:1"), signals, lambda: num_drawn(places.pictures) >= 1
+            words(places.images, "testcard:1"), signals, lambda: num_images_done(places.images) >= 1
         )
         assert (code, killed) == (-signal.SIGKILL, True)
-        assert 1 <= num_drawn(places.pictures) < 32
-        assert not (places.pictures / "metadata.jsonl").exists()
-        for folder in (places.pictures, places.uninterrupted):
+        assert 1 <= num_images_done(places.images) < 32
+        assert not (places.images / "metadata.jsonl").exists()
+        for folder in (places.images, places.uninterrupted):
             assert run_command(words(folder, "testcard"), signals, lambda: False) == (0, False)
-    assert demo.compare(places.pictures, places.uninterrupted) == (32, [])
+    assert demo.compare_outputs(places.images, places.uninterrupted) == (32, [])
 
 
 def test_a_signal_is_handed_on_and_no_further_command_begins() -> None:
-    with StopSignals(ends_at_once=False) as signals:
+    with StopSignals(exit_on_second=False) as signals:
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(Interrupted, match="nothing is left running") as raised:
             run_command(["--version"], signals, lambda: False)
@@ -235,26 +235,26 @@ def test_signals_at_every_step_leave_nothing_running_and_the_same_command_goes_o
     for word, number, expected in (
         ("step 1/8", signal.SIGINT, 130),
         ("worker 1: loading", signal.SIGTERM, 143),
-        ("of 32 pictures, 0 failed", signal.SIGINT, 130),
+        ("of 32 images, 0 failed", signal.SIGINT, 130),
         ("3/4", signal.SIGINT, 130),
     ):
         code, said = stopped(folder, word, number, 600)
         assert code == expected, said
         assert "Traceback" not in said
     assert started(folder).wait(600) == 0, (tmp_path / "said.txt").read_text()
-    assert "32 of 32 pictures are equal" in (tmp_path / "said.txt").read_text()
+    assert "32 of 32 images are equal" in (tmp_path / "said.txt").read_text()
     assert (folder / "gallery.html").exists()
 
 
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.timeout(1800)
-def test_the_demo_trains_draws_through_a_kill_scores_and_writes_a_page_and_again_is_quick_and_notices_a_changed_picture(
+def test_the_demo_trains_draws_through_a_kill_scores_and_writes_a_page_and_again_is_quick_and_notices_a_changed_image(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = DemoConfig(output_dir=tmp_path / NAME, n_steps=8, nproc=1, progress="none")
-    places = commands.Places(folder=config.output_dir)
-    words = ["demo", *commands.flags(config, DemoConfig())]
+    places = commands.DemoPaths(folder=config.output_dir)
+    words = ["demo", *commands.settings_to_flags(config, DemoConfig())]
     assert cli.main(words) == 0
     said = capfd.readouterr().out
     for step in (
@@ -263,7 +263,7 @@ def test_the_demo_trains_draws_through_a_kill_scores_and_writes_a_page_and_again
         "3/4",
         "4/4",
         "Killed after ",
-        "32 of 32 pictures are equal",
+        "32 of 32 images are equal",
         "FD-streets",
         "prompt agreement",
     ):
@@ -276,7 +276,7 @@ def test_the_demo_trains_draws_through_a_kill_scores_and_writes_a_page_and_again
     assert "together" in said
 
     assert cli.main(words) == 0
-    assert "32 of 32 pictures are there from an earlier call" in capfd.readouterr().out
+    assert "32 of 32 images are there from an earlier call" in capfd.readouterr().out
 
     changed = next(places.uninterrupted.glob("street_05*.png"))
     changed.write_bytes(changed.read_bytes() + b"\0")

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halation.distributed.engines.registry import spread
+from halation.distributed.engines.registry import build_engine
 from halation.flow.ema import Ema
-from halation.training.loop import MODEL, Part, Position, Rows, StepReport, StepSettings, train_steps
+from halation.training.loop import MODEL, MicroBatch, StepReport, StepSettings, TrainedNetwork, TrainState, train_steps
 from support.rank_pool import RankPool, RanksFailed
 
 
@@ -42,29 +42,31 @@ def test_without_decay_the_learning_rate_stays() -> None:
     assert {settings(warmup_steps=3).lr_at(step) for step in (3, 4, 10_000)} == {0.1}
 
 
-def steps(world: Any, scales: list[float], dtype: str, policy: str, scale: float) -> tuple[list[StepReport], Position]:
+def steps(
+    world: Any, scales: list[float], dtype: str, policy: str, scale: float
+) -> tuple[list[StepReport], TrainState]:
     """Steps of a single weight whose loss is multiplied, step by step, by the given numbers."""
     module = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.ones_(module.weight)
-    engine = spread("auto", world, module, [])
+    engine = build_engine("auto", world, module, [])
     engine.prepare_optimizer(0.1, (0.9, 0.999), 0.0)
-    ema = Ema(engine.masters(), 0.9)
-    position = Position(loss_scale=scale)
+    ema = Ema(engine.master_weights(), 0.9)
+    position = TrainState(loss_scale=scale)
 
-    def objective(module: torch.nn.Module, rows: Rows) -> torch.Tensor:
+    def objective(module: torch.nn.Module, rows: MicroBatch) -> torch.Tensor:
         output: torch.Tensor = module(rows.x0)
         return output.float().square().flatten() * rows.t
 
-    def rows(factor: float) -> list[Rows]:
+    def rows(factor: float) -> list[MicroBatch]:
         ones = torch.ones(2, 1)
-        return [Rows(x0=ones, noise=ones, t=torch.full((2,), factor), condition={}, weight=torch.ones(2))]
+        return [MicroBatch(x0=ones, noise=ones, t=torch.full((2,), factor), condition={}, weight=torch.ones(2))]
 
     chosen = settings(dtype=dtype, nan_policy=policy)
     batches = (rows(factor) for factor in scales)
     reports = list(
         train_steps(
             world,
-            {MODEL: Part(engine=engine, ema=ema, objective=objective)},
+            {MODEL: TrainedNetwork(engine=engine, ema=ema, objective=objective)},
             batches,
             chosen,
             position,
@@ -92,7 +94,7 @@ def test_a_good_step_after_a_skipped_one_starts_the_count_anew(ranks: RankPool) 
     reports, position = ranks.run(1, steps, [*[nan] * 20, 1.0, *[nan] * 20, 1.0], "fp32", "skip", 1.0)[0]
     assert [report.skipped for report in reports] == [*[True] * 20, False, *[True] * 20, False]
     assert position.step == 42
-    assert position.pictures == 84
+    assert position.num_images == 84
 
 
 @pytest.mark.ranks

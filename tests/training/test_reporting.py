@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import pytest
 
-from halation.step_progress import Progress
+from halation.progress_bar import StepProgress
 from halation.training.config import TrainConfig
-from halation.training.reporting import adapted, in_words
+from halation.training.reporting import count_adapter_layers, describe_parameters
 
 
 def test_a_run_of_adapters_says_what_is_trained_beside_what_there_is() -> None:
-    assert in_words(TrainConfig(), 2_800_000, 2_800_000) == "2.8 M parameters"
-    words = in_words(TrainConfig(lora_rank=4), 12_300, 2_800_000)
+    assert describe_parameters(TrainConfig(), 2_800_000, 2_800_000) == "2.8 M parameters"
+    words = describe_parameters(TrainConfig(lora_rank=4), 12_300, 2_800_000)
     assert words == "adapters of rank 4, 0.0123 M parameters beside the 2.8 M parameters of all"
 
 
 def test_layers_with_adapters_are_counted_by_their_names_in_a_block() -> None:
     names = [f"blocks.{k}.attn1.{layer}.lora_{side}.default.weight" for k in (0, 1) for layer in ("to_q", "to_out.0") for side in "AB"]  # fmt: skip
-    assert adapted([*names, "proj_out.weight"]) == {"to_q": 2, "to_out.0": 2}
+    assert count_adapter_layers([*names, "proj_out.weight"]) == {"to_q": 2, "to_out.0": 2}
 
 
 def test_plain_lines_have_single_blanks_and_the_last_one_comes_once(capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress("plain", 4, 4, "caching") as progress:
+    with StepProgress("plain", 4, 4, "caching") as progress:
         for _ in range(2):
-            progress.update(4, "pictures", {})
-    with Progress("plain", 2, 0) as progress:
-        progress.update(2, "mean loss 0.5000  3 pictures/s", {})
+            progress.update(4, "images", {})
+    with StepProgress("plain", 2, 0) as progress:
+        progress.update(2, "mean loss 0.5000  3 images/s", {})
     lines = capsys.readouterr().err.splitlines()
-    assert lines == ["caching 4/4 pictures", "step 2/2 mean loss 0.5000, 3 pictures/s, 0:00:00 left"]
+    assert lines == ["caching 4/4 images", "step 2/2 mean loss 0.5000, 3 images/s, 0:00:00 left"]

@@ -1,4 +1,4 @@
-"""Trackers: scalars and pictures, one tag a prompt, in TensorBoard and in wandb, which stays offline unless its mode says otherwise."""
+"""Trackers: scalars and images, one tag a prompt, in TensorBoard and in wandb, which stays offline unless its mode says otherwise."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 WORDS = (
     "train --data streets --model tiny --image_size 32 --patch_size 8 --batch_size 2 --n_steps 2 --ckpt_every 0 "
-    "--sample_steps 2 --heldout_pictures 4 --output_dir run --report_to tensorboard wandb --sample_raw --progress none"
+    "--sample_steps 2 --validation_images 4 --output_dir run --report_to tensorboard wandb --sample_raw --progress none"
 )
 
 
@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def test_tensorboard_has_the_numbers_and_one_picture_tag_a_prompt(folder: Path) -> None:
+def test_tensorboard_has_the_numbers_and_one_image_tag_a_prompt(folder: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder / "run/tensorboard"))
@@ -46,7 +46,7 @@ def test_tensorboard_has_the_numbers_and_one_picture_tag_a_prompt(folder: Path) 
     assert [event.step for event in events.Images("samples/01 two trees")] == [2]
 
 
-def test_wandb_wrote_an_offline_run_with_the_pictures_in_it(folder: Path) -> None:
+def test_wandb_wrote_an_offline_run_with_the_images_in_it(folder: Path) -> None:
     (run,) = (folder / "wandb").glob("offline-run-*")
     assert list(run.glob("*.wandb"))
     assert len(list(run.rglob("*.png"))) == 4

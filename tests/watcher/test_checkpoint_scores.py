@@ -12,26 +12,26 @@ import pytest
 from PIL import Image
 
 from halation.errors import InputError
-from halation.images.png import read_png
+from halation.images.png_codec import read_png
 from halation.watcher import checkpoint_scores
-from halation.watcher.checkpoint_scores import Verdict
+from halation.watcher.checkpoint_scores import CheckpointScore
 
 
 def entry(name: str, value: float, **more: Any) -> dict[str, Any]:
     return {"name": name, "value": value, "std": None, "few": False} | more
 
 
-def verdict(step: int, fd: float, agreement: float = 0.5, **more: Any) -> Verdict:
+def verdict(step: int, fd: float, agreement: float = 0.5, **more: Any) -> CheckpointScore:
     metrics = {
         "fd": entry("FD-streets", fd, **more),
         "agreement": entry("prompt agreement", agreement, better="higher"),
     }
-    return Verdict(step=step, checkpoint=f"step_{step:07d}", metrics=metrics)
+    return CheckpointScore(step=step, checkpoint=f"step_{step:07d}", metrics=metrics)
 
 
-def written(folder: Path, *found: Verdict) -> None:
+def written(folder: Path, *found: CheckpointScore) -> None:
     for each in found:
-        place = checkpoint_scores.folder_of(folder, each.step)
+        place = checkpoint_scores.step_folder(folder, each.step)
         place.mkdir(parents=True)
         value = {"step": each.step, "checkpoint": each.checkpoint, "metrics": each.metrics}
         (place / "evaluation.json").write_text(json.dumps(value))
@@ -40,7 +40,7 @@ def written(folder: Path, *found: Verdict) -> None:
 def test_every_evaluation_is_a_line_for_each_number_and_a_point_in_the_plot(tmp_path: Path) -> None:
     written(tmp_path, verdict(500, 31.2), verdict(40, 40.0, std=1.5))
     (tmp_path / "step_0000600").mkdir()
-    found = checkpoint_scores.read_verdicts(tmp_path)
+    found = checkpoint_scores.read_scores(tmp_path)
     assert [each.step for each in found] == [40, 500]
     checkpoint_scores.write_metrics(tmp_path, found, "runs/a")
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -62,32 +62,33 @@ def test_every_evaluation_is_a_line_for_each_number_and_a_point_in_the_plot(tmp_
 
 def test_the_best_is_the_lowest_or_the_highest_by_what_the_number_means() -> None:
     found = [verdict(1, 3.0, 0.9), verdict(2, 1.0, 0.2), verdict(3, 1.0, 0.9)]
-    assert checkpoint_scores.best_of(found, "fd").step == 2
-    assert checkpoint_scores.best_of(found, "agreement").step == 1
+    assert checkpoint_scores.best_score(found, "fd").step == 2
+    assert checkpoint_scores.best_score(found, "agreement").step == 1
     opposite = [
-        Verdict(step=step, checkpoint="", metrics={"clip": entry("CLIP", value, better="lower")})
+        CheckpointScore(step=step, checkpoint="", metrics={"clip": entry("CLIP", value, better="lower")})
         for step, value in ((1, 2.0), (2, 1.0))
     ]
-    assert checkpoint_scores.best_of(opposite, "clip").step == 2, "what the evaluation says counts more than a name"
+    assert checkpoint_scores.best_score(opposite, "clip").step == 2, "what the evaluation says counts more than a name"
 
 
 def test_the_first_number_decides_unless_another_is_asked_for() -> None:
     one = verdict(1, 3.0)
-    assert checkpoint_scores.deciding(one, "") == "fd"
-    assert checkpoint_scores.deciding(one, "agreement") == "agreement"
+    assert checkpoint_scores.deciding_metric(one, "") == "fd"
+    assert checkpoint_scores.deciding_metric(one, "agreement") == "agreement"
     with pytest.raises(InputError, match="--best_by kid, and the evaluation has fd, agreement"):
-        checkpoint_scores.deciding(one, "kid")
+        checkpoint_scores.deciding_metric(one, "kid")
 
 
 def test_the_sentence_says_where_a_checkpoint_stands() -> None:
     first, second, third = verdict(300, 35.0), verdict(400, 29.83), verdict(500, 31.24, few=True)
     assert (
-        checkpoint_scores.sentence(first, [first], "fd") == "step 300: FD-streets 35 (the first), prompt agreement 0.5"
+        checkpoint_scores.format_score(first, [first], "fd")
+        == "step 300: FD-streets 35 (the first), prompt agreement 0.5"
     )
-    said = checkpoint_scores.sentence(second, [first, second], "fd")
+    said = checkpoint_scores.format_score(second, [first, second], "fd")
     assert said == "step 400: FD-streets 29.8 (the best so far), prompt agreement 0.5"
-    said = checkpoint_scores.sentence(third, [first, second, third], "fd")
-    assert said == "step 500: FD-streets 31.2 (best 29.8 at 400), prompt agreement 0.5, of few pictures"
+    said = checkpoint_scores.format_score(third, [first, second, third], "fd")
+    assert said == "step 500: FD-streets 31.2 (best 29.8 at 400), prompt agreement 0.5, of few images"
 
 
 @pytest.mark.parametrize(
@@ -103,12 +104,12 @@ def test_the_sentence_says_where_a_checkpoint_stands() -> None:
     ],
 )
 def test_an_evaluation_without_its_numbers_is_none(evaluation: Any, words: str) -> None:
-    problem = checkpoint_scores.problem_of(evaluation)
+    problem = checkpoint_scores.find_evaluation_problem(evaluation)
     assert words in problem
     assert bool(problem) == bool(words)
 
 
-def test_the_grid_shows_the_first_sixteen_pictures(tmp_path: Path) -> None:
+def test_the_grid_shows_the_first_sixteen_images(tmp_path: Path) -> None:
     with open(tmp_path / "metadata.jsonl", "w") as file:
         for number in range(20):
             Image.fromarray(np.full((64, 64, 3), 10 * number, np.uint8)).save(tmp_path / f"{number}.png")

@@ -18,12 +18,12 @@ from halation import cli
 from halation.data.streets import Streets
 from halation.distributed.signals import StopSignals
 from halation.errors import InputError
-from halation.images.png import encode_png, read_png
-from halation.runs import folder as runs
-from halation.watcher.command import prompts_of, resolved
+from halation.images.png_codec import encode_png, read_png
+from halation.runs import run_record as runs
+from halation.watcher.command import load_prompts, resolve_config
 from halation.watcher.config import WatchConfig
-from halation.watcher.display import Spectator
-from halation.watcher.watch_loop import Watch
+from halation.watcher.display import WatchDisplay
+from halation.watcher.watch_loop import CheckpointWatcher
 from support import commands
 
 pytestmark = pytest.mark.ranks
@@ -48,7 +48,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def drawn(folder: Path) -> dict[str, int]:
-    """Pictures with the time they were written."""
+    """Images with the time they were written."""
     return {str(path): path.stat().st_mtime_ns for path in sorted(folder.rglob("*_seed*.png"))}
 
 
@@ -56,7 +56,7 @@ def drawn(folder: Path) -> dict[str, int]:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A training of six steps with three checkpoints."""
     folder = tmp_path_factory.mktemp("watched")
-    words = commands.halation(commands.train(folder / "run", nproc=1, heldout_pictures=0))
+    words = commands.halation(commands.train(folder / "run", nproc=1, validation_images=0))
     assert commands.finish(words, folder / "log") == 0, (folder / "log").read_text()
     return folder / "run"
 
@@ -70,7 +70,7 @@ def scored(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     return {"run": run, "call": watch(run, "--once", *FEW)}
 
 
-def test_each_whole_checkpoint_has_pictures_a_grid_and_numbers(scored: dict[str, Any]) -> None:
+def test_each_whole_checkpoint_has_images_a_grid_and_numbers(scored: dict[str, Any]) -> None:
     folder = scored["run"] / "watch"
     for step in (2, 6):
         place = folder / f"step_{step:07d}"
@@ -92,7 +92,7 @@ def test_each_whole_checkpoint_has_pictures_a_grid_and_numbers(scored: dict[str,
     assert "step 6: FD-streets" in said
 
 
-def test_the_pictures_are_of_the_captions_of_held_out_scenes(scored: dict[str, Any]) -> None:
+def test_the_images_are_of_the_captions_of_held_out_scenes(scored: dict[str, Any]) -> None:
     from halation.data.streets import caption, scene
 
     lines = (scored["run"] / "watch/step_0000002/pictures/metadata.jsonl").read_text().splitlines()
@@ -115,14 +115,14 @@ def test_the_best_checkpoint_is_kept_by_links_and_survives_rotation(scored: dict
     assert content(run / "watch/best_checkpoint") == before
 
 
-def test_nothing_is_left_of_pins_and_features_of_pictures(scored: dict[str, Any]) -> None:
+def test_nothing_is_left_of_pins_and_features_of_images(scored: dict[str, Any]) -> None:
     folder = scored["run"] / "watch"
     assert list((folder / ".pinned").iterdir()) == []
-    assert len(list((folder / "features").iterdir())) == 2, "the reference and the first pictures"
+    assert len(list((folder / "features").iterdir())) == 2, "the reference and the first images"
     assert not [path for path in folder.rglob(".*") if path.name.endswith((".tmp", ".removing", ".incoming"))]
 
 
-def test_a_second_call_scores_nothing_again_and_may_choose_other_pictures_and_another_best(
+def test_a_second_call_scores_nothing_again_and_may_choose_other_images_and_another_best(
     scored: dict[str, Any], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
@@ -131,7 +131,7 @@ def test_a_second_call_scores_nothing_again_and_may_choose_other_pictures_and_an
     evaluations = {path: path.stat().st_mtime_ns for path in folder.glob("*/evaluation.json")}
     (folder / "metrics.jsonl").unlink()
     (folder / "best").unlink()
-    words = [run, "--once", *FEW, "--pictures", "best", "--best_by", "agreement", "--progress", "json"]
+    words = [run, "--once", *FEW, "--images", "best", "--best_by", "agreement", "--progress", "json"]
     done = watch(*words)
     assert done.returncode == 0, done.stderr
     assert {path: path.stat().st_mtime_ns for path in folder.glob("*/evaluation.json")} == evaluations
@@ -232,10 +232,10 @@ def test_a_damaged_checkpoint_is_tried_twice_and_named_and_the_next_one_is_score
 @pytest.mark.parametrize(
     ("words", "found"),
     [
-        (["--reference", "streets", *SMALL], "6 generated pictures and 32 reference pictures"),
+        (["--reference", "streets", *SMALL], "6 generated images and 32 reference images"),
         (["--reference", "streets", *SMALL, "--metrics", "fid", "--weights", "gone.pth", *INCEPTION], "gone.pth"),
-        pytest.param(["--reference", "streets", "--prompts", "one.txt"], "1 generated picture", marks=pytest.mark.slow),
-        pytest.param(["--reference", "empty", "--prompts", "one.txt", *STREETS], "no pictures", marks=pytest.mark.slow),
+        pytest.param(["--reference", "streets", "--prompts", "one.txt"], "1 generated image", marks=pytest.mark.slow),
+        pytest.param(["--reference", "empty", "--prompts", "one.txt", *STREETS], "no images", marks=pytest.mark.slow),
     ],
 )
 def test_what_would_be_refused_of_every_checkpoint_is_refused_before_one_is_there(
@@ -253,7 +253,7 @@ def test_what_would_be_refused_of_every_checkpoint_is_refused_before_one_is_ther
 
 
 @pytest.mark.slow
-def test_a_refused_evaluation_ends_the_watch_and_pictures_are_not_drawn_again(last_alone: Path, tmp_path: Path) -> None:
+def test_a_refused_evaluation_ends_the_watch_and_images_are_not_drawn_again(last_alone: Path, tmp_path: Path) -> None:
     real = tmp_path / "real"
     real.mkdir()
     for index in range(6):
@@ -304,7 +304,7 @@ def test_killed_at_any_time_the_same_command_ends_with_the_same_numbers(trained:
 @pytest.mark.slow
 def test_it_follows_a_training_that_rotates_its_checkpoints(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    words = commands.train(run, nproc=1, n_steps=200, ckpt_every=50, keep_last=1, heldout_pictures=0)
+    words = commands.train(run, nproc=1, n_steps=200, ckpt_every=50, keep_last=1, validation_images=0)
     run.mkdir()
     watched = ["watch", str(run), "--reference", "streets", "--poll_s", "0.2", *FEW]
     with commands.started(commands.halation(watched), tmp_path / "watch.log") as command:
@@ -382,10 +382,10 @@ def test_one_that_is_removed_before_its_turn_is_named_once(tmp_path: Path, capsy
         place.mkdir(parents=True)
         (place / "COMMIT.json").write_text('{"sha256": {}}')
     config = WatchConfig(run=tmp_path, every=2, min_step=3)
-    watching = Watch(config, tmp_path / "watch", Spectator("plain"), StopSignals(), "prompts.txt")
-    assert [each.step for each in watching.waiting()] == [4], "2 is too early, 7 is odd"
+    watching = CheckpointWatcher(config, tmp_path / "watch", WatchDisplay("plain"), StopSignals(), "prompts.txt")
+    assert [each.step for each in watching.list_waiting()] == [4], "2 is too early, 7 is odd"
     shutil.rmtree(tmp_path / "checkpoints/step_0000004")
-    assert watching.waiting() == watching.waiting() == []
+    assert watching.list_waiting() == watching.list_waiting() == []
     assert capsys.readouterr().err == "step_0000004 was removed before its turn came; it is skipped\n"
 
 
@@ -439,18 +439,18 @@ def test_what_cannot_be_is_refused(
     paths = {name: Path(settings[name]) for name in ("run", "output_dir") if name in settings}
     values = {"run": Path("."), "reference": ("streets",)} | settings | paths
     with pytest.raises(InputError, match=words):
-        resolved(WatchConfig(**values))
+        resolve_config(WatchConfig(**values))
 
 
 def test_one_of_several_copies_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(InputError, match="one of several copies"):
-        resolved(WatchConfig(run=tmp_path, reference=("streets",)))
+        resolve_config(WatchConfig(run=tmp_path, reference=("streets",)))
 
 
 def test_best_by_one_of_four_goes_with_prdc(tmp_path: Path) -> None:
-    resolved(WatchConfig(run=tmp_path, reference=("streets",), best_by="recall", metrics=("fd", "prdc")))
+    resolve_config(WatchConfig(run=tmp_path, reference=("streets",), best_by="recall", metrics=("fd", "prdc")))
 
 
 def test_a_folder_without_checkpoints_is_refused_where_it_is_not_waited_for(tmp_path: Path) -> None:
@@ -460,14 +460,14 @@ def test_a_folder_without_checkpoints_is_refused_where_it_is_not_waited_for(tmp_
 
 
 def test_the_reference_of_a_run_is_what_it_was_trained_on(trained: Path) -> None:
-    assert resolved(WatchConfig(run=trained)).reference == ("streets",)
+    assert resolve_config(WatchConfig(run=trained)).reference == ("streets",)
 
 
 def test_more_samples_than_prompts_are_refused(tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("a red car\ntwo trees\n")
     config = WatchConfig(run=tmp_path, reference=("streets",), prompts=str(tmp_path / "prompts.txt"), num_samples=3)
     with pytest.raises(InputError, match=r"--num_samples 3, but .*prompts\.txt has 2 prompts"):
-        prompts_of(config)
+        load_prompts(config)
 
 
 def test_captions_of_a_folder_are_the_prompts_and_a_folder_without_any_is_refused(tmp_path: Path) -> None:
@@ -478,10 +478,10 @@ def test_captions_of_a_folder_are_the_prompts_and_a_folder_without_any_is_refuse
     Image.new("RGB", (32, 32)).save(folder / "a.png")
     config = WatchConfig(run=tmp_path, reference=(str(folder),))
     with pytest.raises(InputError, match="no --prompts, and no captions in the reference"):
-        prompts_of(config)
+        load_prompts(config)
     (folder / "metadata.jsonl").write_text('{"file_name": "a.png", "text": "un été"}\n')
-    assert [row.prompt for row in prompts_of(config).rows()] == ["un été"]
+    assert [row.prompt for row in load_prompts(config).rows()] == ["un été"]
     statistics = tmp_path / "real.npz"
     statistics.touch()
     with pytest.raises(InputError, match="it is no folder"):
-        prompts_of(WatchConfig(run=tmp_path, reference=(str(statistics),)))
+        load_prompts(WatchConfig(run=tmp_path, reference=(str(statistics),)))

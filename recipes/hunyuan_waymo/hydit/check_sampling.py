@@ -15,7 +15,7 @@ import numpy as np
 from halation.data.streets import DRIVING_PROMPTS
 from halation.distributed import launcher
 from halation.errors import InputError
-from halation.images.png import read_png
+from halation.images.png_codec import read_png
 
 FOLDER = Path("results/test_sampling")
 NUM_RANKS = 4
@@ -33,8 +33,8 @@ def ranks() -> tuple[int, list[str]]:
 
 
 def train(run: Path, flags: Sequence[str], more: Sequence[str]) -> int:
-    words = ["--n_steps", NUM_STEPS, "--batch_size", 1, "--image_size", SIZE, SIZE, "--max_pictures", 8]
-    words += ["--heldout_pictures", 0, "--report_to", "none", "--progress", "none", "--output_dir", run]
+    words = ["--n_steps", NUM_STEPS, "--batch_size", 1, "--image_size", SIZE, SIZE, "--max_images", 8]
+    words += ["--validation_images", 0, "--report_to", "none", "--progress", "none", "--output_dir", run]
     return subprocess.run([sys.executable, str(TRAINING), *map(str, words), *flags, *more]).returncode
 
 
@@ -57,16 +57,16 @@ def checks(run: Path, alone: Path, num: int) -> Iterator[Check]:
     yield found == wanted, f"{len(wanted)} files, gpu_0_sample.png to gpu_{num - 1}_prompt.txt, in {samples}"
     texts = [(samples / f"gpu_{k}_prompt.txt").read_text(encoding="utf-8") for k in range(num)]
     yield texts == list(prompts), f"gpu_k_prompt.txt holds driving prompt k for k = 0 to {num - 1}"
-    pictures = [read_png(samples / f"gpu_{k}_sample.png")[0] for k in range(num)]
-    shapes = {picture.shape for picture in pictures}
-    yield shapes == {(SIZE, SIZE, 3)}, f"pictures are {SIZE} x {SIZE}: {sorted(shapes)}"
-    distinct = len({picture.tobytes() for picture in pictures if np.ptp(picture)})
-    yield distinct == num, f"{distinct} of {num} pictures differ from all others and have more than one colour"
+    images = [read_png(samples / f"gpu_{k}_sample.png")[0] for k in range(num)]
+    shapes = {image.shape for image in images}
+    yield shapes == {(SIZE, SIZE, 3)}, f"images are {SIZE} x {SIZE}: {sorted(shapes)}"
+    distinct = len({image.tobytes() for image in images if np.ptp(image)})
+    yield distinct == num, f"{distinct} of {num} images differ from all others and have more than one colour"
     log = (run / "logs" / "train.log").read_text(encoding="utf-8")
     yield "Generating samples" in log, f'"Generating samples" stands in {run / "logs" / "train.log"}'
     again = [read_png(path)[0] for path in sorted(alone.glob("*.png")) if path.name != "grid.png"]
-    same = len(again) == num and all(np.array_equal(*pair) for pair in zip(pictures, again, strict=True))
-    yield same, f"one rank alone draws the same {num} pictures from the checkpoint, pixel for pixel"
+    same = len(again) == num and all(np.array_equal(*pair) for pair in zip(images, again, strict=True))
+    yield same, f"one rank alone draws the same {num} images from the checkpoint, pixel for pixel"
 
 
 def report(found: Iterator[Check]) -> bool:
@@ -83,7 +83,7 @@ def report(found: Iterator[Check]) -> bool:
 
 def main(more: Sequence[str]) -> int:
     num, flags = ranks()
-    print(f"{num} ranks train for {NUM_STEPS} steps and draw a picture each", flush=True)
+    print(f"{num} ranks train for {NUM_STEPS} steps and draw an image each", flush=True)
     shutil.rmtree(FOLDER, ignore_errors=True)
     alone = FOLDER / "alone"
     code = train(FOLDER, flags, more)
@@ -95,7 +95,7 @@ def main(more: Sequence[str]) -> int:
         print(f"FAIL drawing with one rank ended with exit code {code}")
         return code
     good = report(checks(FOLDER, alone, num))
-    print(f"{'all is well' if good else 'something is wrong'}; the pictures are in {FOLDER}")
+    print(f"{'all is well' if good else 'something is wrong'}; the images are in {FOLDER}")
     return 0 if good else 1
 
 

@@ -1,4 +1,4 @@
-"""Samples of one training step from all ranks, for a training loop of one's own: HunyuanDiT's modules in, pictures and prompts out.
+"""Samples of one training step from all ranks, for a training loop of one's own: HunyuanDiT's modules in, images and prompts out.
 
 A thin call of Halation's drawing. `halation train` and the scripts of this recipe need none of it.
 """
@@ -17,19 +17,19 @@ import torch
 from torch import Tensor, nn
 
 from halation.data.streets import DRIVING_PROMPTS
-from halation.distributed.external_group import bare, borrowed_world, is_sharded, reshard, undisturbed
+from halation.distributed.external_process_group import eval_mode, external_world, is_sharded, reshard, unwrap_model
 from halation.distributed.world import World
-from halation.models.denoiser import OWN
-from halation.models.pipelines import library_messages
+from halation.models.denoiser import PIPELINE_SCHEDULER
+from halation.models.pipelines import load
 from halation.models.pipelines.folder_check import PipelineFiles
-from halation.sampling.denoiser_sampler import Drawing, SampleSettings
-from halation.sampling.files import Place, Row, publish_index
+from halation.sampling.denoiser_sampler import DenoiserSampler, SampleSettings
+from halation.sampling.sample_folder import SampleFolder, SampleRow, publish_index
 
-library_messages.silence()  # before the pipeline is imported, which is when some of it is said
+load.filter_library_warnings()  # before the pipeline is imported, which is when some of it is said
 from diffusers import HunyuanDiTPipeline  # noqa: E402
 
 from halation.models.pipelines.training.denoiser import PipelineDenoiser  # noqa: E402
-from halation.models.pipelines.training.hunyuan import HunyuanFamily  # noqa: E402
+from halation.models.pipelines.training.hunyuan_dit import HunyuanFamily  # noqa: E402
 
 TIMEOUT_S = 600.0
 
@@ -48,21 +48,21 @@ def sample_images_multi_gpu(
     args: Any,
     logger: logging.Logger,
     train_steps: int,
-) -> list[Row]:
-    """Draw the samples of a step, each rank its prompts, and return what became of each picture, the same list on every rank.
+) -> list[SampleRow]:
+    """Draw the samples of a step, each rank its prompts, and return what became of each image, the same list on every rank.
 
     Every rank calls it with its own modules: the transformer, bare or wrapped, its scheduler as `diffusion`, and the rest of the
-    pipeline. `args` is a namespace; what it lacks has a default. A picture that fails costs that picture alone.
+    pipeline. `args` is a namespace; what it lacks has a default. An image that fails costs that image alone.
     """
     with (
-        borrowed_world(rank, world_size, _device(model), TIMEOUT_S) as world,
-        undisturbed(text_encoder, text_encoder_t5, vae),
+        external_world(rank, world_size, _device(model), TIMEOUT_S) as world,
+        eval_mode(text_encoder, text_encoder_t5, vae),
     ):
         pipe: Any = _Pipe(
             vae=vae,
             text_encoder=text_encoder,
             tokenizer=tokenizer,
-            transformer=bare(model),
+            transformer=unwrap_model(model),
             scheduler=type(diffusion).from_config(diffusion.config),
             safety_checker=None,
             feature_extractor=None,
@@ -73,7 +73,7 @@ def sample_images_multi_gpu(
         pipe.set_progress_bar_config(disable=True)
         denoiser = _denoiser(pipe, args)
         settings = _settings(args, denoiser, world_size)
-        place = Place(folder=_folder(args) / "samples" / f"step_{train_steps:07d}", names="gpu")
+        place = SampleFolder(folder=_folder(args) / "samples" / f"step_{train_steps:07d}", naming="gpu")
         logger.info(
             "Generating samples of step %d: prompts %d, ranks %d", train_steps, len(settings.prompts), world_size
         )
@@ -84,16 +84,18 @@ def sample_images_multi_gpu(
     return rows
 
 
-def _draw(world: World, denoiser: PipelineDenoiser, settings: SampleSettings, place: Place, step: int) -> list[Row]:
-    if world.first:
-        # Pictures of the same step from other weights would pass for these.
+def _draw(
+    world: World, denoiser: PipelineDenoiser, settings: SampleSettings, place: SampleFolder, step: int
+) -> list[SampleRow]:
+    if world.is_rank_zero:
+        # Images of the same step from other weights would pass for these.
         shutil.rmtree(place.folder, ignore_errors=True)
     sharded = is_sharded(denoiser.module)
-    drawing = Drawing(world, denoiser, settings, sharded=sharded, timeout_s=TIMEOUT_S, stop=lambda: 0)
+    drawing = DenoiserSampler(world, denoiser, settings, sharded=sharded, timeout_s=TIMEOUT_S, stop=lambda: 0)
     with _unsaid("Generating samples", "Error during sampling"):
         rows = drawing.run(place, f"step {step}")
     reshard(denoiser.module)
-    if world.first:
+    if world.is_rank_zero:
         publish_index(place, rows, {"step": step})
     return rows
 
@@ -151,7 +153,7 @@ def _denoiser(pipe: Any, args: Any) -> PipelineDenoiser:
         weights_dtype="fp32",
         lora=None,
     )
-    denoiser.use_texts(_GivenEncoders(pipe=pipe, family=family))
+    denoiser.set_text_store(_GivenEncoders(pipe=pipe, family=family))
     return denoiser
 
 
@@ -165,9 +167,9 @@ def _settings(args: Any, denoiser: PipelineDenoiser, world_size: int) -> SampleS
         steps=_asked(args, "sample_steps", 10),
         seed=_asked(args, "sample_seed", 42),
         same_seed=False,
-        sampler=OWN,
+        sampler=PIPELINE_SCHEDULER,
         guidance_scale=_asked(args, "guidance_scale", denoiser.default_guidance),
-        sheet_size=1,
+        batch_size=1,
         dtype=_asked(args, "dtype", "fp32"),
     )
 

@@ -1,10 +1,10 @@
 """A small AutoencoderKL that nobody had to train: eight latents a patch of 8 x 8 pixels, fitted to street scenes in closed form.
 
 It is a linear autoencoder in the clothes of diffusers' one. Down: the eight main components of a patch, orthonormal. Up: three
-doublings, each the 3 x 3 convolution that comes nearest to the finer picture in least squares. Pictures come back blurred, but
+doublings, each the 3 x 3 convolution that comes nearest to the finer image in least squares. Images come back blurred, but
 they are streets. What is nonlinear is made harmless: the residual branches are zero; before the last convolution each value x
 stands there twice, as x and -x, because silu(x) - silu(-x) = x; and two channels of large constants keep the group norm from
-following the picture.
+following the image.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ RIDGE = 1e-4
 
 def made() -> Any:
     """The autoencoder, in float32; the same bits each time on one machine."""
-    pictures = scenes(FITTED_TO, SIZE)
-    quarter, quarter_mean = components(F.pixel_unshuffle(pictures, 4), NUM_FEATURES)
-    features = projected(F.pixel_unshuffle(pictures, 4), quarter, quarter_mean)
+    images = scenes(FITTED_TO, SIZE)
+    quarter, quarter_mean = components(F.pixel_unshuffle(images, 4), NUM_FEATURES)
+    features = projected(F.pixel_unshuffle(images, 4), quarter, quarter_mean)
     eighth, eighth_mean = components(F.pixel_unshuffle(features, 2), NUM_LATENTS)
     latents = projected(F.pixel_unshuffle(features, 2), eighth, eighth_mean)
     vae = blank(scaling=float(1.0 / latents.std()))
     with torch.no_grad():
         _set_encoder(vae.encoder, quarter, quarter_mean, eighth, eighth_mean)
-        _set_decoder(vae.decoder, latents, (features, F.pixel_unshuffle(pictures, 2), pictures))
+        _set_decoder(vae.decoder, latents, (features, F.pixel_unshuffle(images, 2), images))
     return vae
 
 
@@ -124,8 +124,8 @@ def nearest_doubling(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     num = x.shape[1] * 9 + 1
     gram = torch.zeros(num, num, dtype=torch.float64)
     moment = torch.zeros(num, target.shape[1], dtype=torch.float64)
-    for picture, wanted in zip(F.interpolate(x, scale_factor=2.0), target, strict=True):
-        columns = F.unfold(picture[None], 3, padding=1)[0]
+    for image, wanted in zip(F.interpolate(x, scale_factor=2.0), target, strict=True):
+        columns = F.unfold(image[None], 3, padding=1)[0]
         columns = torch.cat([columns, torch.ones(1, columns.shape[1])])
         gram += (columns @ columns.T).double()
         moment += (columns @ wanted.flatten(1).T).double()

@@ -40,9 +40,9 @@ def ensure(folder: Path) -> bool:
 def write(folder: Path) -> None:
     import transformers
 
-    from halation.models.pipelines import library_messages
+    from halation.models.pipelines import load
 
-    library_messages.silence()
+    load.filter_library_warnings()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         transformers.utils.logging.disable_progress_bar()

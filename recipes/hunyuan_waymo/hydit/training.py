@@ -1,4 +1,4 @@
-"""`halation train` with the defaults of this recipe: HunyuanDiT, street scenes, eight driving prompts, a picture from every GPU."""
+"""`halation train` with the defaults of this recipe: HunyuanDiT, street scenes, eight driving prompts, an image from every GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEFAULTS: dict[str, Any] = {
     "image_size": (256, 256),
     "n_steps": 1_000,
     "batch_size": 4,
-    "heldout_pictures": 16,
+    "validation_images": 16,
     "sample_names": "gpu",
     "sample_all": False,
     "sample_steps": 10,
@@ -56,7 +56,7 @@ def by_environment() -> dict[str, Any]:
         "model_path": os.environ.get("MODEL_PATH", ""),
         "data": os.environ.get("DATA") or "streets",
         "dtype": "bf16" if gpus else "fp32",
-        "nproc": 0 if gpus or launcher.launched() else NUM_CPU_RANKS,
+        "nproc": 0 if gpus or launcher.is_launched() else NUM_CPU_RANKS,
     }
 
 
@@ -75,7 +75,7 @@ def by_flags(asked: TrainConfig) -> dict[str, Any]:
     """Defaults that hang on other settings. Ten kept checkpoints a run; a model that knows nothing yet learns in larger steps."""
     return {
         "lr": TrainConfig.lr if asked.model_path else 1e-3,
-        "max_pictures": MAX_STREETS if asked.data == "streets" else 0,
+        "max_images": MAX_STREETS if asked.data == "streets" else 0,
         "ckpt_every": max(10, asked.n_steps // 10),
         "ckpt_latest_every": max(100, asked.n_steps // 50),
         "sample_prompts": () if asked.sample_prompts_file else DRIVING_PROMPTS,

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Fine-tune HunyuanDiT on every visible GPU (2 CPU ranks where there is none), with a picture from each at every checkpoint:
+# Fine-tune HunyuanDiT on every visible GPU (2 CPU ranks where there is none), with an image from each at every checkpoint:
 #   bash scripts/train_waymo_base.sh [STEPS] [flags of halation train]
-# MODEL_PATH is a HunyuanDiT in diffusers layout or its name on the hub, else a tiny one is made; DATA a folder or CSV of pictures
+# MODEL_PATH is a HunyuanDiT in diffusers layout or its name on the hub, else a tiny one is made; DATA a folder or CSV of images
 # with captions, else street scenes. Works from any folder and writes below it. Again with more steps or other GPUs goes on.
 set -euo pipefail
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from halation.errors import InputError
-from halation.sampling.rank_sampler import RankSampler
+from halation.sampling.custom_loop_sampler import RankSampler
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -16,7 +16,7 @@ except ImportError:
         raise InputError("lightning is not installed", "Lightning's Trainer", "pip install lightning") from None
 
 
-class SamplerCallback(Callback):
+class LightningSamplerCallback(Callback):
     """`Trainer(callbacks=[SamplerCallback(sampler)])`: `sampler(trainer.global_step)` before the first and after every optimizer step.
 
     The sampler's `every` says which of them draw. Where it names no model, the LightningModule is the one that draws.
@@ -24,7 +24,7 @@ class SamplerCallback(Callback):
 
     def __init__(self, sampler: RankSampler) -> None:
         self.sampler = sampler
-        self._last = -1
+        self._last_step = -1
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._draw(trainer, pl_module)
@@ -36,6 +36,10 @@ class SamplerCallback(Callback):
 
     def _draw(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.sampler.use(pl_module)
-        if trainer.global_step != self._last:  # not after a batch whose gradients only add up
-            self._last = trainer.global_step
-            self.sampler(self._last)
+        if trainer.global_step != self._last_step:  # not after a batch whose gradients only add up
+            self._last_step = trainer.global_step
+            self.sampler(self._last_step)
+
+
+SamplerCallback = LightningSamplerCallback
+"""The name that pages and scripts import."""

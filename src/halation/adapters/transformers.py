@@ -6,10 +6,10 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from halation.sampling.rank_sampler import RankSampler
+from halation.sampling.custom_loop_sampler import RankSampler
 
 
-class SamplerCallback(TrainerCallback):
+class TransformersSamplerCallback(TrainerCallback):
     """`Trainer(callbacks=[SamplerCallback(sampler)])`: `sampler(state.global_step)` before the first and after every optimizer step.
 
     The sampler's `every` says which of them draw. Where it names no model, the Trainer's own is the one that draws.
@@ -26,7 +26,11 @@ class SamplerCallback(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._draw(state, kwargs)
 
-    def _draw(self, state: TrainerState, told: dict[str, Any]) -> None:
-        if told.get("model") is not None:
-            self.sampler.use(told["model"])
+    def _draw(self, state: TrainerState, kwargs: dict[str, Any]) -> None:
+        if kwargs.get("model") is not None:
+            self.sampler.use(kwargs["model"])
         self.sampler(state.global_step)
+
+
+SamplerCallback = TransformersSamplerCallback
+"""The name that pages and scripts import."""

@@ -1,4 +1,4 @@
-"""Aspect buckets: a few shapes of about one area, so that a picture keeps near its own proportions and a batch has one shape."""
+"""Aspect buckets: a few shapes of about one area, so that an image keeps near its own proportions and a batch has one shape."""
 
 from __future__ import annotations
 
@@ -8,64 +8,68 @@ from typing import NamedTuple
 
 import numpy as np
 
-from halation.data.dataset import Pictures
+from halation.data.dataset_protocol import ImageDataset
 from halation.errors import InputError
 
-Shape = tuple[int, int]
+ImageShape = tuple[int, int]
 """Height and width."""
-LARGEST_RATIO = 2.0
+MAX_ASPECT_RATIO = 2.0
 
 
-class Buckets(NamedTuple):
+class BucketAssignment(NamedTuple):
     """How the train part of a source is sorted into shapes."""
 
-    of: np.ndarray
-    """The bucket of each picture, an index into `shapes`."""
-    shapes: tuple[Shape, ...]
+    bucket_indices: np.ndarray
+    """The bucket of each image, an index into `shapes`."""
+    shapes: tuple[ImageShape, ...]
 
 
-def buckets_of(source: Pictures) -> Buckets | None:
-    """The buckets of a source, or None where all its pictures have one shape."""
+def buckets_of(source: ImageDataset) -> BucketAssignment | None:
+    """The buckets of a source, or None where all its images have one shape."""
     of: np.ndarray | None = getattr(source, "bucket_of", None)
-    return None if of is None else Buckets(of, source.shapes)  # type: ignore[attr-defined]
+    return None if of is None else BucketAssignment(of, source.shapes)  # type: ignore[attr-defined]
 
 
-def bucket_shapes(height: int, width: int, multiple: int) -> tuple[Shape, ...]:
+def bucket_shapes(height: int, width: int, multiple: int) -> tuple[ImageShape, ...]:
     """Shapes of at most the area height x width whose sides are multiples, from 1:2 to 2:1, none inside another; tall ones first."""
     area = height * width
-    sides = range(multiple, math.isqrt(int(LARGEST_RATIO * area)) + 1, multiple)
-    found = {shape for side in sides for shape in _longest(side, area, multiple)}
-    found = {(high, wide) for high, wide in found if max(high, wide) <= LARGEST_RATIO * min(high, wide)}
+    sides = range(multiple, math.isqrt(int(MAX_ASPECT_RATIO * area)) + 1, multiple)
+    found = {shape for side in sides for shape in _largest_shapes(side, area, multiple)}
+    found = {(high, wide) for high, wide in found if max(high, wide) <= MAX_ASPECT_RATIO * min(high, wide)}
     if height % multiple == 0 and width % multiple == 0:
         found.add((height, width))
     if not found:
         raise InputError(
             f"aspect buckets of the area {height} x {width} with sides that are multiples of {multiple}",
-            f"room for a picture of {multiple} x {multiple} at least",
+            f"room for an image of {multiple} x {multiple} at least",
             "give a larger --image_size, or leave --aspect_buckets out",
         )
-    widest = [shape for shape in found if not any(_inside(shape, other) for other in found)]
-    return tuple(sorted(widest, key=lambda shape: shape[1] / shape[0]))
+    maximal = [shape for shape in found if not any(_fits_inside(shape, other) for other in found)]
+    return tuple(sorted(maximal, key=lambda shape: shape[1] / shape[0]))
 
 
-def bucket_words(source: Pictures, multiple: int) -> list[str]:
-    """For people: which shapes there are and how many pictures have them; and where that comes to one, why."""
+def describe_buckets(source: ImageDataset, multiple: int) -> list[str]:
+    """For people: which shapes there are and how many images have them; and where that comes to one, why."""
     buckets = buckets_of(source)
     if buckets is None:
         return []
-    counts = np.bincount(buckets.of, minlength=len(buckets.shapes)).tolist()
-    told = [f"{high} x {wide}: {num}" for (high, wide), num in zip(buckets.shapes, counts, strict=True) if num]
-    words = [f"{len(told)} bucket{'s' * (len(told) != 1)} (height x width: pictures): {', '.join(told)}"]
-    room = bucket_shapes(source.height, source.width, multiple)
-    if len(room) == 1:
-        why = f"with sides that are multiples of {multiple} this area has room for one shape; a larger --image_size has more"
-        words.append(f"--aspect_buckets does nothing here: {why}")
-    elif len(told) == 1:
-        words.append(f"--aspect_buckets does nothing here: of {len(room)} shapes, one is the nearest to all pictures")
-    return words
+    counts = np.bincount(buckets.bucket_indices, minlength=len(buckets.shapes)).tolist()
+    descriptions = [f"{high} x {wide}: {num}" for (high, wide), num in zip(buckets.shapes, counts, strict=True) if num]
+    lines = [
+        f"{len(descriptions)} bucket{'s' * (len(descriptions) != 1)} (height x width: images): {', '.join(descriptions)}"
+    ]
+    possible_shapes = bucket_shapes(source.height, source.width, multiple)
+    if len(possible_shapes) == 1:
+        reason = f"with sides that are multiples of {multiple} this area has room for one shape; a larger --image_size has more"
+        lines.append(f"--aspect_buckets does nothing here: {reason}")
+    elif len(descriptions) == 1:
+        lines.append(
+            f"--aspect_buckets does nothing here: of {len(possible_shapes)} shapes, one is the nearest to all images"
+        )
+    return lines
 
 
-def nearest(sizes: np.ndarray, shapes: Sequence[Shape]) -> np.ndarray:
+def nearest_shapes(sizes: np.ndarray, shapes: Sequence[ImageShape]) -> np.ndarray:
     """For each (height, width) the shape whose proportions are nearest, by the difference of their logarithms."""
     ratios = np.log(np.array([wide / high for high, wide in shapes]))
     if not len(sizes):
@@ -76,10 +80,10 @@ def nearest(sizes: np.ndarray, shapes: Sequence[Shape]) -> np.ndarray:
     return np.stack([np.round(np.abs(own - ratio), 9) for ratio in ratios]).argmin(0)
 
 
-def _longest(side: int, area: int, multiple: int) -> tuple[Shape, ...]:
+def _largest_shapes(side: int, area: int, multiple: int) -> tuple[ImageShape, ...]:
     other = area // side // multiple * multiple
     return ((side, other), (other, side)) if other else ()
 
 
-def _inside(shape: Shape, other: Shape) -> bool:
+def _fits_inside(shape: ImageShape, other: ImageShape) -> bool:
     return shape != other and shape[0] <= other[0] and shape[1] <= other[1]

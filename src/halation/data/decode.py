@@ -1,4 +1,4 @@
-"""One picture file to pixels, of a given size or its own: PNG, JPEG and WebP by content, bounded before anything is decoded."""
+"""One image file to pixels, of a given size or its own: PNG, JPEG and WebP by content, bounded before anything is decoded."""
 
 from __future__ import annotations
 
@@ -15,101 +15,101 @@ VERSION = 1
 """Counts changes of this file that change pixels; part of every fingerprint."""
 FORMATS = ("PNG", "JPEG", "WEBP")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
-NOT_A_PICTURE = "its content is not PNG, JPEG or WebP, whatever its name says, or it is cut off"
+NOT_AN_IMAGE = "its content is not PNG, JPEG or WebP, whatever its name says, or it is cut off"
 MAX_PIXELS = 64 * 10**6
-_ON_ITS_SIDE = (5, 6, 7, 8)
+_ROTATED_ORIENTATIONS = (5, 6, 7, 8)
 """EXIF orientations that swap height and width."""
 # Pillow's plugins raise all of these, by format and by kind of damage.
-_DAMAGE = (
+_DECODE_ERRORS = (
     OSError, SyntaxError, ValueError, TypeError, KeyError, IndexError, EOFError, MemoryError, struct.error, zlib.error,
 )  # fmt: skip
 
 
-class BrokenPictureError(Exception):
-    """A file that gives no picture; the text says why."""
+class BrokenImageError(Exception):
+    """A file that gives no image; the text says why."""
 
 
-class Decoded(NamedTuple):
-    """Pixels, and the height and width that the upright picture had."""
+class DecodedFile(NamedTuple):
+    """Pixels, and the height and width that the upright image had."""
 
     pixels: np.ndarray
-    original: tuple[int, int]
+    original_size: tuple[int, int]
 
 
 def decode(path: Path, height: int, width: int) -> np.ndarray:
     """(height, width, 3) uint8: turned as its EXIF says, over white, the middle cut to the shape, resampled."""
-    return decode_sized(path, height, width).pixels
+    return decode_with_size(path, height, width).pixels
 
 
-def decode_sized(path: Path, height: int, width: int) -> Decoded:
+def decode_with_size(path: Path, height: int, width: int) -> DecodedFile:
     """What `decode` gives, with the size it had before."""
     try:
-        with _opened(path) as image:
+        with _open_image(path) as image:
             across, down = image.size
             # JPEG can decode at 1/2, 1/4, 1/8 for a fraction of the time; twice the final size keeps the filter honest.
             image.draft(None, (2 * max(height, width),) * 2)
             upright = ImageOps.exif_transpose(image)
-            if image.getexif().get(ExifTags.Base.Orientation) in _ON_ITS_SIDE:
+            if image.getexif().get(ExifTags.Base.Orientation) in _ROTATED_ORIENTATIONS:
                 across, down = down, across
-            return Decoded(np.asarray(_fit(_opaque(upright), height, width)), (down, across))
-    except BrokenPictureError:
+            return DecodedFile(np.asarray(_crop_and_resize(_to_rgb(upright), height, width)), (down, across))
+    except BrokenImageError:
         raise
-    except _DAMAGE as error:
-        raise BrokenPictureError(str(error) or type(error).__name__) from None
+    except _DECODE_ERRORS as error:
+        raise BrokenImageError(str(error) or type(error).__name__) from None
 
 
-def upright_size(path: Path) -> tuple[int, int]:
+def read_upright_size(path: Path) -> tuple[int, int]:
     """Height and width as its EXIF turns it, mostly from the file's first bytes alone."""
     try:
-        with _opened(path) as image:
+        with _open_image(path) as image:
             across, down = image.size
-            on_its_side = image.getexif().get(ExifTags.Base.Orientation) in _ON_ITS_SIDE
-            return (across, down) if on_its_side else (down, across)
-    except _DAMAGE as error:
-        raise BrokenPictureError(str(error) or type(error).__name__) from None
+            is_rotated = image.getexif().get(ExifTags.Base.Orientation) in _ROTATED_ORIENTATIONS
+            return (across, down) if is_rotated else (down, across)
+    except _DECODE_ERRORS as error:
+        raise BrokenImageError(str(error) or type(error).__name__) from None
 
 
-def check(path: Path, height: int, width: int) -> tuple[int, int]:
-    """Its upright height and width, or BrokenPictureError unless it is whole; `decode` takes a PNG that lacks its end."""
-    original = decode_sized(path, height, width).original
+def verify_image(path: Path, height: int, width: int) -> tuple[int, int]:
+    """Its upright height and width, or BrokenImageError unless it is whole; `decode` takes a PNG that lacks its end."""
+    original_size = decode_with_size(path, height, width).original_size
     try:
-        with _opened(path) as image:
+        with _open_image(path) as image:
             image.verify()
-    except _DAMAGE as error:
-        raise BrokenPictureError(str(error) or type(error).__name__) from None
-    return original
+    except _DECODE_ERRORS as error:
+        raise BrokenImageError(str(error) or type(error).__name__) from None
+    return original_size
 
 
-def whole(data: bytes) -> np.ndarray:
+def decode_full_size(data: bytes) -> np.ndarray:
     """(height, width, 3) uint8 of a file's bytes at its own size: turned as its EXIF says, over white; damage anywhere is found."""
     try:
-        with _opened(io.BytesIO(data), len(data)) as image:
+        with _open_image(io.BytesIO(data), len(data)) as image:
             upright = ImageOps.exif_transpose(image)
-            pixels = np.asarray(_opaque(upright))
-        with _opened(io.BytesIO(data), len(data)) as image:
+            pixels = np.asarray(_to_rgb(upright))
+        with _open_image(io.BytesIO(data), len(data)) as image:
             image.verify()  # a PNG that lacks its end is decoded without a word
         return pixels
-    except BrokenPictureError:
+    except BrokenImageError:
         raise
-    except _DAMAGE as error:
-        raise BrokenPictureError(str(error) or type(error).__name__) from None
+    except _DECODE_ERRORS as error:
+        raise BrokenImageError(str(error) or type(error).__name__) from None
 
 
-def _opened(file: Path | io.BytesIO, num_bytes: int | None = None) -> Image.Image:
+def _open_image(file: Path | io.BytesIO, num_bytes: int | None = None) -> Image.Image:
     try:
         image = Image.open(file, formats=FORMATS)
     except UnidentifiedImageError:
-        empty = (file.stat().st_size if isinstance(file, Path) else num_bytes) == 0
-        raise BrokenPictureError("the file is empty" if empty else NOT_A_PICTURE) from None
+        is_empty = (file.stat().st_size if isinstance(file, Path) else num_bytes) == 0
+        raise BrokenImageError("the file is empty" if is_empty else NOT_AN_IMAGE) from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise BrokenPictureError(str(error)) from None
+        raise BrokenImageError(str(error)) from None
     if image.width * image.height > MAX_PIXELS:
         image.close()
-        raise BrokenPictureError(f"{image.width} x {image.height} pixels; the limit is {MAX_PIXELS // 10**6} million")
+        raise BrokenImageError(f"{image.width} x {image.height} pixels; the limit is {MAX_PIXELS // 10**6} million")
     return image
 
 
-def _opaque(image: Image.Image) -> Image.Image:
+def _to_rgb(image: Image.Image) -> Image.Image:
     """RGB with 8 bits; transparent parts become white before the resampling, or their hidden colours would bleed in."""
     if image.mode.startswith("I"):
         deep = np.asarray(image).astype(np.int64)
@@ -121,7 +121,7 @@ def _opaque(image: Image.Image) -> Image.Image:
     return Image.alpha_composite(white, image).convert("RGB")
 
 
-def _fit(image: Image.Image, height: int, width: int) -> Image.Image:
+def _crop_and_resize(image: Image.Image, height: int, width: int) -> Image.Image:
     scale = min(image.width / width, image.height / height)
     left, top = (image.width - width * scale) / 2, (image.height - height * scale) / 2
     box = (

@@ -2,7 +2,7 @@
 
 A folder holds `cache.json` (what was asked for), and for each shard `train-00000.safetensors` with one tensor "x" and
 `train-00000.json` with captions, labels, original sizes, size and SHA-256. A shard holds samples of one shape: where the
-source has buckets, the pictures of one of them, and its note says which.
+source has buckets, the images of one of them, and its note says which.
 """
 
 from __future__ import annotations
@@ -20,230 +20,246 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save
 
-from halation.data import row_shards
+from halation.data import row_cache
 from halation.data.aspect_buckets import buckets_of
-from halation.data.dataset import JSON, Picture, Pictures
-from halation.data.process_pool import Stack, Workers, draw, joined
+from halation.data.dataset_protocol import JSON, CaptionedImage, ImageDataset
+from halation.data.decode_pool import ImageBatch, ProcessPool, concat_batches, load_images
 
 FORMAT = 2
-PARTS = ("train", "heldout")
-CHUNK = 32
-"""Pictures a process makes at a time, and the size of every batch `encode` sees unless told otherwise."""
-MOST_IN_A_SHARD, NUM_SHARDS = 1024, 64
+SPLITS = ("train", "heldout")
+CHUNK_SIZE = 32
+"""Images a process makes at a time, and the size of every batch `encode` sees unless told otherwise."""
+MAX_SHARD_SIZE, TARGET_NUM_SHARDS = 1024, 64
 _MANIFEST = "cache.json"
 _DTYPES: dict[str, np.dtype[Any]] = {
     "U8": np.dtype(np.uint8), "F16": np.dtype(np.float16), "F32": np.dtype(np.float32),
 }  # fmt: skip
-_NUM_CAPTIONS = 100_000
+_MAX_CAPTIONS = 100_000
 
 Encode = Callable[[list[np.ndarray]], np.ndarray]
 
 
 def build(
-    source: Pictures,
+    source: ImageDataset,
     folder: str | Path,
     encode: Encode | None = None,
     *,
     fingerprint: dict[str, JSON],
-    part: tuple[int, int] = (0, 1),
+    rank_and_size: tuple[int, int] = (0, 1),
     shard_size: int | None = None,
-    encode_size: int = CHUNK,
+    encode_size: int = CHUNK_SIZE,
     num_workers: int = 0,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> None:
     """Write the shards of rank `part[0]` of `part[1]` that are not there yet; the caller waits for the other ranks.
 
-    Without `encode` pixels are kept (uint8, NHWC). `encode` always gets exactly `encode_size` pictures of one shape, a shard's
+    Without `encode` pixels are kept (uint8, NHWC). `encode` always gets exactly `encode_size` images of one shape, a shard's
     last batch filled up by repetition, so that a latent does not depend on the number of ranks; it gives float16 or float32.
-    A shard holds `shard_size` pictures; by default as many as in a cache that was begun, else by their number alone.
-    `num_workers` processes make the pictures; 0 makes them here. `on_progress(done, total)` counts this rank's pictures.
+    A shard holds `shard_size` images; by default as many as in a cache that was begun, else by their number alone.
+    `num_workers` processes make the images; 0 makes them here. `on_progress(done, total)` counts this rank's images.
     """
     folder = Path(folder)
-    rank, world_size = part
+    rank, world_size = rank_and_size
     if shard_size is None:
-        shard_size = _begun_with(folder) or usual_shard_size(source.num_train + source.num_heldout, encode_size)
-    asked = _describe(source, fingerprint, shard_size)
-    row_shards.claim(folder / _MANIFEST, asked)
-    mine = [shard for shard in _shards(asked) if shard.number % world_size == rank]
-    total = sum(shard.num for shard in mine)
-    missing = [shard for shard in mine if _commit(folder, shard, verify=True) is None]
-    done = total - sum(shard.num for shard in missing)
+        shard_size = _existing_shard_size(folder) or default_shard_size(
+            source.num_train + source.num_validation, encode_size
+        )
+    manifest = _make_manifest(source, fingerprint, shard_size)
+    row_cache.ensure_manifest(folder / _MANIFEST, manifest)
+    own_shards = [shard for shard in _plan_shards(manifest) if shard.number % world_size == rank]
+    total = sum(shard.num_images for shard in own_shards)
+    missing = [shard for shard in own_shards if _read_commit(folder, shard, verify=True) is None]
+    done = total - sum(shard.num_images for shard in missing)
     if on_progress is not None:
         on_progress(done, total)
-    workers = Workers(partial(draw, source), num_workers) if num_workers and missing else None
+    pool = ProcessPool(partial(load_images, source), num_workers) if num_workers and missing else None
     try:
-        for shard, indices, stack in _made(source, workers, missing):
+        for shard, indices, batch in _load_shards(source, pool, missing):
 
-            def tell(num: int, before: int = done) -> None:
+            def report_progress(num: int, before: int = done) -> None:
                 if on_progress is not None:
                     on_progress(before + num, total)
 
-            _publish(folder, shard, indices, stack, _encoded(stack.pixels, encode, encode_size, tell))
-            done += shard.num
+            _publish_shard(
+                folder, shard, indices, batch, _encode_pixels(batch.pixels, encode, encode_size, report_progress)
+            )
+            done += shard.num_images
             if on_progress is not None:
                 on_progress(done, total)
     finally:
-        if workers is not None:
-            workers.close()
+        if pool is not None:
+            pool.close()
 
 
-def usual_shard_size(num: int, encode_size: int) -> int:
-    """Small enough that many ranks get a share of few pictures, in whole batches, and never too large to lose."""
-    whole_batches = -(-num // (NUM_SHARDS * encode_size)) * encode_size
-    return min(MOST_IN_A_SHARD, max(encode_size, whole_batches))
+def default_shard_size(num: int, encode_size: int) -> int:
+    """Small enough that many ranks get a share of few images, in whole batches, and never too large to lose."""
+    whole_batches = -(-num // (TARGET_NUM_SHARDS * encode_size)) * encode_size
+    return min(MAX_SHARD_SIZE, max(encode_size, whole_batches))
 
 
-def _begun_with(folder: Path) -> int | None:
+def _existing_shard_size(folder: Path) -> int | None:
     """The shard size of a cache that is there already, whoever chose it."""
     if not (folder / _MANIFEST).exists():
         return None
-    size = row_shards.read_manifest(folder / _MANIFEST, FORMAT).get("shard_size")
+    size = row_cache.read_manifest(folder / _MANIFEST, FORMAT).get("shard_size")
     return size if isinstance(size, int) and size > 0 else None
 
 
-def open(folder: str | Path, fingerprint: dict[str, JSON], *, verify: bool = True) -> CachedPictures:
+def open_cache(folder: str | Path, fingerprint: dict[str, JSON], *, verify: bool = True) -> CachedImageDataset:
     """Map a finished cache; refused if it was made for something else, or if a shard is missing or damaged.
 
     `verify` reads everything once to compare the SHA-256s (one rank of a machine is enough); sizes are compared always.
     """
     folder = Path(folder)
-    asked = row_shards.read_manifest(folder / _MANIFEST, FORMAT)
-    row_shards.refuse_stale(folder, asked["fingerprint"], fingerprint)
-    wanted = list(_shards(asked))
+    manifest = row_cache.read_manifest(folder / _MANIFEST, FORMAT)
+    row_cache.check_fingerprint(folder, manifest["fingerprint"], fingerprint)
+    shards = list(_plan_shards(manifest))
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-        commits = list(threads.map(lambda shard: _commit(folder, shard, verify=verify), wanted))
-    bad = [shard.name for shard, commit in zip(wanted, commits, strict=True) if commit is None]
-    row_shards.refuse_damaged(folder, bad, len(wanted))
-    whole = [(shard, commit) for shard, commit in zip(wanted, commits, strict=True) if commit is not None]
-    return CachedPictures(folder, asked, whole)
+        commits = list(threads.map(lambda shard: _read_commit(folder, shard, verify=verify), shards))
+    bad = [shard.name for shard, commit in zip(shards, commits, strict=True) if commit is None]
+    row_cache.check_no_damaged_shards(folder, bad, len(shards))
+    committed = [(shard, commit) for shard, commit in zip(shards, commits, strict=True) if commit is not None]
+    return CachedImageDataset(folder, manifest, committed)
 
 
-class CachedPictures:
-    """A cache as a source: pictures whose pixels (or latents) are views of the mapped files."""
+class CachedImageDataset:
+    """A cache as a source: images whose pixels (or latents) are views of the mapped files."""
 
-    def __init__(self, folder: Path, asked: dict[str, Any], held: Sequence[tuple[_Shard, dict[str, Any]]]) -> None:
-        self.name = str(asked["name"])
+    def __init__(self, folder: Path, manifest: dict[str, Any], shards: Sequence[tuple[_Shard, dict[str, Any]]]) -> None:
+        self.name = str(manifest["name"])
         self.folder = folder
-        self.fingerprint: dict[str, JSON] = asked["fingerprint"]
-        self.num_train = int(asked["num_train"])
-        self.num_heldout = int(asked["num_heldout"])
-        self.height = int(asked["height"])
-        self.width = int(asked["width"])
-        self.class_names: tuple[str, ...] = tuple(asked["class_names"])
-        self._parts = {name: _Part([pair for pair in held if pair[0].part == name], folder) for name in PARTS}
-        arrays = [array for part in self._parts.values() for array in part.arrays]
+        self.fingerprint: dict[str, JSON] = manifest["fingerprint"]
+        self.num_train = int(manifest["num_train"])
+        self.num_validation = int(manifest["num_heldout"])
+        self.height = int(manifest["height"])
+        self.width = int(manifest["width"])
+        self.class_names: tuple[str, ...] = tuple(manifest["class_names"])
+        self._splits = {
+            name: _SplitArrays([pair for pair in shards if pair[0].split == name], folder) for name in SPLITS
+        }
+        arrays = [array for part in self._splits.values() for array in part.arrays]
         self.dtype: np.dtype[Any] = arrays[0].dtype if arrays else np.dtype(np.uint8)
-        buckets = asked.get("buckets")
+        buckets = manifest.get("buckets")
         self.shapes: tuple[tuple[int, int], ...] = (
             tuple((high, wide) for high, wide in buckets["shapes"]) if buckets else ()
         )
         """Heights and widths in pixels of the buckets of the train part; empty where there are none."""
-        self.bucket_of: np.ndarray | None = self._parts["train"].buckets if buckets else None
-        """The bucket of each train picture; None where there are none."""
+        self.bucket_of: np.ndarray | None = self._splits["train"].buckets if buckets else None
+        """The bucket of each train image; None where there are none."""
 
     @property
     def holds_latents(self) -> bool:
         """True where an encoder made the samples: floats, channels first."""
         return self.dtype != np.uint8
 
-    def train(self, index: int) -> Picture:
-        """Picture `index` of the train part; its pixels are a read-only view of the file."""
-        return self._picture("train", index, self.num_train)
+    def train(self, index: int) -> CaptionedImage:
+        """Image `index` of the train part; its pixels are a read-only view of the file."""
+        return self._read_image("train", index, self.num_train)
 
-    def heldout(self, index: int) -> Picture:
-        """Picture `index` of the held-out part."""
-        return self._picture("heldout", index, self.num_heldout)
+    def validation(self, index: int) -> CaptionedImage:
+        """Image `index` of the validation part."""
+        return self._read_image("heldout", index, self.num_validation)
 
     def captions(self) -> Iterable[str]:
         """The first captions of the train part, at most a hundred thousand."""
-        return self._parts["train"].captions[:_NUM_CAPTIONS]
+        return self._splits["train"].captions[:_MAX_CAPTIONS]
 
-    def every_caption(self) -> Iterable[str]:
+    def all_captions(self) -> Iterable[str]:
         """The captions of both parts."""
-        return [caption for part in self._parts.values() for caption in part.captions]
+        return [caption for part in self._splits.values() for caption in part.captions]
 
-    def read(self, indices: Sequence[int] | np.ndarray, part: str = "train") -> Stack:
+    def read(self, indices: Sequence[int] | np.ndarray, split: str = "train") -> ImageBatch:
         """Many samples of one shape at once, copied into one new array: the fast way for a batch."""
-        where = self._parts[part]
+        split_arrays = self._splits[split]
         wanted = np.asarray(indices, np.int64)
-        num = len(where.captions)
+        num = len(split_arrays.captions)
         if len(wanted) and (wanted.min() < 0 or wanted.max() >= num):
-            raise IndexError(f"the {part} part holds {num} pictures; asked for {wanted.min()} to {wanted.max()}")
-        buckets = where.buckets[wanted]
+            raise IndexError(f"the {split} part holds {num} images; asked for {wanted.min()} to {wanted.max()}")
+        buckets = split_arrays.buckets[wanted]
         if len(wanted) and (buckets != buckets[0]).any():
-            raise ValueError(f"pictures of {len(np.unique(buckets))} buckets were asked for at once")
-        files, rows = where.files[wanted].tolist(), where.rows[wanted].tolist()
-        shape = where.arrays[files[0] if files else 0].shape[1:] if where.arrays else (self.height, self.width, 3)
+            raise ValueError(f"images of {len(np.unique(buckets))} buckets were asked for at once")
+        files, rows = split_arrays.shard_indices[wanted].tolist(), split_arrays.row_indices[wanted].tolist()
+        shape = (
+            split_arrays.arrays[files[0] if files else 0].shape[1:]
+            if split_arrays.arrays
+            else (self.height, self.width, 3)
+        )
         pixels = np.empty((len(wanted), *shape), self.dtype)
         targets = pixels.reshape(len(wanted), -1) if len(wanted) else pixels
-        flat = where.flat
+        flat = split_arrays.flat
         for target, (file, row) in enumerate(zip(files, rows, strict=True)):
             targets[target] = flat[file][row]
-        captions = [where.captions[index] for index in wanted.tolist()]
-        return Stack(pixels, captions, where.labels[wanted], where.originals[wanted])
+        captions = [split_arrays.captions[index] for index in wanted.tolist()]
+        return ImageBatch(pixels, captions, split_arrays.labels[wanted], split_arrays.originals[wanted])
 
-    def _picture(self, part: str, index: int, num: int) -> Picture:
+    def _read_image(self, split: str, index: int, num: int) -> CaptionedImage:
         if not 0 <= index < num:
-            raise IndexError(f"the {part} part holds {num} pictures; asked for {index}")
-        where = self._parts[part]
-        high, wide = where.originals[index].tolist()
-        return Picture(
-            pixels=where.arrays[where.files[index]][where.rows[index]],
-            caption=where.captions[index],
-            label=int(where.labels[index]),
-            original=(high, wide),
+            raise IndexError(f"the {split} part holds {num} images; asked for {index}")
+        split_arrays = self._splits[split]
+        high, wide = split_arrays.originals[index].tolist()
+        return CaptionedImage(
+            pixels=split_arrays.arrays[split_arrays.shard_indices[index]][split_arrays.row_indices[index]],
+            caption=split_arrays.captions[index],
+            label=int(split_arrays.labels[index]),
+            original_size=(high, wide),
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Shard:
-    part: str
+    split: str
     number: int
     """Counted over both parts: the rank that writes it is number % world_size."""
-    within: int
+    index_in_split: int
     bucket: int
     start: int
-    """How many pictures of its part, or of its bucket, lie in shards before it."""
-    num: int
-    bucketed: bool
+    """How many images of its part, or of its bucket, lie in shards before it."""
+    num_images: int
+    is_bucketed: bool
 
     @property
     def name(self) -> str:
-        return f"{self.part}-{self.within:05d}.safetensors"
+        return f"{self.split}-{self.index_in_split:05d}.safetensors"
 
 
-class _Part:
-    """The mapped arrays of one part, and by picture their place in them, captions, labels and original sizes in memory."""
+class _SplitArrays:
+    """The mapped arrays of one part, and by image their place in them, captions, labels and original sizes in memory."""
 
-    def __init__(self, held: Sequence[tuple[_Shard, dict[str, Any]]], folder: Path) -> None:
-        self.arrays = [_map(folder / shard.name) for shard, _ in held]
+    def __init__(self, shards: Sequence[tuple[_Shard, dict[str, Any]]], folder: Path) -> None:
+        self.arrays = [_map_shard(folder / shard.name) for shard, _ in shards]
         self.flat = [array.reshape(len(array), -1) for array in self.arrays]
-        lengths = [shard.num for shard, _ in held]
-        self.files = np.repeat(np.arange(len(held)), lengths)
-        self.rows = np.concatenate([np.empty(0, np.int64), *(np.arange(num) for num in lengths)])
-        self.buckets = np.repeat(np.array([shard.bucket for shard, _ in held], np.int64), lengths)
-        self.captions: list[str] = [caption for _, commit in held for caption in commit["captions"]]
-        self.labels = np.array([label for _, commit in held for label in commit["labels"]], np.int64)
-        self.originals = np.array([size for _, commit in held for size in commit["originals"]], np.int64).reshape(-1, 2)
-        if any(shard.bucketed for shard, _ in held):
-            self._sort(np.argsort([index for _, commit in held for index in commit["indices"]]))
+        lengths = [shard.num_images for shard, _ in shards]
+        self.shard_indices = np.repeat(np.arange(len(shards)), lengths)
+        self.row_indices = np.concatenate([np.empty(0, np.int64), *(np.arange(num) for num in lengths)])
+        self.buckets = np.repeat(np.array([shard.bucket for shard, _ in shards], np.int64), lengths)
+        self.captions: list[str] = [caption for _, commit in shards for caption in commit["captions"]]
+        self.labels = np.array([label for _, commit in shards for label in commit["labels"]], np.int64)
+        self.originals = np.array([size for _, commit in shards for size in commit["originals"]], np.int64).reshape(
+            -1, 2
+        )
+        if any(shard.is_bucketed for shard, _ in shards):
+            self._sort(np.argsort([index for _, commit in shards for index in commit["indices"]]))
 
-    def _sort(self, places: np.ndarray) -> None:
-        """From the order of the shards, which is by bucket, to that of the pictures."""
-        self.files, self.rows, self.buckets = self.files[places], self.rows[places], self.buckets[places]
-        self.labels, self.originals = self.labels[places], self.originals[places]
-        self.captions = [self.captions[place] for place in places.tolist()]
+    def _sort(self, order: np.ndarray) -> None:
+        """From the order of the shards, which is by bucket, to that of the images."""
+        self.shard_indices, self.row_indices, self.buckets = (
+            self.shard_indices[order],
+            self.row_indices[order],
+            self.buckets[order],
+        )
+        self.labels, self.originals = self.labels[order], self.originals[order]
+        self.captions = [self.captions[place] for place in order.tolist()]
 
 
-def _describe(source: Pictures, fingerprint: dict[str, JSON], shard_size: int) -> dict[str, Any]:
+def _make_manifest(source: ImageDataset, fingerprint: dict[str, JSON], shard_size: int) -> dict[str, Any]:
     if shard_size < 1:
-        raise ValueError(f"a shard holds at least one picture, not {shard_size}")
-    asked: dict[str, Any] = {
+        raise ValueError(f"a shard holds at least one image, not {shard_size}")
+    manifest: dict[str, Any] = {
         "format": FORMAT,
         "name": source.name,
         "fingerprint": fingerprint,
         "num_train": source.num_train,
-        "num_heldout": source.num_heldout,
+        "num_heldout": source.num_validation,
         "height": source.height,
         "width": source.width,
         "class_names": list(source.class_names),
@@ -251,72 +267,83 @@ def _describe(source: Pictures, fingerprint: dict[str, JSON], shard_size: int) -
     }
     buckets = buckets_of(source)
     if buckets is not None:
-        asked["buckets"] = {
+        manifest["buckets"] = {
             "shapes": [list(shape) for shape in buckets.shapes],
-            "counts": np.bincount(buckets.of).tolist(),
-            "sha256": hashlib.sha256(np.asarray(buckets.of, "<i8").tobytes()).hexdigest(),
+            "counts": np.bincount(buckets.bucket_indices).tolist(),
+            "sha256": hashlib.sha256(np.asarray(buckets.bucket_indices, "<i8").tobytes()).hexdigest(),
         }
-    return asked
+    return manifest
 
 
-def _shards(asked: dict[str, Any]) -> Iterator[_Shard]:
+def _plan_shards(manifest: dict[str, Any]) -> Iterator[_Shard]:
     number = 0
-    size = int(asked["shard_size"])
-    for part in PARTS:
-        bucketed = part == "train" and "buckets" in asked
-        counts: list[int] = asked["buckets"]["counts"] if bucketed else [int(asked[f"num_{part}"])]
-        cuts = [
+    size = int(manifest["shard_size"])
+    for split in SPLITS:
+        is_bucketed = split == "train" and "buckets" in manifest
+        counts: list[int] = manifest["buckets"]["counts"] if is_bucketed else [int(manifest[f"num_{split}"])]
+        ranges = [
             (bucket, start, min(size, num - start))
             for bucket, num in enumerate(counts)
             for start in range(0, num, size)
         ]
-        for within, (bucket, start, num) in enumerate(cuts):
+        for index_in_split, (bucket, start, num) in enumerate(ranges):
             yield _Shard(
-                part=part, number=number, within=within, bucket=bucket, start=start, num=num, bucketed=bucketed
+                split=split,
+                number=number,
+                index_in_split=index_in_split,
+                bucket=bucket,
+                start=start,
+                num_images=num,
+                is_bucketed=is_bucketed,
             )
             number += 1
 
 
-def _commit(folder: Path, shard: _Shard, *, verify: bool) -> dict[str, Any] | None:
+def _read_commit(folder: Path, shard: _Shard, *, verify: bool) -> dict[str, Any] | None:
     """What is written beside a shard, or None where shard or note are missing, cut or changed."""
-    commit = row_shards.committed(folder / shard.name, verify=verify)
-    if commit is None or any(len(commit[key]) != shard.num for key in ("captions", "labels", "originals")):
+    commit = row_cache.read_commit(folder / shard.name, verify=verify)
+    if commit is None or any(len(commit[key]) != shard.num_images for key in ("captions", "labels", "originals")):
         return None
     return commit
 
 
-Made = tuple[_Shard, list[int], Stack]
+LoadedShard = tuple[_Shard, list[int], ImageBatch]
 
 
-def _made(source: Pictures, workers: Workers | None, wanted: Sequence[_Shard]) -> Iterator[Made]:
-    """Shard after shard with its pictures; processes work a large shard ahead of the one that is encoded and written."""
-    ahead: deque[tuple[_Shard, list[int], list[Future[Stack]]]] = deque()
-    for shard in wanted:
-        indices = _indices(source, shard)
-        if workers is None:
-            yield shard, indices, draw(source, shard.part, indices)
+def _load_shards(source: ImageDataset, pool: ProcessPool | None, shards: Sequence[_Shard]) -> Iterator[LoadedShard]:
+    """Shard after shard with its images; processes work a large shard ahead of the one that is encoded and written."""
+    pending: deque[tuple[_Shard, list[int], list[Future[ImageBatch]]]] = deque()
+    for shard in shards:
+        indices = _shard_image_indices(source, shard)
+        if pool is None:
+            yield shard, indices, load_images(source, shard.split, indices)
             continue
-        cuts = [indices[at : at + CHUNK] for at in range(0, len(indices), CHUNK)]
-        ahead.append((shard, indices, [workers.ask(shard.part, cut) for cut in cuts]))
-        while len(ahead) > 1 and sum(later.num for later, _, _ in ahead) - ahead[0][0].num >= MOST_IN_A_SHARD:
-            yield _collected(*ahead.popleft())
-    while ahead:
-        yield _collected(*ahead.popleft())
+        chunks = [indices[at : at + CHUNK_SIZE] for at in range(0, len(indices), CHUNK_SIZE)]
+        pending.append((shard, indices, [pool.submit(shard.split, cut) for cut in chunks]))
+        while (
+            len(pending) > 1
+            and sum(later.num_images for later, _, _ in pending) - pending[0][0].num_images >= MAX_SHARD_SIZE
+        ):
+            yield _collect_shard(*pending.popleft())
+    while pending:
+        yield _collect_shard(*pending.popleft())
 
 
-def _indices(source: Pictures, shard: _Shard) -> list[int]:
-    stop = shard.start + shard.num
-    buckets = buckets_of(source) if shard.bucketed else None
+def _shard_image_indices(source: ImageDataset, shard: _Shard) -> list[int]:
+    stop = shard.start + shard.num_images
+    buckets = buckets_of(source) if shard.is_bucketed else None
     if buckets is None:
         return list(range(shard.start, stop))
-    return np.flatnonzero(buckets.of == shard.bucket)[shard.start : stop].tolist()
+    return np.flatnonzero(buckets.bucket_indices == shard.bucket)[shard.start : stop].tolist()
 
 
-def _collected(shard: _Shard, indices: list[int], pieces: list[Future[Stack]]) -> Made:
-    return shard, indices, joined([piece.result() for piece in pieces])
+def _collect_shard(shard: _Shard, indices: list[int], futures: list[Future[ImageBatch]]) -> LoadedShard:
+    return shard, indices, concat_batches([piece.result() for piece in futures])
 
 
-def _encoded(pixels: np.ndarray, encode: Encode | None, size: int, tell: Callable[[int], None]) -> np.ndarray:
+def _encode_pixels(
+    pixels: np.ndarray, encode: Encode | None, size: int, report_progress: Callable[[int], None]
+) -> np.ndarray:
     if encode is None:
         return pixels
     batches = []
@@ -329,23 +356,23 @@ def _encoded(pixels: np.ndarray, encode: Encode | None, size: int, tell: Callabl
                 f"encode gave {latents.dtype} {latents.shape}; expected float16 or float32 ({size}, C, h, w)"
             )
         batches.append(latents[:num_real])
-        tell(start + num_real)
+        report_progress(start + num_real)
     return np.concatenate(batches)
 
 
-def _publish(folder: Path, shard: _Shard, indices: list[int], stack: Stack, samples: np.ndarray) -> None:
+def _publish_shard(folder: Path, shard: _Shard, indices: list[int], batch: ImageBatch, samples: np.ndarray) -> None:
     notes: dict[str, Any] = {
-        "captions": stack.captions,
-        "labels": stack.labels.tolist(),
-        "originals": stack.originals.tolist(),
+        "captions": batch.captions,
+        "labels": batch.labels.tolist(),
+        "originals": batch.originals.tolist(),
     }
-    if shard.bucketed:
+    if shard.is_bucketed:
         notes["indices"] = indices
-    row_shards.publish_shard(folder / shard.name, save({"x": np.ascontiguousarray(samples)}), notes)
+    row_cache.publish_shard(folder / shard.name, save({"x": np.ascontiguousarray(samples)}), notes)
 
 
-def _map(path: Path) -> np.ndarray:
-    entries, start = row_shards.header(path)
+def _map_shard(path: Path) -> np.ndarray:
+    entries, start = row_cache.read_header(path)
     entry = entries["x"]
     mapped = np.memmap(path, _DTYPES[entry["dtype"]], mode="r", offset=start, shape=tuple(entry["shape"]))
     return np.asarray(mapped).view(np.ndarray)

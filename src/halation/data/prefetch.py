@@ -1,4 +1,4 @@
-"""Background prefetch: positions in, stacked pictures out, in order, while the device is busy with the batch before."""
+"""Background prefetch: positions in, stacked images out, in order, while the device is busy with the batch before."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from typing import Any
 
 import numpy as np
 
-from halation.data.dataset import Picture, Pictures
-from halation.data.process_pool import Stack, Workers, draw, joined, pictures, stack
-from halation.data.shuffle import BucketOrder, Order
+from halation.data.dataset_protocol import CaptionedImage, ImageDataset
+from halation.data.decode_pool import ImageBatch, ProcessPool, concat_batches, load_images, stack_images, unstack_images
+from halation.data.shuffle import BucketOrder, ShuffledOrder
 
 Batch = dict[str, Any]
 
 
-class Batches:
+class BatchPrefetcher:
     """Iterates over {"step", "positions", "indices", "pixels", "captions", "labels", "originals"}, a dict for each (step, positions)
-    given; `indices` are the pictures that the order has at those positions.
+    given; `indices` are the images that the order has at those positions.
 
     `num_threads` threads fetch up to `depth` batches ahead, in the order given. `positions` is read ahead of what is
     delivered, so a saved position is that of the last batch delivered, not of the iterator. With `num_workers` the
-    pictures are made in that many processes. `memory_bytes` keeps decoded pictures up to that size; an order without
+    images are made in that many processes. `memory_bytes` keeps decoded images up to that size; an order without
     repetition gains nothing from eviction, so the first ones stay. `transform` runs in the prefetching thread.
     """
 
     def __init__(
         self,
-        source: Pictures,
-        order: Order | BucketOrder,
+        source: ImageDataset,
+        order: ShuffledOrder | BucketOrder,
         positions: Iterable[tuple[int, Sequence[int] | np.ndarray]],
         *,
         num_threads: int = 2,
@@ -47,105 +47,107 @@ class Batches:
         self._positions = iter(positions)
         self._depth = depth
         self._transform = transform
-        self._fetcher = _Fetcher(source, num_workers, memory_bytes)
+        self._fetcher = _ImageFetcher(source, num_workers, memory_bytes)
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="prefetch")
-        self._ahead: deque[Future[Batch]] = deque()
-        self._closed = False
-        self._ended = False
+        self._pending: deque[Future[Batch]] = deque()
+        self._is_closed = False
+        self._is_exhausted = False
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        if self._closed:
+        if self._is_closed:
             raise StopIteration
-        self._fill()
-        if not self._ahead:
+        self._fill_queue()
+        if not self._pending:
             self.close()
             raise StopIteration
         try:
-            batch = self._ahead.popleft().result()
+            batch = self._pending.popleft().result()
         except BaseException:
             self.close()
             raise
-        self._fill()
+        self._fill_queue()
         return batch
 
-    def _fill(self) -> None:
-        while not self._ended and len(self._ahead) < self._depth:
+    def _fill_queue(self) -> None:
+        while not self._is_exhausted and len(self._pending) < self._depth:
             try:
                 step, positions = next(self._positions)
             except StopIteration:
-                self._ended = True
+                self._is_exhausted = True
                 return
-            self._ahead.append(self._threads.submit(self._make, step, np.asarray(positions, np.int64)))
+            self._pending.append(self._threads.submit(self._make_batch, step, np.asarray(positions, np.int64)))
 
-    def _make(self, step: int, positions: np.ndarray) -> Batch:
-        indices = self._order.at(positions)
+    def _make_batch(self, step: int, positions: np.ndarray) -> Batch:
+        indices = self._order.indices_at(positions)
         batch = {"step": step, "positions": positions, "indices": indices, **self._fetcher.fetch(indices)._asdict()}
         return batch if self._transform is None else self._transform(batch)
 
     def close(self) -> None:
         """End the threads and processes; nothing is left behind. May be called twice."""
-        if self._closed:
+        if self._is_closed:
             return
-        self._closed = True
-        for future in self._ahead:
+        self._is_closed = True
+        for future in self._pending:
             future.cancel()
-        self._ahead.clear()
+        self._pending.clear()
         self._threads.shutdown(wait=True, cancel_futures=True)
         self._fetcher.close()
 
-    def __enter__(self) -> Batches:
+    def __enter__(self) -> BatchPrefetcher:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
-class _Fetcher:
-    """Pictures by index from memory where they are kept, from processes, or from the source itself."""
+class _ImageFetcher:
+    """Images by index from memory where they are kept, from processes, or from the source itself."""
 
-    def __init__(self, source: Pictures, num_workers: int, memory_bytes: int) -> None:
+    def __init__(self, source: ImageDataset, num_workers: int, memory_bytes: int) -> None:
         self._source = source
-        self._read: Callable[[np.ndarray], Stack] | None = getattr(source, "read", None)
-        self._workers = Workers(partial(draw, source), num_workers) if num_workers and self._read is None else None
-        self._room = memory_bytes
-        self._kept: dict[int, Picture] = {}
+        self._read: Callable[[np.ndarray], ImageBatch] | None = getattr(source, "read", None)
+        self._pool = (
+            ProcessPool(partial(load_images, source), num_workers) if num_workers and self._read is None else None
+        )
+        self._free_bytes = memory_bytes
+        self._cached: dict[int, CaptionedImage] = {}
         self._lock = threading.Lock()
 
-    def fetch(self, indices: np.ndarray) -> Stack:
+    def fetch(self, indices: np.ndarray) -> ImageBatch:
         if self._read is not None:
             return self._read(indices)
         wanted = [int(index) for index in indices]
-        missing = [index for index in dict.fromkeys(wanted) if index not in self._kept]
+        missing = [index for index in dict.fromkeys(wanted) if index not in self._cached]
         if len(missing) == len(wanted):
-            made = self._draw(wanted)
-            self._keep(wanted, made)
-            return made
-        fresh: dict[int, Picture] = {}
+            batch = self._load_images(wanted)
+            self._cache_images(wanted, batch)
+            return batch
+        fresh: dict[int, CaptionedImage] = {}
         if missing:
-            made = self._draw(missing)
-            self._keep(missing, made)
-            fresh = dict(zip(missing, pictures(made), strict=True))
-        return stack([fresh[index] if index in fresh else self._kept[index] for index in wanted])
+            batch = self._load_images(missing)
+            self._cache_images(missing, batch)
+            fresh = dict(zip(missing, unstack_images(batch), strict=True))
+        return stack_images([fresh[index] if index in fresh else self._cached[index] for index in wanted])
 
-    def _draw(self, indices: list[int]) -> Stack:
-        if self._workers is None:
-            return draw(self._source, "train", indices)
-        length = -(-len(indices) // self._workers.num_workers)
-        pieces = [self._workers.ask("train", indices[at : at + length]) for at in range(0, len(indices), length)]
-        return joined([piece.result() for piece in pieces])
+    def _load_images(self, indices: list[int]) -> ImageBatch:
+        if self._pool is None:
+            return load_images(self._source, "train", indices)
+        length = -(-len(indices) // self._pool.num_workers)
+        futures = [self._pool.submit("train", indices[at : at + length]) for at in range(0, len(indices), length)]
+        return concat_batches([piece.result() for piece in futures])
 
-    def _keep(self, indices: list[int], made: Stack) -> None:
-        for index, picture in zip(indices, pictures(made), strict=True):
+    def _cache_images(self, indices: list[int], batch: ImageBatch) -> None:
+        for index, image in zip(indices, unstack_images(batch), strict=True):
             with self._lock:
-                if self._room < picture.pixels.nbytes or index in self._kept:
+                if self._free_bytes < image.pixels.nbytes or index in self._cached:
                     continue
-                self._room -= picture.pixels.nbytes
+                self._free_bytes -= image.pixels.nbytes
                 # A copy: a row of the batch would keep all of it alive, and a transform may write into it.
-                self._kept[index] = replace(picture, pixels=picture.pixels.copy())
+                self._cached[index] = replace(image, pixels=image.pixels.copy())
 
     def close(self) -> None:
-        if self._workers is not None:
-            self._workers.close()
+        if self._pool is not None:
+            self._pool.close()

@@ -1,4 +1,4 @@
-"""A file of prompts as a source without pictures, and how it is told from pictures: what a teacher draws from, item by item."""
+"""A file of prompts as a source without images, and how it is told from images: what a teacher draws from, item by item."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from pathlib import Path
 
 import numpy as np
 
-from halation.data.dataset import JSON, Picture
-from halation.data.image_listing import has_file_column, is_table
-from halation.data.process_pool import Stack
+from halation.data.dataset_protocol import JSON, CaptionedImage
+from halation.data.decode_pool import ImageBatch
+from halation.data.image_annotations import has_file_column, is_table
 from halation.errors import InputError
-from halation.prompts import FORMATS, iter_prompts
+from halation.prompt_files import FORMATS, iter_prompts
 
-_NUM_CAPTIONS = 100_000
+_MAX_CAPTIONS = 100_000
 
 
-def has_pictures(data: str) -> bool:
-    """Whether these words name pictures, and not a file of prompts; a CSV file has them where a column could be one of pictures."""
+def has_images(data: str) -> bool:
+    """Whether these words name images, and not a file of prompts; a CSV file has them where a column could be one of images."""
     path = Path(data)
     if data == "streets" or path.is_dir():
         return True
@@ -29,21 +29,21 @@ def has_pictures(data: str) -> bool:
     if path.is_file():
         raise InputError(
             f"{data} is a file that ends with {path.suffix!r}",
-            f"prompts in a file that ends with {', '.join(f'.{name}' for name in FORMATS)}, or a folder of pictures",
+            f"prompts in a file that ends with {', '.join(f'.{name}' for name in FORMATS)}, or a folder of images",
             "name the file after what is in it",
         )
     return True
 
 
-class Prompts:
+class PromptDataset:
     """Prompts of a TXT, CSV, JSONL or Parquet file, in the file's order and repeated until there are `num_items`.
 
     `max_prompts` keeps the first ones; 0 keeps all.
-    There are no pictures: pixels are one black dot, spread to the size by its strides, so that they cost nothing.
+    There are no images: pixels are one black dot, spread to the size by its strides, so that they cost nothing.
     """
 
     class_names: tuple[str, ...] = ()
-    num_heldout = 0
+    num_validation = 0
 
     def __init__(self, file: str | Path, height: int, width: int, *, num_items: int = 0, max_prompts: int = 0) -> None:
         self.name = str(file)
@@ -76,28 +76,28 @@ class Prompts:
             raise IndexError(f"item {index} of {self.name}, which makes {self.num_train}")
         return self.texts[index % len(self.texts)]
 
-    def train(self, index: int) -> Picture:
-        return Picture(pixels=self._nothing(), caption=self.caption(index))
+    def train(self, index: int) -> CaptionedImage:
+        return CaptionedImage(pixels=self._blank_pixels(), caption=self.caption(index))
 
-    def heldout(self, index: int) -> Picture:
-        raise IndexError(f"{self.name} holds prompts, and no pictures are kept out of it")
+    def validation(self, index: int) -> CaptionedImage:
+        raise IndexError(f"{self.name} holds prompts, and no images are kept out of it")
 
-    def read(self, indices: Sequence[int] | np.ndarray) -> Stack:
+    def read(self, indices: Sequence[int] | np.ndarray) -> ImageBatch:
         """Many items at once, for a batch."""
         wanted = [int(index) for index in indices]
         num = len(wanted)
-        return Stack(
-            self._nothing(num),
+        return ImageBatch(
+            self._blank_pixels(num),
             [self.caption(index) for index in wanted],
             np.full(num, -1, np.int64),
             np.full((num, 2), (self.height, self.width), np.int64),
         )
 
     def captions(self) -> Iterable[str]:
-        return self.texts[:_NUM_CAPTIONS]
+        return self.texts[:_MAX_CAPTIONS]
 
-    def every_caption(self) -> Iterator[str]:
+    def all_captions(self) -> Iterator[str]:
         return iter(self.texts)
 
-    def _nothing(self, *num: int) -> np.ndarray:
+    def _blank_pixels(self, *num: int) -> np.ndarray:
         return np.broadcast_to(np.uint8(0), (*num, self.height, self.width, 3))

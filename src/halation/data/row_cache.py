@@ -9,37 +9,156 @@ from __future__ import annotations
 import bisect
 import hashlib
 import itertools
+import json
 import logging
 import math
 import os
+import re
 import shutil
+import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import save
 
-from halation.data import row_shards
-from halation.data.dataset import JSON
+from halation.data.dataset_protocol import JSON
 from halation.errors import InputError
+from halation.runs.run_record import write_atomic, writer_pid
 
+_REBUILD_ADVICE = "delete the folder and build it again"
 _log = logging.getLogger(__name__)
-
 _MAX_SHARD_BYTES = 2**28
 """A shard is held in memory before it is written, on every rank."""
-_WORTH_TELLING = 2**30
+_LOG_ABOVE_BYTES = 2**30
 _GIB = 2**30
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-
 Tensors = dict[str, torch.Tensor]
+
+
+def ensure_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
+    """Make the folder of this manifest ours, or refuse it: every rank does this and writes the same bytes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        existing = read_manifest(path, int(manifest["format"]))
+        check_fingerprint(path.parent, existing["fingerprint"], manifest["fingerprint"])
+        check_fingerprint(path.parent, {**existing, "name": None}, {**manifest, "name": None})
+    else:
+        write_atomic(path, json.dumps(manifest, indent=1, sort_keys=True).encode())
+    _remove_stale_temp_files(path.parent)
+
+
+def read_manifest(path: Path, expected_format: int) -> dict[str, Any]:
+    """What a cache was made for, in the format that is wanted."""
+    try:
+        manifest = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise InputError(
+            f"no cache in {path.parent}", f"a folder with a {path.name}", "build the cache first"
+        ) from None
+    except ValueError as error:
+        raise InputError(f"{path} is damaged: {error}", "JSON", _REBUILD_ADVICE) from None
+    if not isinstance(manifest, dict) or manifest.get("format") != expected_format:
+        raise InputError(f"{path} is of another format", f"format {expected_format}", _REBUILD_ADVICE)
+    return manifest
+
+
+def check_fingerprint(folder: Path, cached: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Raise with every difference between what a cache was made for and what is wanted."""
+    lines = [
+        f"\n    {key}: {_shorten_hashes(first)} in the cache, {_shorten_hashes(second)} wanted"
+        for key, first, second in _find_differences(dict(cached), json.loads(json.dumps(expected)))
+    ]
+    if lines:
+        raise InputError(
+            f"the cache {folder} was made for something else:{''.join(lines)}",
+            "a cache made with exactly these settings",
+            "delete the folder or name another one, and the cache is built again",
+        )
+
+
+def _find_differences(cached: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Names and both values of what differs; objects that both have are looked into."""
+    for key in sorted(cached.keys() | expected.keys()):
+        first, second = cached.get(key), expected.get(key)
+        if isinstance(first, Mapping) and isinstance(second, Mapping):
+            yield from ((f"{key}.{inner}", *values) for inner, *values in _find_differences(first, second))
+        elif first != second:
+            yield key, first, second
+
+
+def _shorten_hashes(value: Any) -> str:
+    """A value as people can compare it: a hash by its beginning."""
+    return re.sub(r"\b[0-9a-f]{32,}\b", lambda found: f"{found[0][:12]}...", repr(value))
+
+
+def check_no_damaged_shards(folder: Path, damaged: list[str], num: int) -> None:
+    if damaged:
+        raise InputError(
+            f"{len(damaged)} of {num} shards of the cache {folder} are missing or damaged: {', '.join(damaged[:10])}",
+            "every shard with the size and SHA-256 written beside it",
+            "build the cache again with the same settings; only these shards are made",
+        )
+
+
+def publish_shard(path: Path, content: bytes, notes: Mapping[str, Any]) -> None:
+    """A shard and, when it is whole, its note."""
+    commit = {"num_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest(), **notes}
+    commit["digest"] = _commit_digest(commit)
+    write_atomic(path, content, point="cache")
+    write_atomic(path.with_suffix(".json"), json.dumps(commit, sort_keys=True).encode(), point="cache")
+
+
+def read_commit(path: Path, *, verify: bool) -> dict[str, Any] | None:
+    """What is written beside a shard, or None where shard or note are missing, cut or changed; `verify` reads all of it."""
+    try:
+        commit = json.loads(path.with_suffix(".json").read_bytes())
+        size = path.stat().st_size
+    except (FileNotFoundError, ValueError):
+        return None
+    if not isinstance(commit, dict) or commit.get("digest") != _commit_digest(commit) or commit["num_bytes"] != size:
+        return None
+    return commit if not verify or has_valid_checksum(path, commit) else None
+
+
+def has_valid_checksum(path: Path, commit: Mapping[str, Any]) -> bool:
+    """Whether a shard's bytes are those that its note was written for."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest() == commit["sha256"]
+    except FileNotFoundError:
+        return False
+
+
+def _commit_digest(commit: Mapping[str, Any]) -> str:
+    """A damaged caption must be found like a damaged pixel."""
+    body = {key: value for key, value in commit.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """The tensors of a safetensors file by name, and where its data begins."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        entries = json.loads(file.read(length))
+    return {name: entry for name, entry in entries.items() if name != "__metadata__"}, 8 + length
+
+
+def _remove_stale_temp_files(folder: Path) -> None:
+    """Temporary files of killed processes of this machine; those of living ones and of other machines are theirs."""
+    for path in folder.glob(f".*.{socket.gethostname()}-*.tmp"):
+        owner = writer_pid(path)
+        if owner != os.getpid() and not Path(f"/proc/{owner}").exists():
+            path.unlink(missing_ok=True)
 
 
 class RowFolder:
@@ -50,29 +169,29 @@ class RowFolder:
         self.kind = kind
         self.format = format
 
-    def claim(self, fingerprint: Mapping[str, JSON]) -> None:
+    def ensure_manifest(self, fingerprint: Mapping[str, JSON]) -> None:
         """Make the folder ours, or refuse it: every rank does this and writes the same bytes."""
-        row_shards.claim(self._manifest, {"format": self.format, "fingerprint": fingerprint})
+        ensure_manifest(self._manifest_path, {"format": self.format, "fingerprint": fingerprint})
 
-    def is_claimed(self) -> bool:
-        return self._manifest.exists()
+    def has_manifest(self) -> bool:
+        return self._manifest_path.exists()
 
-    def refuse_others(self, fingerprint: Mapping[str, JSON]) -> None:
+    def check_fingerprint(self, fingerprint: Mapping[str, JSON]) -> None:
         """Raise where the rows were made by something else, or the folder is none of these."""
-        there = row_shards.read_manifest(self._manifest, self.format)
-        row_shards.refuse_stale(self.path, there["fingerprint"], fingerprint)
+        existing = read_manifest(self._manifest_path, self.format)
+        check_fingerprint(self.path, existing["fingerprint"], fingerprint)
 
-    def there(self, mine: AbstractSet[str]) -> tuple[set[str], list[Path]]:
+    def find_keys(self, own_keys: AbstractSet[str]) -> tuple[set[str], list[Path]]:
         """Keys in shards that look whole, those with keys of mine read through; and shards that are damaged."""
-        paths = self._paths()
+        paths = self._shard_paths()
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-            found = list(threads.map(lambda path: self._keys(path, mine), paths))
-        there = {key for keys in found if keys is not None for key in keys}
-        return there, [path for path, keys in zip(paths, found, strict=True) if keys is None]
+            found = list(threads.map(lambda path: self._read_keys(path, own_keys), paths))
+        existing = {key for keys in found if keys is not None for key in keys}
+        return existing, [path for path, keys in zip(paths, found, strict=True) if keys is None]
 
-    def _keys(self, path: Path, mine: AbstractSet[str]) -> list[str] | None:
-        commit = row_shards.committed(path, verify=False)
-        if commit is None or (not mine.isdisjoint(commit[self.kind]) and not row_shards.is_whole(path, commit)):
+    def _read_keys(self, path: Path, own_keys: AbstractSet[str]) -> list[str] | None:
+        commit = read_commit(path, verify=False)
+        if commit is None or (not own_keys.isdisjoint(commit[self.kind]) and not has_valid_checksum(path, commit)):
             return None
         keys: list[str] = commit[self.kind]
         return keys
@@ -80,37 +199,39 @@ class RowFolder:
     def remove_damaged(self, damaged: Sequence[Path]) -> None:
         """Those that are damaged still: one with the same keys has taken its predecessor's name."""
         for path in damaged:
-            if row_shards.committed(path, verify=True) is None:
+            if read_commit(path, verify=True) is None:
                 _log.warning("%s was damaged and is removed; its %s are made again", path, self.kind)
                 path.with_suffix(".json").unlink(missing_ok=True)
                 path.unlink(missing_ok=True)
 
-    def publish(self, gathered: Sequence[tuple[list[str], Tensors]]) -> None:
+    def publish_rows(self, pending: Sequence[tuple[list[str], Tensors]]) -> None:
         """A shard of these keys and their rows."""
-        keys = [key for names, _ in gathered for key in names]
-        tensors = {name: torch.cat([rows[name] for _, rows in gathered]).contiguous() for name in gathered[0][1]}
+        keys = [key for names, _ in pending for key in names]
+        tensors = {name: torch.cat([rows[name] for _, rows in pending]).contiguous() for name in pending[0][1]}
         name = hashlib.sha256("\0".join(keys).encode("utf-8", "surrogatepass")).hexdigest()[:24]
-        row_shards.publish_shard(self.path / f"{self.kind}-{name}.safetensors", save(tensors), {self.kind: keys})
+        publish_shard(self.path / f"{self.kind}-{name}.safetensors", save(tensors), {self.kind: keys})
 
     def open(self, verify: bool) -> CachedRows:
         """Map all shards, none of which may be damaged; sizes are compared always, and SHA-256s where `verify` is true."""
-        paths = self._paths()
+        paths = self._shard_paths()
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-            commits = list(threads.map(lambda path: row_shards.committed(path, verify=verify), paths))
-        held = list(zip(paths, commits, strict=True))
-        row_shards.refuse_damaged(self.path, [path.name for path, commit in held if commit is None], len(paths))
-        return CachedRows(self.path, [(path, commit[self.kind]) for path, commit in held if commit])
+            commits = list(threads.map(lambda path: read_commit(path, verify=verify), paths))
+        shards = list(zip(paths, commits, strict=True))
+        check_no_damaged_shards(self.path, [path.name for path, commit in shards if commit is None], len(paths))
+        return CachedRows(self.path, [(path, commit[self.kind]) for path, commit in shards if commit])
 
-    def check_room(self, num: int, num_bytes: int, free: int, *, name: str, action: str, tells: bool) -> None:
-        """Refuse before anything is written what would fill the disk; `num` rows of `num_bytes`, which people call `name`."""
-        needed = num * num_bytes
+    def check_disk_space(
+        self, num_rows: int, num_bytes: int, free: int, *, name: str, action: str, log_size: bool
+    ) -> None:
+        """Refuse before anything is written what would fill the disk; `num_rows` rows of `num_bytes`, which people call `name`."""
+        needed = num_rows * num_bytes
         if needed > free:
             raise InputError(
                 f"{name} take {needed / _GIB:.1f} GiB, and {free / _GIB:.1f} GiB are free in {self.path}",
                 "room for all of them",
                 f"make room there, or name a folder on a larger disk by --cache_dir, or {action}",
             )
-        if tells and needed > _WORTH_TELLING:
+        if log_size and needed > _LOG_ABOVE_BYTES:
             _log.info("%s take %.1f GiB in %s", name, needed / _GIB, self.path)
 
     @property
@@ -118,39 +239,39 @@ class RowFolder:
         return shutil.disk_usage(self.path).free
 
     @property
-    def _manifest(self) -> Path:
+    def _manifest_path(self) -> Path:
         return self.path / f"{self.kind}.json"
 
-    def _paths(self) -> list[Path]:
+    def _shard_paths(self) -> list[Path]:
         """The shards that have a note."""
         return sorted(path.with_suffix(".safetensors") for path in self.path.glob(f"{self.kind}-*.json"))
 
 
-class Writer:
+class RowCacheWriter:
     """Gathers rows and publishes them as a shard when there are `shard_size`, when they are large, or when they have waited long."""
 
-    def __init__(self, folder: RowFolder, shard_size: int, patience_s: float = math.inf) -> None:
+    def __init__(self, folder: RowFolder, shard_size: int, max_wait_s: float = math.inf) -> None:
         self._folder = folder
         self._shard_size = shard_size
-        self._patience_s = patience_s
-        self._gathered: list[tuple[list[str], Tensors]] = []
-        self._since = 0.0
+        self._max_wait_s = max_wait_s
+        self._pending: list[tuple[list[str], Tensors]] = []
+        self._pending_since_s = 0.0
 
     def add(self, keys: list[str], rows: Mapping[str, torch.Tensor]) -> None:
         """A key for each row."""
-        if not self._gathered:
-            self._since = time.monotonic()
-        self._gathered.append((keys, {name: tensor.detach().cpu() for name, tensor in rows.items()}))
-        num = sum(len(names) for names, _ in self._gathered)
-        waited = time.monotonic() - self._since >= self._patience_s
-        if num >= self._shard_size or num * row_bytes(rows) >= _MAX_SHARD_BYTES or waited:
+        if not self._pending:
+            self._pending_since_s = time.monotonic()
+        self._pending.append((keys, {name: tensor.detach().cpu() for name, tensor in rows.items()}))
+        num = sum(len(names) for names, _ in self._pending)
+        is_overdue = time.monotonic() - self._pending_since_s >= self._max_wait_s
+        if num >= self._shard_size or num * row_bytes(rows) >= _MAX_SHARD_BYTES or is_overdue:
             self.flush()
 
     def flush(self) -> None:
         """Publish what is gathered."""
-        if self._gathered:
-            self._folder.publish(self._gathered)
-            self._gathered.clear()
+        if self._pending:
+            self._folder.publish_rows(self._pending)
+            self._pending.clear()
 
 
 def row_bytes(rows: Mapping[str, torch.Tensor]) -> int:
@@ -161,13 +282,13 @@ def row_bytes(rows: Mapping[str, torch.Tensor]) -> int:
 class CachedRows:
     """Rows by their keys; may be read from several threads."""
 
-    def __init__(self, folder: Path, held: Sequence[tuple[Path, Sequence[str]]]) -> None:
+    def __init__(self, folder: Path, shards: Sequence[tuple[Path, Sequence[str]]]) -> None:
         self.folder = folder
-        self._paths = [path for path, _ in held]
-        self._starts = list(itertools.accumulate((len(keys) for _, keys in held), initial=0))
+        self._paths = [path for path, _ in shards]
+        self._starts = list(itertools.accumulate((len(keys) for _, keys in shards), initial=0))
         # One number a key, and not a pair: there may be millions.
-        self._rows = {key: number for number, key in enumerate(key for _, keys in held for key in keys)}
-        self._mapped: dict[int, _Mapped] = {}
+        self._rows = {key: number for number, key in enumerate(key for _, keys in shards for key in keys)}
+        self._mapped_shards: dict[int, _MappedShard] = {}
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -178,49 +299,51 @@ class CachedRows:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """What a row of each tensor looks like; empty where there are no rows."""
-        return {name: one.shape for name, one in self._map(0).layout.items()} if self._paths else {}
+        return {name: one.shape for name, one in self._map_shard(0).layout.items()} if self._paths else {}
 
-    def read(self, keys: Sequence[str], within: Sequence[int] | None = None) -> Tensors:
+    def read(self, keys: Sequence[str], entry_indices: Sequence[int] | None = None) -> Tensors:
         """The tensors of these keys, a row for each, copied; a key that is not there is a KeyError.
 
-        `within` reads of each row only the entry of that number, where all rows are lists of as many entries.
+        `entry_indices` reads of each row only the entry of that number, where all rows are lists of as many entries.
         """
         numbers = [self._rows[key] for key in keys]
         if not self._paths:
             return {}
         files = [bisect.bisect_right(self._starts, number) - 1 for number in numbers]
-        layout = self._map(files[0] if files else 0).layout
-        entries = layout if within is None else {name: one.entry(within) for name, one in layout.items()}
+        layout = self._map_shard(files[0] if files else 0).layout
+        entries = (
+            layout if entry_indices is None else {name: one.entry_layout(entry_indices) for name, one in layout.items()}
+        )
         rows = {name: np.empty((len(numbers), one.num_bytes), np.uint8) for name, one in entries.items()}
         for row, (file, number) in enumerate(zip(files, numbers, strict=True)):
-            mapped = self._map(file)
-            for name, place in mapped.places.items():
+            mapped = self._map_shard(file)
+            for name, offset in mapped.offsets.items():
                 length = entries[name].num_bytes
-                start = place + (number - self._starts[file]) * layout[name].num_bytes
-                start += 0 if within is None else within[row] * length
+                start = offset + (number - self._starts[file]) * layout[name].num_bytes
+                start += 0 if entry_indices is None else entry_indices[row] * length
                 rows[name][row] = mapped.content[start : start + length]
         return {
             name: torch.from_numpy(rows[name].reshape(-1)).view(one.dtype).reshape(len(numbers), *one.shape)
             for name, one in entries.items()
         }
 
-    def _map(self, shard: int) -> _Mapped:
+    def _map_shard(self, shard: int) -> _MappedShard:
         """Two threads may both map it; either result will do."""
-        if shard not in self._mapped:
-            mapped = _Mapped.of(self._paths[shard])
-            other = next(iter(self._mapped.values()), mapped)
+        if shard not in self._mapped_shards:
+            mapped = _MappedShard.open_shard(self._paths[shard])
+            other = next(iter(self._mapped_shards.values()), mapped)
             if mapped.layout != other.layout:
                 raise InputError(
                     f"{self._paths[shard]} holds other tensors than the shards beside it",
                     "the same names, shapes and types in every shard",
                     "delete the folder and build it again",
                 )
-            self._mapped[shard] = mapped
-        return self._mapped[shard]
+            self._mapped_shards[shard] = mapped
+        return self._mapped_shards[shard]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Row:
+class _RowLayout:
     """What one key's piece of a tensor looks like."""
 
     dtype: torch.dtype
@@ -230,28 +353,28 @@ class _Row:
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def entry(self, within: Sequence[int]) -> _Row:
+    def entry_layout(self, entry_indices: Sequence[int]) -> _RowLayout:
         """One of the entries that this is a list of."""
-        if not self.shape or not all(0 <= number < self.shape[0] for number in within):
+        if not self.shape or not all(0 <= number < self.shape[0] for number in entry_indices):
             raise IndexError(f"a row of {self.shape[0] if self.shape else 'no'} entries was asked for others")
-        return _Row(dtype=self.dtype, shape=self.shape[1:])
+        return _RowLayout(dtype=self.dtype, shape=self.shape[1:])
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Mapped:
+class _MappedShard:
     """One shard's bytes, and where each tensor begins in them."""
 
     content: np.ndarray
-    layout: dict[str, _Row]
-    places: dict[str, int]
+    layout: dict[str, _RowLayout]
+    offsets: dict[str, int]
 
     @classmethod
-    def of(cls, path: Path) -> _Mapped:
-        entries, start = row_shards.header(path)
+    def open_shard(cls, path: Path) -> _MappedShard:
+        entries, start = read_header(path)
         layout = {
-            name: _Row(dtype=_DTYPES[entry["dtype"]], shape=tuple(entry["shape"][1:]))
+            name: _RowLayout(dtype=_DTYPES[entry["dtype"]], shape=tuple(entry["shape"][1:]))
             for name, entry in sorted(entries.items())
         }
-        places = {name: start + int(entry["data_offsets"][0]) for name, entry in entries.items()}
+        offsets = {name: start + int(entry["data_offsets"][0]) for name, entry in entries.items()}
         content = np.asarray(np.memmap(path, np.uint8, mode="r")).view(np.ndarray)
-        return cls(content=content, layout=layout, places=places)
+        return cls(content=content, layout=layout, offsets=offsets)

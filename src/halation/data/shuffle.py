@@ -1,4 +1,4 @@
-"""The order in which pictures are seen: a pure function of seed and position that knows no ranks."""
+"""The order in which images are seen: a pure function of seed and position that knows no ranks."""
 
 from __future__ import annotations
 
@@ -7,160 +7,162 @@ from typing import Any
 
 import numpy as np
 
-_NUM_EPOCHS_KEPT = 2  # batches that are being fetched may straddle the end of an epoch
-_WORD = 2**64
-_STREAM = 2**40  # more epochs than any run has
+_NUM_CACHED_EPOCHS = 2  # batches that are being fetched may straddle the end of an epoch
+_UINT64_RANGE = 2**64
+_STREAM_STRIDE = 2**40  # more epochs than any run has
 
 
-class Order:
-    """Position p in [0, inf) is picture `permutation(seed, p // num)[p % num]`, whoever asks and however batched."""
+class ShuffledOrder:
+    """Position p in [0, inf) is image `permutation(seed, p // num)[p % num]`, whoever asks and however batched."""
 
-    def __init__(self, seed: int, num: int) -> None:
-        if num < 1:
-            raise ValueError(f"an order needs at least one picture, not {num}")
+    def __init__(self, seed: int, num_images: int) -> None:
+        if num_images < 1:
+            raise ValueError(f"an order needs at least one image, not {num_images}")
         self.seed = seed
-        self.num = num
-        self._kept: dict[int, np.ndarray] = {}
+        self.num_images = num_images
+        self._permutations: dict[int, np.ndarray] = {}
         self._lock = threading.Lock()
 
     def epoch(self, position: int) -> int:
-        """Number of whole passes over the pictures before this position."""
-        _check(position)
-        return position // self.num
+        """Number of whole passes over the images before this position."""
+        _check_not_negative(position)
+        return position // self.num_images
 
-    def index(self, position: int) -> int:
-        """The picture at one position."""
-        return int(self._permutation(self.epoch(position))[position % self.num])
+    def index_at(self, position: int) -> int:
+        """The image at one position."""
+        return int(self._permutation(self.epoch(position))[position % self.num_images])
 
     def indices(self, start: int, stop: int) -> np.ndarray:
-        """The pictures at positions start..stop-1 as int64; the range may span any number of epochs."""
-        _check(start)
+        """The images at positions start..stop-1 as int64; the range may span any number of epochs."""
+        _check_not_negative(start)
         pieces = [np.empty(0, np.int64)]
         while start < stop:
-            epoch, offset = divmod(start, self.num)
-            length = min(stop - start, self.num - offset)
+            epoch, offset = divmod(start, self.num_images)
+            length = min(stop - start, self.num_images - offset)
             pieces.append(self._permutation(epoch)[offset : offset + length])
             start += length
         return np.concatenate(pieces)
 
-    def at(self, positions: np.ndarray) -> np.ndarray:
-        """The pictures at any positions, as int64 of the same shape."""
+    def indices_at(self, positions: np.ndarray) -> np.ndarray:
+        """The images at any positions, as int64 of the same shape."""
         positions = np.asarray(positions, np.int64)
-        epochs, offsets = np.divmod(positions, self.num)
+        epochs, offsets = np.divmod(positions, self.num_images)
         found = np.empty_like(positions)
         for epoch in np.unique(epochs):
-            _check(int(epoch))
-            chosen = epochs == epoch
-            found[chosen] = self._permutation(int(epoch))[offsets[chosen]]
+            _check_not_negative(int(epoch))
+            mask = epochs == epoch
+            found[mask] = self._permutation(int(epoch))[offsets[mask]]
         return found
 
     def _permutation(self, epoch: int) -> np.ndarray:
         with self._lock:
-            if epoch not in self._kept:
-                while len(self._kept) >= _NUM_EPOCHS_KEPT:
-                    self._kept.pop(next(iter(self._kept)))
-                self._kept[epoch] = permutation(self.seed, epoch, self.num)
-            return self._kept[epoch]
+            if epoch not in self._permutations:
+                while len(self._permutations) >= _NUM_CACHED_EPOCHS:
+                    self._permutations.pop(next(iter(self._permutations)))
+                self._permutations[epoch] = permutation(self.seed, epoch, self.num_images)
+            return self._permutations[epoch]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Order, (self.seed, self.num)
+        return ShuffledOrder, (self.seed, self.num_images)
 
 
 class BucketOrder:
     """An order whose every global batch, positions [s * global_batch, (s + 1) * global_batch), lies in one bucket.
 
-    Each bucket's pictures come as an endless series of permutations, which its batches cut up one after the other, so no
-    picture of a bucket is ever ahead of another by more than one. How many batches a bucket has had follows its share of
-    the pictures; within an epoch's worth of batches, which bucket comes when is shuffled.
+    Each bucket's images come as an endless series of permutations, which its batches cut up one after the other, so no
+    image of a bucket is ever ahead of another by more than one. How many batches a bucket has had follows its share of
+    the images; within an epoch's worth of batches, which bucket comes when is shuffled.
     """
 
     def __init__(self, seed: int, bucket_of: np.ndarray, global_batch: int) -> None:
         bucket_of = np.asarray(bucket_of, np.int64)
         if len(bucket_of) < 1:
-            raise ValueError(f"an order needs at least one picture, not {len(bucket_of)}")
+            raise ValueError(f"an order needs at least one image, not {len(bucket_of)}")
         if global_batch < 1 or bucket_of.min() < 0:
             raise ValueError(
                 f"batches of {global_batch} and buckets from {bucket_of.min()}; expected from 1 and from 0"
             )
         self.seed = seed
-        self.num = len(bucket_of)
+        self.num_images = len(bucket_of)
         self.global_batch = global_batch
         self._bucket_of = bucket_of
         counts = np.bincount(bucket_of)
         self._counts = counts
         self._members = np.split(np.argsort(bucket_of, kind="stable"), np.cumsum(counts)[:-1])
-        self._turns = _turns(counts)
-        self._num_batches = -(-self.num // global_batch)
+        self._bucket_cycle = _interleave_buckets(counts)
+        self._num_batches = -(-self.num_images // global_batch)
         self._schedules: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        self._kept: dict[int, dict[int, np.ndarray]] = {}
+        self._permutations: dict[int, dict[int, np.ndarray]] = {}
         self._lock = threading.Lock()
 
     def epoch(self, position: int) -> int:
-        """Number of passes before this position: as many pictures as there are, some buckets a batch ahead of others."""
-        _check(position)
-        return position // self.num
+        """Number of passes before this position: as many images as there are, some buckets a batch ahead of others."""
+        _check_not_negative(position)
+        return position // self.num_images
 
-    def index(self, position: int) -> int:
-        """The picture at one position."""
-        return int(self.at(np.array([position]))[0])
+    def index_at(self, position: int) -> int:
+        """The image at one position."""
+        return int(self.indices_at(np.array([position]))[0])
 
     def indices(self, start: int, stop: int) -> np.ndarray:
-        """The pictures at positions start..stop-1 as int64."""
-        _check(start)
-        return self.at(np.arange(start, stop))
+        """The images at positions start..stop-1 as int64."""
+        _check_not_negative(start)
+        return self.indices_at(np.arange(start, stop))
 
-    def bucket(self, batch: int) -> int:
+    def bucket_at(self, batch: int) -> int:
         """The bucket of a global batch."""
-        _check(batch)
+        _check_not_negative(batch)
         epoch, turn = divmod(batch, self._num_batches)
-        return int(self._schedule(epoch)[0][turn])
+        return int(self._get_schedule(epoch)[0][turn])
 
-    def at(self, positions: np.ndarray) -> np.ndarray:
-        """The pictures at any positions, as int64 of the same shape."""
+    def indices_at(self, positions: np.ndarray) -> np.ndarray:
+        """The images at any positions, as int64 of the same shape."""
         positions = np.asarray(positions, np.int64)
         batches, offsets = np.divmod(positions, self.global_batch)
         found = np.empty_like(positions)
         for batch in np.unique(batches):
-            _check(int(batch))
+            _check_not_negative(int(batch))
             epoch, turn = divmod(int(batch), self._num_batches)
-            buckets, numbers = self._schedule(epoch)
+            buckets, numbers = self._get_schedule(epoch)
             bucket, number = int(buckets[turn]), int(numbers[turn])
-            chosen = batches == batch
-            found[chosen] = self._series(bucket, number * self.global_batch + offsets[chosen])
+            mask = batches == batch
+            found[mask] = self._bucket_images(bucket, number * self.global_batch + offsets[mask])
         return found
 
-    def _series(self, bucket: int, places: np.ndarray) -> np.ndarray:
-        """The pictures at these places of a bucket's endless series."""
-        epochs, offsets = np.divmod(places, int(self._counts[bucket]))
-        found = np.empty_like(places)
+    def _bucket_images(self, bucket: int, positions: np.ndarray) -> np.ndarray:
+        """The images at these places of a bucket's endless series."""
+        epochs, offsets = np.divmod(positions, int(self._counts[bucket]))
+        found = np.empty_like(positions)
         for epoch in np.unique(epochs).tolist():
-            chosen = epochs == epoch
-            found[chosen] = self._permutation(bucket, epoch)[offsets[chosen]]
+            mask = epochs == epoch
+            found[mask] = self._permutation(bucket, epoch)[offsets[mask]]
         return self._members[bucket][found]
 
     def _permutation(self, bucket: int, epoch: int) -> np.ndarray:
         with self._lock:
-            kept = self._kept.setdefault(bucket, {})
-            if epoch not in kept:
-                while len(kept) >= _NUM_EPOCHS_KEPT:
-                    kept.pop(next(iter(kept)))
+            permutations = self._permutations.setdefault(bucket, {})
+            if epoch not in permutations:
+                while len(permutations) >= _NUM_CACHED_EPOCHS:
+                    permutations.pop(next(iter(permutations)))
                 # One stream for each bucket; that below them all shuffles the batches.
-                kept[epoch] = permutation(self.seed, epoch + (bucket + 1) * _STREAM, int(self._counts[bucket]))
-            return kept[epoch]
+                permutations[epoch] = permutation(
+                    self.seed, epoch + (bucket + 1) * _STREAM_STRIDE, int(self._counts[bucket])
+                )
+            return permutations[epoch]
 
-    def _schedule(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+    def _get_schedule(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """For each batch of an epoch its bucket, and how many batches that bucket has had before."""
         with self._lock:
             if epoch not in self._schedules:
-                while len(self._schedules) >= _NUM_EPOCHS_KEPT:
+                while len(self._schedules) >= _NUM_CACHED_EPOCHS:
                     self._schedules.pop(next(iter(self._schedules)))
-                self._schedules[epoch] = self._scheduled(epoch)
+                self._schedules[epoch] = self._make_schedule(epoch)
             return self._schedules[epoch]
 
-    def _scheduled(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        rounds, turns = np.divmod(epoch * self._num_batches + np.arange(self._num_batches), self.num)
-        buckets = self._turns[0][turns]
-        numbers = self._turns[1][turns] + rounds * self._counts[buckets]
+    def _make_schedule(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        rounds, turns = np.divmod(epoch * self._num_batches + np.arange(self._num_batches), self.num_images)
+        buckets = self._bucket_cycle[0][turns]
+        numbers = self._bucket_cycle[1][turns] + rounds * self._counts[buckets]
         shuffled = buckets[permutation(self.seed, epoch, self._num_batches)]
         # A bucket's batches keep their own order: only which bucket is next was shuffled.
         in_order = np.empty_like(numbers)
@@ -171,10 +173,10 @@ class BucketOrder:
         return BucketOrder, (self.seed, self._bucket_of, self.global_batch)
 
 
-def _turns(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _interleave_buckets(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Whose batch is next, spread as evenly as whole batches allow: (bucket, how many it has had before) of each turn.
 
-    As many turns as there are pictures give every bucket as many as it has; from there on it repeats.
+    As many turns as there are images give every bucket as many as it has; from there on it repeats.
     """
     buckets = np.repeat(np.arange(len(counts)), counts)
     numbers = np.arange(len(buckets)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -188,10 +190,10 @@ def permutation(seed: int, epoch: int, num: int) -> np.ndarray:
     Sorted raw Philox words, and not Generator.permutation: numpy promises the words for all its versions, the shuffle
     only until it finds a better one, and a run resumed after an upgrade must go on in the same order.
     """
-    words = np.random.Philox(key=np.array([seed % _WORD, epoch % _WORD], np.uint64)).random_raw(num)
+    words = np.random.Philox(key=np.array([seed % _UINT64_RANGE, epoch % _UINT64_RANGE], np.uint64)).random_raw(num)
     return np.argsort(words, kind="stable").astype(np.int64, copy=False)
 
 
-def _check(position: int) -> None:
+def _check_not_negative(position: int) -> None:
     if position < 0:
         raise ValueError(f"positions start at 0, not {position}")

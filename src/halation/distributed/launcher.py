@@ -25,16 +25,16 @@ from types import FrameType
 from typing import Any
 
 from halation.distributed.signals import exit_code
-from halation.errors import HalationError, InputError, Interrupted, RankFailure, refused_by_system
+from halation.errors import HalationError, InputError, Interrupted, RankFailure, os_error_message
 
 log = logging.getLogger(__name__)
 
-RENDEZVOUS = "HALATION_RENDEZVOUS"
-DEVICE = "HALATION_DEVICE"
-PARENT = "HALATION_PARENT"
-SCRATCH = ".halation_ranks_"
+RENDEZVOUS_ENV = "HALATION_RENDEZVOUS"
+DEVICE_ENV = "HALATION_DEVICE"
+PARENT_PID_ENV = "HALATION_PARENT"
+SCRATCH_PREFIX = ".halation_ranks_"
 GRACE_S = 5.0
-TOLD = (
+EXPECTED_ERRORS = (
     "Interrupted",
     "HalationError",
     "InputError",
@@ -44,7 +44,7 @@ TOLD = (
 PR_SET_PDEATHSIG = 1
 
 # Not for a child process that is alone in its world: the variables of whatever launched its parent.
-FOREIGN = (
+LAUNCHER_ENV_VARS = (
     "WORLD_SIZE",
     "LOCAL_RANK",
     "LOCAL_WORLD_SIZE",
@@ -55,19 +55,19 @@ FOREIGN = (
 )
 
 
-def launched() -> bool:
+def is_launched() -> bool:
     """Whether this process is already a rank of somebody's world (ours, torchrun's or srun's)."""
-    return ("RANK" in os.environ and "WORLD_SIZE" in os.environ) or slurm_world() > 1
+    return ("RANK" in os.environ and "WORLD_SIZE" in os.environ) or slurm_world_size() > 1
 
 
-def slurm_world() -> int:
+def slurm_world_size() -> int:
     """The number of tasks srun started this one among; 1 in a batch script or an interactive shell."""
     if "SLURM_PROCID" not in os.environ or "SLURM_STEP_ID" not in os.environ:
         return 1
     return int(os.environ.get("SLURM_STEP_NUM_TASKS", os.environ.get("SLURM_NTASKS", "1")))
 
 
-def would_start_again() -> bool:
+def has_restarts_left() -> bool:
     """Whether torchrun starts ranks again that end with an exit code: who is asked to stop must then end without one."""
     counts = [os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("MAX_RESTARTS", "RESTART_COUNT")]
     return all(count.isdigit() for count in counts) and int(counts[0]) > int(counts[1])
@@ -79,9 +79,9 @@ def num_gpus() -> int:
         return 0
     if not _torch_has_gpu_build():
         return 0
-    counted = _counted_by_driver()
-    if counted is not None:
-        return counted
+    num_found = _count_gpus_by_nvml()
+    if num_found is not None:
+        return num_found
     import torch
 
     return torch.cuda.device_count()
@@ -96,27 +96,27 @@ def _torch_has_gpu_build() -> bool:
     )
 
 
-def _counted_by_driver() -> int | None:
+def _count_gpus_by_nvml() -> int | None:
     """What NVML says within a CUDA_VISIBLE_DEVICES of plain numbers, which end, as in CUDA, at the first that is not there."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
-        present = int(pynvml.nvmlDeviceGetCount())
+        num_present = int(pynvml.nvmlDeviceGetCount())
         pynvml.nvmlShutdown()
     except Exception:  # noqa: BLE001 - no NVML, no answer: torch knows other ways
         return None
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        return present
-    words = [word.strip() for word in visible.split(",")] if visible.strip() else []
-    if not all(word.lstrip("-").isdigit() for word in words) or len(set(words)) != len(words):
+        return num_present
+    ids = [word.strip() for word in visible.split(",")] if visible.strip() else []
+    if not all(word.lstrip("-").isdigit() for word in ids) or len(set(ids)) != len(ids):
         return None
-    return next((place for place, word in enumerate(words) if not 0 <= int(word) < present), len(words))
+    return next((place for place, word in enumerate(ids) if not 0 <= int(word) < num_present), len(ids))
 
 
-def computes_on(device: str) -> str:
-    """What a run records as the thing that computed: on another one pictures and weights round differently."""
+def describe_device(device: str) -> str:
+    """What a run records as the thing that computed: on another one images and weights round differently."""
     import torch
 
     if torch.device(device).type == "cpu":
@@ -124,13 +124,17 @@ def computes_on(device: str) -> str:
     return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda or torch.version.hip}"
 
 
-def devices(nproc: int, gpu_ids: Sequence[int], oversubscribe: bool) -> tuple[str, ...]:
+def select_devices(nproc: int, gpu_ids: Sequence[int], oversubscribe: bool) -> tuple[str, ...]:
     """One device for each rank of this machine, or an error that lists what is there."""
-    present = num_gpus()
-    there = f"GPUs 0 to {present - 1}" if present > 1 else ("GPU 0" if present else "no GPU (ranks run on the CPU)")
+    num_present = num_gpus()
+    available = (
+        f"GPUs 0 to {num_present - 1}"
+        if num_present > 1
+        else ("GPU 0" if num_present else "no GPU (ranks run on the CPU)")
+    )
     if nproc < 0:
         raise InputError(f"--nproc {nproc}", "a number of ranks, or 0 for all GPUs", "give a positive number")
-    bad = [gpu for gpu in gpu_ids if not 0 <= gpu < present]
+    bad = [gpu for gpu in gpu_ids if not 0 <= gpu < num_present]
     if bad or len(set(gpu_ids)) != len(gpu_ids):
         what = (
             f"no such GPU: {', '.join(map(str, bad))}"
@@ -138,24 +142,24 @@ def devices(nproc: int, gpu_ids: Sequence[int], oversubscribe: bool) -> tuple[st
             else f"a GPU twice in --gpu_ids {' '.join(map(str, gpu_ids))}"
         )
         raise InputError(
-            what, f"each of --gpu_ids once; this machine has {there}", "choose among these, or leave --gpu_ids out"
+            what, f"each of --gpu_ids once; this machine has {available}", "choose among these, or leave --gpu_ids out"
         )
-    gpus = list(gpu_ids) or list(range(present))
+    gpus = list(gpu_ids) or list(range(num_present))
     count = nproc or len(gpus) or 1
     if not gpus:
         return ("cpu",) * count
     if count > len(gpus) and not oversubscribe:
         raise InputError(
             f"--nproc {count} on {len(gpus)} GPU{'s' if len(gpus) > 1 else ''}",
-            f"at most one rank a GPU; this machine has {there}",
+            f"at most one rank a GPU; this machine has {available}",
             f"use --nproc {len(gpus)}, or --oversubscribe to share GPUs (for tests, slow)",
         )
     return tuple(f"cuda:{gpus[rank % len(gpus)]}" for rank in range(count))
 
 
-def die_with_parent() -> None:
+def tie_rank_to_parent() -> None:
     """Tie a rank to what started it; torchrun's SIGKILL leaves orphans otherwise. A rank of srun's or nobody's stays free."""
-    if RENDEZVOUS in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
+    if RENDEZVOUS_ENV in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
         tie_to_parent()
 
 
@@ -164,7 +168,7 @@ def tie_to_parent() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         # It may have died before the line above took effect.
-        if PARENT in os.environ and os.getppid() != int(os.environ[PARENT]):
+        if PARENT_PID_ENV in os.environ and os.getppid() != int(os.environ[PARENT_PID_ENV]):
             os._exit(1)
 
 
@@ -181,15 +185,15 @@ class RankError:
 
 def report_error(error: BaseException, trace: str) -> None:
     """Leave this rank's error where the parent looks for it."""
-    folder = os.environ.get(RENDEZVOUS)
+    folder = os.environ.get(RENDEZVOUS_ENV)
     if not folder:
         return
     rank = int(os.environ["RANK"])
-    refusal = refused_by_system(error)
+    system_message = os_error_message(error)
     row = {
         "rank": rank,
-        "kind": "HalationError" if refusal else type(error).__name__,
-        "message": refusal or (str(error) if isinstance(error, HalationError) else trace),
+        "kind": "HalationError" if system_message else type(error).__name__,
+        "message": system_message or (str(error) if isinstance(error, HalationError) else trace),
         "exit_code": error.exit_code if isinstance(error, HalationError) else 1,
         "time": time.time(),
     }
@@ -203,7 +207,7 @@ class Launcher:
     """Starts the ranks of one job, waits for them, and starts them again after a failure as often as it may."""
 
     def __init__(
-        self, module: str, config: dict[str, Any], places: Sequence[str], max_restarts: int, folder: Path | None = None
+        self, module: str, config: dict[str, Any], devices: Sequence[str], max_restarts: int, folder: Path | None = None
     ) -> None:
         """`module` is the name of a module with `run_rank` and `read_config`; the config is passed to them as JSON.
 
@@ -211,7 +215,7 @@ class Launcher:
         """
         self.module = module
         self.config = config
-        self.places = places
+        self.devices = devices
         self.max_restarts = max_restarts
         self.folder = folder
         self.ranks: list[subprocess.Popen[bytes]] = []
@@ -225,15 +229,15 @@ class Launcher:
         }
         try:
             for attempt in range(self.max_restarts + 1):
-                error = self._attempt()
+                error = self._run_once()
                 if error is None:
                     return
                 asked_to_end = self.signals or error.kind == "Interrupted"  # a scheduler may have asked one rank alone
                 if error.exit_code == InputError.exit_code or asked_to_end or attempt == self.max_restarts:
-                    self._raise(error)
+                    self._raise_error(error)
                 log.warning(
                     "%s\nstarting again from the last checkpoint (%d of %d)",
-                    _sentence(error),
+                    _format_error(error),
                     attempt + 1,
                     self.max_restarts,
                 )
@@ -241,28 +245,28 @@ class Launcher:
             for number, handler in previous.items():
                 signal.signal(number, handler)
 
-    def _attempt(self) -> RankError | None:
+    def _run_once(self) -> RankError | None:
         if self.folder:
-            for leftover in self.folder.glob(f"{SCRATCH}*"):
+            for leftover in self.folder.glob(f"{SCRATCH_PREFIX}*"):
                 shutil.rmtree(leftover, ignore_errors=True)
-        folder = Path(tempfile.mkdtemp(prefix=SCRATCH, dir=self.folder)).absolute()
+        folder = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX, dir=self.folder)).absolute()
         try:
             (folder / "config.json").write_text(json.dumps(self.config))
-            self.ranks = [self._start(rank, folder) for rank in range(len(self.places))]
-            return self._watch(folder)
+            self.ranks = [self._start_rank(rank, folder) for rank in range(len(self.devices))]
+            return self._wait_for_ranks(folder)
         finally:
-            self._end()
+            self._kill_ranks()
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _start(self, rank: int, folder: Path) -> subprocess.Popen[bytes]:
+    def _start_rank(self, rank: int, folder: Path) -> subprocess.Popen[bytes]:
         environment = dict(os.environ) | {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(len(self.places)),
-            "LOCAL_WORLD_SIZE": str(len(self.places)),
-            RENDEZVOUS: str(folder),
-            DEVICE: self.places[rank],
-            PARENT: str(os.getpid()),
+            "WORLD_SIZE": str(len(self.devices)),
+            "LOCAL_WORLD_SIZE": str(len(self.devices)),
+            RENDEZVOUS_ENV: str(folder),
+            DEVICE_ENV: self.devices[rank],
+            PARENT_PID_ENV: str(os.getpid()),
         }
         # -P: the folder the user stands in must not shadow modules the rank imports.
         command = [
@@ -275,8 +279,8 @@ class Launcher:
         ]
         return subprocess.Popen(command, env=environment, process_group=0)
 
-    def _watch(self, folder: Path) -> RankError | None:
-        asked = 0
+    def _wait_for_ranks(self, folder: Path) -> RankError | None:
+        num_forwarded = 0
         while True:
             codes = [rank.poll() for rank in self.ranks]
             if all(code == 0 for code in codes):
@@ -284,9 +288,9 @@ class Launcher:
             failed = [rank for rank, code in enumerate(codes) if code not in (None, 0)]
             if failed:
                 return self._first_error(folder, failed)
-            for number in self.signals[asked:]:
-                asked += 1
-                if asked > 1 and number in (signal.SIGINT, signal.SIGTERM):
+            for number in self.signals[num_forwarded:]:
+                num_forwarded += 1
+                if num_forwarded > 1 and number in (signal.SIGINT, signal.SIGTERM):
                     raise Interrupted(
                         "stopped at once; the same command goes on from the last checkpoint", 128 + number
                     )
@@ -305,35 +309,37 @@ class Launcher:
             with contextlib.suppress(OSError, ValueError):
                 errors.append(RankError(**json.loads(path.read_text())))
         # A signal during an import comes out as almost anything: KeyboardInterrupt, ImportError, or the signal itself.
-        told = [error for error in errors if error.kind in TOLD]
-        if self.signals and (not told or any(-code in self.signals for code in self._codes())):
-            return self._stopped_early()
+        expected = [error for error in errors if error.kind in EXPECTED_ERRORS]
+        if self.signals and (not expected or any(-code in self.signals for code in self._exit_codes())):
+            return self._early_stop_error()
         silent = [rank for rank in failed if rank not in {error.rank for error in errors}]
         if silent:
             code = self.ranks[silent[0]].returncode
-            message = f"rank {silent[0]} {ending(code)}"
+            message = f"rank {silent[0]} {describe_exit(code)}"
             return RankError(rank=silent[0], kind="Killed", message=message, exit_code=1, time=0.0)
-        return min(errors, key=lambda error: (_misses_a_peer(error), error.kind == "RankFailure", error.time))
+        return min(errors, key=lambda error: (_is_lost_peer_error(error), error.kind == "RankFailure", error.time))
 
-    def _codes(self) -> list[int]:
+    def _exit_codes(self) -> list[int]:
         return [rank.returncode for rank in self.ranks if rank.returncode is not None]
 
-    def _stopped_early(self) -> RankError:
+    def _early_stop_error(self) -> RankError:
         """A rank that was still starting has nothing to save, and simply ends by the signal."""
         number = self.signals[0]
         message = f"asked to stop (signal {number}) before all ranks had begun; the same command starts again"
         return RankError(rank=0, kind="Interrupted", message=message, exit_code=exit_code(number), time=0.0)
 
-    def _raise(self, error: RankError) -> None:
+    def _raise_error(self, error: RankError) -> None:
         if error.kind == "Interrupted":
             raise Interrupted(error.message, error.exit_code)
         failure: HalationError = (
-            RankFailure(_sentence(error)) if error.exit_code != InputError.exit_code else HalationError(error.message)
+            RankFailure(_format_error(error))
+            if error.exit_code != InputError.exit_code
+            else HalationError(error.message)
         )
         failure.exit_code = error.exit_code
         raise failure
 
-    def _end(self) -> None:
+    def _kill_ranks(self) -> None:
         for rank in self.ranks:
             if rank.poll() is None:
                 rank.kill()
@@ -344,7 +350,7 @@ class Launcher:
         self.signals.append(number)
 
 
-def ending(code: int) -> str:
+def describe_exit(code: int) -> str:
     """How a process ended, in words."""
     if code >= 0:
         return f"ended with exit code {code}"
@@ -352,7 +358,7 @@ def ending(code: int) -> str:
     return f"{words}; where nobody sent it, the machine ran out of memory" if code == -signal.SIGKILL else words
 
 
-def about_peers(message: str) -> bool:
+def is_lost_peer_message(message: str) -> bool:
     """Whether a collective's error only says that somebody else is gone."""
     text = message.lower()
     words = (
@@ -367,13 +373,13 @@ def about_peers(message: str) -> bool:
     return any(word in text for word in words)
 
 
-def _misses_a_peer(error: RankError) -> bool:
+def _is_lost_peer_error(error: RankError) -> bool:
     """The last line of a traceback alone is asked: the lines above it are full of timeouts by name."""
     if error.kind not in ("RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError"):
         return False
-    return about_peers(error.message.rstrip().rpartition("\n")[2])
+    return is_lost_peer_message(error.message.rstrip().rpartition("\n")[2])
 
 
-def _sentence(error: RankError) -> str:
+def _format_error(error: RankError) -> str:
     known = error.kind in ("Killed", "RankFailure", "HalationError", "InputError")
     return error.message if known else f"rank {error.rank} failed:\n{error.message.rstrip()}"

@@ -13,7 +13,7 @@ def main() -> int:
     # A person's Ctrl+C reaches the parent; the parent tells every rank, so that all stop at one step.
     from halation.distributed import launcher
 
-    launcher.die_with_parent()
+    launcher.tie_rank_to_parent()
     name, path = sys.argv[1], Path(sys.argv[2])
     try:
         module = importlib.import_module(name)

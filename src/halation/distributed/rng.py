@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 
-def begin(seed: int, rank: int) -> None:
+def seed_all(seed: int, rank: int) -> None:
     """Give the states of a fresh run a beginning of their own, or python's and numpy's would come from the clock."""
     words = np.random.SeedSequence((seed, rank)).generate_state(3)
     random.seed(int(words[0]))
@@ -20,8 +20,8 @@ def begin(seed: int, rank: int) -> None:
     torch.manual_seed(int(words[2]))
 
 
-def begin_picture(seed: int) -> None:
-    """The same beginning on every rank, for what draws a picture and asks a global state instead of the generator it was handed.
+def seed_for_image(seed: int) -> None:
+    """The same beginning on every rank, for what draws an image and asks a global state instead of the generator it was handed.
 
     Not by torch.manual_seed, which would leave word for a GPU that nobody uses yet.
     """
@@ -34,7 +34,7 @@ def begin_picture(seed: int) -> None:
 
 
 @contextlib.contextmanager
-def kept() -> Iterator[None]:
+def fork_rng() -> Iterator[None]:
     """Whatever is drawn inside, afterwards the states of python, numpy, torch and of every GPU in use are what they were."""
     python, arrays, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
@@ -53,11 +53,11 @@ def capture(device: torch.device) -> dict[str, Any]:
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
         "python": [version, list(words), gauss],
-        "numpy": [kind, _text(np.asarray(keys).tobytes()), int(position), int(has_gauss), float(cached)],
-        "torch": _text(torch.get_rng_state().numpy().tobytes()),
+        "numpy": [kind, _encode(np.asarray(keys).tobytes()), int(position), int(has_gauss), float(cached)],
+        "torch": _encode(torch.get_rng_state().numpy().tobytes()),
     }
     if device.type == "cuda":
-        state["cuda"] = _text(torch.cuda.get_rng_state(device).numpy().tobytes())
+        state["cuda"] = _encode(torch.cuda.get_rng_state(device).numpy().tobytes())
     return state
 
 
@@ -65,19 +65,19 @@ def restore(state: dict[str, Any], device: torch.device) -> None:
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     kind, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, np.frombuffer(_bytes(keys), np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(_tensor(state["torch"]))
+    np.random.set_state((kind, np.frombuffer(_decode(keys), np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(_decode_tensor(state["torch"]))
     if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(_tensor(state["cuda"]), device)
+        torch.cuda.set_rng_state(_decode_tensor(state["cuda"]), device)
 
 
-def _text(data: bytes) -> str:
+def _encode(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-def _bytes(text: str) -> bytes:
+def _decode(text: str) -> bytes:
     return base64.b64decode(text)
 
 
-def _tensor(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(_bytes(text)), dtype=torch.uint8)
+def _decode_tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(_decode(text)), dtype=torch.uint8)

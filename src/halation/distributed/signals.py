@@ -8,45 +8,49 @@ import threading
 import time
 from types import FrameType, TracebackType
 
-SAME_WISH_S = 2.0  # a service manager signals a whole group: a rank hears it twice, once from its launcher
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+DUPLICATE_SIGNAL_S = 2.0  # a service manager signals a whole group: a rank hears it twice, once from its launcher
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class StopSignals:
     """While entered, remembers the signal this process was sent. SIGUSR1 is what SLURM is usually told to send before it kills.
 
-    A second one ends the process at once or, for a parent that has children to end first, sets `urgent`. Outside the main thread
+    A second one ends the process at once or, for a parent that has children to end first, sets `is_urgent`. Outside the main thread
     nothing is heard: there signals belong to whoever called.
     """
 
-    def __init__(self, *, ends_at_once: bool = True) -> None:
+    def __init__(self, *, exit_on_second: bool = True) -> None:
         self.number = 0
-        self.urgent = False
-        self._ends_at_once = ends_at_once
-        self._since = 0.0
-        self._previous: dict[int, object] = {}
+        self.is_urgent = False
+        self._exit_on_second = exit_on_second
+        self._received_at = 0.0
+        self._previous_handlers: dict[int, object] = {}
 
     def __enter__(self) -> StopSignals:
-        for number in STOPPING if threading.current_thread() is threading.main_thread() else ():
+        for number in STOP_SIGNALS if threading.current_thread() is threading.main_thread() else ():
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue  # nohup: whoever started this wants it to outlive the terminal
-            self._previous[number] = signal.signal(number, self._on_signal)
+            self._previous_handlers[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._previous.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        again = self.number == number and time.monotonic() - self._since < SAME_WISH_S and number != signal.SIGINT
-        if self.number and number in (signal.SIGINT, signal.SIGTERM) and not again:
-            if self._ends_at_once:
+        is_duplicate = (
+            self.number == number
+            and time.monotonic() - self._received_at < DUPLICATE_SIGNAL_S
+            and number != signal.SIGINT
+        )
+        if self.number and number in (signal.SIGINT, signal.SIGTERM) and not is_duplicate:
+            if self._exit_on_second:
                 os._exit(128 + number)
-            self.urgent = True
+            self.is_urgent = True
         if not self.number:
-            self.number, self._since = number, time.monotonic()
+            self.number, self._received_at = number, time.monotonic()
 
 
 def exit_code(number: int) -> int:

@@ -26,14 +26,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from halation.distributed import launcher
-from halation.errors import HalationError, InputError, RankFailure, refused_by_system
+from halation.errors import HalationError, InputError, RankFailure, os_error_message
 
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 POLL_S = 0.05
-FIRST_POLL_S = 0.002
-BEAT_S = 0.5
+MIN_POLL_S = 0.002
+HEARTBEAT_S = 0.5
 
 
 @dataclass(kw_only=True)
@@ -52,14 +52,14 @@ class World:
     timeout_s: float
 
     @property
-    def first(self) -> bool:
+    def is_rank_zero(self) -> bool:
         return self.rank == 0
 
-    def exchange(self, word: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's word (plain JSON), in rank order, on every rank."""
         if self.control is None:
-            return [json.loads(json.dumps(word))]
-        data = torch.frombuffer(bytearray(json.dumps(word).encode() or b" "), dtype=torch.uint8)
+            return [json.loads(json.dumps(value))]
+        data = torch.frombuffer(bytearray(json.dumps(value).encode() or b" "), dtype=torch.uint8)
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(lengths, torch.tensor([data.numel()]), group=self.control)
         longest = int(max(lengths))
@@ -69,18 +69,18 @@ class World:
         dist.all_gather(rows, padded, group=self.control)
         return [json.loads(bytes(row[: int(length)].numpy())) for row, length in zip(rows, lengths, strict=True)]
 
-    def sum(self, values: Tensor) -> Tensor:
+    def all_reduce_sum(self, values: Tensor) -> Tensor:
         """Sum over ranks, in place, on the default group."""
         if self.size > 1:
             dist.all_reduce(values)
         return values
 
-    def from_first(self, word: Any) -> Any:
+    def broadcast_from_rank_zero(self, value: Any) -> Any:
         """Rank 0's word on every rank."""
-        return self.exchange(word if self.first else None)[0]
+        return self.all_gather_object(value if self.is_rank_zero else None)[0]
 
     @contextlib.contextmanager
-    def leaving_together(self) -> Iterator[None]:
+    def close_on_success(self) -> Iterator[None]:
         """Take the groups down at the end, but not after an error: that would wait for ranks which wait for this one, and
         the error would be told only when their patience ends."""
         failed = True
@@ -102,26 +102,28 @@ class World:
             dist.destroy_process_group()
 
 
-def joined(gpu_ids: Sequence[int], oversubscribe: bool, timeout_s: float, threads: int) -> World:
+def init_world(gpu_ids: Sequence[int], oversubscribe: bool, timeout_s: float, num_threads: int) -> World:
     """Join the world on this rank's device, with a fixed number of CPU threads."""
-    torch.set_num_threads(threads)
-    place = os.environ.get(launcher.DEVICE)
-    if place is None:
+    torch.set_num_threads(num_threads)
+    device = os.environ.get(launcher.DEVICE_ENV)
+    if device is None:
         local = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
         if not gpu_ids and "LOCAL_RANK" not in os.environ and launcher.num_gpus() == 1:
-            return join(torch.device("cuda:0"), timeout_s)  # the scheduler shows each task its own GPU
+            return init_from_env(torch.device("cuda:0"), timeout_s)  # the scheduler shows each task its own GPU
         count = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", "0"))) or local + 1
-        places = launcher.devices(max(count, local + 1), gpu_ids, oversubscribe)
-        place = places[local]
-    return join(torch.device(place), timeout_s)
+        devices = launcher.select_devices(max(count, local + 1), gpu_ids, oversubscribe)
+        device = devices[local]
+    return init_from_env(torch.device(device), timeout_s)
 
 
-def join(device: torch.device | None = None, timeout_s: float = 600.0) -> World:
+def init_from_env(device: torch.device | None = None, timeout_s: float = 600.0) -> World:
     """Join the world that the environment describes: our launcher's, torchrun's, srun's, or a world of one."""
     environment = os.environ
-    if launcher.RENDEZVOUS in environment:
+    if launcher.RENDEZVOUS_ENV in environment:
         rank, size, local = int(environment["RANK"]), int(environment["WORLD_SIZE"]), int(environment["LOCAL_RANK"])
-        store: dist.Store = _store_by_folder(Path(environment[launcher.RENDEZVOUS]), rank, size, "127.0.0.1", timeout_s)
+        store: dist.Store = _rendezvous_via_folder(
+            Path(environment[launcher.RENDEZVOUS_ENV]), rank, size, "127.0.0.1", timeout_s
+        )
     elif "RANK" in environment and "WORLD_SIZE" in environment:
         rank, size, local = (
             int(environment["RANK"]),
@@ -129,43 +131,50 @@ def join(device: torch.device | None = None, timeout_s: float = 600.0) -> World:
             int(environment.get("LOCAL_RANK", "0")),
         )
         store, rank, size = next(dist.rendezvous("env://", rank, size, timeout=timedelta(seconds=timeout_s)))
-        store = _fresh_corner(store, rank, size, timeout_s)
-    elif launcher.slurm_world() > 1:
+        store = _fresh_prefix_store(store, rank, size, timeout_s)
+    elif launcher.slurm_world_size() > 1:
         rank, size, local = (
             int(environment["SLURM_PROCID"]),
-            launcher.slurm_world(),
+            launcher.slurm_world_size(),
             int(environment.get("SLURM_LOCALID", "0")),
         )
         job = f"{environment.get('SLURM_JOB_ID')}.{environment.get('SLURM_STEP_ID')}.{environment.get('SLURM_RESTART_COUNT', '0')}"
         folder = Path(environment.get("SLURM_SUBMIT_DIR", ".")) / f".halation_rendezvous_{job}"
         folder.mkdir(exist_ok=True)
-        store = _store_by_folder(folder, rank, size, socket.gethostname(), timeout_s)
-        _gather_by_store(dist.PrefixStore("met", store), rank, size, "")
+        store = _rendezvous_via_folder(folder, rank, size, socket.gethostname(), timeout_s)
+        _gather_via_store(dist.PrefixStore("met", store), rank, size, "")
         if rank == 0:  # everybody has read the address
             shutil.rmtree(folder, ignore_errors=True)
     else:
         rank, size, local = 0, 1, 0
         store = dist.HashStore()
-    return create(
+    return init_process_groups(
         rank=rank, size=size, local_rank=local, device=device or torch.device("cpu"), store=store, timeout_s=timeout_s
     )
 
 
-def create(
+def init_process_groups(
     *, rank: int, size: int, local_rank: int, device: torch.device, store: dist.Store, timeout_s: float
 ) -> World:
     """Make the process groups over a store. Ranks that share a GPU cannot use NCCL, so they speak over gloo."""
     timeout = timedelta(seconds=timeout_s)
     if device.type == "cuda":
         device = torch.device("cuda", device.index or 0)  # torch refuses a GPU without a number here
-        _take_gpu(device)
-    place = f"{socket.gethostname()}/{rank if device.type == 'cpu' else torch.cuda.get_device_properties(device).uuid}"
-    places = _gather_by_store(dist.PrefixStore("places", store), rank, size, place)
-    shared = len(set(places)) < size
-    backend = "nccl" if device.type == "cuda" and not shared and dist.is_nccl_available() else "gloo"
-    bound = device if backend == "nccl" else None
+        _init_gpu(device)
+    device_key = (
+        f"{socket.gethostname()}/{rank if device.type == 'cpu' else torch.cuda.get_device_properties(device).uuid}"
+    )
+    device_keys = _gather_via_store(dist.PrefixStore("places", store), rank, size, device_key)
+    has_shared_gpu = len(set(device_keys)) < size
+    backend = "nccl" if device.type == "cuda" and not has_shared_gpu and dist.is_nccl_available() else "gloo"
+    device_id = device if backend == "nccl" else None
     dist.init_process_group(
-        backend, store=dist.PrefixStore("default", store), rank=rank, world_size=size, timeout=timeout, device_id=bound
+        backend,
+        store=dist.PrefixStore("default", store),
+        rank=rank,
+        world_size=size,
+        timeout=timeout,
+        device_id=device_id,
     )
     control = dist.new_group(backend="gloo", timeout=timeout)
     assert control is not None
@@ -174,7 +183,7 @@ def create(
     )
 
 
-def _take_gpu(device: torch.device) -> None:
+def _init_gpu(device: torch.device) -> None:
     """Make the GPU this rank's own; a build of torch or a driver that cannot is said so, and not by a traceback."""
     try:
         torch.cuda.set_device(device)
@@ -187,41 +196,41 @@ def _take_gpu(device: torch.device) -> None:
         ) from error
 
 
-def _fresh_corner(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist.Store:
+def _fresh_prefix_store(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist.Store:
     """A corner of the store that no earlier start of these ranks has written to.
 
     torchrun keeps its store when it starts ranks again, and gloo would take the addresses of dead ranks for those of living ones.
     Restarts are counted by node and cannot tell starts apart, so each rank asks with a word that was never used before.
     """
-    mine = os.urandom(8).hex()
+    token = os.urandom(8).hex()
     if rank > 0:
-        store.set(f"halation/asks/{rank}", mine)
-        corner = store.get(f"halation/answer/{rank}/{mine}").decode()
-        store.set(f"{corner}/heard/{rank}", "")
-        return dist.PrefixStore(corner, store)
+        store.set(f"halation/asks/{rank}", token)
+        prefix = store.get(f"halation/answer/{rank}/{token}").decode()
+        store.set(f"{prefix}/heard/{rank}", "")
+        return dist.PrefixStore(prefix, store)
     deadline = time.monotonic() + timeout_s
     missing = set(range(1, size))
     while missing:
         for peer in sorted(missing):
             if store.check([f"halation/asks/{peer}"]):
-                asked = store.get(f"halation/asks/{peer}").decode()
+                peer_token = store.get(f"halation/asks/{peer}").decode()
                 store.set(
-                    f"halation/answer/{peer}/{asked}", mine
+                    f"halation/answer/{peer}/{peer_token}", token
                 )  # perhaps to a dead one; the living one asks after it
-                if store.check([f"{mine}/heard/{peer}"]):
+                if store.check([f"{token}/heard/{peer}"]):
                     missing.discard(peer)
         if missing and time.monotonic() > deadline:
             raise RankFailure(f"rank {min(missing)} did not come within {timeout_s:.0f} s; its log says why")
         time.sleep(POLL_S if missing else 0)
-    return dist.PrefixStore(mine, store)
+    return dist.PrefixStore(token, store)
 
 
-def _gather_by_store(store: dist.Store, rank: int, size: int, word: str) -> list[str]:
-    store.set(str(rank), word)
+def _gather_via_store(store: dist.Store, rank: int, size: int, value: str) -> list[str]:
+    store.set(str(rank), value)
     return [store.get(str(peer)).decode() for peer in range(size)]
 
 
-def _store_by_folder(folder: Path, rank: int, size: int, host: str, timeout_s: float) -> dist.Store:
+def _rendezvous_via_folder(folder: Path, rank: int, size: int, host: str, timeout_s: float) -> dist.Store:
     """Rank 0 listens on MASTER_PORT if that is set and free, else on a port the system picks, and leaves the address in the folder."""
     path = folder / "address"
     timeout = timedelta(seconds=timeout_s)
@@ -240,17 +249,17 @@ def _store_by_folder(folder: Path, rank: int, size: int, host: str, timeout_s: f
 
 
 def _listen(host: str, size: int, timeout: timedelta) -> dist.TCPStore:
-    wanted = os.environ.get("MASTER_PORT", "")
-    if wanted.isdigit() and _is_free(int(wanted)):
+    port = os.environ.get("MASTER_PORT", "")
+    if port.isdigit() and _is_port_free(int(port)):
         with contextlib.suppress(dist.DistNetworkError):  # somebody was faster
-            return dist.TCPStore(host, int(wanted), size, is_master=True, wait_for_workers=False, timeout=timeout)
+            return dist.TCPStore(host, int(port), size, is_master=True, wait_for_workers=False, timeout=timeout)
     store = dist.TCPStore(host, 0, size, is_master=True, wait_for_workers=False, timeout=timeout)
-    if wanted not in ("", "0"):
-        log.warning("port %s is taken or not a port; ranks meet on port %d", wanted, store.port)
+    if port not in ("", "0"):
+        log.warning("port %s is taken or not a port; ranks meet on port %d", port, store.port)
     return store
 
 
-def _is_free(port: int) -> bool:
+def _is_port_free(port: int) -> bool:
     """Asked before, because torch tells of a taken port in several lines of its own."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
@@ -261,7 +270,7 @@ def _is_free(port: int) -> bool:
         return False
 
 
-def checksum(named: Iterable[tuple[str, Tensor]]) -> tuple[list[str], Tensor]:
+def checksums(named: Iterable[tuple[str, Tensor]]) -> tuple[list[str], Tensor]:
     """One integer for each tensor that changes when any of its bits does (up to sums that cancel)."""
     names, sums = [], []
     for name, tensor in named:
@@ -276,8 +285,8 @@ def check_ranks_agree(world: World, named: Iterable[tuple[str, Tensor]], when: s
     """Raise on all ranks, naming rank and tensor, where replicated tensors are not bit for bit the same everywhere."""
     if world.size == 1:
         return
-    names, sums = checksum(named)
-    rows = world.exchange(sums.tolist())
+    names, sums = checksums(named)
+    rows = world.all_gather_object(sums.tolist())
     for rank, row in enumerate(rows):
         different = [name for name, mine, theirs in zip(names, row, rows[0], strict=True) if mine != theirs]
         if different:
@@ -287,42 +296,42 @@ def check_ranks_agree(world: World, named: Iterable[tuple[str, Tensor]], when: s
             )
 
 
-def alive(action: Callable[[], Result], beat: Callable[[], None]) -> Result:
+def run_with_heartbeat(action: Callable[[], Result], heartbeat: Callable[[], None]) -> Result:
     """The result of something long that cannot beat by itself: it runs on a thread of its own while this one does."""
     with ThreadPoolExecutor(1, thread_name_prefix="long") as thread:
         future = thread.submit(action)
-        while not wait([future], BEAT_S).done:
-            beat()
+        while not wait([future], HEARTBEAT_S).done:
+            heartbeat()
         return future.result()
 
 
-def on_first(world: World, name: str, action: Callable[[Callable[[], None]], Any], timeout_s: float) -> Any:
+def run_on_rank_zero(world: World, name: str, action: Callable[[Callable[[], None]], Any], timeout_s: float) -> Any:
     """Do something on rank 0 while the others wait as long as it makes progress; its result, or its error, on all ranks."""
-    word: dict[str, Any] = {}
-    with Vigil(world, name, timeout_s) as vigil:
-        if world.first:
+    outcome: dict[str, Any] = {}
+    with HeartbeatMonitor(world, name, timeout_s) as monitor:
+        if world.is_rank_zero:
             try:
-                word = {"value": action(vigil.beat)}
+                outcome = {"value": action(monitor.heartbeat)}
             except HalationError as error:
-                word = {"error": str(error), "exit_code": error.exit_code}
+                outcome = {"error": str(error), "exit_code": error.exit_code}
             except Exception as error:
                 log.info("%s failed", name, exc_info=True)
-                word = {
-                    "error": refused_by_system(error) or traceback.format_exc(),
+                outcome = {
+                    "error": os_error_message(error) or traceback.format_exc(),
                     "exit_code": HalationError.exit_code,
                 }
-        word = vigil.finish(word)[0]
-    if "error" in word:
-        failure = HalationError(word["error"])
-        failure.exit_code = word["exit_code"]
+        outcome = monitor.gather_results(outcome)[0]
+    if "error" in outcome:
+        failure = HalationError(outcome["error"])
+        failure.exit_code = outcome["exit_code"]
         raise failure
-    return word["value"]
+    return outcome["value"]
 
 
-class Vigil:
+class HeartbeatMonitor:
     """A stretch in which ranks work apart for as long as they like, and are missed only when they stop making progress.
 
-    Each rank calls `beat` as it works; a thread tells the store. No collective is open meanwhile, so no length of work can
+    Each rank calls `heartbeat` as it works; a thread tells the store. No collective is open meanwhile, so no length of work can
     run into a process group's timeout. A rank whose count has not moved for `timeout_s` is named, with its stack where its
     process can still speak.
     """
@@ -330,15 +339,15 @@ class Vigil:
     def __init__(self, world: World, name: str, timeout_s: float) -> None:
         self.world = world
         self.timeout_s = timeout_s
-        self.prefix = f"vigil/{name}"
-        self.count = 0
-        self._moved = time.monotonic()
+        self.prefix = f"heartbeat/{name}"
+        self.num_heartbeats = 0
+        self._last_heartbeat = time.monotonic()
         self._thread_id = threading.get_ident()
         self._closed = threading.Event()
         self._store = world.store.clone() if isinstance(world.store, dist.TCPStore | dist.PrefixStore) else world.store  # type: ignore[union-attr]
-        self._thread = threading.Thread(target=self._tell, name="halation-vigil", daemon=True)
+        self._thread = threading.Thread(target=self._publish_heartbeats, name="halation-heartbeat", daemon=True)
 
-    def __enter__(self) -> Vigil:
+    def __enter__(self) -> HeartbeatMonitor:
         if self.world.size > 1:
             self._thread.start()
         return self
@@ -350,99 +359,99 @@ class Vigil:
         if self._thread.is_alive():
             self._thread.join()
 
-    def beat(self) -> None:
-        self.count += 1
-        self._moved = time.monotonic()
+    def heartbeat(self) -> None:
+        self.num_heartbeats += 1
+        self._last_heartbeat = time.monotonic()
 
-    def leave(self, word: Any) -> None:
+    def publish_result(self, result: Any) -> None:
         """Leave this rank's word for the others without waiting for theirs."""
         if self.world.size > 1:
-            self.world.store.set(f"{self.prefix}/word/{self.world.rank}", json.dumps(word))
+            self.world.store.set(f"{self.prefix}/word/{self.world.rank}", json.dumps(result))
 
-    def finish(self, word: Any) -> list[Any]:
+    def gather_results(self, result: Any) -> list[Any]:
         """Leave this rank's word and wait for everybody's; raise, naming who stopped, when one makes no progress."""
         if self.world.size == 1:
-            return [word]
-        self.leave(word)
-        words: dict[int, Any] = {self.world.rank: word}
+            return [result]
+        self.publish_result(result)
+        results: dict[int, Any] = {self.world.rank: result}
         seen: dict[int, tuple[Any, float]] = {rank: ("", time.monotonic()) for rank in range(self.world.size)}
-        pause_s = FIRST_POLL_S
-        while len(words) < self.world.size:
-            self.beat()
-            for rank in [rank for rank in range(self.world.size) if rank not in words]:
+        pause_s = MIN_POLL_S
+        while len(results) < self.world.size:
+            self.heartbeat()
+            for rank in [rank for rank in range(self.world.size) if rank not in results]:
                 if self.world.store.check([f"{self.prefix}/word/{rank}"]):
-                    words[rank] = json.loads(self.world.store.get(f"{self.prefix}/word/{rank}"))
+                    results[rank] = json.loads(self.world.store.get(f"{self.prefix}/word/{rank}"))
                     continue
-                state = self._heard(rank)
+                state = self._read_heartbeat(rank)
                 if state.get("count") != seen[rank][0]:
                     seen[rank] = (state.get("count"), time.monotonic())
                 elif time.monotonic() - seen[rank][1] > self.timeout_s:
-                    raise RankFailure(self._sentence(rank, state))
+                    raise RankFailure(self._format_stall(rank, state))
             time.sleep(pause_s)
             pause_s = min(
                 2 * pause_s, POLL_S
             )  # ranks that are nearly done wait briefly, those that are not do not crowd the store
-        return [words[rank] for rank in range(self.world.size)]
+        return [results[rank] for rank in range(self.world.size)]
 
-    def fail(self, reason: str) -> None:
+    def report_failure(self, reason: str) -> None:
         """Leave word that this rank cannot go on, for those who will miss it in a collective."""
         with contextlib.suppress(RuntimeError):
             self.world.store.set(f"{self.prefix}/failed/{self.world.rank}", reason)
 
-    def blame(self) -> str:
+    def explain_failure(self) -> str:
         """Why a collective could not be completed: who said that it failed, who fell silent, or who is furthest behind."""
         try:
-            return self._culprit()
+            return self._find_failed_rank()
         except RuntimeError:
             return "rank 0 is gone, and with it the store in which ranks leave word"
 
-    def _culprit(self) -> str:
+    def _find_failed_rank(self) -> str:
         store, prefix = self.world.store, self.prefix
         peers = [rank for rank in range(self.world.size) if rank != self.world.rank]
         store.set(f"{prefix}/missing/{self.world.rank}", "")
         for rank in peers:
             if store.check([f"{prefix}/failed/{rank}"]):
                 return f"rank {rank} failed: {self._get(f'{prefix}/failed/{rank}').decode()}"
-        before = {rank: self._heard(rank) for rank in peers}
-        time.sleep(3 * BEAT_S)
-        states = {rank: self._heard(rank) for rank in peers}
+        before = {rank: self._read_heartbeat(rank) for rank in peers}
+        time.sleep(3 * HEARTBEAT_S)
+        states = {rank: self._read_heartbeat(rank) for rank in peers}
         for rank in peers:  # who misses somebody too may end any moment, and is not the one
             if states[rank] == before[rank] and not store.check([f"{prefix}/missing/{rank}"]):
-                what, count = prefix.removeprefix("vigil/"), states[rank].get("count") or 0
+                what, count = prefix.removeprefix("heartbeat/"), states[rank].get("count") or 0
                 return f"rank {rank} fell silent in {what} (beat {count}): it was stopped or killed"
-        states[self.world.rank] = {"count": self.count}
+        states[self.world.rank] = {"count": self.num_heartbeats}
         last = min(states, key=lambda rank: (states[rank].get("count") or 0, rank))
-        return self._sentence(last, states[last])
+        return self._format_stall(last, states[last])
 
-    def _heard(self, rank: int) -> dict[str, Any]:
+    def _read_heartbeat(self, rank: int) -> dict[str, Any]:
         key = f"{self.prefix}/beat/{rank}"
-        heard: dict[str, Any] = json.loads(self._get(key)) if self.world.store.check([key]) else {}
-        return heard
+        state: dict[str, Any] = json.loads(self._get(key)) if self.world.store.check([key]) else {}
+        return state
 
     def _get(self, key: str) -> bytes:
         value: bytes = self.world.store.get(key)
         return value
 
-    def _sentence(self, rank: int, state: dict[str, Any]) -> str:
+    def _format_stall(self, rank: int, state: dict[str, Any]) -> str:
         stack = state.get("stack")
         where = (
             f"\nwhere it stands:\n{stack}"
             if stack
             else "\nits process does not answer (stopped, killed or stuck in the driver)"
         )
-        what = self.prefix.removeprefix("vigil/")
+        what = self.prefix.removeprefix("heartbeat/")
         return f"rank {rank} has made no progress for {self.timeout_s:.0f} s in {what} (beat {state.get('count') or 0}){where}"
 
-    def _tell(self) -> None:
+    def _publish_heartbeats(self) -> None:
         for tick in itertools.count():
             if self._closed.is_set():
                 return
-            state: dict[str, Any] = {"count": self.count, "tick": tick}
-            if time.monotonic() - self._moved > max(self.timeout_s - 2 * BEAT_S, self.timeout_s / 2):
+            state: dict[str, Any] = {"count": self.num_heartbeats, "tick": tick}
+            if time.monotonic() - self._last_heartbeat > max(self.timeout_s - 2 * HEARTBEAT_S, self.timeout_s / 2):
                 frame = sys._current_frames().get(self._thread_id)
                 state["stack"] = "".join(traceback.format_stack(frame)[-12:]) if frame else ""
             try:
                 self._store.set(f"{self.prefix}/beat/{self.world.rank}", json.dumps(state))
             except (RuntimeError, ValueError):  # the store went with its rank; the launcher speaks then
                 return
-            self._closed.wait(BEAT_S)
+            self._closed.wait(HEARTBEAT_S)

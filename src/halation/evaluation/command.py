@@ -13,18 +13,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halation.config import as_json, check_ranges
+from halation.config import as_json, check_ranges, to_current_names
 from halation.distributed import launcher
 from halation.errors import InputError
 from halation.evaluation.config import EvaluateConfig
-from halation.runs import folder as runs
+from halation.runs import run_record as runs
 
 if TYPE_CHECKING:
-    from halation.evaluation.image_sources import Source
-    from halation.evaluation.model_images import Live
+    from halation.evaluation.image_sources import ImageSource
+    from halation.evaluation.model_images import ModelImages
 
 RANGES: dict[str, tuple[float, float]] = {
-    **dict.fromkeys(("batch_size", "threads", "num_inference_steps", "sheet_size", "nearest_k"), (1, 10_000)),
+    **dict.fromkeys(("batch_size", "threads", "num_inference_steps", "model_batch_size", "nearest_k"), (1, 10_000)),
     **dict.fromkeys(("kid_subsets", "num_reference"), (1, 10**9)),
     **dict.fromkeys(("num_samples", "bootstrap", "keep_features"), (0, 10**12)),
     "kid_subset_size": (2, 10**9),
@@ -34,59 +34,59 @@ RANGES: dict[str, tuple[float, float]] = {
     "guidance_scale": (0, 1e9),
     "dist_timeout_s": (sys.float_info.min, 1e9),
 }
-ROUNDING = 1e-9
+DISPLAY_TOLERANCE = 1e-9
 """What is nearer to 0 than that is shown as 0; the JSON has the number."""
-PICTURES_A_RANK = 128
-"""Without a GPU, fewer pictures than that are not worth a further process."""
+MIN_IMAGES_PER_RANK = 128
+"""Without a GPU, fewer images than that are not worth a further process."""
 
 
 def run(config: EvaluateConfig) -> int:
     """Score on ranks that are already there or on ranks started here; 0 only if every number that was asked for is there."""
     if config.check:
-        return rehearse(config)
-    report = evaluated(config)
+        return dry_run(config)
+    report = evaluate(config)
     if report:
-        show(config, report)
+        print_report(config, report)
     return 0
 
 
-def evaluated(config: EvaluateConfig) -> dict[str, Any]:
+def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     """The report; empty on ranks that somebody else started, besides the first."""
-    check(config)
-    source = opened(config)
-    config = resolved(config, source)
-    if launcher.launched():
+    check_config(config)
+    source = open_source(config)
+    config = resolve_config(config, source)
+    if launcher.is_launched():
         return run_rank(config)
-    places = places_of(config, source)
-    cache = cache_of(config)
+    devices = rank_devices(config, source)
+    cache = feature_cache_folder(config)
     try:
         runs.make_folder(cache)
     except InputError as error:
         raise InputError(error.found, error.expected, "check its permissions, or choose another --cache_dir") from error
     with tempfile.TemporaryDirectory(prefix="halation_report_") as scratch:
         output = Path(scratch) / "report.json"
-        order = replace(config, output=output)
-        if len(places) == 1:
-            os.environ[launcher.DEVICE] = places[0]
+        rank_config = replace(config, output=output)
+        if len(devices) == 1:
+            os.environ[launcher.DEVICE_ENV] = devices[0]
             try:
-                run_rank(order)
+                run_rank(rank_config)
             finally:
-                del os.environ[launcher.DEVICE]
+                del os.environ[launcher.DEVICE_ENV]
         else:
-            launcher.Launcher(__name__, as_json(order), places, 0, Path(scratch)).run()
+            launcher.Launcher(__name__, as_json(rank_config), devices, 0, Path(scratch)).run()
         report: dict[str, Any] = runs.read_json(output)
     if config.output is not None:
-        runs.publish_json(config.output, report)
+        runs.write_json_atomic(config.output, report)
     return report
 
 
-def check(config: EvaluateConfig) -> None:
+def check_config(config: EvaluateConfig) -> None:
     """What can be refused without looking at anything but the flags."""
     check_ranges(config, {name: limits for name, limits in RANGES.items() if getattr(config, name) is not None})
-    check_targets(config)
+    check_output_paths(config)
     if bool(config.generated) == bool(config.model_path):
         found = "both --generated and --model_path" if config.generated else "neither --generated nor --model_path"
-        raise InputError(found, "pictures to score, or a model to draw them", "give one of the two")
+        raise InputError(found, "images to score, or a model to draw them", "give one of the two")
     if config.prompts == "-":
         raise InputError("--prompts -", "a file, which every rank can read", "write the prompts to a file")
     if len(config.reference) > 1 and not all(path.endswith((".npz", ".safetensors")) for path in config.reference):
@@ -97,7 +97,7 @@ def check(config: EvaluateConfig) -> None:
         )
 
 
-def check_targets(config: EvaluateConfig) -> None:
+def check_output_paths(config: EvaluateConfig) -> None:
     """Where results go, looked at before they are computed."""
     if config.save_statistics is not None and config.save_statistics.suffix != ".safetensors":
         raise InputError(
@@ -121,117 +121,127 @@ def check_targets(config: EvaluateConfig) -> None:
             )
 
 
-def rehearse(config: EvaluateConfig) -> int:
-    """Open what an evaluation needs besides the pictures, without scoring anything."""
-    from halation.evaluation.extractor_plan import FLAGS, cast, embedding, facts_of, rules_of, saved_reference
+def dry_run(config: EvaluateConfig) -> int:
+    """Open what an evaluation needs besides the images, without scoring anything."""
+    from halation.evaluation.extractor_plan import (
+        WEIGHTS_FLAGS,
+        caption_embedder,
+        extractor_facts,
+        metric_settings,
+        plan_extractors,
+        read_saved_reference,
+    )
     from halation.evaluation.extractors.registry import open_extractor
-    from halation.evaluation.image_sources import files_below
-    from halation.evaluation.metrics.measure import NEEDS_REFERENCE, few
+    from halation.evaluation.image_sources import find_image_files
+    from halation.evaluation.metrics.metric_computation import NEEDS_REFERENCE, check_num_images
 
-    config = replace(config, extractor=extractor_of(config))
-    parts = cast(replace(config, metrics=config.metrics or ("fd", "kid")))
-    refuse_mismatch(config.metrics, config.extractor)
-    refuse_missing_reference(config, parts.with_reference)
-    facts, refused = {}, []
-    for label, (name, weights) in parts.extractors.items():
+    config = replace(config, extractor=choose_extractor(config))
+    plan = plan_extractors(replace(config, metrics=config.metrics or ("fd", "kid")))
+    check_metrics(config.metrics, config.extractor)
+    check_reference(config, plan.reference_labels)
+    facts, errors = {}, []
+    for label, (name, weights) in plan.extractors.items():
         try:
             extractor = open_extractor(
-                name, device="cpu", dtype=config.dtype, resize=config.resize, weights=weights, flag=FLAGS[label]
+                name, device="cpu", dtype=config.dtype, resize=config.resize, weights=weights, flag=WEIGHTS_FLAGS[label]
             )
-            facts[label] = facts_of(extractor)
-            if label == parts.parts.get("clip"):
-                embedding(extractor, ("a prompt",), None)([0])  # the words are another part of the model
+            facts[label] = extractor_facts(extractor)
+            if label == plan.metric_labels.get("clip"):
+                caption_embedder(extractor, ("a prompt",), None)([0])  # the words are another part of the model
         except InputError as error:
-            refused.append(error)
-    if len(refused) == 1:
-        raise refused[0]
-    if refused:
+            errors.append(error)
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
         raise InputError(
-            "; ".join(error.found for error in refused),
-            "; ".join(error.expected for error in refused),
-            "; ".join(error.action for error in refused),
+            "; ".join(error.found for error in errors),
+            "; ".join(error.expected for error in errors),
+            "; ".join(error.action for error in errors),
         )
-    num: int | None = config.num_reference
-    statistics = saved_reference(config, parts, facts)
+    num_reference: int | None = config.num_reference
+    statistics = read_saved_reference(config, plan, facts)
     if statistics is not None:
-        num = statistics.num
-    elif parts.with_reference and config.reference != ("streets",):
-        num = len(files_below(Path(config.reference[0]), "--reference", captions=False))
-    coming = {"generated": len(to_come(config))} if config.prompts else {}
-    for metric, label in parts.parts.items():
-        sides: dict[str, int | None] = {**coming, **({"reference": num} if metric in NEEDS_REFERENCE else {})}
-        few(metric, facts[label]["num_features"], sides, rules_of(config, "cpu"))
+        num_reference = statistics.num
+    elif plan.reference_labels and config.reference != ("streets",):
+        num_reference = len(find_image_files(Path(config.reference[0]), "--reference", captions=False))
+    num_generated = {"generated": len(planned_images(config))} if config.prompts else {}
+    for metric, label in plan.metric_labels.items():
+        num_images: dict[str, int | None] = {
+            **num_generated,
+            **({"reference": num_reference} if metric in NEEDS_REFERENCE else {}),
+        }
+        check_num_images(metric, facts[label]["num_features"], num_images, metric_settings(config, "cpu"))
     for about in facts.values():
         print(f"{about['extractor']}: {about['weights']} ({about['weights_sha256'][:12]})")
     return 0
 
 
-def to_come(config: EvaluateConfig) -> range:
-    """The pictures that a list of prompts will be."""
-    from halation.prompts import PromptFile
+def planned_images(config: EvaluateConfig) -> range:
+    """The images that a list of prompts will be."""
+    from halation.prompt_files import PromptFile
 
-    listed = sum(1 for _row in PromptFile.open(config.prompts).rows())
-    return range(min(config.num_samples or listed, listed))
+    num_rows = sum(1 for _row in PromptFile.open(config.prompts).rows())
+    return range(min(config.num_samples or num_rows, num_rows))
 
 
-def extractor_of(config: EvaluateConfig) -> str:
+def choose_extractor(config: EvaluateConfig) -> str:
     """The one that was asked for, that made the reference's statistics, or the usual one."""
     if config.extractor:
         return config.extractor
     if config.reference == ("streets",):
         return "streets"
-    from halation.evaluation.saved_statistics import made_by
+    from halation.evaluation.saved_statistics import read_extractor_name
 
-    return made_by(config.reference[0]) if config.reference else "inception"
+    return read_extractor_name(config.reference[0]) if config.reference else "inception"
 
 
-def refuse_missing_reference(config: EvaluateConfig, wanted_by: Sequence[str]) -> None:
+def check_reference(config: EvaluateConfig, metrics: Sequence[str]) -> None:
     if "" in config.reference:
         raise InputError(
-            '--reference ""', "real pictures, or saved statistics", "check --reference: a variable may be unset"
+            '--reference ""', "real images, or saved statistics", "check --reference: a variable may be unset"
         )
-    if wanted_by and not config.reference:
+    if metrics and not config.reference:
         raise InputError(
-            f"no --reference for {', '.join(wanted_by)}",
-            "real pictures to compare with",
+            f"no --reference for {', '.join(metrics)}",
+            "real images to compare with",
             "give --reference FOLDER, `streets`, or saved statistics (.npz, .safetensors)",
         )
     for path in config.reference:
         if path != "streets" and not Path(path).exists():
             raise InputError(
                 f"--reference: there is no folder or file {path}",
-                "real pictures, or saved statistics",
+                "real images, or saved statistics",
                 "check --reference",
             )
 
 
-def resolved(config: EvaluateConfig, source: Source | Live) -> EvaluateConfig:
+def resolve_config(config: EvaluateConfig, source: ImageSource | ModelImages) -> EvaluateConfig:
     """The config with the extractor and the metrics written out, and what does not go together refused."""
-    from halation.evaluation.extractor_plan import rules_of
-    from halation.evaluation.metrics.measure import NEEDS_CAPTIONS, NEEDS_REFERENCE, few
+    from halation.evaluation.extractor_plan import metric_settings
+    from halation.evaluation.metrics.metric_computation import NEEDS_CAPTIONS, NEEDS_REFERENCE, check_num_images
 
-    extractor = extractor_of(config)
+    extractor = choose_extractor(config)
     config = replace(config, extractor=extractor)
     metrics: Any = config.metrics or default_metrics(extractor, source)
     if not config.metrics and config.save_statistics is not None and not config.reference:
         metrics = ()
     else:
-        refuse_mismatch(metrics, extractor)
-    refuse_missing_reference(config, [metric for metric in metrics if metric in NEEDS_REFERENCE])
-    worded = [metric for metric in metrics if metric in NEEDS_CAPTIONS]
-    if worded and source.captions is None:
+        check_metrics(metrics, extractor)
+    check_reference(config, [metric for metric in metrics if metric in NEEDS_REFERENCE])
+    caption_metrics = [metric for metric in metrics if metric in NEEDS_CAPTIONS]
+    if caption_metrics and source.captions is None:
         why = getattr(source, "no_captions", "")
         raise InputError(
-            f"no prompts for {', '.join(worded)}" + (f" ({why})" if why else ""),
-            "the prompt of every picture",
+            f"no prompts for {', '.join(caption_metrics)}" + (f" ({why})" if why else ""),
+            "the prompt of every image",
             "give --prompts FILE, or the folder of a `halation generate`",
         )
     for metric in metrics:  # before weights are looked for, or fetched
-        few(metric, 0, {"generated": len(source)}, rules_of(config, "cpu"))
+        check_num_images(metric, 0, {"generated": len(source)}, metric_settings(config, "cpu"))
     return replace(config, metrics=tuple(dict.fromkeys(metrics)))
 
 
-def refuse_mismatch(metrics: Sequence[str], extractor: str, prefix: str = "") -> None:
+def check_metrics(metrics: Sequence[str], extractor: str, prefix: str = "") -> None:
     """A metric that means another extractor than the one that was chosen; `prefix` is that of the flags."""
     if extractor == "streets" and "fid" in metrics:
         raise InputError(
@@ -241,43 +251,43 @@ def refuse_mismatch(metrics: Sequence[str], extractor: str, prefix: str = "") ->
         )
 
 
-def default_metrics(extractor: str, source: Source | Live) -> tuple[str, ...]:
+def default_metrics(extractor: str, source: ImageSource | ModelImages) -> tuple[str, ...]:
     if extractor == "inception":
         return ("fid", "kid")
-    from halation.evaluation.metrics.caption_agreement import says_something
+    from halation.evaluation.metrics.caption_agreement import has_street_captions
 
-    worded = extractor == "streets" and source.captions is not None and says_something(source.captions)
-    return ("fd", "kid", "prdc", *(("agreement",) if worded else ()))
+    has_captions = extractor == "streets" and source.captions is not None and has_street_captions(source.captions)
+    return ("fd", "kid", "prdc", *(("agreement",) if has_captions else ()))
 
 
-def opened(config: EvaluateConfig) -> Source | Live:
+def open_source(config: EvaluateConfig) -> ImageSource | ModelImages:
     """What is scored, looked at without decoding or loading anything."""
     if config.model_path:
-        from halation.evaluation.model_images import open_live
+        from halation.evaluation.model_images import open_model_images
 
-        return open_live(config, "cpu")
-    from halation.evaluation.session import generated_files
+        return open_model_images(config, "cpu")
+    from halation.evaluation.session import open_generated_files
 
-    return generated_files(config)
+    return open_generated_files(config)
 
 
-def places_of(config: EvaluateConfig, source: Source | Live) -> tuple[str, ...]:
-    """One rank a GPU; without a GPU as many as the cores and the pictures are worth, because the bits are the same."""
-    places = launcher.devices(config.nproc, config.gpu_ids, config.oversubscribe)
-    if config.nproc or places != ("cpu",):
-        return places
+def rank_devices(config: EvaluateConfig, source: ImageSource | ModelImages) -> tuple[str, ...]:
+    """One rank a GPU; without a GPU as many as the cores and the images are worth, because the bits are the same."""
+    devices = launcher.select_devices(config.nproc, config.gpu_ids, config.oversubscribe)
+    if config.nproc or devices != ("cpu",):
+        return devices
     cores = len(os.sched_getaffinity(0)) // config.threads
-    return ("cpu",) * max(1, min(cores, len(source) // PICTURES_A_RANK))
+    return ("cpu",) * max(1, min(cores, len(source) // MIN_IMAGES_PER_RANK))
 
 
-def cache_of(config: EvaluateConfig) -> Path:
+def feature_cache_folder(config: EvaluateConfig) -> Path:
     if config.cache_dir is not None:
         return config.cache_dir
     return runs.cache_folder() / "features"
 
 
 def read_config(path: Path) -> EvaluateConfig:
-    values = json.loads(path.read_text())
+    values = to_current_names(json.loads(path.read_text()))
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     paths = {
         name: Path(values[name]) for name in ("cache_dir", "save_statistics", "output") if values[name] is not None
@@ -287,24 +297,24 @@ def read_config(path: Path) -> EvaluateConfig:
 
 def run_rank(config: EvaluateConfig) -> dict[str, Any]:
     """One rank; the first leaves the report in --output and returns it."""
-    launcher.die_with_parent()
-    from halation.distributed.world import joined
-    from halation.evaluation.session import Scoring
-    from halation.logs import Echo, alone
+    launcher.tie_rank_to_parent()
+    from halation.distributed.world import init_world
+    from halation.evaluation.session import EvaluationSession
+    from halation.logging_setup import ConsoleWarningHandler, exclusive_console_handler
 
-    world = joined(config.gpu_ids, config.oversubscribe, config.dist_timeout_s, config.threads)
+    world = init_world(config.gpu_ids, config.oversubscribe, config.dist_timeout_s, config.threads)
     logging.getLogger("transformers").setLevel(logging.ERROR)  # it recommends torchvision, which nothing here needs
-    echo = Echo()
-    with world.leaving_together(), contextlib.ExitStack() as stack:
-        if world.first:
-            stack.enter_context(alone(echo))
-        report = Scoring(world, config, cache_of(config)).run()
-        if world.first and config.output is not None:
-            runs.publish_json(config.output, report)
-        return report if world.first else {}
+    echo = ConsoleWarningHandler()
+    with world.close_on_success(), contextlib.ExitStack() as stack:
+        if world.is_rank_zero:
+            stack.enter_context(exclusive_console_handler(echo))
+        report = EvaluationSession(world, config, feature_cache_folder(config)).run()
+        if world.is_rank_zero and config.output is not None:
+            runs.write_json_atomic(config.output, report)
+        return report if world.is_rank_zero else {}
 
 
-def show(config: EvaluateConfig, report: dict[str, Any]) -> None:
+def print_report(config: EvaluateConfig, report: dict[str, Any]) -> None:
     """One JSON object for machines, or a table for people."""
     if config.json:
         print(json.dumps(report, ensure_ascii=False))
@@ -316,7 +326,7 @@ def show(config: EvaluateConfig, report: dict[str, Any]) -> None:
     reference = report["reference"]
     console = Console()
     num = report["generated"]["num"]
-    console.print(f"[bold]{num} picture{'s' if num != 1 else ''}[/bold] of {escape(report['generated']['path'])}")
+    console.print(f"[bold]{num} image{'s' if num != 1 else ''}[/bold] of {escape(report['generated']['path'])}")
     if reference:
         console.print(f"against {reference['num'] or 'an unknown number'} of {escape(reference['path'])}")
     if config.save_statistics is not None:
@@ -326,18 +336,20 @@ def show(config: EvaluateConfig, report: dict[str, Any]) -> None:
     table = Table()
     for heading in ("metric", "value", "better", "features"):
         table.add_column(heading, justify="right" if heading == "value" else "left")
-    for found in report["metrics"].values():
-        shown = found["value"] if abs(found["value"]) > ROUNDING else 0.0
-        value = f"{shown:.4g}" + (f" ± {found['std']:.2g}" if found["std"] is not None else "")
-        if "interval" in found:
-            value += f" [{found['interval'][0]:.4g}, {found['interval'][1]:.4g}]"
-        resize = found["resize"] if found["resize"] in ("clean", "tf", "torch") else "its own"
-        how = f"{found['extractor']}, {resize}, {found['precision']}"
-        table.add_row(found["name"] + (" *" if found["few"] else ""), escape(value), found["better"], escape(how))
+    for measured in report["metrics"].values():
+        shown = measured["value"] if abs(measured["value"]) > DISPLAY_TOLERANCE else 0.0
+        value = f"{shown:.4g}" + (f" ± {measured['std']:.2g}" if measured["std"] is not None else "")
+        if "interval" in measured:
+            value += f" [{measured['interval'][0]:.4g}, {measured['interval'][1]:.4g}]"
+        resize = measured["resize"] if measured["resize"] in ("clean", "tf", "torch") else "its own"
+        features = f"{measured['extractor']}, {resize}, {measured['precision']}"
+        table.add_row(
+            measured["name"] + (" *" if measured["few"] else ""), escape(value), measured["better"], escape(features)
+        )
     console.print(table)
     notes: dict[str, list[str]] = {}
-    for metric, found in report["metrics"].items():
-        if found["few"]:
-            notes.setdefault(found["note"], []).append(metric)
+    for metric, measured in report["metrics"].items():
+        if measured["few"]:
+            notes.setdefault(measured["note"], []).append(metric)
     for note, marked in notes.items():
-        console.print(f"* {', '.join(marked)}: {note}; not to be compared with numbers of more pictures")
+        console.print(f"* {', '.join(marked)}: {note}; not to be compared with numbers of more images")

@@ -13,20 +13,20 @@ Metric = Literal["fid", "kid", "fd", "is", "prdc", "clip", "agreement"]
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig:
-    """Score pictures: on every GPU, in one pass over them, with numbers that say how they came about, or an error.
+    """Score images: on every GPU, in one pass over them, with numbers that say how they came about, or an error.
 
     One rank or many, in one go or resumed: the same bits.
     """
 
     # -- what is scored
     generated: str = ""
-    """Pictures to score: a folder, or the folder of a `halation generate` (its ledger is checked)."""
+    """Images to score: a folder, or the folder of a `halation generate` (its ledger is checked)."""
     model_path: str = ""
-    """Instead of --generated: a model (folder or name) that draws --prompts as `halation generate` would; no picture touches the disk."""
+    """Instead of --generated: a model (folder or name) that draws --prompts as `halation generate` would; no image touches the disk."""
     prompts: str = ""
-    """Prompt list that the pictures were drawn for (csv, txt, jsonl, parquet), matched by image id; a run of `halation generate` has its own."""
+    """Prompt list that the images were drawn for (csv, txt, jsonl, parquet), matched by image id; a run of `halation generate` has its own."""
     reference: tuple[str, ...] = ()
-    """Real pictures: a folder, `streets`, or saved statistics (.npz with mu and sigma, .safetensors of ours; several are merged)."""
+    """Real images: a folder, `streets`, or saved statistics (.npz with mu and sigma, .safetensors of ours; several are merged)."""
 
     # -- by which numbers
     metrics: tuple[Metric, ...] = ()
@@ -42,17 +42,17 @@ class EvaluateConfig:
     clip_model: str = "openai/clip-vit-large-patch14"
     """CLIP model of the CLIP score: folder or hub name."""
     resize: Literal["clean", "tf", "torch"] = "clean"
-    """How pictures are brought to Inception's and DINOv2's size: as clean-fid, as TensorFlow 1 (torch-fidelity), or as pytorch-fid."""
+    """How images are brought to Inception's and DINOv2's size: as clean-fid, as TensorFlow 1 (torch-fidelity), or as pytorch-fid."""
     allow_few: bool = False
-    """Score fewer pictures than a metric can bear; such numbers are marked."""
+    """Score fewer images than a metric can bear; such numbers are marked."""
     allow_sizes: bool = False
-    """Score a folder whose pictures differ in size."""
+    """Score a folder whose images differ in size."""
     num_reference: int = 5000
-    """Held-out scenes that the reference `streets` stands for."""
+    """Validation scenes that the reference `streets` stands for."""
     kid_subsets: int = 100
     """Random subsets KID is averaged over."""
     kid_subset_size: int = 1000
-    """Pictures in each of them."""
+    """Images in each of them."""
     nearest_k: int = 3
     """Neighbours that make the radius in precision, recall, density and coverage."""
     bootstrap: int = 0
@@ -60,7 +60,7 @@ class EvaluateConfig:
 
     # -- with --model_path
     num_samples: int = 0
-    """Score the first so many pictures or prompts; 0 is all."""
+    """Score the first so many images or prompts; 0 is all."""
     num_inference_steps: MaybeInt = None
     """Denoising steps; by default 20, or those that a student or a model of the package is made for."""
     guidance_scale: MaybeFloat = None
@@ -77,8 +77,8 @@ class EvaluateConfig:
     """Another solver than the model's own."""
     raw: bool = False
     """For Halation checkpoints: draw from the weights as they are instead of their average."""
-    sheet_size: int = 4
-    """Pictures the model draws at once; it is part of their bits, as --batch_size of `halation generate`."""
+    model_batch_size: int = 4
+    """Images the model draws at once; it is part of their bits, as --batch_size of `halation generate`."""
     model_dtype: Literal["", "bf16", "fp16", "fp32"] = ""
     """Precision the model draws in; by default bf16 on a GPU and fp32 on a CPU."""
     compile: bool = False
@@ -86,7 +86,7 @@ class EvaluateConfig:
 
     # -- how
     batch_size: int = 32
-    """Pictures the extractor sees at once; it is part of the features' bits."""
+    """Images the extractor sees at once; it is part of the features' bits."""
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Precision of the extractor; the reference implementations use fp32."""
     decode_workers: int = -1
@@ -102,7 +102,7 @@ class EvaluateConfig:
     dist_timeout_s: float = 600.0
     """Seconds without progress after which a rank is given up and named."""
     keep_features: int = 200_000
-    """Up to so many pictures their features are kept (in the cache); of more only the moments, which serve fid and fd alone."""
+    """Up to so many images their features are kept (in the cache); of more only the moments, which serve fid and fd alone."""
     cache_dir: Path | None = None
     """Where features are kept, so that a call again or a new metric does only what is missing; by default ~/.cache/halation/features."""
 

@@ -13,60 +13,69 @@ from typing import Any
 import numpy as np
 
 from halation.errors import InputError
-from halation.evaluation import features
+from halation.evaluation import feature_extraction
 from halation.evaluation.config import EvaluateConfig
 from halation.evaluation.extractors.extractor import Extractor
-from halation.evaluation.features import Desk
-from halation.evaluation.metrics import measure
-from halation.evaluation.saved_statistics import SUFFIXES, Statistics, read_statistics
+from halation.evaluation.feature_extraction import FeatureWriter
+from halation.evaluation.metrics import metric_computation
+from halation.evaluation.saved_statistics import SUFFIXES, SavedStatistics, read_statistics
 
-FLAGS = {"main": "--weights", "inception": "--inception_weights", "clip": "--clip_model", "streets": "--extractor"}
+WEIGHTS_FLAGS = {
+    "main": "--weights",
+    "inception": "--inception_weights",
+    "clip": "--clip_model",
+    "streets": "--extractor",
+}
 """By label, the flag that chooses its weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cast:
+class ExtractorPlan:
     """Which extractor plays which part; extractors are known by a label."""
 
     extractors: dict[str, tuple[str, str]]
     """By label: its name, and the weights it is given."""
-    parts: dict[str, str]
+    metric_labels: dict[str, str]
     """By metric: the label."""
 
     @property
-    def with_reference(self) -> tuple[str, ...]:
+    def reference_labels(self) -> tuple[str, ...]:
         """Labels whose metrics compare with a reference."""
-        return tuple(dict.fromkeys(self.parts[name] for name in self.parts if name in measure.NEEDS_REFERENCE))
+        return tuple(
+            dict.fromkeys(
+                self.metric_labels[name] for name in self.metric_labels if name in metric_computation.NEEDS_REFERENCE
+            )
+        )
 
 
-def cast(config: EvaluateConfig) -> Cast:
+def plan_extractors(config: EvaluateConfig) -> ExtractorPlan:
     """One extractor for each kind of features, shared by the metrics that want them."""
-    usual = {"inception": config.inception_weights, "clip": config.clip_model}.get(config.extractor, "")
-    main = (config.extractor, config.weights or usual)
+    default_weights = {"inception": config.inception_weights, "clip": config.clip_model}.get(config.extractor, "")
+    main = (config.extractor, config.weights or default_weights)
     extractors: dict[str, tuple[str, str]] = {}
-    parts: dict[str, str] = {}
+    metric_labels: dict[str, str] = {}
     for metric in config.metrics:
         match metric:
             case "fd" | "kid" | "prdc":
-                label, wanted = "main", main
+                label, extractor = "main", main
             case "fid" | "is" if config.extractor == "inception":
-                label, wanted = "main", main
+                label, extractor = "main", main
             case "fid" | "is":
-                label, wanted = "inception", ("inception", config.inception_weights)
+                label, extractor = "inception", ("inception", config.inception_weights)
             case "clip":
-                label, wanted = "clip", ("clip", config.clip_model)
+                label, extractor = "clip", ("clip", config.clip_model)
             case _:
-                label, wanted = "streets", ("streets", "")
-        if wanted == main:
+                label, extractor = "streets", ("streets", "")
+        if extractor == main:
             label = "main"
-        extractors[label] = wanted
-        parts[metric] = label
+        extractors[label] = extractor
+        metric_labels[metric] = label
     if config.save_statistics is not None:
         extractors["main"] = main
-    return Cast(extractors=extractors, parts=parts)
+    return ExtractorPlan(extractors=extractors, metric_labels=metric_labels)
 
 
-def facts_of(extractor: Extractor) -> dict[str, Any]:
+def extractor_facts(extractor: Extractor) -> dict[str, Any]:
     return {
         **extractor.facts,
         "num_features": extractor.num_features,
@@ -75,8 +84,8 @@ def facts_of(extractor: Extractor) -> dict[str, Any]:
     }
 
 
-def rules_of(config: EvaluateConfig, device: str) -> measure.Rules:
-    return measure.Rules(
+def metric_settings(config: EvaluateConfig, device: str) -> metric_computation.MetricSettings:
+    return metric_computation.MetricSettings(
         allow_few=config.allow_few,
         kid_subsets=config.kid_subsets,
         kid_subset_size=config.kid_subset_size,
@@ -86,10 +95,12 @@ def rules_of(config: EvaluateConfig, device: str) -> measure.Rules:
     )
 
 
-def saved_reference(config: EvaluateConfig, parts: Cast, facts: Mapping[str, Mapping[str, Any]]) -> Statistics | None:
-    """The statistics that --reference names, or None where it names pictures or nothing is compared."""
+def read_saved_reference(
+    config: EvaluateConfig, plan: ExtractorPlan, facts: Mapping[str, Mapping[str, Any]]
+) -> SavedStatistics | None:
+    """The statistics that --reference names, or None where it names images or nothing is compared."""
     paths = [Path(path) for path in config.reference if Path(path).suffix in SUFFIXES]
-    labels = parts.with_reference
+    labels = plan.reference_labels
     if not paths or not labels:
         return None
     if len(labels) > 1:
@@ -100,38 +111,44 @@ def saved_reference(config: EvaluateConfig, parts: Cast, facts: Mapping[str, Map
     return read_statistics(paths, facts[labels[0]])
 
 
-def embedding(extractor: Extractor, captions: Sequence[str], order: np.ndarray | None) -> features.Texts:
+def caption_embedder(
+    extractor: Extractor, captions: Sequence[str], order: np.ndarray | None
+) -> feature_extraction.EmbedTexts:
     """Embeds the captions of positions."""
     from halation.evaluation.extractors.transformers import ClipExtractor
 
     assert isinstance(extractor, ClipExtractor)
 
-    def embedded(positions: Sequence[int]) -> np.ndarray:
+    def embed(positions: Sequence[int]) -> np.ndarray:
         rows = positions if order is None else order[np.asarray(positions)].tolist()
         return extractor.embed_texts([captions[row] for row in rows]).numpy()
 
-    return embedded
+    return embed
 
 
-def side_of(desk: Desk, back: np.ndarray | None) -> measure.Side:
+def load_feature_set(writer: FeatureWriter, inverse_order: np.ndarray | None) -> metric_computation.FeatureSet:
     """What is in the store, by index."""
-    store = desk.store
-    if desk.moments_only:
-        digests = np.concatenate(list(store.blocks("digests")))
-        return measure.Side(
-            num=store.num, hash=_hash(digests), moments=features.stored_moments(store, moments_only=True)
+    store = writer.store
+    if writer.moments_only:
+        digests = np.concatenate(list(store.iter_array("digests")))
+        return metric_computation.FeatureSet(
+            num=store.num,
+            hash=_hash_digests(digests),
+            moments=feature_extraction.read_moments(store, moments_only=True),
         )
-    arrays = store.all()
-    if back is not None:
-        arrays = {name: array[back] for name, array in arrays.items()}
-    found = features.moments(arrays["features"])
-    return measure.Side(num=store.num, hash=_hash(arrays["digests"]), moments=found, arrays=arrays)
+    arrays = store.read_all()
+    if inverse_order is not None:
+        arrays = {name: array[inverse_order] for name, array in arrays.items()}
+    all_moments = feature_extraction.moments(arrays["features"])
+    return metric_computation.FeatureSet(
+        num=store.num, hash=_hash_digests(arrays["digests"]), moments=all_moments, arrays=arrays
+    )
 
 
-def _hash(digests: np.ndarray) -> str:
+def _hash_digests(digests: np.ndarray) -> str:
     return hashlib.sha256(digests.tobytes()).hexdigest()
 
 
-def versions() -> dict[str, str]:
+def library_versions() -> dict[str, str]:
     names = ("halation", "torch", "diffusers", "transformers", "numpy", "pillow")
     return {**{name: version(name) for name in names}, "python": platform.python_version()}

@@ -1,4 +1,4 @@
-"""Features on disk, a file for each chunk of pictures: what is there and whole need not be computed again, and is read back by index."""
+"""Features on disk, a file for each chunk of images: what is there and whole need not be computed again, and is read back by index."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from halation.errors import InputError
-from halation.runs.folder import publish, writer_of
+from halation.runs.run_record import write_atomic, writer_pid
 
-FORMAT = 1
+FORMAT_VERSION = 1
 """Counts changes of what a chunk holds; part of every key."""
-SEAL = "seal"
+CHECKSUM_KEY = "seal"
 Arrays = Mapping[str, np.ndarray]
 
 
-class Damaged(Exception):
+class DamagedChunkError(Exception):
     """A chunk that is not what was written; the text says why."""
 
 
-class Store:
-    """What one extractor made of one source; `starts` says with which picture each chunk begins."""
+class FeatureStore:
+    """What one extractor made of one source; `starts` says with which image each chunk begins."""
 
     def __init__(self, folder: Path, num: int, starts: Sequence[int]) -> None:
         self.folder = folder
@@ -38,78 +38,78 @@ class Store:
     def num_chunks(self) -> int:
         return len(self.starts)
 
-    def rows(self, chunk: int) -> range:
+    def chunk_rows(self, chunk: int) -> range:
         return range(self.starts[chunk], self.starts[chunk + 1] if chunk + 1 < self.num_chunks else self.num)
 
-    def chunk_of(self, index: int) -> int:
+    def chunk_index(self, index: int) -> int:
         return bisect_right(self.starts, index) - 1
 
-    def missing(self) -> list[int]:
+    def missing_chunks(self) -> list[int]:
         """Chunks without a file."""
         try:
-            there = {path.name for path in self.folder.iterdir()}
+            present = {path.name for path in self.folder.iterdir()}
         except FileNotFoundError:
-            there = set()
-        return [chunk for chunk in range(self.num_chunks) if self._path(chunk).name not in there]
+            present = set()
+        return [chunk for chunk in range(self.num_chunks) if self._chunk_path(chunk).name not in present]
 
-    def sweep(self) -> list[int]:
+    def clean_up(self) -> list[int]:
         """Remove damaged chunks and what killed writers left; returns the missing ones. For one process, before others begin."""
-        missing = self.missing()
+        missing = self.missing_chunks()
         for chunk in sorted(set(range(self.num_chunks)) - set(missing)):
             try:
-                self._read(chunk)
-            except Damaged:
-                self._path(chunk).unlink(missing_ok=True)
+                self._read_checked(chunk)
+            except DamagedChunkError:
+                self._chunk_path(chunk).unlink(missing_ok=True)
         for path in self.folder.glob(".chunk_*.tmp"):
-            if not psutil.pid_exists(writer_of(path)):
+            if not psutil.pid_exists(writer_pid(path)):
                 with contextlib.suppress(OSError):
                     path.unlink()
-        return self.missing()
+        return self.missing_chunks()
 
-    def put(self, chunk: int, arrays: Arrays) -> None:
+    def write_chunk(self, chunk: int, arrays: Arrays) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-        publish(self._path(chunk), save(whole | {SEAL: _seal(whole)}), "chunk")
+        contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+        write_atomic(self._chunk_path(chunk), save(contiguous | {CHECKSUM_KEY: _checksum(contiguous)}), "chunk")
 
-    def get(self, chunk: int) -> dict[str, np.ndarray]:
+    def read_chunk(self, chunk: int) -> dict[str, np.ndarray]:
         try:
-            return self._read(chunk)
-        except (Damaged, FileNotFoundError) as error:
+            return self._read_checked(chunk)
+        except (DamagedChunkError, FileNotFoundError) as error:
             raise InputError(
-                f"{self._path(chunk)}: {error}", "features as they were written", "run the same command again"
+                f"{self._chunk_path(chunk)}: {error}", "features as they were written", "run the same command again"
             ) from error
 
-    def _read(self, chunk: int) -> dict[str, np.ndarray]:
+    def _read_checked(self, chunk: int) -> dict[str, np.ndarray]:
         """safetensors does not notice a flipped bit, so the arrays are sealed with their hash."""
         try:
-            arrays: dict[str, np.ndarray] = load(self._path(chunk).read_bytes())
+            arrays: dict[str, np.ndarray] = load(self._chunk_path(chunk).read_bytes())
         except SafetensorError as error:
-            raise Damaged(f"it cannot be read ({error})") from error
-        seal = arrays.pop(SEAL, None)
-        if seal is None or not np.array_equal(seal, _seal(arrays)):
-            raise Damaged("its bytes are not those that were written")
-        num = len(self.rows(chunk))
+            raise DamagedChunkError(f"it cannot be read ({error})") from error
+        checksum = arrays.pop(CHECKSUM_KEY, None)
+        if checksum is None or not np.array_equal(checksum, _checksum(arrays)):
+            raise DamagedChunkError("its bytes are not those that were written")
+        num = len(self.chunk_rows(chunk))
         if "num" in arrays and int(arrays["num"][0]) != num:
-            raise Damaged(f"it stands for {arrays['num'][0]} pictures instead of {num}")
+            raise DamagedChunkError(f"it stands for {arrays['num'][0]} images instead of {num}")
         if "features" in arrays and {len(array) for array in arrays.values()} != {num}:
-            raise Damaged(f"it holds {len(arrays['features'])} rows instead of {num}")
+            raise DamagedChunkError(f"it holds {len(arrays['features'])} rows instead of {num}")
         return arrays
 
-    def blocks(self, name: str) -> Iterator[np.ndarray]:
+    def iter_array(self, name: str) -> Iterator[np.ndarray]:
         """One array in index order, chunk by chunk."""
         for chunk in range(self.num_chunks):
-            yield self.get(chunk)[name]
+            yield self.read_chunk(chunk)[name]
 
-    def all(self) -> dict[str, np.ndarray]:
+    def read_all(self) -> dict[str, np.ndarray]:
         """Every array, whole."""
-        chunks = [self.get(chunk) for chunk in range(self.num_chunks)]
+        chunks = [self.read_chunk(chunk) for chunk in range(self.num_chunks)]
         return {name: np.concatenate([chunk[name] for chunk in chunks]) for name in chunks[0]}
 
-    def _path(self, chunk: int) -> Path:
+    def _chunk_path(self, chunk: int) -> Path:
         return self.folder / f"chunk_{chunk:07d}.safetensors"
 
 
-def _seal(arrays: Arrays) -> np.ndarray:
+def _checksum(arrays: Arrays) -> np.ndarray:
     digest = hashlib.sha256()
     for name in sorted(arrays):
         digest.update(f"{name} {arrays[name].dtype} {arrays[name].shape}".encode())

@@ -1,4 +1,4 @@
-"""Where pictures to score come from: files below a folder or embedded street scenes, by index, with captions where there are some."""
+"""Where images to score come from: files below a folder or embedded street scenes, by index, with captions where there are some."""
 
 from __future__ import annotations
 
@@ -15,65 +15,65 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from halation.data import image_listing
-from halation.data.decode import SUFFIXES, VERSION, BrokenPictureError, whole
+from halation.csv_jsonl_reader import csv_rows, decode, json_rows
+from halation.data import image_annotations
+from halation.data.decode import SUFFIXES, VERSION, BrokenImageError, decode_full_size
 from halation.data.streets import Streets
 from halation.errors import InputError
-from halation.tables import csv_rows, decode, json_rows
 
 log = logging.getLogger(__name__)
 CAPTION_COLUMNS = ("text", "prompt", "caption")
-OTHER_SUFFIXES = (".bmp", ".gif", ".tif", ".tiff", ".avif", ".heic", ".jxl", ".jp2", ".ppm", ".tga")
+UNSUPPORTED_SUFFIXES = (".bmp", ".gif", ".tif", ".tiff", ".avif", ".heic", ".jxl", ".jp2", ".ppm", ".tga")
 
 
-class Loaded(NamedTuple):
-    """One picture at its own size, and the SHA-256 of what it was made from."""
+class LoadedImage(NamedTuple):
+    """One image at its own size, and the SHA-256 of what it was made from."""
 
     pixels: npt.NDArray[np.uint8]
     digest: bytes
 
 
-class FileTicket(NamedTuple):
-    """A picture file, and the SHA-256 that a ledger promises of it, if one does."""
+class ImageFileRef(NamedTuple):
+    """An image file, and the SHA-256 that a ledger promises of it, if one does."""
 
     path: str
     sha256: str | None
 
 
-class Source(Protocol):
-    """Pictures by index; only `loader` and tickets travel to the processes that decode: it may name millions."""
+class ImageSource(Protocol):
+    """Images by index; only `loader` and tickets travel to the processes that decode: it may name millions."""
 
     @property
     def captions(self) -> tuple[str, ...] | None:
-        """What each picture was drawn for, where that is known."""
+        """What each image was drawn for, where that is known."""
 
     def __len__(self) -> int: ...
 
     @property
     def key(self) -> str:
-        """What its features are filed under: equal keys mean equal pictures."""
+        """What its features are filed under: equal keys mean equal images."""
 
     @property
     def facts(self) -> dict[str, Any]:
         """What a result says of it."""
 
     def name(self, index: int) -> str:
-        """How a person finds picture `index`."""
+        """How a person finds image `index`."""
 
     @property
-    def loader(self) -> Callable[[Any], Loaded]:
-        """Picture of a ticket, in any process: picklable and small; BrokenPictureError where there is no picture to be had."""
+    def loader(self) -> Callable[[Any], LoadedImage]:
+        """Image of a ticket, in any process: picklable and small; BrokenImageError where there is no image to be had."""
 
-    def ticket(self, index: int) -> Any:
-        """What `loader` needs to know of picture `index`: picklable and small."""
+    def image_ref(self, index: int) -> Any:
+        """What `loader` needs to know of image `index`: picklable and small."""
 
-    def load(self, index: int) -> Loaded:
+    def load(self, index: int) -> LoadedImage:
         """`loader` of `ticket`."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Files:
-    """Picture files below one folder, in the order of their names or of a run's prompts."""
+class ImageFiles:
+    """Image files below one folder, in the order of their names or of a run's prompts."""
 
     kind: str
     folder: Path
@@ -84,7 +84,7 @@ class Files:
     no_captions: str = ""
     """Why there are none, where there might have been."""
     num_left_out: int = 0
-    """Pictures of formats that are not read."""
+    """Images of formats that are not read."""
     digests: tuple[str, ...] | None = None
     """The SHA-256 that a ledger promises of each file."""
 
@@ -93,7 +93,7 @@ class Files:
 
     @cached_property
     def key(self) -> str:
-        return hashed([VERSION, str(self.folder.resolve()), self.names, self.stamps, self.digests])
+        return hash_json([VERSION, str(self.folder.resolve()), self.names, self.stamps, self.digests])
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -104,16 +104,16 @@ class Files:
         return str(self.folder / self.names[index])
 
     @property
-    def loader(self) -> Callable[[FileTicket], Loaded]:
-        return load_file
+    def loader(self) -> Callable[[ImageFileRef], LoadedImage]:
+        return load_image_file
 
-    def ticket(self, index: int) -> FileTicket:
-        return FileTicket(self.name(index), None if self.digests is None else self.digests[index])
+    def image_ref(self, index: int) -> ImageFileRef:
+        return ImageFileRef(self.name(index), None if self.digests is None else self.digests[index])
 
-    def load(self, index: int) -> Loaded:
-        return self.loader(self.ticket(index))
+    def load(self, index: int) -> LoadedImage:
+        return self.loader(self.image_ref(index))
 
-    def first(self, num: int) -> Files:
+    def first(self, num: int) -> ImageFiles:
         """The first so many."""
         return replace(
             self,
@@ -125,8 +125,8 @@ class Files:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scenes:
-    """The first held-out street scenes, drawn at one size."""
+class StreetImages:
+    """The first validation street scenes, drawn at one size."""
 
     size: int
     num: int
@@ -136,7 +136,7 @@ class Scenes:
 
     @property
     def _streets(self) -> Streets:
-        return Streets(self.size, self.size, num_heldout=self.num)
+        return Streets(self.size, self.size, num_validation=self.num)
 
     @property
     def captions(self) -> tuple[str, ...] | None:
@@ -144,121 +144,121 @@ class Scenes:
 
     @property
     def key(self) -> str:
-        return hashed([self._streets.fingerprint, "heldout"])
+        return hash_json([self._streets.fingerprint, "heldout"])
 
     @property
     def facts(self) -> dict[str, Any]:
         return {"kind": "streets", "path": "streets", "size": self.size}
 
     def name(self, index: int) -> str:
-        return f"held-out street scene {index}"
+        return f"validation street scene {index}"
 
     @property
-    def loader(self) -> Callable[[int], Loaded]:
-        return partial(load_scene, self.size, self.num)
+    def loader(self) -> Callable[[int], LoadedImage]:
+        return partial(load_street_scene, self.size, self.num)
 
-    def ticket(self, index: int) -> int:
+    def image_ref(self, index: int) -> int:
         return index
 
-    def load(self, index: int) -> Loaded:
-        return self.loader(self.ticket(index))
+    def load(self, index: int) -> LoadedImage:
+        return self.loader(self.image_ref(index))
 
 
-def load_file(ticket: FileTicket) -> Loaded:
-    """The whole picture of a file, as its ledger promises it."""
+def load_image_file(file_ref: ImageFileRef) -> LoadedImage:
+    """The whole image of a file, as its ledger promises it."""
     try:
-        data = Path(ticket.path).read_bytes()
+        data = Path(file_ref.path).read_bytes()
     except OSError as error:
-        raise BrokenPictureError(error.strerror or str(error)) from None
+        raise BrokenImageError(error.strerror or str(error)) from None
     digest = hashlib.sha256(data)
-    if ticket.sha256 is not None and digest.hexdigest() != ticket.sha256:
-        raise BrokenPictureError("it is not the file that its ledger names: it was changed or damaged")
-    return Loaded(whole(data), digest.digest())
+    if file_ref.sha256 is not None and digest.hexdigest() != file_ref.sha256:
+        raise BrokenImageError("it is not the file that its ledger names: it was changed or damaged")
+    return LoadedImage(decode_full_size(data), digest.digest())
 
 
-def load_scene(size: int, num: int, index: int) -> Loaded:
-    """Held-out street scene `index` of `num`."""
-    pixels = Streets(size, size, num_heldout=num).heldout(index).pixels
-    return Loaded(pixels, hashlib.sha256(pixels.tobytes()).digest())
+def load_street_scene(size: int, num: int, index: int) -> LoadedImage:
+    """Validation street scene `index` of `num`."""
+    pixels = Streets(size, size, num_validation=num).validation(index).pixels
+    return LoadedImage(pixels, hashlib.sha256(pixels.tobytes()).digest())
 
 
-def hashed(value: Any) -> str:
+def hash_json(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def files_below(folder: Path, what: str, *, captions: bool = True) -> Files:
-    """Every picture of a folder and below it, by name; captions where they are wanted and a metadata file beside them has some."""
+def find_image_files(folder: Path, flag: str, *, captions: bool = True) -> ImageFiles:
+    """Every image of a folder and below it, by name; captions where they are wanted and a metadata file beside them has some."""
     if not folder.is_dir():
         why = f"{folder} is a file" if folder.exists() else f"there is no folder {folder}"
-        raise InputError(f"{what}: {why}", "a folder of PNG, JPEG or WebP pictures", f"check {what}")
-    listed = sorted(_below(folder, what))
-    found = [name for name in listed if name.lower().endswith(SUFFIXES) and not _is_a_grid(folder / name)]
-    others = [name for name in listed if name.lower().endswith(OTHER_SUFFIXES)]
-    if not found:
+        raise InputError(f"{flag}: {why}", "a folder of PNG, JPEG or WebP images", f"check {flag}")
+    listed = sorted(_walk_files(folder, flag))
+    supported = [name for name in listed if name.lower().endswith(SUFFIXES) and not _is_sample_grid(folder / name)]
+    unsupported = [name for name in listed if name.lower().endswith(UNSUPPORTED_SUFFIXES)]
+    if not supported:
         raise InputError(
-            f"{what}: {folder} has no pictures", "PNG, JPEG or WebP files in it or below it", f"check {what}"
+            f"{flag}: {folder} has no images", "PNG, JPEG or WebP files in it or below it", f"check {flag}"
         )
-    if others:
+    if unsupported:
         log.warning(
-            "%s: %d pictures are left out, because only PNG, JPEG and WebP are read: %s ...",
-            what,
-            len(others),
-            others[0],
+            "%s: %d images are left out, because only PNG, JPEG and WebP are read: %s ...",
+            flag,
+            len(unsupported),
+            unsupported[0],
         )
-    names = tuple(found)
-    texts, why = _captions(folder, names) if captions else (None, "")
-    return Files(
+    names = tuple(supported)
+    texts, why = _read_captions(folder, names) if captions else (None, "")
+    return ImageFiles(
         kind="folder",
         folder=folder,
         names=names,
-        stamps=stamps_of(folder, names),
+        stamps=read_stamps(folder, names),
         captions=texts,
         no_captions=why,
-        num_left_out=len(others),
+        num_left_out=len(unsupported),
     )
 
 
-def _is_a_grid(path: Path) -> bool:
-    """The overview that samples and watched checkpoints have beside their pictures."""
+def _is_sample_grid(path: Path) -> bool:
+    """The overview that samples and watched checkpoints have beside their images."""
     return path.name.endswith("grid.png") and any(
         path.with_name(path.name.removesuffix("grid.png") + name).is_file()
         for name in ("samples.json", "evaluation.json")
     )
 
 
-def _below(folder: Path, what: str) -> Iterator[str]:
+def _walk_files(folder: Path, flag: str) -> Iterator[str]:
     """Files below a folder, linked folders too; one that cannot be read is no folder to leave out."""
 
-    def refuse(error: OSError) -> None:
-        raise InputError(f"{what}: {error.filename}: {error.strerror}", "folders that can be read", f"check {what}")
+    def raise_unreadable(error: OSError) -> None:
+        raise InputError(f"{flag}: {error.filename}: {error.strerror}", "folders that can be read", f"check {flag}")
 
     seen: set[tuple[int, int]] = set()
-    for here, subfolders, files in os.walk(folder, followlinks=True, onerror=refuse):
-        stat = os.stat(here)
+    for current, subfolders, files in os.walk(folder, followlinks=True, onerror=raise_unreadable):
+        stat = os.stat(current)
         if (stat.st_dev, stat.st_ino) in seen:  # a link back to where it came from
             subfolders.clear()
             continue
         seen.add((stat.st_dev, stat.st_ino))
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
-        below = Path(here).relative_to(folder)
-        yield from ((below / name).as_posix() for name in files if not name.startswith("."))
+        relative = Path(current).relative_to(folder)
+        yield from ((relative / name).as_posix() for name in files if not name.startswith("."))
 
 
-def stamps_of(folder: Path, names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+def read_stamps(folder: Path, names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     try:
-        found = [os.stat(folder / name) for name in names]
+        stats = [os.stat(folder / name) for name in names]
     except FileNotFoundError as error:
         raise InputError(
             f"{error.filename} is a link to nothing, or was removed just now",
-            "pictures that are there",
+            "images that are there",
             "mend or remove the link",
         ) from error
-    return tuple((one.st_size, one.st_mtime_ns, one.st_ctime_ns, one.st_ino) for one in found)
+    return tuple((one.st_size, one.st_mtime_ns, one.st_ctime_ns, one.st_ino) for one in stats)
 
 
-def _captions(folder: Path, names: Sequence[str]) -> tuple[tuple[str, ...] | None, str]:
-    """From a metadata file beside the pictures, where it has a text for every one of them; else why there are none."""
-    path = next((folder / name for name in image_listing.METADATA if (folder / name).is_file()), None)
+def _read_captions(folder: Path, names: Sequence[str]) -> tuple[tuple[str, ...] | None, str]:
+    """From a metadata file beside the images, where it has a text for every one of them; else why there are none."""
+    path = next((folder / name for name in image_annotations.METADATA_FILES if (folder / name).is_file()), None)
     if path is None:
         return None, ""
     texts: dict[str, str] = {}
@@ -272,8 +272,8 @@ def _captions(folder: Path, names: Sequence[str]) -> tuple[tuple[str, ...] | Non
         return None, error.found
     absent = texts.keys() - set(names)
     if absent:
-        log.warning("%s names %d pictures that are not there, such as %s", path, len(absent), min(absent))
-    lacking = [name for name in names if name not in texts]
-    if lacking:
-        return None, f"{path} has no text for {len(lacking)} of {len(names)} pictures, such as {lacking[0]}"
+        log.warning("%s names %d images that are not there, such as %s", path, len(absent), min(absent))
+    missing = [name for name in names if name not in texts]
+    if missing:
+        return None, f"{path} has no text for {len(missing)} of {len(names)} images, such as {missing[0]}"
     return tuple(texts[name] for name in names), ""

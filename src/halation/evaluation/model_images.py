@@ -1,4 +1,4 @@
-"""Pictures that a model draws for scoring alone: from the painter to the extractors of the same rank, without touching the disk."""
+"""Images that a model draws for scoring alone: from the model to the extractors of the same rank, without touching the disk."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from halation.data.decode import BrokenPictureError
+from halation.data.decode import BrokenImageError
 from halation.errors import InputError
 from halation.evaluation.config import EvaluateConfig
-from halation.evaluation.image_sources import hashed
-from halation.evaluation.preprocess import Prepare, Prepared, Sheet, prepare
-from halation.generation.ledger import group_of
-from halation.generation.requests import Defaults, requests
-from halation.generation.workers.model_runner import Painter, collected
+from halation.evaluation.image_sources import hash_json
+from halation.evaluation.preprocess_pool import ExtractorBatch, PreparedBatch, TransformFn, prepare_images
+from halation.generation.image_requests import RequestDefaults, iter_requests
+from halation.generation.ledger import group_key
+from halation.generation.workers.model_runner import ModelRunner, collect_images
 from halation.generation.workers.open_model import open_model
-from halation.models.image_result import Frames, PaintError
-from halation.models.model_ref import Subject, subject_of
-from halation.plan import Sheets, sheets_of
-from halation.prompts import PromptFile
-from halation.specs import Sheet as DrawnSheet
-from halation.specs import Spec
+from halation.models.model_ref import ModelRef, resolve_model
+from halation.models.pending_images import Frames, ImageError
+from halation.prompt_files import PromptFile
+from halation.sample_batching import BatchPlan, plan_batches
+from halation.sample_specs import SampleBatch as DrawnBatch
+from halation.sample_specs import SampleSpec
 
-CHUNK = 64
-"""Pictures that are drawn, scored and put away together."""
+CHUNK_SIZE = 64
+"""Images that are drawn, scored and put away together."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Live:
-    """A model and the specs it is to draw, in the order of their sheets."""
+class ModelImages:
+    """A model and the specs it is to draw, in the order of their batches."""
 
     config: EvaluateConfig
-    subject: Subject
-    specs: tuple[Spec, ...]
-    sheets: Sheets
+    model_ref: ModelRef
+    specs: tuple[SampleSpec, ...]
+    batch_plan: BatchPlan
     device: str
 
     @cached_property
     def order(self) -> npt.NDArray[np.int64]:
-        """The spec at each position: sheets hold specs of one shape, so positions are not always indices."""
-        return np.concatenate([self.sheets.rows(number) for number in range(len(self.sheets))])
+        """The spec at each position: batches hold specs of one shape, so positions are not always indices."""
+        return np.concatenate([self.batch_plan.rows(number) for number in range(len(self.batch_plan))])
 
     @cached_property
     def captions(self) -> tuple[str, ...]:
@@ -61,7 +61,7 @@ class Live:
         return {
             "kind": "model",
             "path": config.model_path,
-            "model": self.subject.digest,
+            "model": self.model_ref.digest,
             "settings": {
                 "prompts": config.prompts,
                 "specs_sha256": self._specs_hash,
@@ -74,38 +74,44 @@ class Live:
                 "dtype": self._dtype,
                 "raw": config.raw,
                 "compile": config.compile,
-                "sheet_size": config.sheet_size,
+                "sheet_size": config.model_batch_size,
             },
         }
 
     @cached_property
     def _specs_hash(self) -> str:
-        return hashed([spec.as_json() for spec in self.specs])
+        return hash_json([spec.as_json() for spec in self.specs])
 
     @cached_property
     def key(self) -> str:
-        how = [self.config.sheet_size, self._dtype, self.config.scheduler, self.config.compile, self.config.threads]
+        settings = [
+            self.config.model_batch_size,
+            self._dtype,
+            self.config.scheduler,
+            self.config.compile,
+            self.config.threads,
+        ]
         versions = [version(name) for name in ("torch", "diffusers", "transformers")]
-        return hashed([self.subject.digest, how, versions, self.device, self._specs_hash])
+        return hash_json([self.model_ref.digest, settings, versions, self.device, self._specs_hash])
 
     @property
     def _dtype(self) -> str:
         return self.config.model_dtype or ("fp32" if self.device == "cpu" else "bf16")
 
     def name(self, index: int) -> str:
-        return f"picture {self.specs[int(self.order[index])].id}"
+        return f"image {self.specs[int(self.order[index])].id}"
 
-    def starts(self, chunk: int = CHUNK) -> list[int]:
-        """Positions at which chunks of about so many pictures begin: always between sheets."""
-        lengths = [len(self.sheets.rows(number)) for number in range(len(self.sheets))]
-        per_chunk = max(1, chunk // self.config.sheet_size)
+    def chunk_starts(self, chunk: int = CHUNK_SIZE) -> list[int]:
+        """Positions at which chunks of about so many images begin: always between batches."""
+        lengths = [len(self.batch_plan.rows(number)) for number in range(len(self.batch_plan))]
+        per_chunk = max(1, chunk // self.config.model_batch_size)
         firsts = np.concatenate([[0], np.cumsum(lengths)])
         return [int(firsts[number]) for number in range(0, len(lengths), per_chunk)]
 
-    def open(self, device: str) -> Painter:
+    def open_runner(self, device: str) -> ModelRunner:
         config = self.config
-        order = {
-            "model": self.subject.order,
+        options = {
+            "model": self.model_ref.load_args,
             "device": device,
             "threads": config.threads,
             "dtype": self._dtype,
@@ -117,74 +123,79 @@ class Live:
             "half_frame": False,
             "raw": config.raw,
         }
-        return Painter(open_model(order))
+        return ModelRunner(open_model(options))
 
-    def rehearse(self, painter: Painter) -> int:
-        """How many pictures of a sheet fit into memory at once."""
-        examples = {group_of(spec): spec for spec in self.specs}
-        return painter.rehearse(list(examples.values()), self.config.sheet_size, 0)
+    def find_micro_batch(self, runner: ModelRunner) -> int:
+        """How many images of a batch fit into memory at once."""
+        examples = {group_key(spec): spec for spec in self.specs}
+        return runner.dry_run(list(examples.values()), self.config.model_batch_size, 0)
 
-    def draw(
+    def iter_prepared(
         self,
-        painter: Painter,
+        runner: ModelRunner,
         micro_batch: int,
-        coming: Iterator[Sheet],
-        preparations: Mapping[str, Prepare],
+        batches: Iterator[ExtractorBatch],
+        transforms: Mapping[str, TransformFn],
         on_step: Callable[[], None],
         stop: Callable[[], int],
-    ) -> Iterator[tuple[Sheet, Prepared]]:
-        """Prepared sheets of the extractor's size; the model draws in sheets of its own, as many as they need."""
-        numbers = np.concatenate([np.full(len(self.sheets.rows(n)), n) for n in range(len(self.sheets))])
-        drawn: dict[int, Frames | PaintError] = {}
-        for sheet in coming:
-            for number in sorted({int(numbers[position]) for position in sheet.indices}):
+    ) -> Iterator[tuple[ExtractorBatch, PreparedBatch]]:
+        """Prepared batches of the extractor's size; the model draws in batches of its own, as many as they need."""
+        batch_numbers = np.concatenate([np.full(len(self.batch_plan.rows(n)), n) for n in range(len(self.batch_plan))])
+        generated: dict[int, Frames | ImageError] = {}
+        for batch in batches:
+            for number in sorted({int(batch_numbers[position]) for position in batch.indices}):
                 if stop():
                     return
-                rows = self.sheets.rows(number)
-                first = int(np.searchsorted(numbers, number))
-                if first not in drawn and not any(first + place in drawn for place in range(len(rows))):
-                    pictures = self._paint(painter, micro_batch, rows, on_step)
-                    drawn |= {first + place: picture for place, picture in enumerate(pictures)}
-            wanted = {name: preparations[name] for name in sheet.names}
-            yield sheet, prepare([(position, _pixels(drawn.pop(position))) for position in sheet.indices], wanted)
+                rows = self.batch_plan.rows(number)
+                first = int(np.searchsorted(batch_numbers, number))
+                if first not in generated and not any(first + place in generated for place in range(len(rows))):
+                    images = self._generate_batch(runner, micro_batch, rows, on_step)
+                    generated |= {first + place: image for place, image in enumerate(images)}
+            batch_transforms = {name: transforms[name] for name in batch.labels}
+            yield (
+                batch,
+                prepare_images(
+                    [(position, _pixel_loader(generated.pop(position))) for position in batch.indices], batch_transforms
+                ),
+            )
 
-    def _paint(
-        self, painter: Painter, micro_batch: int, rows: npt.NDArray[np.int64], on_step: Callable[[], None]
-    ) -> list[Frames | PaintError]:
+    def _generate_batch(
+        self, runner: ModelRunner, micro_batch: int, rows: npt.NDArray[np.int64], on_step: Callable[[], None]
+    ) -> list[Frames | ImageError]:
         specs = [self.specs[row] for row in rows.tolist()]
-        fillers = [specs[-1]] * (self.config.sheet_size - len(specs))
-        sheet = DrawnSheet(specs=tuple(specs + fillers), num_real=len(specs))
-        found: dict[int, Frames | PaintError] = {}
-        for piece in painter.paint(sheet, micro_batch, range(len(specs)), on_step):
-            found |= dict(zip(piece.rows, collected(piece, lambda action: action()), strict=True))
-        return [found[place] for place in range(len(specs))]
+        padding = [specs[-1]] * (self.config.model_batch_size - len(specs))
+        batch = DrawnBatch(specs=tuple(specs + padding), num_real=len(specs))
+        results: dict[int, Frames | ImageError] = {}
+        for piece in runner.run_batch(batch, micro_batch, range(len(specs)), on_step):
+            results |= dict(zip(piece.rows, collect_images(piece, lambda action: action()), strict=True))
+        return [results[place] for place in range(len(specs))]
 
 
-def _pixels(picture: Frames | PaintError) -> Callable[[], tuple[npt.NDArray[np.uint8], bytes]]:
+def _pixel_loader(image: Frames | ImageError) -> Callable[[], tuple[npt.NDArray[np.uint8], bytes]]:
     def load() -> tuple[npt.NDArray[np.uint8], bytes]:
-        if isinstance(picture, PaintError):
-            raise BrokenPictureError(str(picture))
-        return picture[0], hashlib.sha256(np.ascontiguousarray(picture[0]).data).digest()
+        if isinstance(image, ImageError):
+            raise BrokenImageError(str(image))
+        return image[0], hashlib.sha256(np.ascontiguousarray(image[0]).data).digest()
 
     return load
 
 
-def open_live(config: EvaluateConfig, device: str) -> Live:
+def open_model_images(config: EvaluateConfig, device: str) -> ModelImages:
     """What is to be drawn, without loading the model."""
     if not config.prompts:
         raise InputError("--model_path without --prompts", "the prompts it is to draw", "give --prompts FILE")
-    subject = subject_of(config.model_path, raw=config.raw)
+    model_ref = resolve_model(config.model_path, raw=config.raw)
     prompts = PromptFile.open(config.prompts)
-    defaults = Defaults(
+    defaults = RequestDefaults(
         seed_start=config.seed_start,
-        height=subject.height if config.height is None else config.height,
-        width=subject.width if config.width is None else config.width,
+        height=model_ref.height if config.height is None else config.height,
+        width=model_ref.width if config.width is None else config.width,
         num_frames=1,
-        steps=config.num_inference_steps or subject.steps,
-        guidance_scale=subject.guidance_scale if config.guidance_scale is None else config.guidance_scale,
+        steps=config.num_inference_steps or model_ref.steps,
+        guidance_scale=model_ref.guidance_scale if config.guidance_scale is None else config.guidance_scale,
         negative_prompt=config.negative_prompt,
     )
-    rows = islice(requests(prompts.rows(), defaults, prompts.name), config.num_samples or None)
+    rows = islice(iter_requests(prompts.rows(), defaults, prompts.name), config.num_samples or None)
     specs = tuple(request.spec for request in rows)
     if config.num_samples > len(specs) > 0:
         raise InputError(
@@ -196,8 +207,12 @@ def open_live(config: EvaluateConfig, device: str) -> Live:
         raise InputError(f"{config.prompts} holds no prompts", "at least one", "check --prompts")
     groups: dict[Any, list[int]] = {}
     for spec in specs:
-        groups.setdefault(group_of(spec), []).append(spec.index)
+        groups.setdefault(group_key(spec), []).append(spec.index)
     ordered = [np.array(rows, np.int64) for rows in groups.values()]
-    return Live(
-        config=config, subject=subject, specs=specs, sheets=sheets_of(ordered, config.sheet_size), device=device
+    return ModelImages(
+        config=config,
+        model_ref=model_ref,
+        specs=specs,
+        batch_plan=plan_batches(ordered, config.model_batch_size),
+        device=device,
     )

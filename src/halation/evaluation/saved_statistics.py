@@ -1,4 +1,4 @@
-"""Saved statistics of a set of pictures: ours with provenance in safetensors, and the .npz files of pytorch-fid and ADM."""
+"""Saved statistics of a set of images: ours with provenance in safetensors, and the .npz files of pytorch-fid and ADM."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from halation.errors import InputError
-from halation.evaluation.metrics.moments import Features, Gaussian, Moments, merged
-from halation.runs.folder import publish
+from halation.evaluation.metrics.moments import Features, Gaussian, Moments, merge_moments
+from halation.runs.run_record import write_atomic
 
 FORMAT = "halation statistics 1"
 SUFFIXES = (".npz", ".safetensors")
-_DECIDES = ("extractor", "weights_sha256", "model_sha256", "preparation", "resize", "dtype")
+_COMPARED_FACTS = ("extractor", "weights_sha256", "model_sha256", "preparation", "resize", "dtype")
 """Facts in which two sets of features must agree to be compared."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Statistics:
+class SavedStatistics:
     """One side of a comparison as a file holds it."""
 
     path: Path
@@ -41,41 +41,41 @@ class Statistics:
         return self.moments.num if isinstance(self.moments, Moments) else None
 
 
-def read_statistics(paths: Sequence[Path], extractor_facts: Mapping[str, Any]) -> Statistics:
-    """One file, or several of ours as the statistics of all their pictures; made by another extractor they are refused."""
-    found = [_read(path) for path in paths]
+def read_statistics(paths: Sequence[Path], extractor_facts: Mapping[str, Any]) -> SavedStatistics:
+    """One file, or several of ours as the statistics of all their images; made by another extractor they are refused."""
+    found = [_read_file(path) for path in paths]
     for one in found:
-        _check(one, extractor_facts)
+        _check_compatible(one, extractor_facts)
     if len(found) == 1:
         return found[0]
     if len({one.hash for one in found}) < len(found):
         raise InputError(
             f"the same statistics twice in --reference {' '.join(map(str, paths))}",
-            "statistics of different pictures, where several are merged",
+            "statistics of different images, where several are merged",
             "leave one of them out",
         )
     parts = [one.moments for one in found if isinstance(one.moments, Moments)]
     if len(parts) < len(found):
         path = next(one.path for one in found if isinstance(one.moments, Gaussian))
         raise InputError(
-            f"{path} does not say how many pictures it stands for",
+            f"{path} does not say how many images it stands for",
             "files that --save_statistics wrote, where several are given",
             "give that one alone",
         )
-    kept = [one.features for one in found if one.features is not None]
-    return Statistics(
+    features = [one.features for one in found if one.features is not None]
+    return SavedStatistics(
         path=found[0].path,
         hash=hashlib.sha256("\n".join(one.hash for one in found).encode()).hexdigest(),
-        moments=merged(parts),
-        features=np.concatenate(kept) if len(kept) == len(found) else None,
+        moments=merge_moments(parts),
+        features=np.concatenate(features) if len(features) == len(found) else None,
         facts=found[0].facts,
     )
 
 
-def made_by(path: str) -> str:
+def read_extractor_name(path: str) -> str:
     """The extractor that made a file of statistics, as far as it says; other tools' are of Inception."""
     if path.endswith(".safetensors") and Path(path).is_file():
-        name = _read(Path(path)).facts.get("extractor")
+        name = _read_file(Path(path)).facts.get("extractor")
         if name in ("dinov2", "clip", "streets"):  # the name of somebody's folder says nothing of where it is
             return str(name)
     return "inception"
@@ -88,35 +88,35 @@ def write_statistics(path: Path, moments: Moments, features: Features | None, fa
         arrays["features"] = features
     contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    publish(path, save(contiguous, {"format": FORMAT, "facts": json.dumps(dict(facts))}))
+    write_atomic(path, save(contiguous, {"format": FORMAT, "facts": json.dumps(dict(facts))}))
 
 
-def _read(path: Path) -> Statistics:
+def _read_file(path: Path) -> SavedStatistics:
     if not path.is_file():
         raise InputError(f"there is no file {path}", "saved statistics", "check --reference")
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return _npz(path, digest) if path.suffix == ".npz" else _ours(path, digest)
+    return _read_npz(path, digest) if path.suffix == ".npz" else _read_safetensors(path, digest)
 
 
-def _ours(path: Path, digest: str) -> Statistics:
+def _read_safetensors(path: Path, digest: str) -> SavedStatistics:
     try:
         with safe_open(path, "np") as file:
-            about = file.metadata() or {}
-            if about.get("format") != FORMAT:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != FORMAT:
                 raise InputError(
                     f"{path} does not hold statistics", "a file that --save_statistics wrote", "check --reference"
                 )
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
         moments = Moments(num=int(arrays["num"][0]), mean=arrays["mean"], scatter=arrays["scatter"])
-        facts: dict[str, Any] = json.loads(about["facts"])
+        facts: dict[str, Any] = json.loads(metadata["facts"])
     except (SafetensorError, KeyError, IndexError, ValueError) as error:
-        raise _damaged(path, error) from error
-    _check_numbers(path, moments.mean, moments.scatter)
-    return Statistics(path=path, hash=digest, moments=moments, features=arrays.get("features"), facts=facts)
+        raise _unreadable_error(path, error) from error
+    _check_mean_covariance(path, moments.mean, moments.scatter)
+    return SavedStatistics(path=path, hash=digest, moments=moments, features=arrays.get("features"), facts=facts)
 
 
-def _npz(path: Path, digest: str) -> Statistics:
+def _read_npz(path: Path, digest: str) -> SavedStatistics:
     try:
         with np.load(path, allow_pickle=False) as file:
             names = list(file.files)
@@ -124,19 +124,19 @@ def _npz(path: Path, digest: str) -> Statistics:
                 raise InputError(
                     f"{path} holds {', '.join(names) or 'nothing'}",
                     "the arrays mu and sigma, as pytorch-fid and ADM write them",
-                    "make statistics of those pictures: halation evaluate --generated FOLDER --save_statistics F.safetensors",
+                    "make statistics of those images: halation evaluate --generated FOLDER --save_statistics F.safetensors",
                 )
             mean, covariance = file["mu"], file["sigma"]
     except (ValueError, TypeError, AttributeError, OSError, EOFError, KeyError, zipfile.BadZipFile) as error:
-        raise _damaged(path, error) from error
-    _check_numbers(path, mean, covariance)
+        raise _unreadable_error(path, error) from error
+    _check_mean_covariance(path, mean, covariance)
     mean, covariance = mean.astype(np.float64), covariance.astype(np.float64)
-    return Statistics(
+    return SavedStatistics(
         path=path, hash=digest, moments=Gaussian(mean=mean, covariance=covariance), features=None, facts={}
     )
 
 
-def _check_numbers(path: Path, mean: np.ndarray, covariance: np.ndarray) -> None:
+def _check_mean_covariance(path: Path, mean: np.ndarray, covariance: np.ndarray) -> None:
     if mean.ndim != 1 or covariance.shape != (len(mean), len(mean)):
         raise InputError(
             f"{path}: the mean has shape {mean.shape} and the covariance {covariance.shape}",
@@ -153,24 +153,26 @@ def _check_numbers(path: Path, mean: np.ndarray, covariance: np.ndarray) -> None
         raise InputError(f"{path}: a covariance that is not symmetric", "a covariance", "make the statistics again")
 
 
-def _damaged(path: Path, error: Exception) -> InputError:
+def _unreadable_error(path: Path, error: Exception) -> InputError:
     return InputError(f"{path} cannot be read: {error}", "saved statistics", "copy or make the file again")
 
 
-def _check(found: Statistics, expected: Mapping[str, Any]) -> None:
-    num = len(found.moments.mean)
+def _check_compatible(statistics: SavedStatistics, expected: Mapping[str, Any]) -> None:
+    num = len(statistics.moments.mean)
     if num != expected["num_features"]:
         raise InputError(
-            f"{found.path} holds statistics of {num} features",
+            f"{statistics.path} holds statistics of {num} features",
             f"{expected['num_features']}, as {expected['extractor']} has",
             "check --reference and --extractor",
         )
-    if found.facts:
-        different = [name for name in _DECIDES if found.facts.get(name) != expected.get(name)]
+    if statistics.facts:
+        different = [name for name in _COMPARED_FACTS if statistics.facts.get(name) != expected.get(name)]
         if different:
-            words = ", ".join(f"{name} {found.facts.get(name)} instead of {expected.get(name)}" for name in different)
+            words = ", ".join(
+                f"{name} {statistics.facts.get(name)} instead of {expected.get(name)}" for name in different
+            )
             raise InputError(
-                f"{found.path} was made another way: {words}",
+                f"{statistics.path} was made another way: {words}",
                 "statistics of the same extractor, weights, resize rule and precision",
                 "give the settings it was made with, or make it again",
             )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-def _local(parameter: Tensor) -> Tensor:
+def _local_tensor(parameter: Tensor) -> Tensor:
     """The memory this rank owns: a sharded tensor's own piece, or the tensor itself."""
     tensor = parameter.detach()
     to_local = getattr(tensor, "to_local", None)
@@ -34,9 +34,9 @@ class Ema:
         self.is_swapped = False
         self._parameters = dict(pairs)
         self._averages = {
-            name: _local(parameter).to(torch.float32, copy=True) for name, parameter in self._parameters.items()
+            name: _local_tensor(parameter).to(torch.float32, copy=True) for name, parameter in self._parameters.items()
         }
-        self._waiting: dict[str, Tensor] = {}
+        self._saved_averages: dict[str, Tensor] = {}
 
     def current_decay(self) -> float:
         """The decay the next update uses."""
@@ -49,7 +49,7 @@ class Ema:
             raise RuntimeError("the averages sit in the parameters: swap back before updating")
         if self._averages:
             weight = 1 - self.current_decay()
-            targets = [_local(parameter).to(torch.float32) for parameter in self._parameters.values()]
+            targets = [_local_tensor(parameter).to(torch.float32) for parameter in self._parameters.values()]
             torch._foreach_lerp_(list(self._averages.values()), targets, weight)
         self.num_updates += 1
 
@@ -57,23 +57,23 @@ class Ema:
     def swap(self) -> None:
         """Exchange the contents of parameters and averages; calling it twice changes nothing."""
         for name, parameter in self._parameters.items():
-            local, average = _local(parameter), self._averages[name]
+            local, average = _local_tensor(parameter), self._averages[name]
             if local.dtype == torch.float32:
-                held = local.clone()
+                saved = local.clone()
                 local.copy_(average)
-                average.copy_(held)
+                average.copy_(saved)
             elif self.is_swapped:
                 local.copy_(average)  # exact: the average holds a widened copy of the parameter
-                average.copy_(self._waiting.pop(name))
+                average.copy_(self._saved_averages.pop(name))
             else:
-                self._waiting[name] = average.clone()
-                held = local.clone()
+                self._saved_averages[name] = average.clone()
+                saved = local.clone()
                 local.copy_(average)
-                average.copy_(held)
+                average.copy_(saved)
         self.is_swapped = not self.is_swapped
 
     @contextmanager
-    def swapped(self) -> Iterator[None]:
+    def swap_during(self) -> Iterator[None]:
         """Within the context the parameters hold the averages; they come back whatever happens inside."""
         self.swap()
         try:

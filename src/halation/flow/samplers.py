@@ -1,4 +1,4 @@
-"""Solvers of dx/dt = velocity(x, t) from noise (t = 1) to a picture (t = 0): tensors in, one state out after each step.
+"""Solvers of dx/dt = velocity(x, t) from noise (t = 1) to an image (t = 0): tensors in, one state out after each step.
 
 How often a solver calls the velocity depends on its name and the number of steps only (`num_forwards`): under sharding one call
 fewer on one rank would leave all the others waiting.
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from halation.flow.paths import shifted
+from halation.flow.paths import shift_times
 
 Velocity = Callable[[Tensor, Tensor], Tensor]
 Sampler = Callable[[Velocity, Tensor, Sequence[float] | Tensor], Iterator[Tensor]]
@@ -22,10 +22,10 @@ def schedule(num_steps: int, shift: float = 1.0) -> Tensor:
     """`num_steps + 1` float64 times on the CPU, from exactly 1 to exactly 0."""
     if num_steps < 1:
         raise ValueError(f"sampling takes at least one step, not {num_steps}")
-    return shifted(torch.linspace(1.0, 0.0, num_steps + 1, dtype=torch.float64), shift)
+    return shift_times(torch.linspace(1.0, 0.0, num_steps + 1, dtype=torch.float64), shift)
 
 
-def _steps(times: Sequence[float] | Tensor) -> Iterator[tuple[float, float]]:
+def _step_pairs(times: Sequence[float] | Tensor) -> Iterator[tuple[float, float]]:
     yield from itertools.pairwise(float(t) for t in times)
 
 
@@ -35,24 +35,24 @@ def _scalar(t: float) -> Tensor:
 
 def euler(velocity: Velocity, x: Tensor, times: Sequence[float] | Tensor) -> Iterator[Tensor]:
     """First order, one forward a step; for rectified flow this is DDIM."""
-    for t, following in _steps(times):
-        x = x + (following - t) * velocity(x, _scalar(t))
+    for t, next_t in _step_pairs(times):
+        x = x + (next_t - t) * velocity(x, _scalar(t))
         yield x
 
 
 def heun(velocity: Velocity, x: Tensor, times: Sequence[float] | Tensor) -> Iterator[Tensor]:
     """Second order, two forwards a step but one in the last (Karras et al. 2022, algorithm 1, without churn).
 
-    The last step is Euler's: at t = 0 it lands on the predicted picture, and the velocity is never asked at t = 0, where it is
+    The last step is Euler's: at t = 0 it lands on the predicted image, and the velocity is never asked at t = 0, where it is
     worst determined.
     """
-    steps = list(_steps(times))
-    for index, (t, following) in enumerate(steps):
+    steps = list(_step_pairs(times))
+    for index, (t, next_t) in enumerate(steps):
         slope = velocity(x, _scalar(t))
         if index < len(steps) - 1:
-            ahead = velocity(x + (following - t) * slope, _scalar(following))
-            slope = (slope + ahead) / 2
-        x = x + (following - t) * slope
+            next_slope = velocity(x + (next_t - t) * slope, _scalar(next_t))
+            slope = (slope + next_slope) / 2
+        x = x + (next_t - t) * slope
         yield x
 
 
@@ -60,13 +60,13 @@ def multistep(velocity: Velocity, x: Tensor, times: Sequence[float] | Tensor) ->
     """Second order with one forward a step: Adams-Bashforth 2 for unequal steps, the first and the last step Euler's.
 
     One Euler step errs by O(h^2), so two of them leave the order at 2. A last step without extrapolation costs little on smooth
-    data and halves the error at ten steps on data with sharp modes, which pictures are.
+    data and halves the error at ten steps on data with sharp modes, which images are.
     """
-    steps = list(_steps(times))
+    steps = list(_step_pairs(times))
     previous: Tensor | None = None
     previous_size = 0.0
-    for index, (t, following) in enumerate(steps):
-        size = following - t
+    for index, (t, next_t) in enumerate(steps):
+        size = next_t - t
         slope = velocity(x, _scalar(t))
         direction = slope
         if previous is not None and index < len(steps) - 1:

@@ -22,30 +22,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halation import __version__
+from halation.config import to_stored_names
 from halation.distillation.config import DistillConfig
 from halation.errors import InputError
 from halation.gallery.config import GalleryConfig
 from halation.generation.config import GenerateConfig
-from halation.runs import control
+from halation.runs import control_requests
 from halation.training.config import TrainConfig
 
 if TYPE_CHECKING:
-    from halation.gallery.catalog import Catalog, Maker
-    from halation.gallery.events import Changes
-    from halation.gallery.scores import Scores
-    from halation.gallery.security import Names
-    from halation.gallery.server import Gallery
+    from halation.gallery.access_control import AllowedHosts
+    from halation.gallery.evaluation_reports import ScoreIndex
+    from halation.gallery.event_stream import ChangeFeed
+    from halation.gallery.run_catalog import RunCatalog, RunFactory
+    from halation.gallery.server import GalleryContext
 
 NUM_PORTS_TRIED = 100
-SETTLED = {
+RESOLVED_DEFAULTS = {
     "train": {"image_size": (64, 64), "time_sampling": "logit_normal", "time_shift": 1.0},
     "distill": {"time_sampling": "logit_normal", "time_shift": 1.0},
 }
 """What a record holds where a command settled what nobody chose; what a model on disk decides is not known here."""
-FIRST_LOOK_S = 0.8
+FIRST_POLL_TIMEOUT_S = 0.8
 """The link is printed after that even where the folders are still being searched."""
 
-WARNING = (
+HOST_WARNING = (
     "halation gallery: warning: with --host {host} others on the network can reach this page. They need the link, which travels "
     "unencrypted; an ssh tunnel does without."
 )
@@ -54,118 +55,131 @@ WARNING = (
 def run(config: GalleryConfig) -> int:
     """Serve until Ctrl+C, or write the export; returns the exit code."""
     for folder in config.dirs:
-        _refuse_unreadable(folder)
+        _check_readable(folder)
     if config.export is not None:
         return _export(config, config.export)
     return _serve(config)
 
 
-def _refuse_unreadable(folder: Path) -> None:
+def _check_readable(folder: Path) -> None:
     """Said of what was named; below it, folders of others are passed by."""
     try:
         with os.scandir(folder):
-            what = "" if os.access(folder, os.X_OK) else "may not be looked into"
+            problem = "" if os.access(folder, os.X_OK) else "may not be looked into"
     except FileNotFoundError:
-        what = "does not exist"
+        problem = "does not exist"
     except NotADirectoryError:
-        what = "is not a folder"
+        problem = "is not a folder"
     except OSError as error:
-        what = f"cannot be read: {error.strerror}"
-    if what:
-        raise InputError(f"{folder} {what}", "folders with runs below them", "name where your runs are, such as runs/")
+        problem = f"cannot be read: {error.strerror}"
+    if problem:
+        raise InputError(
+            f"{folder} {problem}", "folders with runs below them", "name where your runs are, such as runs/"
+        )
 
 
 def _serve(config: GalleryConfig) -> int:
     for name in ("starlette", "uvicorn"):
         if importlib.util.find_spec(name) is None:
             raise InputError(f"{name} is not installed", "what a web page needs", "pip install 'halation[web]'")
-    from halation.gallery.events import Changes
-    from halation.gallery.scores import Scores
-    from halation.gallery.security import Names, new_token
-    from halation.gallery.server import Server, application
+    from halation.gallery.access_control import AllowedHosts, new_token
+    from halation.gallery.evaluation_reports import ScoreIndex
+    from halation.gallery.event_stream import ChangeFeed
+    from halation.gallery.server import GalleryServer, build_app
 
-    with _listening(config.host, config.port) as listener:
+    with _open_listener(config.host, config.port) as listener:
         port = listener.getsockname()[1]
         token = new_token()
-        catalog = catalog_of(config.dirs)
-        scores = Scores(catalog)
-        changes = Changes(catalog, beside=scores.refresh)
-        changes.start()
-        names = Names(config.host, _own_names())
-        if names.everywhere:
-            print(WARNING.format(host=config.host), file=sys.stderr, flush=True)
-            threading.Thread(target=lambda: names.add(socket.getfqdn()), daemon=True).start()
-        app = application(_gallery(config, changes, scores), token=token, names=names)
-        server = Server(app, changes)
-        changes.looked.wait(FIRST_LOOK_S)
-        print(_greeting(config, catalog, port, token, names, done=changes.looked.is_set()), flush=True)
-        with _opened(f"{_address(config.host, port)}/?token={token}") if config.open else contextlib.nullcontext():
+        catalog = build_catalog(config.dirs)
+        scores = ScoreIndex(catalog)
+        change_feed = ChangeFeed(catalog, refresh_extra=scores.refresh)
+        change_feed.start()
+        allowed_hosts = AllowedHosts(config.host, _host_names())
+        if allowed_hosts.is_public:
+            print(HOST_WARNING.format(host=config.host), file=sys.stderr, flush=True)
+            threading.Thread(target=lambda: allowed_hosts.add(socket.getfqdn()), daemon=True).start()
+        app = build_app(_build_context(config, change_feed, scores), token=token, allowed_hosts=allowed_hosts)
+        server = GalleryServer(app, change_feed)
+        change_feed.first_poll_done.wait(FIRST_POLL_TIMEOUT_S)
+        print(
+            _startup_message(
+                config, catalog, port, token, allowed_hosts, scan_done=change_feed.first_poll_done.is_set()
+            ),
+            flush=True,
+        )
+        with (
+            _open_in_browser(f"{_local_url(config.host, port)}/?token={token}")
+            if config.open
+            else contextlib.nullcontext()
+        ):
             server.run(sockets=[listener])
-    return 128 + server.stopped_by if server.stopped_by else 0
+    return 128 + server.stop_signal if server.stop_signal else 0
 
 
 def _export(config: GalleryConfig, file: Path) -> int:
     from halation.gallery import html_export
-    from halation.gallery.scores import Scores
+    from halation.gallery.evaluation_reports import ScoreIndex
 
-    if config.export_pictures < 0:
-        raise InputError(f"--export_pictures {config.export_pictures}", "0 or more", "leave it away for the default")
-    html_export.check_target(file)
-    catalog = catalog_of(config.dirs)
-    scores = Scores(catalog)
+    if config.export_images < 0:
+        raise InputError(f"--export_images {config.export_images}", "0 or more", "leave it away for the default")
+    html_export.check_export_path(file)
+    catalog = build_catalog(config.dirs)
+    scores = ScoreIndex(catalog)
     catalog.refresh()
     scores.refresh()
-    made = html_export.export(html_export.chosen_runs(catalog), catalog, scores, file, config.export_pictures)
-    counted = f"{made.num_pictures} picture" + ("" if made.num_pictures == 1 else "s")
-    print(f"halation gallery: {made.path} ({counted}, {made.num_bytes / 1e6:.1f} MB)")
-    for sentence in made.left_out:
+    result = html_export.export(html_export.select_runs(catalog), catalog, scores, file, config.export_images)
+    counted = f"{result.num_images} image" + ("" if result.num_images == 1 else "s")
+    print(f"halation gallery: {result.path} ({counted}, {result.num_bytes / 1e6:.1f} MB)")
+    for sentence in result.left_out:
         print(f"  {sentence}")
     return 0
 
 
-def catalog_of(dirs: Sequence[Path]) -> Catalog:
+def build_catalog(dirs: Sequence[Path]) -> RunCatalog:
     """The runs below some folders, with what only the commands know of their settings."""
-    from halation.gallery.catalog import Catalog
     from halation.gallery.generation_runs import GenerationRun
+    from halation.gallery.run_catalog import RunCatalog
     from halation.gallery.training_runs import TrainingRun
-    from halation.gallery.watch_runs import WatchRun
+    from halation.gallery.watcher_runs import WatchRun
 
-    kinds = {"train": TrainConfig, "distill": DistillConfig, "generate": GenerateConfig}
-    defaults = {command: _defaults(command, config_type) for command, config_type in kinds.items()}
+    config_types = {"train": TrainConfig, "distill": DistillConfig, "generate": GenerateConfig}
+    defaults = {command: _default_settings(command, config_type) for command, config_type in config_types.items()}
 
-    def differs(settings: Mapping[str, Any]) -> list[str]:
+    def non_default_settings(settings: Mapping[str, Any]) -> list[str]:
         return [name for name, value in settings.items() if value != defaults["generate"].get(name)]
 
-    training = functools.partial(TrainingRun, defaults=defaults)
-    makers: dict[str, Maker] = dict.fromkeys(("train", "distill", "sample"), training)
-    makers["watch"] = WatchRun
-    makers["generate"] = functools.partial(GenerationRun, differs=differs)
-    return Catalog(dirs, makers)
+    training_factory = functools.partial(TrainingRun, defaults=defaults)
+    factories: dict[str, RunFactory] = dict.fromkeys(("train", "distill", "sample"), training_factory)
+    factories["watch"] = WatchRun
+    factories["generate"] = functools.partial(GenerationRun, differs=non_default_settings)
+    return RunCatalog(dirs, factories)
 
 
-def _defaults(command: str, config_type: type[Any]) -> dict[str, Any]:
+def _default_settings(command: str, config_type: type[Any]) -> dict[str, Any]:
     """Settings that nobody chose, as they stand in a run's record."""
     fields = dataclasses.fields(config_type)
     values = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
     values |= {f.name: f.default_factory() for f in fields if f.default_factory is not dataclasses.MISSING}
-    values |= SETTLED.get(command, {})
+    values |= RESOLVED_DEFAULTS.get(command, {})
     plain: dict[str, Any] = json.loads(json.dumps(values, default=str))
-    return plain
+    return to_stored_names(plain)
 
 
-def _gallery(config: GalleryConfig, changes: Changes, scores: Scores) -> Gallery:
-    from halation.gallery.server import Gallery
-    from halation.gallery.thumbnails import Thumbnails
+def _build_context(config: GalleryConfig, change_feed: ChangeFeed, scores: ScoreIndex) -> GalleryContext:
+    from halation.gallery.server import GalleryContext
+    from halation.gallery.thumbnails import ThumbnailCache
 
-    return Gallery(
+    return GalleryContext(
         catalog=scores.catalog,
-        changes=changes,
+        change_feed=change_feed,
         roots=tuple(map(str, config.dirs)),
         version=__version__,
-        thumbnail=Thumbnails().get,
-        scores=scores.answer,
-        score_picture=scores.picture,
-        ask=functools.partial(control.ask, by="the gallery") if config.allow_control else None,
+        get_thumbnail=ThumbnailCache().get,
+        get_scores=scores.build_response,
+        find_score_image=scores.image,
+        send_control=functools.partial(control_requests.send_request, by="the gallery")
+        if config.allow_control
+        else None,
     )
 
 
@@ -173,9 +187,9 @@ def _gallery(config: GalleryConfig, changes: Changes, scores: Scores) -> Gallery
 
 
 @contextlib.contextmanager
-def _listening(host: str, port: int) -> Iterator[socket.socket]:
+def _open_listener(host: str, port: int) -> Iterator[socket.socket]:
     """A socket at the port that was asked for, or where that is taken at the next free one, which is said."""
-    from halation.gallery.server import listen
+    from halation.gallery.server import open_listener
 
     if not 0 <= port <= 65535:
         raise InputError(
@@ -184,10 +198,10 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
     last = min(port + NUM_PORTS_TRIED, 65535)
     for attempt in range(port, last + 1):
         try:
-            listener = listen(host, attempt)
+            listener = open_listener(host, attempt)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
-                raise _refused(host, attempt, error) from error
+                raise _listen_error(host, attempt, error) from error
             continue
         if attempt != port:
             print(f"halation gallery: port {port} is taken, this is {attempt}", flush=True)
@@ -197,7 +211,7 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
     raise InputError(f"ports {port} to {last} are all taken", "a free port", "name another with --port, or 0 for any")
 
 
-def _refused(host: str, port: int, error: OSError) -> InputError:
+def _listen_error(host: str, port: int, error: OSError) -> InputError:
     if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
         return InputError(
             f"--host {host} is no address of this machine",
@@ -209,14 +223,14 @@ def _refused(host: str, port: int, error: OSError) -> InputError:
     )
 
 
-def _own_names() -> tuple[str, ...]:
+def _host_names() -> tuple[str, ...]:
     """What others may call this machine, without asking the network, which could take seconds."""
     name = socket.gethostname()
     short = name.partition(".")[0]
     return name, short, f"{short}.local"
 
 
-def _address(host: str, port: int) -> str:
+def _local_url(host: str, port: int) -> str:
     """Where a browser on this machine finds the page."""
     shown = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     return f"http://{shown}:{port}"
@@ -225,40 +239,42 @@ def _address(host: str, port: int) -> str:
 # -- what is said
 
 
-def _greeting(config: GalleryConfig, catalog: Catalog, port: int, token: str, names: Names, *, done: bool) -> str:
+def _startup_message(
+    config: GalleryConfig, catalog: RunCatalog, port: int, token: str, allowed_hosts: AllowedHosts, *, scan_done: bool
+) -> str:
     folders = ", ".join(str(folder) if str(folder) != "." else "this folder" for folder in config.dirs)
     lines = [
-        f"halation gallery: {_counted(catalog, done=done)} below {folders}",
+        f"halation gallery: {_run_count_text(catalog, scan_done=scan_done)} below {folders}",
         "",
-        f"  open           {_address(config.host, port)}/?token={token}",
+        f"  open           {_local_url(config.host, port)}/?token={token}",
     ]
-    if names.everywhere:
-        lines.append(f"  from outside   http://{_outside(config.host)}:{port}/?token={token}")
+    if allowed_hosts.is_public:
+        lines.append(f"  from outside   http://{_public_host(config.host)}:{port}/?token={token}")
     else:
         inner = "[::1]" if ":" in config.host else "127.0.0.1"
-        lines.append(f"  from a laptop  ssh -N -L {port}:{inner}:{port} {_login()}   then open the link there")
+        lines.append(f"  from a laptop  ssh -N -L {port}:{inner}:{port} {_ssh_target()}   then open the link there")
     if config.allow_control:
         lines.append("  control        whoever has the link may ask trainings to sample, save or stop")
     lines += ["  to end         Ctrl+C; the runs do not notice", ""]
     return "\n".join(lines)
 
 
-def _counted(catalog: Catalog, *, done: bool) -> str:
+def _run_count_text(catalog: RunCatalog, *, scan_done: bool) -> str:
     summaries = [entry.summary() for entry in catalog.entries()]
     running = sum(summary["state"] == "running" for summary in summaries)
     counted = f"{len(summaries)} run" + ("" if len(summaries) == 1 else "s")
     if not summaries:
-        counted = "no runs yet" if done else "looking for runs"
-    return counted + (f" ({running} running)" if running else "") + ("" if done or not summaries else " so far")
+        counted = "no runs yet" if scan_done else "looking for runs"
+    return counted + (f" ({running} running)" if running else "") + ("" if scan_done or not summaries else " so far")
 
 
-def _outside(host: str) -> str:
+def _public_host(host: str) -> str:
     if host in ("0.0.0.0", "::", ""):
         return socket.gethostname()
     return f"[{host}]" if ":" in host else host
 
 
-def _login() -> str:
+def _ssh_target() -> str:
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container's user may have no name
@@ -267,15 +283,15 @@ def _login() -> str:
 
 
 @contextlib.contextmanager
-def _opened(link: str) -> Iterator[None]:
+def _open_in_browser(link: str) -> Iterator[None]:
     """The link in a browser. By way of a private file, because everybody on a machine can read what a command is called with."""
     with tempfile.TemporaryDirectory(prefix="halation-gallery-") as folder:
         file = Path(folder) / "open.html"
         file.write_text(f'<!doctype html><meta http-equiv="refresh" content="0; url={html.escape(link)}">\n')
 
-        def opened() -> None:
+        def open_file() -> None:
             if not webbrowser.open(file.as_uri()):
                 print("halation gallery: there is no browser here; open the link above", file=sys.stderr, flush=True)
 
-        threading.Thread(target=opened, daemon=True).start()
+        threading.Thread(target=open_file, daemon=True).start()
         yield

@@ -1,57 +1,136 @@
-"""A run of `halation generate` as a page sees it: how far it is, who draws, pages of its rows, and one picture with all that made it."""
+"""A run of `halation generate` as a page sees it: how far it is, who draws, pages of its rows, and one image with all that made it."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
+import shlex
 import sqlite3
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from halation.gallery import reproduce_command
-from halation.gallery.generation_rows import OUTCOME, SHARED_FOLDER, SPEC, STATES, SharedTables, file_of, tables_of
-from halation.gallery.row_index import Indices, RowIndex, counts_in, selected, with_words, words_of
-from halation.gallery.run_files import State, damage_of, first_line, last_lines, read_record, stamp_of, state_of
-from halation.runs.folder import CONFIG_FILE
+from halation.gallery.ledger_reader import (
+    OUTCOME_COLUMNS,
+    ROW_STATES,
+    SHARED_LEDGER_FOLDER,
+    SPEC_COLUMNS,
+    Indices,
+    RowIndex,
+    SharedLedgerReader,
+    count_rows,
+    filter_by_words,
+    image_file,
+    open_ledger,
+    parse_search_words,
+    select_rows,
+)
+from halation.gallery.run_file_reader import (
+    RunState,
+    find_read_error,
+    read_first_line,
+    read_last_lines,
+    read_record,
+    read_run_state,
+    read_stamp,
+)
 from halation.runs.lock import ENDED_FILE, OWNER_FILE
+from halation.runs.run_record import CONFIG_FILE
 
-GAP = "…"
+PROMPT_COLUMNS = ("prompt", "negative_prompt", "seed", "width", "height", "steps", "guidance_scale")
+FLAGS = ("model_path", "num_frames", "scheduler", "raw", "pipeline_args", "batch_size", "dtype", "compile")
+EXTRA_FLAGS = ("cfg_truncation_step", "enable_half_frame", "offload", "threads", "fps")
+CHANGE_LINE = re.compile(r"(?P<name>\w+): (?P<before>.*) -> (?P<after>.*)", re.DOTALL)
+OUTPUT_DIR = "outputs/again"
+WILDCARD = "…"
 """Stands for whatever differs; a page takes it for any letters when it looks for the rows of a reason."""
-PART = re.compile(r"""('[^']*'|"[^"]*"|`[^`]*`|[^\s/]{0,200}/\S*[^\s:;,.)]|\d+(?:\.\d+)?)""")
-KEY = re.compile(r"g([0-9]{1,12})(?:\.([0-9]{1,6}))?")
+VARIABLE_PART = re.compile(r"""('[^']*'|"[^"]*"|`[^`]*`|[^\s/]{0,200}/\S*[^\s:;,.)]|\d+(?:\.\d+)?)""")
+IMAGE_KEY = re.compile(r"g([0-9]{1,12})(?:\.([0-9]{1,6}))?")
 MAX_REASONS = 100
-RECENT_S = 60.0
-REST = 20
+RATE_WINDOW_S = 60.0
+READ_PAUSE_FACTOR = 20
 """After reading for a second, rest for twenty: whatever the size of a run, watching it costs a twentieth of a core."""
-LEASES_EVERY_S = 2.0
-Pace = deque[tuple[float, dict[str, int]]]
+LIST_LEASES_EVERY_S = 2.0
+RateHistory = deque[tuple[float, dict[str, int]]]
 
 
-def grouped(counts: Mapping[str, int]) -> Counter[str]:
+def shell_command(record: Mapping[str, Any], spec: Mapping[str, Any], micro_batch: int, epoch: int) -> str:
+    """One line for a shell: the spec as a list of one prompt on standard input, and every setting that decides its pixels.
+
+    `micro_batch` is the smaller number of images at once that this one was drawn with, or 0; `epoch` counts the changes of
+    settings that came before it.
+    """
+    settings = settings_at_epoch(record, epoch)
+    fixed = record.get("fixed") or {}
+    row = {"image_id": spec["id"]} | {
+        name: spec[name] for name in PROMPT_COLUMNS if name != "negative_prompt" or spec[name]
+    }
+    args = ["halation", "generate", "--prompts", "-", "--prompts_format", "jsonl"]
+    for name in (*FLAGS, *EXTRA_FLAGS):
+        args += _flag_args(name, settings.get(name))
+    micro_batch_size = micro_batch or settings.get("micro_batch") or fixed.get("micro batch") or 0
+    args += _flag_args("micro_batch", micro_batch_size or None) + _flag_args("png", fixed.get("png coder"))
+    args += ["--nproc", "1", "--output_dir", OUTPUT_DIR]
+    return f"printf '%s\\n' {shlex.quote(_dump_row(row))} | {shlex.join(args)}"
+
+
+def _flag_args(name: str, value: Any) -> list[str]:
+    """Nothing for what is not said: an empty text, an empty list, a switch that is off."""
+    if value is None or value is False or value in ("", [], ()):
+        return []
+    if value is True:
+        return [f"--{name}", "True"]
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [f"--{name}", *map(str, value)]
+    return [f"--{name}", str(value)]
+
+
+def _dump_row(row: Mapping[str, Any]) -> str:
+    """Characters that do not show, or that turn the direction of a line, are written as escapes: one should see what one pastes."""
+    text = json.dumps(dict(row), ensure_ascii=False)
+    return text if text.isprintable() else json.dumps(dict(row))
+
+
+def settings_at_epoch(record: Mapping[str, Any], epoch: int) -> dict[str, Any]:
+    """The settings before the changes that came after `epoch`, as far as the record of changes still tells them."""
+    settings = dict(record.get("settings") or {})
+    changes = record.get("changes") or []
+    for change in reversed(changes[epoch:]):
+        for line in change.get("changed", ()) if isinstance(change, dict) else ():
+            found = CHANGE_LINE.fullmatch(str(line))
+            if found and found["name"] in settings:
+                try:
+                    settings[found["name"]] = json.loads(found["before"])
+                except ValueError:  # too long to have been written down whole
+                    continue
+    return settings
+
+
+def group_reasons(counts: Mapping[str, int]) -> Counter[str]:
     """Counts of texts, with those that differ only in paths, numbers and quoted words taken together."""
     groups: dict[tuple[str, ...], tuple[list[str], int]] = {}
     for text, number in counts.items():
-        pieces = PART.split(text)
+        pieces = VARIABLE_PART.split(text)
         fixed = tuple(pieces[::2])
         known, before = groups.get(fixed, (pieces, 0))
-        same = [piece if piece == other else GAP for piece, other in zip(pieces, known, strict=True)]
+        same = [piece if piece == other else WILDCARD for piece, other in zip(pieces, known, strict=True)]
         groups[fixed] = (same, before + number)
     return Counter({"".join(pieces): number for pieces, number in groups.values()})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Query:
+class RowQuery:
     """Which rows to show."""
 
     offset: int = 0
     limit: int = 200
-    q: str = ""
+    text: str = ""
     """Words that must all occur in the prompt or the id, in any case."""
     state: str = ""
     worker: str = ""
@@ -74,20 +153,20 @@ class GenerationRun:
         self.version = 0
         self._differs = differs
         self._lock = threading.RLock()
-        self._tables = tables_of(folder)
+        self._ledger = open_ledger(folder)
         self._index: RowIndex | None = None
-        self._searched = False
-        self._found: tuple[Any, Any] = (None, None)
+        self._search_used = False
+        self._cached_search: tuple[Any, Any] = (None, None)
         """The last question with the reading it was of, and its rows."""
-        self._num_read = 0
+        self._num_reads = 0
         self._record: dict[str, Any] = {}
-        self._damage = self._unreadable = ""
-        self._counts = dict.fromkeys(("planned", *STATES), 0)
-        self._last: dict[str, str] | None = None
-        self._state = State(word="stopped")
-        self._pace: Pace = deque()
+        self._config_error = self._ledger_error = ""
+        self._counts = dict.fromkeys(("planned", *ROW_STATES), 0)
+        self._latest_image: dict[str, str] | None = None
+        self._state = RunState(status="stopped")
+        self._rate_history: RateHistory = deque()
         self._stamps: object = None
-        self._behind = True
+        self._needs_read = True
         self._next_read = 0.0
         self._leases: tuple[float, list[Path]] = (0.0, [])
         self._started: float | None = None
@@ -96,98 +175,105 @@ class GenerationRun:
 
     def refresh(self) -> bool:
         with self._lock:
-            changed = self._look_at_record()
-            self._behind |= self._tables.look()
-            if self._behind and time.monotonic() >= self._next_read:
-                changed |= self._read()
-            if self._searched:
+            changed = self._refresh_record()
+            self._needs_read |= self._ledger.poll()
+            if self._needs_read and time.monotonic() >= self._next_read:
+                changed |= self._read_ledger()
+            if self._search_used:
                 self._prepare_search()
-            changed |= self._look_at_state()
+            changed |= self._refresh_state()
             self.version += changed
             return changed
 
-    def _look_at_record(self) -> bool:
-        stamps = [stamp_of(self.folder / name) for name in (CONFIG_FILE, ENDED_FILE, OWNER_FILE)]
+    def _refresh_record(self) -> bool:
+        stamps = [read_stamp(self.folder / name) for name in (CONFIG_FILE, ENDED_FILE, OWNER_FILE)]
         if stamps == self._stamps:
             return False
         self._stamps = stamps
         self._record = read_record(self.folder)
-        self._damage = damage_of(self.folder / CONFIG_FILE)
+        self._config_error = find_read_error(self.folder / CONFIG_FILE)
         return True
 
-    def _look_at_state(self) -> bool:
+    def _refresh_state(self) -> bool:
         before = self._state
         done = self._counts["planned"] > 0 and self._counts["open"] == 0
-        self._state = state_of(self.folder, self._tables.changed, self._sharing(), done)
+        self._state = read_run_state(self.folder, self._ledger.last_modified, self._list_lease_files(), done)
         return before != self._state
 
-    def _sharing(self) -> list[Path]:
+    def _list_lease_files(self) -> list[Path]:
         """Files that commands which share the folder keep touching."""
-        looked_at, paths = self._leases
-        folder = self.folder / SHARED_FOLDER / "leases"
-        if isinstance(self._tables, SharedTables) and time.monotonic() - looked_at > LEASES_EVERY_S:
+        listed_at, paths = self._leases
+        folder = self.folder / SHARED_LEDGER_FOLDER / "leases"
+        if isinstance(self._ledger, SharedLedgerReader) and time.monotonic() - listed_at > LIST_LEASES_EVERY_S:
             with contextlib.suppress(OSError):
                 paths = [folder / name for name in os.listdir(folder) if name.endswith(".card")]
             self._leases = (time.monotonic(), paths)
         return paths
 
-    def _read(self) -> bool:
+    def _read_ledger(self) -> bool:
         """Bring what is known up to date; a ledger that cannot be read now leaves it as it is."""
-        began, before = time.monotonic(), self._shown()
+        began, before = time.monotonic(), self._visible_state()
         try:
-            with self._tables.reading() as connection, _transaction(connection):
+            with self._ledger.connect() as connection, _transaction(connection):
                 if self._index is not None and not self._index.update(connection):
                     self._index = RowIndex(connection)
-                self._counts = self._index.counts() if self._index is not None else counts_in(connection)
-                self._last = self._newest(connection)
+                self._counts = self._index.count_states() if self._index is not None else count_rows(connection)
+                self._latest_image = self._find_latest_image(connection)
         except sqlite3.Error as error:
-            unreadable = f"cannot be read: the ledger: {error}" if self._tables.changed else ""
-            changed, self._unreadable = self._unreadable != unreadable, unreadable
+            ledger_error = f"cannot be read: the ledger: {error}" if self._ledger.last_modified else ""
+            changed, self._ledger_error = self._ledger_error != ledger_error, ledger_error
             return changed
         finally:
-            self._next_read = time.monotonic() + REST * (time.monotonic() - began)
-        self._behind, self._unreadable = False, ""
-        self._num_read += 1
-        self._note_pace()
-        return before != self._shown()
+            self._next_read = time.monotonic() + READ_PAUSE_FACTOR * (time.monotonic() - began)
+        self._needs_read, self._ledger_error = False, ""
+        self._num_reads += 1
+        self._record_rate()
+        return before != self._visible_state()
 
-    def _shown(self) -> object:
-        return self._unreadable, self._counts, self._last, self._index.by_worker() if self._index is not None else None
+    def _visible_state(self) -> object:
+        return (
+            self._ledger_error,
+            self._counts,
+            self._latest_image,
+            self._index.count_by_worker() if self._index is not None else None,
+        )
 
-    def _newest(self, connection: sqlite3.Connection) -> dict[str, str] | None:
-        """The picture that shows what is being drawn; rows are drawn about in their order."""
+    def _find_latest_image(self, connection: sqlite3.Connection) -> dict[str, str] | None:
+        """The image that shows what is being drawn; rows are drawn about in their order."""
         if self._index is not None:
-            rows = list(selected(connection, [self._index.last_done], "sha256")) if self._index.last_done >= 0 else []
+            rows = (
+                list(select_rows(connection, [self._index.last_done], "sha256")) if self._index.last_done >= 0 else []
+            )
         else:
-            num_settled = self._counts["planned"] - self._counts["open"]
+            num_ended = self._counts["planned"] - self._counts["open"]
             query = "SELECT picture, sha256 FROM pictures WHERE picture < ? AND state = 1 ORDER BY picture DESC LIMIT 1"
-            rows = connection.execute(query, (num_settled + 64,)).fetchall()
-        return {"key": f"g{rows[0][0]}", "v": _short(rows[0][1])} if rows else None
+            rows = connection.execute(query, (num_ended + 64,)).fetchall()
+        return {"key": f"g{rows[0][0]}", "v": _image_version(rows[0][1])} if rows else None
 
-    def _note_pace(self) -> None:
+    def _record_rate(self) -> None:
         now = time.monotonic()
         done = {"": self._counts["done"]}
         if self._index is not None:
-            done |= {f"worker {name}": numbers[0] for name, numbers in self._index.by_worker().items()}
-        self._pace.append((now, done))
-        while len(self._pace) > 2 and now - self._pace[0][0] > RECENT_S:
-            self._pace.popleft()
+            done |= {f"worker {name}": numbers[0] for name, numbers in self._index.count_by_worker().items()}
+        self._rate_history.append((now, done))
+        while len(self._rate_history) > 2 and now - self._rate_history[0][0] > RATE_WINDOW_S:
+            self._rate_history.popleft()
 
     def _rate(self, key: str = "") -> float | None:
-        """Pictures a second lately; None unless it is running and was seen drawing."""
-        known = [(at, done[key]) for at, done in self._pace if key in done]
-        if self._state.word != "running" or len(known) < 2:
+        """Images a second lately; None unless it is running and was seen drawing."""
+        known = [(at, done[key]) for at, done in self._rate_history if key in done]
+        if self._state.status != "running" or len(known) < 2:
             return None
         seconds = time.monotonic() - known[0][0]
         return max(0, known[-1][1] - known[0][1]) / seconds if seconds > 1.0 else None
 
-    def _loaded(self) -> RowIndex:
+    def _load_index(self) -> RowIndex:
         """The rows; read now if nobody looked at them yet. Raises sqlite3.Error where that cannot be done."""
         if self._index is None:
-            with self._tables.reading() as connection, _transaction(connection):
+            with self._ledger.connect() as connection, _transaction(connection):
                 self._index = RowIndex(connection)
-            self._counts = self._index.counts()
-            self._note_pace()
+            self._counts = self._index.count_states()
+            self._record_rate()
         return self._index
 
     # -- what a page shows
@@ -199,54 +285,54 @@ class GenerationRun:
                 "id": self.id,
                 "name": self.name,
                 "kind": self.kind,
-                "state": self._state.word,
-                "reason": self._state.reason or self._damage or self._unreadable,
-                "started": self._state.since or self._first_logged(),
-                "changed": max(self._tables.changed, *(stamp.mtime for stamp in self._mtimes()), 0.0),
-                "title": self._title(),
+                "state": self._state.status,
+                "reason": self._state.reason or self._config_error or self._ledger_error,
+                "started": self._state.since or self._first_log_time(),
+                "changed": max(self._ledger.last_modified, *(stamp.mtime for stamp in self._file_stamps()), 0.0),
+                "title": self._build_title(),
                 "done": counts["done"],
                 "planned": counts["planned"],
                 "unit": "pictures",
                 "failed": counts["failed"],
                 "rate": rate,
                 "left_s": counts["open"] / rate if rate else None,
-                "last": self._last,
+                "last": self._latest_image,
                 "spark": [],
                 "loss": None,
                 "version": self.version,
                 "parent": self.parent,
             }
 
-    def _mtimes(self) -> list[Any]:
+    def _file_stamps(self) -> list[Any]:
         return [stamp for stamp in self._stamps if stamp is not None] if isinstance(self._stamps, list) else []
 
-    def _title(self) -> str:
+    def _build_title(self) -> str:
         settings = self._record.get("settings", {})
         width, height, num_frames = (settings.get(name) for name in ("width", "height", "num_frames"))
         words = [
-            self._model(),
+            self._model_name(),
             f"{width}x{height}" if width and height else "",
             f"{num_frames} frames" if num_frames else "",
         ]
         return ", ".join(word for word in words if word and word != "1 frames")
 
-    def _model(self) -> str:
+    def _model_name(self) -> str:
         return str(self._record.get("fixed", {}).get("model name") or "a model")
 
-    def _first_logged(self) -> float | None:
+    def _first_log_time(self) -> float | None:
         """When its first command began to speak; remembered, for a log's beginning stays."""
-        paths = self._logs() if self._started is None else []
+        paths = self._log_files() if self._started is None else []
         if paths:
             with contextlib.suppress(ValueError, OverflowError):
-                first = first_line(paths[-1], self.folder)
+                first = read_first_line(paths[-1], self.folder)
                 self._started = time.mktime(time.strptime(first[:19], "%Y-%m-%d %H:%M:%S"))
         return self._started
 
     def detail(self) -> dict[str, Any]:
         with self._lock:
             try:
-                index: RowIndex | None = self._loaded()
-                reasons = self._reasons()
+                index: RowIndex | None = self._load_index()
+                reasons = self._failure_reasons()
             except sqlite3.Error:
                 index, reasons = None, []
             summary = self.summary()
@@ -255,83 +341,87 @@ class GenerationRun:
                 "counts": dict(self._counts),
                 "workers": [
                     {"name": name, "done": done, "failed": failed, "per_s": self._rate(f"worker {name}")}
-                    for name, (done, failed) in (index.by_worker() if index is not None else {}).items()
+                    for name, (done, failed) in (index.count_by_worker() if index is not None else {}).items()
                 ],
                 "rate": summary["rate"],
                 "left_s": summary["left_s"],
                 "reasons": reasons,
-                "seeds": _span(index.seeds) if index is not None else [],
-                "size": index.by_size() if index is not None else [],
-                "model": self._model(),
+                "seeds": _seed_range(index.seeds) if index is not None else [],
+                "size": index.count_by_size() if index is not None else [],
+                "model": self._model_name(),
                 "video": index is not None and index.num_frames > 1,
             }
 
-    def _reasons(self) -> list[list[Any]]:
-        with self._tables.reading() as connection:
+    def _failure_reasons(self) -> list[list[Any]]:
+        with self._ledger.connect() as connection:
             query = "SELECT reason, COUNT(*) FROM pictures WHERE state != 1 AND state = 2 GROUP BY reason"
             counts: Counter[str] = Counter()
             for reason, number in connection.execute(query):
                 counts[(reason.strip().splitlines() or ["no reason given"])[0]] += number
-        return [[reason, number] for reason, number in grouped(counts).most_common(MAX_REASONS)]
+        return [[reason, number] for reason, number in group_reasons(counts).most_common(MAX_REASONS)]
 
-    def search(self, query: Query) -> dict[str, Any]:
+    def search(self, query: RowQuery) -> dict[str, Any]:
         """A page of rows, by index."""
         try:
-            indices = self._matching(query)
+            indices = self._find_rows(query)
             page = indices[query.offset : query.offset + query.limit].tolist()
-            with self._lock, self._tables.reading() as connection:
+            with self._lock, self._ledger.connect() as connection:
                 columns = "id, prompt, seed, state, width, height, worker, reason, sha256, num_frames"
-                rows = sorted(selected(connection, page, columns))
+                rows = sorted(select_rows(connection, page, columns))
         except sqlite3.Error:
             return {"total": 0, "rows": []}
-        return {"total": len(indices), "rows": [_row(row) for row in rows]}
+        return {"total": len(indices), "rows": [_row_json(row) for row in rows]}
 
-    def _matching(self, query: Query) -> Indices:
+    def _find_rows(self, query: RowQuery) -> Indices:
         """All rows a query is of. Words are looked for while others may ask: of many rows it takes a while."""
-        asked, words = replace(query, offset=0, limit=0), words_of(query.q)
+        filters, words = replace(query, offset=0, limit=0), parse_search_words(query.text)
         with self._lock:
-            self._searched = True
-            index, read_at = self._loaded(), self._num_read
-            if self._found[0] == (asked, read_at):
-                return self._found[1]
+            self._search_used = True
+            index, read_at = self._load_index(), self._num_reads
+            if self._cached_search[0] == (filters, read_at):
+                return self._cached_search[1]
             if words:
                 self._prepare_search()
-            chosen, texts = index.chosen(query.state, query.worker or None, query.seed), index.texts
-        found = with_words(chosen, texts, words)
+            candidates, texts = index.filter_rows(query.state, query.worker or None, query.seed), index.texts
+        found = filter_by_words(candidates, texts, words)
         with self._lock:
-            self._found = ((asked, read_at), found)
+            self._cached_search = ((filters, read_at), found)
         return found
 
     def _prepare_search(self) -> None:
         """The words of all rows, read once; between two looks, so that the first search need not wait for it."""
         if self._index is not None and len(self._index.texts) < len(self._index):
-            with contextlib.suppress(sqlite3.Error), self._tables.reading() as connection:
+            with contextlib.suppress(sqlite3.Error), self._ledger.connect() as connection:
                 self._index.read_texts(connection)
 
-    # -- one picture
+    # -- one image
 
-    def picture(self, key: str) -> Path | None:
-        """A picture, or a frame of a video: `g7` is the first one of row 7, `g7.2` the third."""
-        found = self._row_of(key, ("name", "num_frames", "state"))
-        if not found or STATES[found["state"]] != "done" or not found["name"]:
+    def image(self, key: str) -> Path | None:
+        """An image, or a frame of a video: `g7` is the first one of row 7, `g7.2` the third."""
+        found = self._read_row(key, ("name", "num_frames", "state"))
+        if not found or ROW_STATES[found["state"]] != "done" or not found["name"]:
             return None
         frame = int(key.partition(".")[2] or 0)
         if frame >= found["num_frames"]:
             return None
-        path = self.folder / file_of(found["name"], found["num_frames"], frame)
+        path = self.folder / image_file(found["name"], found["num_frames"], frame)
         try:
-            whole = path.resolve(strict=True)
+            real_path = path.resolve(strict=True)
         except (OSError, ValueError, RuntimeError):
             return None
-        return whole if whole.is_relative_to(self.folder.resolve()) and whole.is_file() else None
+        return real_path if real_path.is_relative_to(self.folder.resolve()) and real_path.is_file() else None
 
     def spec(self, key: str) -> dict[str, Any] | None:
-        """All that decided a picture, what became of it, and how to draw it again; None for a key that is nobody's."""
-        found = self._row_of(key, ("picture", "name", "state", "epoch", *SPEC, *OUTCOME))
+        """All that decided an image, what became of it, and how to draw it again; None for a key that is nobody's."""
+        found = self._read_row(key, ("picture", "name", "state", "epoch", *SPEC_COLUMNS, *OUTCOME_COLUMNS))
         if not found:
             return None
-        spec = {"index": found["picture"]} | {name: found[name] for name in SPEC}
-        outcome = {"state": STATES[found["state"]], **{name: found[name] for name in OUTCOME}, "epoch": found["epoch"]}
+        spec = {"index": found["picture"]} | {name: found[name] for name in SPEC_COLUMNS}
+        outcome = {
+            "state": ROW_STATES[found["state"]],
+            **{name: found[name] for name in OUTCOME_COLUMNS},
+            "epoch": found["epoch"],
+        }
         ending = "png" if found["num_frames"] == 1 else "mp4"
         with self._lock:
             record = self._record or read_record(self.folder)
@@ -339,19 +429,17 @@ class GenerationRun:
             "spec": spec,
             "outcome": outcome,
             "file": f"{found['name']}.{ending}" if found["name"] else "",
-            "command": reproduce_command.command(record, spec, found["micro_batch"], found["epoch"])
-            if found["steps"]
-            else "",
+            "command": shell_command(record, spec, found["micro_batch"], found["epoch"]) if found["steps"] else "",
         }
 
-    def _row_of(self, key: str, columns: tuple[str, ...]) -> dict[str, Any]:
-        form = KEY.fullmatch(key)
-        if form is None:
+    def _read_row(self, key: str, columns: tuple[str, ...]) -> dict[str, Any]:
+        match = IMAGE_KEY.fullmatch(key)
+        if match is None:
             return {}
         try:
-            with self._lock, self._tables.reading() as connection:
+            with self._lock, self._ledger.connect() as connection:
                 query = f"SELECT {', '.join(columns)} FROM pictures WHERE picture = ?"
-                row = connection.execute(query, (int(form[1]),)).fetchone()
+                row = connection.execute(query, (int(match[1]),)).fetchone()
         except sqlite3.Error:
             return {}
         return dict(zip(columns, row, strict=True)) if row is not None else {}
@@ -359,13 +447,13 @@ class GenerationRun:
     # -- the rest
 
     def log(self, num_lines: int) -> list[str]:
-        paths = self._logs()
-        return last_lines(paths[0], num_lines, self.folder) if paths else []
+        paths = self._log_files()
+        return read_last_lines(paths[0], num_lines, self.folder) if paths else []
 
-    def _logs(self) -> list[Path]:
+    def _log_files(self) -> list[Path]:
         """The log, or those of all commands that share the folder, the newest first."""
         paths = [self.folder / "logs" / "generate.log", *(self.folder / "logs").glob("*/generate.log")]
-        stamps = sorted(((stamp.mtime_ns, path) for path in paths if (stamp := stamp_of(path))), reverse=True)
+        stamps = sorted(((stamp.mtime_ns, path) for path in paths if (stamp := read_stamp(path))), reverse=True)
         return [path for _, path in stamps]
 
     def config(self) -> dict[str, Any]:
@@ -384,7 +472,7 @@ def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
         connection.execute("ROLLBACK")
 
 
-def _row(row: tuple[Any, ...]) -> dict[str, Any]:
+def _row_json(row: tuple[Any, ...]) -> dict[str, Any]:
     index, id, prompt, seed, state, width, height, worker, reason, sha256, num_frames = row
     return {
         "key": f"g{index}",
@@ -392,19 +480,19 @@ def _row(row: tuple[Any, ...]) -> dict[str, Any]:
         "id": id,
         "prompt": prompt,
         "seed": seed,
-        "state": STATES[state],
+        "state": ROW_STATES[state],
         "w": width,
         "h": height,
         "worker": worker,
         "reason": reason,
-        "v": _short(sha256),
+        "v": _image_version(sha256),
         "frames": num_frames,
     }
 
 
-def _span(seeds: Any) -> list[int]:
+def _seed_range(seeds: Any) -> list[int]:
     return [int(seeds.min()), int(seeds.max())] if len(seeds) else []
 
 
-def _short(sha256: str) -> str:
+def _image_version(sha256: str) -> str:
     return sha256[:12]

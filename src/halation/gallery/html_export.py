@@ -1,6 +1,6 @@
-"""One run, or a few, as one page: the same modules as the live page, the answers they would ask for, and small pictures, all in a single file.
+"""One run, or a few, as one page: the same modules as the live page, the answers they would ask for, and small images, all in a single file.
 
-Full pictures are linked by the way from the page to them, so they open where the page lies beside its run.
+Full images are linked by the way from the page to them, so they open where the page lies beside its run.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import hashlib
 import html
 import json
 import os
+import re
 import urllib.parse
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,96 +20,181 @@ from pathlib import Path
 from typing import Any
 
 from halation.errors import InputError
-from halation.gallery.catalog import Catalog, Entry
-from halation.gallery.metric_rows import evenly
-from halation.gallery.page_bundle import bundle
-from halation.gallery.run_files import NUM_LOG_LINES, finite
-from halation.gallery.scores import SIDES, Scores
-from halation.gallery.thumbnails import small
-from halation.runs.folder import publish
+from halation.gallery.evaluation_reports import EXTREME_SIDES, ScoreIndex
+from halation.gallery.metrics_reader import select_evenly
+from halation.gallery.run_catalog import RunCatalog, RunEntry
+from halation.gallery.run_file_reader import NUM_LOG_LINES, replace_non_finite
+from halation.gallery.thumbnails import make_thumbnail
+from halation.runs.run_record import write_atomic
 
-PAGE = Path(__file__).with_name("page")
-MARK = '<meta name="generator" content="halation gallery --export">\n'
+ENTRY_MODULE = "app.js"
+START_CALL = "start();"
+IMPORT_LINE = re.compile(r'import \{ ([\w$]+(?:, [\w$]+)*) \} from "\./([\w-]+\.js)";')
+DECLARATION = re.compile(r"(export )?(?:async )?(?:function\*? ?|class |const |let )([\w$]+)")
+CONTINUATION = re.compile(r"//|/\*|[ \t]|[\]})]|$")
+"""How a line at the left margin may begin besides: a comment, what is indented, the end of what was begun."""
+FORBIDDEN_TEXT = (
+    "</script",
+    "<!--",
+    "import(",
+    "import.meta",
+    "innerHTML",
+    "outerHTML",
+    "insertAdjacentHTML",
+    "document.write",
+)
+PAGE_FOLDER = Path(__file__).with_name("page")
+EXPORT_MARKER = '<meta name="generator" content="halation gallery --export">\n'
 """By this a page is known for an export, which the next one may replace."""
-MARK_WITHIN = 1024
-NUM_FAILURES = 1_000
-ROWS_A_LOOK = 1_000
+MARKER_SEARCH_BYTES = 1024
+MAX_FAILURES = 1_000
+ROWS_PER_QUERY = 1_000
 THUMBNAIL_SIZE = 256
-EXTREMES_SHARE = 4
-"""The nearest and farthest pictures of evaluations take at most this part of all."""
-MAX_PICTURE_BYTES = 24 << 20
+EXTREMES_DIVISOR = 4
+"""The nearest and farthest images of evaluations take at most this part of all."""
+MAX_IMAGE_BYTES = 24 << 20
 """Of all thumbnails together: a page that can still be mailed."""
 STYLE_LINK = '<link rel="stylesheet" href="/static/style.css">\n'
 SCRIPT_LINK = '<script type="module" src="/static/app.js"></script>\n'
 NOTE_STYLE = "\n.left-out { max-width: 72ch; margin: 2rem auto; padding: 0 1rem; opacity: 0.75; font-size: 0.85rem; }\n"
+ThumbnailFunction = Callable[[Path], bytes | None]
 
-Thumbnail = Callable[[Path], bytes | None]
+
+class BundleError(ValueError):
+    """A module of the page breaks the rules that let it stand in one file."""
+
+
+def bundle(modules: Mapping[str, str]) -> str:
+    """One script that does what loading `app.js` does; `modules` are the texts by file name."""
+    parsed = {name: _PageModule(name, text) for name, text in modules.items()}
+    order: list[str] = []
+    _visit(ENTRY_MODULE, parsed, order, [])
+    owners: dict[str, str] = {}
+    for name in order:
+        for identifier in parsed[name].names:
+            if identifier in owners:
+                raise BundleError(f"{name} and {owners[identifier]} both declare {identifier}")
+            owners[identifier] = name
+        for identifier, origin in parsed[name].imports.items():
+            if identifier not in parsed[origin].exports:
+                raise BundleError(f"{name} imports {identifier}, which {origin} does not export")
+    return "".join(f"// {name}\n{parsed[name].text}\n" for name in order)
+
+
+def _visit(name: str, modules: Mapping[str, _PageModule], order: list[str], importers: list[str]) -> None:
+    if name in order or name in importers:
+        return
+    if name not in modules:
+        raise BundleError(f"{importers[-1] if importers else 'the page'} needs {name}, which is not there")
+    for other in dict.fromkeys(modules[name].imports.values()):
+        _visit(other, modules, order, [*importers, name])
+    order.append(name)
+
+
+class _PageModule:
+    """One file, checked, and its text without the words of modules."""
+
+    def __init__(self, name: str, text: str) -> None:
+        self.name = name
+        self.imports: dict[str, str] = {}
+        self.exports: set[str] = set()
+        self.names: list[str] = []
+        for word in FORBIDDEN_TEXT:
+            if word in text:
+                raise BundleError(f"{name} holds {word}")
+        lines = text.rstrip().split("\n")
+        if name == ENTRY_MODULE and lines[-1] != START_CALL:
+            raise BundleError(f"{name} ends with {lines[-1]!r} and not with {START_CALL}")
+        last = lines.pop() if name == ENTRY_MODULE else ""
+        self.text = "\n".join(
+            [kept for line in lines if (kept := self._parse_line(line)) is not None] + ([last] if last else [])
+        )
+
+    def _parse_line(self, line: str) -> str | None:
+        if line.startswith("import"):
+            match = IMPORT_LINE.fullmatch(line)
+            if match is None:
+                raise BundleError(f"{self.name}: an import that is not one line of plain names: {line}")
+            self.imports |= dict.fromkeys(match[1].split(", "), match[2])
+            return None
+        match = DECLARATION.match(line)
+        if match is not None:
+            self.names.append(match[2])
+            if match[1]:
+                self.exports.add(match[2])
+            return line.removeprefix("export ")
+        if not CONTINUATION.match(line):
+            raise BundleError(f"{self.name}: neither a declaration nor inside one: {line}")
+        return line
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exported:
+class ExportResult:
     """What was written."""
 
     path: Path
     num_bytes: int
-    num_pictures: int
+    num_images: int
     left_out: tuple[str, ...]
 
 
 @dataclass(kw_only=True)
-class Content:
+class PageContent:
     """What the page is given: answers by address, thumbnails and links by `RUN/KEY`, and sentences on what is not there."""
 
     responses: dict[str, Any] = field(default_factory=dict)
-    pictures: dict[str, str] = field(default_factory=dict)
+    images: dict[str, str] = field(default_factory=dict)
     links: dict[str, str] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
 
 
 def export(
-    entries: Sequence[Entry],
-    catalog: Catalog,
-    scores: Scores,
+    entries: Sequence[RunEntry],
+    catalog: RunCatalog,
+    scores: ScoreIndex,
     path: Path,
-    num_pictures: int,
-    thumbnail: Thumbnail = lambda path: small(path, THUMBNAIL_SIZE),
-) -> Exported:
-    """Write the page of some runs, which share the number of pictures; the catalog and the scores have been refreshed."""
-    check_target(path)
-    share, max_bytes = -(-num_pictures // len(entries)), MAX_PICTURE_BYTES // len(entries)
-    content = together(
-        entries, [gather(entry, catalog, scores, path, share, thumbnail, max_bytes) for entry in entries]
+    num_images: int,
+    thumbnail: ThumbnailFunction = lambda path: make_thumbnail(path, THUMBNAIL_SIZE),
+) -> ExportResult:
+    """Write the page of some runs, which share the number of images; the catalog and the scores have been refreshed."""
+    check_export_path(path)
+    share, max_bytes = -(-num_images // len(entries)), MAX_IMAGE_BYTES // len(entries)
+    content = merge_contents(
+        entries, [collect_content(entry, catalog, scores, path, share, thumbnail, max_bytes) for entry in entries]
     )
     # a folder's name may be any bytes
     title = ", ".join(os.fsencode(entry.name).decode("utf-8", "replace") for entry in entries)
-    data = page(title, content).encode()
+    data = render_page(title, content).encode()
     try:
-        publish(path, data)
+        write_atomic(path, data)
     except OSError as error:
-        raise _unwritable(path, error) from error
-    return Exported(
-        path=path, num_bytes=len(data), num_pictures=len(content.pictures), left_out=tuple(content.left_out)
+        raise _write_error(path, error) from error
+    return ExportResult(
+        path=path, num_bytes=len(data), num_images=len(content.images), left_out=tuple(content.left_out)
     )
 
 
-def together(entries: Sequence[Entry], contents: Sequence[Content]) -> Content:
+def merge_contents(entries: Sequence[RunEntry], contents: Sequence[PageContent]) -> PageContent:
     """What several runs' pages are given as one: their lists are joined, and what is left out is said of whom."""
     if len(contents) == 1:
         return contents[0]
-    whole = Content()
+    merged = PageContent()
     for entry, content in zip(entries, contents, strict=True):
-        whole.responses |= content.responses
-        whole.pictures |= content.pictures
-        whole.links |= content.links
+        merged.responses |= content.responses
+        merged.images |= content.images
+        merged.links |= content.links
         name = os.fsencode(entry.name).decode("utf-8", "replace")
-        whole.left_out += [f"{name}: {sentence}" for sentence in content.left_out]
+        merged.left_out += [f"{name}: {sentence}" for sentence in content.left_out]
     for address, keys in (("/api/state", ("roots",)), ("/api/runs", ("runs",)), ("/api/scores", ("scores", "reports"))):
         lists = {key: [one for content in contents for one in content.responses[address][key]] for key in keys}
-        whole.responses[address] = {**whole.responses[address], **{key: _once(lists[key]) for key in keys}}
-    return whole
+        merged.responses[address] = {
+            **merged.responses[address],
+            **{key: _remove_duplicates(lists[key]) for key in keys},
+        }
+    return merged
 
 
-def _once(rows: Iterable[Any]) -> list[Any]:
+def _remove_duplicates(rows: Iterable[Any]) -> list[Any]:
     """What a run and one inside it both hold stands once."""
     kept: list[Any] = []
     for row in rows:
@@ -117,7 +203,7 @@ def _once(rows: Iterable[Any]) -> list[Any]:
     return kept
 
 
-def check_target(path: Path) -> None:
+def check_export_path(path: Path) -> None:
     """Refuse what cannot become a file, or is another one's, before anything is read."""
     if path.is_dir():
         raise InputError(f"--export {path} is a folder", "a file to write", "give a file name, such as run.html")
@@ -130,10 +216,10 @@ def check_target(path: Path) -> None:
             "make the folder first",
         )
     try:
-        publish(path.with_name(f".{path.name}.probe"), b"")
+        write_atomic(path.with_name(f".{path.name}.probe"), b"")
         path.with_name(f".{path.name}.probe").unlink()
     except OSError as error:
-        raise _unwritable(path, error) from error
+        raise _write_error(path, error) from error
     if os.path.lexists(path) and not _is_export(path):
         raise InputError(
             f"--export {path}: it is there, and is not a page that this command wrote",
@@ -142,7 +228,7 @@ def check_target(path: Path) -> None:
         )
 
 
-def _unwritable(path: Path, error: OSError) -> InputError:
+def _write_error(path: Path, error: OSError) -> InputError:
     return InputError(
         f"--export {path} cannot be written: {error.strerror or error}",
         "a place that can be, with some megabytes free",
@@ -153,17 +239,17 @@ def _unwritable(path: Path, error: OSError) -> InputError:
 def _is_export(path: Path) -> bool:
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a pipe would never be opened
-            return MARK.strip().encode() in file.read(MARK_WITHIN)
+            return EXPORT_MARKER.strip().encode() in file.read(MARKER_SEARCH_BYTES)
     except OSError:
         return False
 
 
-def chosen_runs(catalog: Catalog) -> list[Entry]:
+def select_runs(catalog: RunCatalog) -> list[RunEntry]:
     """For each of the catalog's folders the one run in it."""
-    return list({entry.id: entry for entry in (only_run(catalog, root) for root in catalog.roots)}.values())
+    return list({entry.id: entry for entry in (find_only_run(catalog, root) for root in catalog.roots)}.values())
 
 
-def only_run(catalog: Catalog, root: Path) -> Entry:
+def find_only_run(catalog: RunCatalog, root: Path) -> RunEntry:
     """The one run below a folder; what lies inside a run belongs to it."""
     entries = [entry for entry in catalog.entries() if entry.folder.is_relative_to(root)]
     tops = [
@@ -189,110 +275,118 @@ def only_run(catalog: Catalog, root: Path) -> Entry:
 # -- what is in it
 
 
-def gather(
-    entry: Entry,
-    catalog: Catalog,
-    scores: Scores,
+def collect_content(
+    entry: RunEntry,
+    catalog: RunCatalog,
+    scores: ScoreIndex,
     path: Path,
-    num_pictures: int,
-    thumbnail: Thumbnail,
+    num_images: int,
+    thumbnail: ThumbnailFunction,
     max_bytes: int,
-) -> Content:
-    """Everything the page asks for of one run, with fewer pictures where they would be too many bytes."""
-    kept: dict[Path, bytes | None] = {}
+) -> PageContent:
+    """Everything the page asks for of one run, with fewer images where they would be too many bytes."""
+    cache: dict[Path, bytes | None] = {}
 
-    def small_once(file: Path) -> bytes | None:
-        if file not in kept:
-            kept[file] = thumbnail(file)
-        return kept[file]
+    def cached_thumbnail(file: Path) -> bytes | None:
+        if file not in cache:
+            cache[file] = thumbnail(file)
+        return cache[file]
 
     summary = entry.summary()
-    about = f"/api/runs/{entry.id}"
-    fixed = Content()
+    address = f"/api/runs/{entry.id}"
+    fixed = PageContent()
     fixed.responses["/api/state"] = {"version": version("halation"), "control": False, "roots": [summary["name"]]}
     fixed.responses["/api/runs"] = {"runs": [summary]}
-    fixed.responses[f"{about}/log"] = {"lines": entry.log(NUM_LOG_LINES)}
-    fixed.responses[f"{about}/config"] = entry.config()
+    fixed.responses[f"{address}/log"] = {"lines": entry.log(NUM_LOG_LINES)}
+    fixed.responses[f"{address}/config"] = entry.config()
     if hasattr(entry, "metrics"):
-        fixed.responses[f"{about}/metrics"] = entry.metrics(0)
-    told = scores.answer(only=[one.id for one in catalog.entries() if one.folder.is_relative_to(entry.folder)])
-    fixed.responses["/api/scores"] = told
+        fixed.responses[f"{address}/metrics"] = entry.metrics(0)
+    score_response = scores.build_response(
+        run_ids=[one.id for one in catalog.entries() if one.folder.is_relative_to(entry.folder)]
+    )
+    fixed.responses["/api/scores"] = score_response
     detail = entry.detail()
     while True:
-        content = Content(responses=dict(fixed.responses))
-        shelf = _Shelf(content, path, small_once)
-        left = num_pictures - _extremes(told["reports"], scores, content, shelf, num_pictures // EXTREMES_SHARE)
+        content = PageContent(responses=dict(fixed.responses))
+        embedder = _ImageEmbedder(content, path, cached_thumbnail)
+        num_left = num_images - _add_extremes(
+            score_response["reports"], scores, content, embedder, num_images // EXTREMES_DIVISOR
+        )
         if hasattr(entry, "search"):
-            _generation(entry, detail, content, shelf, left)
+            _add_generation(entry, detail, content, embedder, num_left)
         else:
-            _training(entry, detail, content, shelf, left)
-        if shelf.num_bytes <= max_bytes or num_pictures <= 1:
+            _add_training(entry, detail, content, embedder, num_left)
+        if embedder.num_bytes <= max_bytes or num_images <= 1:
             return content
-        num_pictures = num_pictures * 3 // 4
+        num_images = num_images * 3 // 4
 
 
-class _Shelf:
-    """Puts pictures into a page: the small one inside, a link to the full one."""
+class _ImageEmbedder:
+    """Puts images into a page: the small one inside, a link to the full one."""
 
-    def __init__(self, content: Content, page: Path, thumbnail: Thumbnail) -> None:
+    def __init__(self, content: PageContent, page: Path, thumbnail: ThumbnailFunction) -> None:
         self.content = content
         self.folder = page.resolve().parent
         self.thumbnail = thumbnail
         self.num_bytes = 0
 
-    def put(self, run: str, key: object, find: Callable[[str], Path | None]) -> bool:
-        """Whether the page has this picture now."""
+    def embed(self, run: str, key: object, find_path: Callable[[str], Path | None]) -> bool:
+        """Whether the page has this image now."""
         name = f"{run}/{key}"
-        if name in self.content.pictures:
+        if name in self.content.images:
             return True
-        path = find(key) if isinstance(key, str) else None
+        path = find_path(key) if isinstance(key, str) else None
         data = self.thumbnail(path) if path is not None else None
         if path is None or data is None:
             return False
         self.num_bytes += len(data)
-        self.content.pictures[name] = f"data:image/webp;base64,{base64.b64encode(data).decode()}"
-        way = Path(os.path.relpath(path.resolve(), self.folder)).as_posix()
-        self.content.links[name] = urllib.parse.quote(os.fsencode(way))
+        self.content.images[name] = f"data:image/webp;base64,{base64.b64encode(data).decode()}"
+        relative_path = Path(os.path.relpath(path.resolve(), self.folder)).as_posix()
+        self.content.links[name] = urllib.parse.quote(os.fsencode(relative_path))
         return True
 
 
-def _training(entry: Entry, detail: Mapping[str, Any], content: Content, shelf: _Shelf, num_pictures: int) -> None:
+def _add_training(
+    entry: RunEntry, detail: Mapping[str, Any], content: PageContent, embedder: _ImageEmbedder, num_images: int
+) -> None:
     """All prompts of some steps, spread evenly: the first and the last are always among them."""
     steps: Sequence[Mapping[str, Any]] = detail.get("steps") or []
-    most = max((len(set(_keys(step))) for step in steps), default=1)
-    chosen = evenly(range(len(steps)), max(1, num_pictures // max(1, most)))
-    left = num_pictures
+    max_keys = max((len(set(_image_keys(step))) for step in steps), default=1)
+    chosen = select_evenly(range(len(steps)), max(1, num_images // max(1, max_keys)))
+    num_left = num_images
     for index in chosen:
-        for key in dict.fromkeys(_keys(steps[index])):
-            if left > 0 and f"{entry.id}/{key}" not in content.pictures:
-                left -= shelf.put(entry.id, key, entry.picture)
+        for key in dict.fromkeys(_image_keys(steps[index])):
+            if num_left > 0 and f"{entry.id}/{key}" not in content.images:
+                num_left -= embedder.embed(entry.id, key, entry.image)
     content.responses[f"/api/runs/{entry.id}"] = {**detail, "steps": [steps[index] for index in chosen]}
     if len(chosen) < len(steps):
         content.left_out.append(f"samples of {len(chosen)} of {len(steps)} steps are on this page")
 
 
-def _keys(step: Mapping[str, Any]) -> Iterable[str]:
+def _image_keys(step: Mapping[str, Any]) -> Iterable[str]:
     for cells in (step.get("cells") or {}).values():
         for cell in cells or []:
             if isinstance(cell, dict) and "key" in cell:
                 yield cell["key"]
 
 
-def _generation(entry: Any, detail: Mapping[str, Any], content: Content, shelf: _Shelf, num_pictures: int) -> None:
-    """Some of the pictures that are done, spread evenly, with their specs; and what failed."""
-    from halation.gallery.generation_runs import Query
+def _add_generation(
+    entry: Any, detail: Mapping[str, Any], content: PageContent, embedder: _ImageEmbedder, num_images: int
+) -> None:
+    """Some of the images that are done, spread evenly, with their specs; and what failed."""
+    from halation.gallery.generation_runs import RowQuery
 
-    num_done = int(entry.search(Query(state="done", limit=0))["total"])
+    num_done = int(entry.search(RowQuery(state="done", limit=0))["total"])
     rows: dict[int, dict[str, Any]] = {}
-    wanted = evenly(range(num_done), num_pictures)
-    for first in range(0, num_done, ROWS_A_LOOK) if wanted else ():
-        mine = [index for index in wanted if first <= index < first + ROWS_A_LOOK]
-        found = entry.search(Query(state="done", offset=first, limit=ROWS_A_LOOK))["rows"] if mine else []
-        for row in (found[index - first] for index in mine if index - first < len(found)):
+    wanted = select_evenly(range(num_done), num_images)
+    for first in range(0, num_done, ROWS_PER_QUERY) if wanted else ():
+        page_indices = [index for index in wanted if first <= index < first + ROWS_PER_QUERY]
+        found = entry.search(RowQuery(state="done", offset=first, limit=ROWS_PER_QUERY))["rows"] if page_indices else []
+        for row in (found[index - first] for index in page_indices if index - first < len(found)):
             rows[row["index"]] = row
-    failed = entry.search(Query(state="failed", limit=NUM_FAILURES))
+    failed = entry.search(RowQuery(state="failed", limit=MAX_FAILURES))
     for row in rows.values():
-        shelf.put(entry.id, row["key"], entry.picture)
+        embedder.embed(entry.id, row["key"], entry.image)
     rows |= {row["index"]: row for row in failed["rows"]}
     for row in rows.values():
         spec = entry.spec(row["key"])
@@ -307,41 +401,47 @@ def _generation(entry: Any, detail: Mapping[str, Any], content: Content, shelf: 
         content.left_out.append(f"{len(failed['rows'])} of {failed['total']} failures are listed")
 
 
-def _extremes(reports: Sequence[Mapping[str, Any]], scores: Scores, content: Content, shelf: _Shelf, most: int) -> int:
-    """Pictures nearest to and farthest from a reference, those of the latest reports first; how many were taken."""
-    num = num_there = 0
+def _add_extremes(
+    reports: Sequence[Mapping[str, Any]],
+    scores: ScoreIndex,
+    content: PageContent,
+    embedder: _ImageEmbedder,
+    max_images: int,
+) -> int:
+    """Images nearest to and farthest from a reference, those of the latest reports first; how many were taken."""
+    num_added = num_available = 0
     for report in sorted(reports, key=lambda report: -(report["step"] or 0)):
         id = report["run"] or report["id"]
-        for row in (row for side in SIDES for row in report[side] if row["picture"] is not None):
-            num_there += 1
-            if num < most:
-                num += shelf.put(id, row["picture"]["key"], functools.partial(scores.picture, id))
-    if num < num_there:
-        content.left_out.append(f"{num} of {num_there} nearest and farthest pictures are on this page")
-    return num
+        for row in (row for side in EXTREME_SIDES for row in report[side] if row["picture"] is not None):
+            num_available += 1
+            if num_added < max_images:
+                num_added += embedder.embed(id, row["picture"]["key"], functools.partial(scores.image, id))
+    if num_added < num_available:
+        content.left_out.append(f"{num_added} of {num_available} nearest and farthest pictures are on this page")
+    return num_added
 
 
 # -- the file
 
 
-def page(title: str, content: Content) -> str:
+def render_page(title: str, content: PageContent) -> str:
     """The shell with everything in it; scripts and styles run by their hashes, so nothing a run says can become one."""
-    script = "\n" + bundle({path.name: path.read_text("utf-8") for path in PAGE.glob("*.js")})
-    style = "\n" + (PAGE / "style.css").read_text("utf-8") + NOTE_STYLE
+    script = "\n" + bundle({path.name: path.read_text("utf-8") for path in PAGE_FOLDER.glob("*.js")})
+    style = "\n" + (PAGE_FOLDER / "style.css").read_text("utf-8") + NOTE_STYLE
     assert "</style" not in style.lower()
     policy = (
-        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data: file: 'self'; "
+        f"default-src 'none'; script-src '{_csp_hash(script)}'; style-src '{_csp_hash(style)}'; img-src data: file: 'self'; "
         "base-uri 'none'; form-action 'none'"
     )
-    given = {"responses": content.responses, "pictures": content.pictures, "links": content.links}
-    embedded = f'<script type="application/json" id="embedded">{embeddable(given)}</script>\n'
-    words = "; ".join([*content.left_out, "full pictures open where this page lies beside its run"])
-    note = f'<p class="left-out" id="left-out">{html.escape(words[0].upper() + words[1:])}.</p>\n'
-    shell = (PAGE / "index.html").read_text("utf-8")
+    page_data = {"responses": content.responses, "pictures": content.images, "links": content.links}
+    embedded = f'<script type="application/json" id="embedded">{encode_embedded_json(page_data)}</script>\n'
+    note_text = "; ".join([*content.left_out, "full pictures open where this page lies beside its run"])
+    note = f'<p class="left-out" id="left-out">{html.escape(note_text[0].upper() + note_text[1:])}.</p>\n'
+    shell = (PAGE_FOLDER / "index.html").read_text("utf-8")
     for old, new in (
         (
             '<meta charset="utf-8">\n',
-            f'<meta charset="utf-8">\n{MARK}<meta http-equiv="Content-Security-Policy" content="{policy}">\n',
+            f'<meta charset="utf-8">\n{EXPORT_MARKER}<meta http-equiv="Content-Security-Policy" content="{policy}">\n',
         ),
         ("<title>Halation</title>", f"<title>{html.escape(title)} · Halation</title>"),
         (STYLE_LINK, f"<style>{style}</style>\n"),
@@ -354,13 +454,13 @@ def page(title: str, content: Content) -> str:
     return shell
 
 
-def _hash(text: str) -> str:
+def _csp_hash(text: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
-def embeddable(value: Any) -> str:
+def encode_embedded_json(value: Any) -> str:
     """JSON in plain letters that no parser of pages can take for anything else; what is not finite is null."""
-    text = json.dumps(finite(value), allow_nan=False, separators=(",", ":"))
+    text = json.dumps(replace_non_finite(value), allow_nan=False, separators=(",", ":"))
     for sign in "<>&":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
     return text

@@ -1,4 +1,4 @@
-"""Small pictures: made once, kept on disk by what they were made of, and never more of them than a folder may hold."""
+"""Small images: made once, kept on disk by what they were made of, and never more of them than a folder may hold."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from pathlib import Path
 
 from PIL import Image
 
-from halation.images.png import MAX_PIXELS
-from halation.runs.folder import cache_folder, temporary_for
+from halation.images.png_codec import MAX_PIXELS
+from halation.runs.run_record import cache_folder, temporary_path
 
 log = logging.getLogger(__name__)
 
-SIZES = (256, 512)
+THUMBNAIL_SIZES = (256, 512)
 FORMATS = ("PNG", "JPEG", "WEBP")
 QUALITY = 80
 MAX_BYTES = 2 << 30
-SWEEP_EVERY = 2_000
+EVICT_EVERY = 2_000
 """Thumbnails written between two looks at what the folder holds."""
-KEPT_SHARE = 0.9
+EVICT_TO_FRACTION = 0.9
 """A sweep removes a little more than it must, so that the next one is not due at once."""
-ABANDONED_S = 3600.0
+STALE_TEMPORARY_S = 3600.0
 NUM_DECODERS = 2
 
 
@@ -35,65 +35,65 @@ def default_folder() -> Path:
     return cache_folder() / "thumbnails"
 
 
-class Thumbnails:
-    """WebP thumbnails of pictures by path; may be called from any thread, and by several processes with one folder."""
+class ThumbnailCache:
+    """WebP thumbnails of images by path; may be called from any thread, and by several processes with one folder."""
 
     def __init__(self, folder: Path | None = None, max_bytes: int = MAX_BYTES) -> None:
         self.folder = folder or default_folder()
         self.max_bytes = max_bytes
         self._decoders = threading.BoundedSemaphore(NUM_DECODERS)
         self._lock = threading.Lock()
-        self._making: dict[str, tuple[threading.Lock, int]] = {}
+        self._name_locks: dict[str, tuple[threading.Lock, int]] = {}
         # Due at the first write: whoever ran before may have left too many.
-        self._num_written = SWEEP_EVERY - 1
+        self._num_written = EVICT_EVERY - 1
 
     def get(self, path: Path, size: int = 256) -> bytes | None:
-        """The thumbnail's bytes, its longest side at most `size`; None where there is no picture that can be shown."""
-        assert size in SIZES, size
+        """The thumbnail's bytes, its longest side at most `size`; None where there is no image that can be shown."""
+        assert size in THUMBNAIL_SIZES, size
         try:
             status = os.stat(path)
         except (OSError, ValueError):
             return None
-        name = _name(path, status, size)
-        kept = self.folder / name[:2] / f"{name}.webp"
-        data = _read(kept)
+        name = _cache_key(path, status, size)
+        cached_path = self.folder / name[:2] / f"{name}.webp"
+        data = _read_cached(cached_path)
         if data is not None:
             return data
-        with self._alone(name):
-            data = _read(kept)
+        with self._lock_name(name):
+            data = _read_cached(cached_path)
             if data is not None:
                 return data
             with self._decoders:
-                data = small(path, size)
+                data = make_thumbnail(path, size)
             if data is not None:
-                self._keep(kept, data)
+                self._write_cached(cached_path, data)
         return data
 
     @contextlib.contextmanager
-    def _alone(self, name: str) -> Iterator[None]:
-        """One thread at a time for each picture; the others find it made."""
+    def _lock_name(self, name: str) -> Iterator[None]:
+        """One thread at a time for each image; the others find it made."""
         with self._lock:
-            lock, num_waiting = self._making.get(name, (threading.Lock(), 0))
-            self._making[name] = (lock, num_waiting + 1)
+            lock, num_waiting = self._name_locks.get(name, (threading.Lock(), 0))
+            self._name_locks[name] = (lock, num_waiting + 1)
         try:
             with lock:
                 yield
         finally:
             with self._lock:
-                lock, num_waiting = self._making[name]
+                lock, num_waiting = self._name_locks[name]
                 if num_waiting == 1:
-                    del self._making[name]
+                    del self._name_locks[name]
                 else:
-                    self._making[name] = (lock, num_waiting - 1)
+                    self._name_locks[name] = (lock, num_waiting - 1)
 
-    def _keep(self, kept: Path, data: bytes) -> None:
+    def _write_cached(self, cached_path: Path, data: bytes) -> None:
         """Where the cache takes nothing, the thumbnail is still shown. No fsync: what a power cut halves is made again."""
-        temporary = temporary_for(kept)
+        temporary = temporary_path(cached_path)
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # a run that only its owner reads is here too
-            kept.parent.mkdir(exist_ok=True, mode=0o700)
+            cached_path.parent.mkdir(exist_ok=True, mode=0o700)
             temporary.write_bytes(data)
-            os.replace(temporary, kept)
+            os.replace(temporary, cached_path)
         except OSError as error:
             log.debug("no thumbnail is kept in %s: %s", self.folder, error)
             with contextlib.suppress(OSError):
@@ -101,40 +101,40 @@ class Thumbnails:
             return
         with self._lock:
             self._num_written += 1
-            due = self._num_written >= SWEEP_EVERY
+            due = self._num_written >= EVICT_EVERY
             if due:
                 self._num_written = 0
         if due:
-            self.sweep()
+            self.evict_oldest()
 
-    def sweep(self) -> None:
+    def evict_oldest(self) -> None:
         """Remove the oldest thumbnails while there are too many bytes, and what killed writers left."""
         now = time.time()
-        kept: list[tuple[float, int, str]] = []
-        for path, status in _files(self.folder):
+        cached: list[tuple[float, int, str]] = []
+        for path, status in _list_files(self.folder):
             if path.endswith(".tmp"):
-                if now - status.st_mtime > ABANDONED_S:
+                if now - status.st_mtime > STALE_TEMPORARY_S:
                     _remove(path)
             elif path.endswith(".webp"):
-                kept.append((status.st_mtime, status.st_size, path))
-        num_bytes = sum(size for _, size, _ in kept)
+                cached.append((status.st_mtime, status.st_size, path))
+        num_bytes = sum(size for _, size, _ in cached)
         if num_bytes <= self.max_bytes:
             return
-        for _, size, path in sorted(kept):
+        for _, size, path in sorted(cached):
             _remove(path)
             num_bytes -= size
-            if num_bytes <= KEPT_SHARE * self.max_bytes:
+            if num_bytes <= EVICT_TO_FRACTION * self.max_bytes:
                 return
 
 
-def _files(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
+def _list_files(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
     """Files one folder below; what vanishes meanwhile was removed by another process."""
     try:
-        shelves = [entry.path for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
+        subfolders = [entry.path for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
     except OSError:
         return
-    for shelf in shelves:
-        with contextlib.suppress(OSError), os.scandir(shelf) as entries:
+    for subfolder in subfolders:
+        with contextlib.suppress(OSError), os.scandir(subfolder) as entries:
             for entry in entries:
                 with contextlib.suppress(OSError):
                     yield entry.path, entry.stat(follow_symlinks=False)
@@ -145,34 +145,34 @@ def _remove(path: str) -> None:
         os.unlink(path)
 
 
-def _name(path: Path, status: os.stat_result, size: int) -> str:
-    """What a thumbnail is kept under: another picture at the same path has another size or time."""
+def _cache_key(path: Path, status: os.stat_result, size: int) -> str:
+    """What a thumbnail is kept under: another image at the same path has another size or time."""
     identity = f"{os.path.abspath(path)}\0{status.st_size}\0{status.st_mtime_ns}\0{size}\0{QUALITY}"
     return hashlib.blake2b(os.fsencode(identity), digest_size=16).hexdigest()
 
 
-def _read(path: Path) -> bytes | None:
+def _read_cached(path: Path) -> bytes | None:
     try:
         data = path.read_bytes()
     except OSError:
         return None
     # A WebP says how long it is, so one that a power cut halved is known.
-    whole = data[:4] == b"RIFF" and data[8:12] == b"WEBP" and int.from_bytes(data[4:8], "little") + 8 == len(data)
-    return data if whole else None
+    is_complete = data[:4] == b"RIFF" and data[8:12] == b"WEBP" and int.from_bytes(data[4:8], "little") + 8 == len(data)
+    return data if is_complete else None
 
 
-def small(path: Path, size: int) -> bytes | None:
-    """A picture's thumbnail, never larger than the picture; None for what is damaged, too large, or no picture."""
+def make_thumbnail(path: Path, size: int) -> bytes | None:
+    """An image's thumbnail, never larger than the image; None for what is damaged, too large, or no image."""
     try:
         with Image.open(path, formats=FORMATS) as image:
             if not 0 < image.width * image.height <= MAX_PIXELS:
                 return None
             image.draft("RGB", (2 * size, 2 * size))  # a JPEG can be decoded at a half, a quarter or an eighth
             has_alpha = "A" in image.getbands() or "transparency" in image.info
-            plain = image.convert("RGBA" if has_alpha else "RGB")
-        plain.thumbnail((size, size), Image.Resampling.LANCZOS, reducing_gap=2.0)
+            thumbnail = image.convert("RGBA" if has_alpha else "RGB")
+        thumbnail.thumbnail((size, size), Image.Resampling.LANCZOS, reducing_gap=2.0)
         file = io.BytesIO()
-        plain.save(file, "WEBP", quality=QUALITY, method=1)
+        thumbnail.save(file, "WEBP", quality=QUALITY, method=1)
         return file.getvalue()
     except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError, Image.DecompressionBombWarning):
         return None

@@ -1,4 +1,4 @@
-"""From pixels to files: a picture encoded once into a parcel, and the parcel published so that its name never stands for half of it.
+"""From pixels to files: an image is encoded once, and published so that its name never stands for half of a file.
 
 Encoding and publishing are apart because on a cluster the one happens beside the GPU and the other where the folder is.
 """
@@ -12,23 +12,23 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from halation.errors import REFUSALS, HalationError
-from halation.generation.requests import Request
-from halation.generation.results import digest, files_of
-from halation.images.png import coder, encode_png, picture_text
-from halation.images.video import encode_mp4
-from halation.runs import folder as runs
+from halation.errors import RESOURCE_ERRNOS, HalationError
+from halation.generation.image_requests import ImageRequest
+from halation.generation.result_files import combined_digest, file_names
+from halation.images.mp4_writer import encode_mp4
+from halation.images.png_codec import encode_png, get_coder, metadata_texts
+from halation.runs import run_record as runs
 
-WAITS_S = (0.1, 0.5, 2.0)
+RETRY_WAITS_S = (0.1, 0.5, 2.0)
 
 
-class Refused(HalationError):
-    """The disk takes no pictures; another sheet would fare no better."""
+class DiskWriteError(HalationError):
+    """The disk takes no images; another batch would fare no better."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Style:
-    """How pictures become files; part of the run, because it decides their bytes."""
+class EncodeOptions:
+    """How images become files; part of the run, because it decides their bytes."""
 
     model: str
     sampler: str
@@ -37,8 +37,8 @@ class Style:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parcel:
-    """The files of one picture by name, ready to be published; a video's frames stand before the video."""
+class EncodedImage:
+    """The files of one image by name, ready to be published; a video's frames stand before the video."""
 
     files: tuple[tuple[str, bytes], ...]
     sha256: str
@@ -48,58 +48,60 @@ class Parcel:
         return sum(len(data) for _, data in self.files)
 
 
-def pack(request: Request, frames: object, style: Style) -> Parcel:
-    """Encode one picture, or one video with all its frames."""
+def encode_image(request: ImageRequest, frames: object, options: EncodeOptions) -> EncodedImage:
+    """Encode one image, or one video with all its frames."""
     import numpy as np
 
     assert isinstance(frames, np.ndarray)
-    text = picture_text(request.spec.as_json(), model=style.model, sampler=style.sampler)
-    compress = coder(style.coder)
-    names = files_of(request.name, len(frames))
+    text = metadata_texts(request.spec.as_json(), model=options.model, sampler=options.sampler)
+    compress = get_coder(options.coder)
+    names = file_names(request.name, len(frames))
     if len(frames) == 1:
         data = encode_png(frames[0], text, compress)
-        return Parcel(files=((names[0], data),), sha256=digest([data]))
-    video = encode_mp4(frames, style.fps, text)
-    pictures = [encode_png(frame, text, compress) for frame in frames]
+        return EncodedImage(files=((names[0], data),), sha256=combined_digest([data]))
+    video = encode_mp4(frames, options.fps, text)
+    images = [encode_png(frame, text, compress) for frame in frames]
     # The video is published last: where it stands, its frames stand too.
-    return Parcel(files=(*zip(names[1:], pictures, strict=True), (names[0], video)), sha256=digest([video, *pictures]))
+    return EncodedImage(
+        files=(*zip(names[1:], images, strict=True), (names[0], video)), sha256=combined_digest([video, *images])
+    )
 
 
-class Store:
-    """Publishes parcels into a folder; a disk that refuses is asked again a few times, because some refusals pass."""
+class ImageStore:
+    """Publishes encoded images into a folder; a disk that refuses is asked again a few times, because some refusals pass."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.gave_up = False
+        self.has_given_up = False
         """Once the disk has refused for good, nobody waits for it again: the run is about to end."""
 
-    def __call__(self, parcel: Parcel) -> None:
-        for wait_s in (*WAITS_S, None):
+    def __call__(self, encoded_image: EncodedImage) -> None:
+        for wait_s in (*RETRY_WAITS_S, None):
             try:
-                _publish(self.folder, parcel)
+                _publish_image(self.folder, encoded_image)
                 return
             except OSError as error:
-                if error.errno not in REFUSALS:
+                if error.errno not in RESOURCE_ERRNOS:
                     raise
-                if wait_s is None or self.gave_up:
-                    self.gave_up = True
-                    place = error.filename or self.folder
-                    raise Refused(
-                        f"cannot write {place}: {error.strerror}; mend that, for a full disk free some space, then run the same command again"
+                if wait_s is None or self.has_given_up:
+                    self.has_given_up = True
+                    path = error.filename or self.folder
+                    raise DiskWriteError(
+                        f"cannot write {path}: {error.strerror}; mend that, for a full disk free some space, then run the same command again"
                     ) from error
                 time.sleep(wait_s)
 
 
-def _publish(folder: Path, parcel: Parcel) -> None:
-    *frames, (name, data) = parcel.files
+def _publish_image(folder: Path, encoded_image: EncodedImage) -> None:
+    *frames, (name, data) = encoded_image.files
     if frames:
         _publish_folder(folder / Path(frames[0][0]).parent, frames)
-    runs.publish(folder / name, data, point="picture")
+    runs.write_atomic(folder / name, data, point="picture")
 
 
 def _publish_folder(target: Path, files: list[tuple[str, bytes]]) -> None:
     """Frames appear together, under a name that was empty before: a folder cannot be replaced in one step."""
-    temporary = runs.temporary_for(target)
+    temporary = runs.temporary_path(target)
     temporary.mkdir()
     try:
         for name, data in files:
@@ -108,7 +110,7 @@ def _publish_folder(target: Path, files: list[tuple[str, bytes]]) -> None:
                 file.flush()
                 os.fsync(file.fileno())
         runs.sync_folder(temporary)
-        if _holds(target, files):
+        if _has_same_files(target, files):
             # Another command that shares the folder drew it too: removing the same frames would risk them for nothing.
             shutil.rmtree(temporary)
             return
@@ -123,7 +125,7 @@ def _publish_folder(target: Path, files: list[tuple[str, bytes]]) -> None:
     runs.sync_folder(target.parent)
 
 
-def _holds(target: Path, files: list[tuple[str, bytes]]) -> bool:
+def _has_same_files(target: Path, files: list[tuple[str, bytes]]) -> bool:
     """Whether these files, and no others, are there already."""
     try:
         return (

@@ -13,31 +13,31 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from halation import step_progress
-from halation.config import as_json, fixed
+from halation import progress_bar
+from halation.config import as_json, fixed_settings
 from halation.distributed.signals import StopSignals, exit_code
 from halation.errors import InputError, Interrupted
-from halation.generation import results
+from halation.generation import result_files
 from halation.generation.config import GenerateConfig
+from halation.generation.image_requests import RequestDefaults
 from halation.generation.ledger import Ledger
-from halation.generation.planning import plan
-from halation.generation.requests import Defaults
-from halation.generation.supervisor import Claims, Effort, Rules, Supervisor
-from halation.generation.workers.local import Crew, Place
-from halation.images import png
-from halation.logs import Echo
-from halation.models.dit.prompt_warnings import remarks
-from halation.models.model_ref import Subject
-from halation.plan import Sheets, sheets_of
-from halation.progress import Progress
-from halation.prompts import PromptFile
-from halation.runs import folder as runs
-from halation.runs.folder import Run
+from halation.generation.ledger_setup import plan
+from halation.generation.supervisor import RangeClaims, RunStats, Supervisor, SupervisorSettings
+from halation.generation.workers.local_pool import WorkerPool, WorkerSlot
+from halation.images import png_codec
+from halation.logging_setup import ConsoleWarningHandler
+from halation.models.dit.prompt_warnings import find_prompt_warnings
+from halation.models.model_ref import ModelRef
+from halation.progress_display import GenerationProgress
+from halation.prompt_files import PromptFile
+from halation.runs import run_record as runs
+from halation.runs.run_record import RunFolder
+from halation.sample_batching import BatchPlan, plan_batches
 
 log = logging.getLogger(__name__)
 
 
-def sweep(folder: Path) -> None:
+def remove_temporary_files(folder: Path) -> None:
     """Remove what killed writers left behind; the folder is held. One look at its names: there may be a million files."""
     for name in os.listdir(folder):
         if name.startswith(".") and name.endswith(".tmp"):
@@ -48,7 +48,7 @@ def sweep(folder: Path) -> None:
                 path.unlink(missing_ok=True)
 
 
-def pipeline_arguments(words: tuple[str, ...]) -> dict[str, Any]:
+def parse_pipeline_args(words: tuple[str, ...]) -> dict[str, Any]:
     """KEY=VALUE words with JSON values; a value that is no JSON is text."""
     arguments = {}
     for word in words:
@@ -64,86 +64,91 @@ def pipeline_arguments(words: tuple[str, ...]) -> dict[str, Any]:
     return arguments
 
 
-class Session:
+class GenerationSession:
     """One call on a held folder: the record, the plan, the drawing, and what is left to read afterwards."""
 
-    def __init__(self, config: GenerateConfig, subject: Subject, ledger: Ledger, echo: Echo) -> None:
+    def __init__(
+        self, config: GenerateConfig, model_ref: ModelRef, ledger: Ledger, console_handler: ConsoleWarningHandler
+    ) -> None:
         self.config = config
-        self.subject = subject
+        self.model_ref = model_ref
         self.ledger = ledger
-        self.echo = echo
+        self.console_handler = console_handler
         self.folder = config.output_dir
         self.record: dict[str, Any] = {}
-        self.arguments = pipeline_arguments(config.pipeline_args)
-        self.facts: dict[str, Any] = {}
-        self.mixed: set[str] = set()
+        self.arguments = parse_pipeline_args(config.pipeline_args)
+        self.model_facts: dict[str, Any] = {}
+        self.devices: set[str] = set()
 
     # -- before
 
-    def begin(self, prompts: PromptFile, places: Sequence[Place]) -> None:
+    def begin(self, prompts: PromptFile, slots: Sequence[WorkerSlot]) -> None:
         """Recognise the run or begin it, plan what is new, and find out what is missing."""
         if self.config.enable_half_frame and self.config.num_frames == 1:
-            log.warning("--enable_half_frame changes nothing for pictures of one frame")
-        truncated, steps = self.config.cfg_truncation_step, self.config.num_inference_steps or self.subject.steps
-        if truncated is not None and truncated >= steps:
-            log.warning("--cfg_truncation_step %d changes nothing: there are %d steps", truncated, steps)
-        misuse = self.subject.misuse(steps)
-        if misuse:
-            log.warning("--num_inference_steps: %s", misuse)
+            log.warning("--enable_half_frame changes nothing for images of one frame")
+        truncation_step, steps = (
+            self.config.cfg_truncation_step,
+            self.config.num_inference_steps or self.model_ref.steps,
+        )
+        if truncation_step is not None and truncation_step >= steps:
+            log.warning("--cfg_truncation_step %d changes nothing: there are %d steps", truncation_step, steps)
+        step_warning = self.model_ref.step_warning(steps)
+        if step_warning:
+            log.warning("--num_inference_steps: %s", step_warning)
         guidance = self.config.guidance_scale
-        misguided = self.subject.misguided(guidance) if guidance is not None else ""
-        if misguided:
-            log.warning("--guidance_scale %s", misguided)
-        if prompts.ignored:
-            log.warning("%s: columns that are not read: %s", prompts.name, ", ".join(prompts.ignored))
+        guidance_warning = self.model_ref.guidance_warning(guidance) if guidance is not None else ""
+        if guidance_warning:
+            log.warning("--guidance_scale %s", guidance_warning)
+        if prompts.ignored_columns:
+            log.warning("%s: columns that are not read: %s", prompts.name, ", ".join(prompts.ignored_columns))
         counts = self.ledger.counts()
-        bound = counts["done"] > 0  # failures bind nobody: what they failed of may have been the settings
-        config = Run(self.folder).config
-        before = config.read_bytes() if bound and config.exists() else b""
-        self.record = self._recognised(self._settings(places), bound)
+        has_done_images = counts["done"] > 0  # failures bind nobody: what they failed of may have been the settings
+        config = RunFolder(self.folder).config
+        previous_config = config.read_bytes() if has_done_images and config.exists() else b""
+        self.record = self._open_record(self._fixed_settings(slots), has_done_images)
         self.ledger.epoch = len(self.record["changes"])
         try:
-            self._plan(prompts, bound, self.folder)
+            self._plan(prompts, has_done_images, self.folder)
         except InputError:
-            if before:  # a change that was refused after all is none
-                runs.publish(config, before)
+            if previous_config:  # a change that was refused after all is none
+                runs.write_atomic(config, previous_config)
             raise
-        self._reopen()
-        self._remark(prompts)
+        self._reopen_damaged()
+        self._warn_about_prompts(prompts)
 
-    def _remark(self, prompts: PromptFile) -> None:
+    def _warn_about_prompts(self, prompts: PromptFile) -> None:
         """What the model cannot read of its prompts, if any are still to be drawn."""
-        counts, order = self.ledger.counts(), self.subject.order
-        if order["kind"] != "checkpoint" or counts["done"] == counts["planned"]:
+        counts, load_args = self.ledger.counts(), self.model_ref.load_args
+        if load_args["kind"] != "checkpoint" or counts["done"] == counts["planned"]:
             return
         rows = islice(prompts.rows(), self.config.num_samples or None)
-        for words in remarks(Path(order["path"]), self.subject.name, (row.prompt for row in rows)):
+        for words in find_prompt_warnings(Path(load_args["path"]), self.model_ref.name, (row.prompt for row in rows)):
             log.warning("%s", words)
 
-    def _settings(self, places: Sequence[Place]) -> dict[str, Any]:
+    def _fixed_settings(self, slots: Sequence[WorkerSlot]) -> dict[str, Any]:
         """What a later call must not change."""
-        kind = self.subject.order["kind"]
+        kind = self.model_ref.load_args["kind"]
         names = ("torch", "diffusers", "transformers") if kind == "pipeline" else ("torch", "numpy")
-        settings = fixed(self.config) | {"model": self.subject.digest, "model name": self.subject.name}
-        settings |= {"device": "cpu" if places[0].device == "cpu" else "cuda"}
+        settings = fixed_settings(self.config) | {"model": self.model_ref.digest, "model name": self.model_ref.name}
+        settings |= {"device": "cpu" if slots[0].device == "cpu" else "cuda"}
         return settings | {f"{name} version": version(name) for name in names if kind != "testcard"}
 
-    def _recognised(self, settings: dict[str, Any], bound: bool) -> dict[str, Any]:
+    def _open_record(self, settings: dict[str, Any], has_done_images: bool) -> dict[str, Any]:
         """The run's record: begun now, or as it was."""
-        config, run = self.config, Run(self.folder)
-        runs.begin(run, "generate", as_json(config), settings, config.accept_changes, bound)
-        chosen = runs.read_record(run)["fixed"].get("png coder") if bound else None
-        coder = config.png if config.png != "auto" else chosen or png.best_coder()
-        return runs.confirm(run, {"png coder": coder}, config.accept_changes)
+        config, run = self.config, RunFolder(self.folder)
+        runs.create_or_resume_run(run, "generate", as_json(config), settings, config.accept_changes, has_done_images)
+        chosen = runs.read_record(run)["fixed"].get("png coder") if has_done_images else None
+        coder = config.png if config.png != "auto" else chosen or png_codec.best_coder()
+        return runs.record_facts(run, {"png coder": coder}, config.accept_changes)
 
-    def _plan(self, prompts: PromptFile, bound: bool, folder: Path) -> None:
+    def _plan(self, prompts: PromptFile, has_done_images: bool, folder: Path) -> None:
         config = self.config
-        defaults = Defaults(
+        defaults = RequestDefaults(
             seed_start=config.seed_start,
             height=config.height or 0,
             width=config.width or 0,
             num_frames=config.num_frames,
-            steps=config.num_inference_steps or self.subject.steps,
+            steps=config.num_inference_steps or self.model_ref.steps,
             guidance_scale=config.guidance_scale or 0.0,
             negative_prompt=config.negative_prompt,
         )
@@ -152,39 +157,39 @@ class Session:
             prompts,
             limit=config.num_samples,
             defaults=defaults,
-            bound=bound,
+            has_done_images=has_done_images,
             folder=folder,
-            accept=config.accept_changes,
+            accept_changes=config.accept_changes,
         )
 
-    def _reopen(self) -> None:
-        """A done picture whose file is gone is missing; with --verify, so is one whose bytes are not what they were."""
-        gone = results.missing(self.folder, self.ledger.names_done())
-        if gone:
-            log.warning("%d pictures were drawn but their files are gone: drawing them again", len(gone))
-            self.ledger.reopen(gone)
+    def _reopen_damaged(self) -> None:
+        """A done image whose file is gone is missing; with --verify, so is one whose bytes are not what they were."""
+        missing = result_files.find_missing(self.folder, self.ledger.done_names())
+        if missing:
+            log.warning("%d images were drawn but their files are gone: drawing them again", len(missing))
+            self.ledger.reopen(missing)
         if self.config.verify:
-            damages = self._verified()
+            damages = self._verify()
             for damage in damages:
-                log.warning("%s is damaged: %s; drawing it again", damage.file, damage.why)
+                log.warning("%s is damaged: %s; drawing it again", damage.file, damage.reason)
             self.ledger.reopen(damage.index for damage in damages)
             if not damages:
-                log.info("every picture is as the ledger says")
+                log.info("every image is as the ledger says")
 
-    def _verified(self) -> list[results.Damage]:
+    def _verify(self) -> list[result_files.DamagedImage]:
         num_done = self.ledger.counts()["done"]
-        with step_progress.Progress(self.config.progress, num_done, 0, "checking") as bar:
-            self.echo.say = bar.say
+        with progress_bar.StepProgress(self.config.progress, num_done, 0, "checking") as bar:
+            self.console_handler.print_line = bar.print_line
             try:
-                return results.verify(
+                return result_files.verify(
                     self.folder,
-                    self.ledger.done(),
+                    self.ledger.done_rows(),
                     lambda checked, damaged: bar.update(checked, f"{damaged} damaged", {"damaged": damaged}),
                 )
             finally:
-                self.echo.say = None
+                self.console_handler.print_line = None
 
-    def orders(self) -> dict[str, Any]:
+    def worker_settings(self) -> dict[str, Any]:
         """What every worker is told, besides its device."""
         config = self.config
         style = {
@@ -195,7 +200,7 @@ class Session:
         }
         return {
             "folder": str(self.folder.resolve()),
-            "model": self.subject.order,
+            "model": self.model_ref.load_args,
             "style": style,
             "dtype": config.dtype,
             "scheduler": config.scheduler,
@@ -210,132 +215,132 @@ class Session:
 
     # -- during
 
-    def run(self, make_crew: Callable[[], Crew]) -> int:
+    def run(self, make_pool: Callable[[], WorkerPool]) -> int:
         before = self.ledger.counts()
-        effort = None
+        stats = None
         if before["done"] < before["planned"]:
-            with StopSignals(ends_at_once=False) as signals:
+            with StopSignals(exit_on_second=False) as signals:
                 try:
-                    effort = self._draw(make_crew(), before, signals)
+                    stats = self._generate(make_pool(), before, signals)
                 finally:
-                    if not signals.urgent:  # the next call writes them
-                        self._write_results(effort)
+                    if not signals.is_urgent:  # the next call writes them
+                        self._write_results(stats)
             if signals.number:
                 left = self.ledger.counts()
                 raise Interrupted(
-                    f"stopped with {left['planned'] - left['done']} of {left['planned']} pictures to go; the same command draws them",
+                    f"stopped with {left['planned'] - left['done']} of {left['planned']} images to go; the same command draws them",
                     exit_code(signals.number),
                 )
         else:
             self._write_results(None)
-        return self._tell(effort)
+        return self._print_summary(stats)
 
-    def _draw(self, crew: Crew, before: dict[str, int], signals: StopSignals) -> Effort:
+    def _generate(self, pool: WorkerPool, before: dict[str, int], signals: StopSignals) -> RunStats:
         config = self.config
-        sheets = sheets_of(self.ledger.groups(), config.batch_size)
+        batches = plan_batches(self.ledger.groups(), config.batch_size)
         micro_batch = config.micro_batch or self.record["fixed"].get("micro batch", 0)
-        if micro_batch > config.batch_size:  # the sheet was larger when that was found out
+        if micro_batch > config.batch_size:  # the batch was larger when that was found out
             micro_batch = 0
-        progress = Progress(config.progress, crew.names, before["planned"], before["done"])
-        rules = Rules(sheet_size=config.batch_size, micro_batch=micro_batch, stall_timeout_s=config.stall_timeout_s)
+        progress = GenerationProgress(config.progress, pool.names, before["planned"], before["done"])
+        rules = SupervisorSettings(
+            batch_size=config.batch_size, micro_batch=micro_batch, stall_timeout_s=config.stall_timeout_s
+        )
         supervisor = Supervisor(
             self.ledger,
-            sheets,
-            crew,
+            batches,
+            pool,
             progress,
             rules,
-            stop=lambda: signals.number,
-            hurry=lambda: signals.urgent,
-            on_rehearsed=self._on_rehearsed,
+            stop_signal=lambda: signals.number,
+            is_urgent=lambda: signals.is_urgent,
+            on_dry_run=self._on_dry_run,
             on_ready=self._on_ready,
-            claims=self._claims(sheets, crew, progress),
+            claims=self._make_claims(batches, pool, progress),
         )
         with progress:
-            self.echo.say = progress.say
-            calm = False
+            self.console_handler.print_line = progress.print_line
+            is_clean = False
             try:
-                effort = supervisor.run()
-                calm = not supervisor.num_redone and not signals.urgent
-                return effort
+                stats = supervisor.run()
+                is_clean = not supervisor.num_redone_batches and not signals.is_urgent
+                return stats
             finally:
-                self.echo.say = None
-                crew.end(at_once=signals.urgent)
-                if not calm:  # a worker may have been killed while it wrote
-                    self._sweep()
+                self.console_handler.print_line = None
+                pool.shutdown(at_once=signals.is_urgent)
+                if not is_clean:  # a worker may have been killed while it wrote
+                    self._remove_temporary_files()
 
-    def _claims(self, sheets: Sheets, crew: Crew, progress: Progress) -> Claims | None:
-        """Alone in the folder, every sheet may be drawn."""
+    def _make_claims(self, batches: BatchPlan, pool: WorkerPool, progress: GenerationProgress) -> RangeClaims | None:
+        """Alone in the folder, every batch may be drawn."""
         return None
 
-    def _sweep(self) -> None:
-        sweep(self.folder)
+    def _remove_temporary_files(self) -> None:
+        remove_temporary_files(self.folder)
 
-    def _on_rehearsed(self, size: int) -> int:
-        """The micro-batch of the run, from what a rehearsal here found."""
+    def _on_dry_run(self, size: int) -> int:
+        """The micro-batch of the run, from what a dry run here found."""
         self._confirm({"micro batch": size})
         found: int = self.record["fixed"]["micro batch"]
         return found
 
     def _confirm(self, facts: dict[str, Any]) -> None:
-        self.record = runs.confirm(Run(self.folder), facts, self.config.accept_changes)
+        self.record = runs.record_facts(RunFolder(self.folder), facts, self.config.accept_changes)
 
     def _on_ready(self, facts: dict[str, Any]) -> None:
         """What a worker draws with; on a resume it must be what the run was begun with, and workers should be alike."""
         device = str(facts.pop("computes on", "cpu"))
-        if self.mixed and device not in self.mixed:
+        if self.devices and device not in self.devices:
             log.warning(
-                "workers on different devices (%s): pictures round differently on them",
-                ", ".join(sorted({device, *self.mixed})),
+                "workers on different devices (%s): images round differently on them",
+                ", ".join(sorted({device, *self.devices})),
             )
-        first = not self.mixed
-        self.mixed.add(device)
-        self.facts = facts
-        if first:
+        is_first = not self.devices
+        self.devices.add(device)
+        self.model_facts = facts
+        if is_first:
             # What changes no bit (E0) may change from call to call.
-            lasting = {name: kind for name, kind in facts.get("options", {}).items() if kind != "E0"}
-            self._confirm({"computes on": device, "painter": {**facts, "options": lasting}})
+            fixed_options = {name: kind for name, kind in facts.get("options", {}).items() if kind != "E0"}
+            self._confirm({"computes on": device, "painter": {**facts, "options": fixed_options}})
 
     # -- after
 
-    def _write_results(self, effort: Effort | None) -> None:
-        results.write_metadata(self.folder, self.ledger.done())
-        results.write_failures(self.folder, list(effort.workers) if effort else [], self.ledger.failures())
-        tally = self._tally(effort)
-        if effort is not None or not results.is_summed_up(self.folder, tally):
-            results.write_summary(self.folder, tally)
+    def _write_results(self, stats: RunStats | None) -> None:
+        result_files.write_metadata(self.folder, self.ledger.done_rows())
+        result_files.write_failures(self.folder, list(stats.workers) if stats else [], self.ledger.failed_rows())
+        summary = self._summarize(stats)
+        if stats is not None or not result_files.is_summary_current(self.folder, summary):
+            result_files.write_summary(self.folder, summary)
 
-    def _tally(self, effort: Effort | None) -> results.Tally:
+    def _summarize(self, stats: RunStats | None) -> result_files.RunSummary:
         counts = self.ledger.counts()
-        return results.Tally(
+        return result_files.RunSummary(
             planned=counts["planned"],
             done=counts["done"],
             failed=counts["failed"],
             open=counts["open"],
-            drawn_now=effort.num_drawn if effort else 0,
-            seconds=effort.seconds if effort else 0.0,
-            workers=effort.workers if effort else {},
-            retries=effort.num_retries if effort else 0,
-            redone_sheets=effort.num_redone_sheets if effort else 0,
-            failures_by_reason=results.count_reasons(self.ledger.failures()),
-            smaller_micro_batches=self.ledger.num_smaller(),
+            drawn_now=stats.num_drawn if stats else 0,
+            seconds=stats.elapsed_s if stats else 0.0,
+            workers=stats.workers if stats else {},
+            retries=stats.num_retries if stats else 0,
+            redone_sheets=stats.num_redone_batches if stats else 0,
+            failures_by_reason=result_files.count_reasons(self.ledger.failed_rows()),
+            smaller_micro_batches=self.ledger.num_smaller_micro_batches(),
             equality_classes=dict(
-                self.facts.get("options") or self.record["fixed"].get("painter", {}).get("options", {})
+                self.model_facts.get("options") or self.record["fixed"].get("painter", {}).get("options", {})
             ),
-            interrupted=effort.interrupted if effort else False,
+            interrupted=stats.interrupted if stats else False,
         )
 
-    def _tell(self, effort: Effort | None) -> int:
+    def _print_summary(self, stats: RunStats | None) -> int:
         """The last words, and the exit code they stand for."""
         counts = self.ledger.counts()
         missing = counts["planned"] - counts["done"]
         if self.config.progress not in ("json", "none"):
             rate = (
-                f", {effort.num_drawn} of them now in {effort.seconds:.0f} s"
-                if effort
-                else ", all of them there before"
+                f", {stats.num_drawn} of them now in {stats.elapsed_s:.0f} s" if stats else ", all of them there before"
             )
-            lines = [f"{counts['done']} of {counts['planned']} pictures in {self.folder}{rate}"]
-            for reason, number in list(results.count_reasons(self.ledger.failures()).items())[:5]:
+            lines = [f"{counts['done']} of {counts['planned']} images in {self.folder}{rate}"]
+            for reason, number in list(result_files.count_reasons(self.ledger.failed_rows()).items())[:5]:
                 lines.append(f"  {number} failed: {reason}")
             if missing:
                 lines.append(f"  which ones: {self.folder}/failed_prompts_gpu*.txt; the same command tries them again")

@@ -1,6 +1,6 @@
-"""Who draws what next: sheets in turn to every worker, the slowest's to whoever is done, again after a failure, aside after two.
+"""Who draws what next: batches in turn to every worker, the slowest's to whoever is done, again after a failure, aside after two.
 
-It imports no torch, holds no picture, and is the only one who writes the ledger. Whatever a worker does, hangs or dies of, costs that
+It imports no torch, holds no image, and is the only one who writes the ledger. Whatever a worker does, hangs or dies of, costs that
 worker's time alone.
 """
 
@@ -16,54 +16,54 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from halation.errors import HalationError
-from halation.generation.ledger import Ledger, Outcome
-from halation.generation.results import WorkerTally
-from halation.generation.work_queue import Slot, Table, Work
-from halation.generation.workers.local import Crew
-from halation.generation.workers.messages import Event
-from halation.generation.workers.worker import DEPTH
-from halation.plan import Sheets
-from halation.progress import Progress
+from halation.generation.ledger import ImageOutcome, Ledger
+from halation.generation.result_files import WorkerStats
+from halation.generation.work_queue import WorkerState, WorkItem, WorkQueue
+from halation.generation.workers.local_pool import WorkerPool
+from halation.generation.workers.messages import WorkerEvent
+from halation.generation.workers.process import QUEUE_DEPTH
+from halation.progress_display import GenerationProgress
+from halation.sample_batching import BatchPlan
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.2
-MAX_TRIES = 2
+MAX_ATTEMPTS = 2
 MAX_KILLS = 3
-"""A kill from outside is no picture's fault, so a picture may be there once more than at an error."""
+"""A kill from outside is no image's fault, so an image may be there once more than at an error."""
 MAX_DEATHS_IN_A_ROW = 3
-LOADING_S = 3600.0
+LOAD_TIMEOUT_S = 3600.0
 
 
-class Claims(Protocol):
-    """Where several commands share a folder: which sheets this one may draw, a range at a time."""
+class RangeClaims(Protocol):
+    """Where several commands share a folder: which batches this one may draw, a range at a time."""
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """Called often: keep what is claimed from being taken over."""
 
-    def next(self) -> Sequence[int] | None:
-        """Sheets to draw now; none where others hold the rest for the moment; None where nothing is left for anybody."""
+    def next_batches(self) -> Sequence[int] | None:
+        """Batches to draw now; none where others hold the rest for the moment; None where nothing is left for anybody."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Effort:
+class RunStats:
     """What one call of the run took."""
 
-    seconds: float
+    elapsed_s: float
     num_drawn: int
     num_retries: int
-    num_redone_sheets: int
-    workers: dict[str, WorkerTally]
+    num_redone_batches: int
+    workers: dict[str, WorkerStats]
     interrupted: bool
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rules:
+class SupervisorSettings:
     """What the supervisor goes by."""
 
-    sheet_size: int
+    batch_size: int
     micro_batch: int
-    """0: not known yet; found out by a rehearsal on the first worker; `on_rehearsed` hears it and says what it is to be."""
+    """0: not known yet; found out by a dry run on the first worker; `on_dry_run` hears it and says what it is to be."""
     stall_timeout_s: float
 
 
@@ -73,358 +73,368 @@ class Supervisor:
     def __init__(
         self,
         ledger: Ledger,
-        sheets: Sheets,
-        crew: Crew,
-        progress: Progress,
-        rules: Rules,
+        batches: BatchPlan,
+        pool: WorkerPool,
+        progress: GenerationProgress,
+        settings: SupervisorSettings,
         *,
-        stop: Callable[[], int],
-        hurry: Callable[[], bool],
-        on_rehearsed: Callable[[int], int],
+        stop_signal: Callable[[], int],
+        is_urgent: Callable[[], bool],
+        on_dry_run: Callable[[int], int],
         on_ready: Callable[[dict[str, object]], None],
-        claims: Claims | None = None,
+        claims: RangeClaims | None = None,
     ) -> None:
         self.ledger = ledger
-        self.crew = crew
+        self.pool = pool
         self.progress = progress
-        self.rules = rules
-        self.stop = stop
-        self.hurry = hurry
-        self.on_rehearsed = on_rehearsed
+        self.settings = settings
+        self.stop_signal = stop_signal
+        self.is_urgent = is_urgent
+        self.on_dry_run = on_dry_run
         self.on_ready = on_ready
         self.claims = claims
-        self.checked = False
-        """Whether a worker has said that its model can draw every shape of the plan, and how many pictures at once."""
-        self.rehearsing = -1
-        self.stopping = False
-        self.tries: dict[int, int] = {}
-        self.outcomes: list[Outcome] = []
+        self.has_dry_run_passed = False
+        """Whether a worker has said that its model can draw every shape of the plan, and how many images at once."""
+        self.dry_run_worker = -1
+        self.is_stopping = False
+        self.attempts: dict[int, int] = {}
+        self.outcomes: list[ImageOutcome] = []
         self.num_retries = 0
-        self.num_redone = 0
-        self.reasons: dict[str, str] = {}
-        """What pictures were set aside for in this call, numbers apart: one of each kind."""
-        self._said: set[str] = set()
-        self._failed_before = {row.request.spec.index for row in ledger.failures()}
+        self.num_redone_batches = 0
+        self.failure_reasons: dict[str, str] = {}
+        """What images were set aside for in this call, numbers apart: one of each kind."""
+        self._logged_messages: set[str] = set()
+        self._failed_earlier = {row.request.spec.index for row in ledger.failed_rows()}
         self.num_new_failures = 0
-        self.slots = [Slot(label=label, name=name) for label, name in zip(crew.labels, crew.names, strict=True)]
-        self.table = Table(ledger, sheets, rules.sheet_size, self.slots, crew.drop)
-        self.table.micro_batch = rules.micro_batch
+        self.workers = [
+            WorkerState(label=label, name=name) for label, name in zip(pool.labels, pool.names, strict=True)
+        ]
+        self.work_queue = WorkQueue(ledger, batches, settings.batch_size, self.workers, pool.drop)
+        self.work_queue.micro_batch = settings.micro_batch
         if claims is None:
-            self.table.deal_all()
+            self.work_queue.enqueue_all()
 
-    def run(self) -> Effort:
+    def run(self) -> RunStats:
         """Draw until nothing is left to try, or somebody wants it to stop."""
-        began = time.monotonic()
+        start_time = time.monotonic()
         try:
-            for worker, slot in enumerate(self.slots):
-                if slot.queue or self.claims is not None:
-                    self._start(worker)
-                else:  # there are fewer sheets than workers
-                    slot.state = "spare"
-            while not self._settled():
-                self._listen()
-                self._look_at_clock()
-                self._rehearse()
-                self._claim()
-                self._give_out()
+            for worker, state in enumerate(self.workers):
+                if state.queue or self.claims is not None:
+                    self._start_worker(worker)
+                else:  # there are fewer batches than workers
+                    state.status = "spare"
+            while not self._is_finished():
+                self._handle_events()
+                self._check_timeouts_and_stop()
+                self._start_dry_run()
+                self._claim_batches()
+                self._assign_work()
         finally:
-            self._commit()
+            self._commit_outcomes()
             # Somebody was faster; these are still at it, and may be ended while they write.
-            self.num_redone += sum(number not in self.table.live for slot in self.slots for number in slot.begun)
-        return self._effort(time.monotonic() - began)
+            self.num_redone_batches += sum(
+                number not in self.work_queue.active for slot in self.workers for number in slot.start_times
+            )
+        return self._make_stats(time.monotonic() - start_time)
 
-    def _start(self, worker: int) -> None:
-        slot = self.slots[worker]
-        slot.heard = time.monotonic()
-        slot.state = "starting"
-        self.progress.state(slot.name, "loading")
-        self.crew.start(worker)
+    def _start_worker(self, worker: int) -> None:
+        state = self.workers[worker]
+        state.last_seen = time.monotonic()
+        state.status = "starting"
+        self.progress.set_state(state.name, "loading")
+        self.pool.start(worker)
 
-    def _claim(self) -> None:
-        """Where sheets are claimed, ask for more when the last ones are given out."""
+    def _claim_batches(self) -> None:
+        """Where batches are claimed, ask for more when the last ones are given out."""
         if self.claims is None:
             return
-        self.claims.beat()
-        if self.stopping or not self.checked or self.table.has_queued:
+        self.claims.heartbeat()
+        if self.is_stopping or not self.has_dry_run_passed or self.work_queue.has_queued:
             return
-        sheets = self.claims.next()
-        if sheets is None:
+        batches = self.claims.next_batches()
+        if batches is None:
             self.claims = None
         else:
-            self.table.deal(sheets)
+            self.work_queue.enqueue(batches)
 
-    def _settled(self) -> bool:
-        if self.hurry():
+    def _is_finished(self) -> bool:
+        if self.is_urgent():
             return True
-        if self.stopping:
-            return not any(slot.flight for slot in self.slots if slot.state == "ready")
+        if self.is_stopping:
+            return not any(state.in_flight for state in self.workers if state.status == "ready")
         if self.claims is not None:
             return False
-        return self.table.is_empty
+        return self.work_queue.is_empty
 
-    def _effort(self, seconds: float) -> Effort:
+    def _make_stats(self, seconds: float) -> RunStats:
         workers = {
-            slot.label: WorkerTally(
-                done=slot.done, failed=slot.failed, seconds_painting=slot.seconds_painting, restarts=slot.restarts
+            state.label: WorkerStats(
+                done=state.num_done, failed=state.num_failed, seconds_painting=state.busy_s, restarts=state.num_restarts
             )
-            for slot in self.slots
+            for state in self.workers
         }
-        return Effort(
-            seconds=seconds,
-            num_drawn=sum(slot.done for slot in self.slots),
+        return RunStats(
+            elapsed_s=seconds,
+            num_drawn=sum(slot.num_done for slot in self.workers),
             num_retries=self.num_retries,
-            num_redone_sheets=self.num_redone,
+            num_redone_batches=self.num_redone_batches,
             workers=workers,
-            interrupted=self.stopping or self.hurry(),
+            interrupted=self.is_stopping or self.is_urgent(),
         )
 
     # -- what workers say
 
-    def _listen(self) -> None:
-        for event in self.crew.events(POLL_S):
-            slot = self.slots[event.worker]
-            slot.heard = time.monotonic()
+    def _handle_events(self) -> None:
+        for event in self.pool.events(POLL_S):
+            state = self.workers[event.worker]
+            state.last_seen = time.monotonic()
             match event.kind:
                 case "ready":
-                    self._ready(slot, event)
+                    self._handle_ready(state, event)
                 case "rehearsed":
-                    self._rehearsed(event)
+                    self._handle_dry_run(event)
                 case "refused":
-                    raise _refusal(event.body["message"], event.body["exit_code"])
+                    raise _worker_error(event.body["message"], event.body["exit_code"])
                 case "said":
-                    self._say_once(slot, event.body["words"])
+                    self._warn_once(state, event.body["words"])
                 case "step":
-                    self._step(slot, event)
+                    self._handle_step(state, event)
                 case "drawn":
-                    self._drawn(slot, event)
+                    self._handle_drawn(state, event)
                 case "failed":
-                    self._failed(slot, event)
+                    self._handle_failed(state, event)
                 case "dropped":
-                    self._dropped(slot, event)
+                    self._handle_dropped(state, event)
                 case "gone":
-                    self._gone(slot, event)
-        self._commit()
+                    self._handle_exit(state, event)
+        self._commit_outcomes()
 
-    def _commit(self) -> None:
+    def _commit_outcomes(self) -> None:
         if self.outcomes:
             outcomes, self.outcomes = self.outcomes, []
             self.ledger.record(outcomes)
 
-    def _ready(self, slot: Slot, event: Event) -> None:
-        slot.state = "ready"
+    def _handle_ready(self, state: WorkerState, event: WorkerEvent) -> None:
+        state.status = "ready"
         self.on_ready(event.body["facts"])
-        self.progress.state(slot.name, "drawing")
+        self.progress.set_state(state.name, "drawing")
 
-    def _say_once(self, slot: Slot, words: str) -> None:
+    def _warn_once(self, state: WorkerState, message: str) -> None:
         """What every worker says in the same words is said for all of them once."""
-        if words not in self._said:
-            self._said.add(words)
-            log.warning("%s: %s", slot.name, words)
+        if message not in self._logged_messages:
+            self._logged_messages.add(message)
+            log.warning("%s: %s", state.name, message)
 
-    def _rehearse(self) -> None:
+    def _start_dry_run(self) -> None:
         """A worker that is ready says whether its model can draw the plan, and finds out the micro-batch; where it dies over it, another one does."""
-        ready = [worker for worker, slot in enumerate(self.slots) if slot.state == "ready"]
-        if not self.checked and self.rehearsing < 0 and ready and not self.stopping:
-            self.rehearsing = min(ready, key=lambda worker: self.slots[worker].deaths)
+        ready = [worker for worker, state in enumerate(self.workers) if state.status == "ready"]
+        if not self.has_dry_run_passed and self.dry_run_worker < 0 and ready and not self.is_stopping:
+            self.dry_run_worker = min(ready, key=lambda worker: self.workers[worker].num_deaths)
             examples = self.ledger.examples()
-            self.crew.rehearse(self.rehearsing, examples, self.rules.sheet_size, self.rules.micro_batch)
+            self.pool.dry_run(self.dry_run_worker, examples, self.settings.batch_size, self.settings.micro_batch)
 
-    def _rehearsed(self, event: Event) -> None:
-        self.rehearsing = -1
-        self.checked = True
-        if not self.table.micro_batch:
-            self.table.micro_batch = self.on_rehearsed(event.body["micro_batch"])
+    def _handle_dry_run(self, event: WorkerEvent) -> None:
+        self.dry_run_worker = -1
+        self.has_dry_run_passed = True
+        if not self.work_queue.micro_batch:
+            self.work_queue.micro_batch = self.on_dry_run(event.body["micro_batch"])
 
-    def _step(self, slot: Slot, event: Event) -> None:
+    def _handle_step(self, state: WorkerState, event: WorkerEvent) -> None:
         done, total = event.body["done"], event.body["total"]
-        begun = slot.begun.setdefault(event.task, slot.heard)
+        start_time = state.start_times.setdefault(event.task, state.last_seen)
         if done:
-            slot.expected[event.task] = (slot.heard - begun) * total / done
-        self.progress.step(slot.name, done, total)
+            state.expected_s[event.task] = (state.last_seen - start_time) * total / done
+        self.progress.set_step(state.name, done, total)
 
-    def _dropped(self, slot: Slot, event: Event) -> None:
-        work = self.table.release(event.worker, event.task)
+    def _handle_dropped(self, state: WorkerState, event: WorkerEvent) -> None:
+        work = self.work_queue.release(event.worker, event.task)
         if work is not None:  # whoever took it over may have died meanwhile
-            self.table.give_back(work)
+            self.work_queue.requeue(work)
 
-    def _drawn(self, slot: Slot, event: Event) -> None:
-        held = slot.flight[event.task]
-        work = self.table.release(event.worker, event.task)
-        slot.deaths = 0
+    def _handle_drawn(self, state: WorkerState, event: WorkerEvent) -> None:
+        held = state.in_flight[event.task]
+        work = self.work_queue.release(event.worker, event.task)
+        state.num_deaths = 0
         seconds = event.body["seconds"]
-        slot.seconds_painting += seconds
+        state.busy_s += seconds
         if seconds > 0:
             measured = held.cost / seconds
-            slot.speed = measured if not slot.speed else 0.7 * slot.speed + 0.3 * measured
-        if work is None:  # another worker was faster; its pictures have these very bytes
-            self.num_redone += 1
+            state.speed = measured if not state.speed else 0.7 * state.speed + 0.3 * measured
+        if work is None:  # another worker was faster; its images have these very bytes
+            self.num_redone_batches += 1
             return
-        self.table.settle(work)
+        self.work_queue.complete(work)
         for values in event.body["outcomes"]:
-            outcome = Outcome(**values)
+            outcome = ImageOutcome(**values)
             if outcome.state == "done":
-                self._done(slot, outcome)
+                self._record_done(state, outcome)
             else:
-                self._try_again(slot, work, outcome.index, outcome.reason)
+                self._retry_image(state, work, outcome.index, outcome.reason)
 
-    def _done(self, slot: Slot, outcome: Outcome) -> None:
-        attempts = self.tries.get(outcome.index, 0) + 1
+    def _record_done(self, state: WorkerState, outcome: ImageOutcome) -> None:
+        attempts = self.attempts.get(outcome.index, 0) + 1
         self.outcomes.append(dataclasses.replace(outcome, attempts=attempts))
-        self.table.is_done(outcome.index)
-        slot.done += 1
-        self.progress.picture(slot.name, 1, 0)
+        self.work_queue.mark_done(outcome.index)
+        state.num_done += 1
+        self.progress.add_images(state.name, 1, 0)
 
-    def _failed(self, slot: Slot, event: Event) -> None:
-        work = self.table.release(event.worker, event.task)
+    def _handle_failed(self, state: WorkerState, event: WorkerEvent) -> None:
+        work = self.work_queue.release(event.worker, event.task)
         if event.body["disk"]:
             raise HalationError(event.body["reason"])
         if work is None:
             return
-        slot.deaths = 0
-        self.table.settle(work)
+        state.num_deaths = 0
+        self.work_queue.complete(work)
         for index in sorted(work.task.wanted):
-            self._try_again(slot, work, index, event.body["reason"])
+            self._retry_image(state, work, index, event.body["reason"])
 
-    def _try_again(self, slot: Slot, work: Work, index: int, reason: str) -> None:
+    def _retry_image(self, state: WorkerState, work: WorkItem, index: int, reason: str) -> None:
         """Alone, in the same shape, or not at all: it was tried twice."""
-        self.tries[index] = self.tries.get(index, 0) + 1
-        if self.tries[index] >= MAX_TRIES:
-            self._set_aside(slot, work, index, reason)
+        self.attempts[index] = self.attempts.get(index, 0) + 1
+        if self.attempts[index] >= MAX_ATTEMPTS:
+            self._record_failure(state, work, index, reason)
             return
         self.num_retries += 1
-        log.warning("picture %s failed and is tried once more: %s", work.task.id_of(index), reason)
-        self.table.give_back_alone(work, index)
+        log.warning("image %s failed and is tried once more: %s", work.task.image_id(index), reason)
+        self.work_queue.requeue_alone(work, index)
 
-    def _set_aside(self, slot: Slot, work: Work, index: int, reason: str) -> None:
-        log.error("picture %s is set aside: %s", work.task.id_of(index), reason)
+    def _record_failure(self, state: WorkerState, work: WorkItem, index: int, reason: str) -> None:
+        log.error("image %s is set aside: %s", work.task.image_id(index), reason)
         self.outcomes.append(
-            Outcome(index=index, state="failed", worker=slot.label, attempts=self.tries.get(index, 0), reason=reason)
+            ImageOutcome(
+                index=index, state="failed", worker=state.label, attempts=self.attempts.get(index, 0), reason=reason
+            )
         )
-        slot.failed += 1
-        self.num_new_failures += index not in self._failed_before
-        self.reasons[re.sub(r"\d+", "N", reason)] = reason
-        self.progress.picture(slot.name, 0, 1)
-        self._give_up_early()
+        state.num_failed += 1
+        self.num_new_failures += index not in self._failed_earlier
+        self.failure_reasons[re.sub(r"\d+", "N", reason)] = reason
+        self.progress.add_images(state.name, 0, 1)
+        self._raise_if_all_failing()
 
-    def _give_up_early(self) -> None:
+    def _raise_if_all_failing(self) -> None:
         """Where everything fails for one reason, the model or the settings are wrong, and a night of failures helps nobody.
 
-        Pictures that failed in an earlier call do not count: a resume may have nothing else to try.
+        Images that failed in an earlier call do not count: a resume may have nothing else to try.
         """
-        failed = self.num_new_failures
-        alike = len(self.reasons) == 1
-        if alike and failed >= max(8, 2 * len(self.slots)) and not any(slot.done for slot in self.slots):
+        num_failed = self.num_new_failures
+        is_same_reason = len(self.failure_reasons) == 1
+        if (
+            is_same_reason
+            and num_failed >= max(8, 2 * len(self.workers))
+            and not any(state.num_done for state in self.workers)
+        ):
             raise HalationError(
-                f"the first {failed} pictures all failed with: {next(iter(self.reasons.values()))}\n"
+                f"the first {num_failed} images all failed with: {next(iter(self.failure_reasons.values()))}\n"
                 "nothing was drawn; mend that and run the same command again"
             )
 
-    def _gone(self, slot: Slot, event: Event) -> None:
-        """Its begun sheets are to blame or to pity; the others simply go back."""
-        reason = slot.blame or f"the worker {event.body['words']}"
-        by_kill = not slot.blame and event.body["code"] in (-signal.SIGKILL, -signal.SIGTERM)
-        slot.blame = ""
-        begun = set(slot.begun)
-        held = {number: self.table.release(event.worker, number) for number in list(slot.flight)}
-        self.num_redone += sum(held[number] is None for number in begun & set(held))  # somebody was faster
-        if self.stopping:
-            slot.state = "ended"
+    def _handle_exit(self, state: WorkerState, event: WorkerEvent) -> None:
+        """Its begun batches are to blame or to pity; the others simply go back."""
+        reason = state.kill_reason or f"the worker {event.body['words']}"
+        was_killed = not state.kill_reason and event.body["code"] in (-signal.SIGKILL, -signal.SIGTERM)
+        state.kill_reason = ""
+        started = set(state.start_times)
+        held = {number: self.work_queue.release(event.worker, number) for number in list(state.in_flight)}
+        self.num_redone_batches += sum(held[number] is None for number in started & set(held))  # somebody was faster
+        if self.is_stopping:
+            state.status = "ended"
             return
         for number, work in held.items():
-            if work is not None and number in begun:
-                work.died_with |= {event.worker}
-                self._lost(slot, work, reason, by_kill)
+            if work is not None and number in started:
+                work.dead_workers |= {event.worker}
+                self._handle_lost_item(state, work, reason, was_killed)
             elif work is not None:
-                self.table.give_back(work)
-        self._replace(slot, event, reason)
+                self.work_queue.requeue(work)
+        self._restart_worker(state, event, reason)
 
-    def _lost(self, slot: Slot, work: Work, reason: str, by_kill: bool) -> None:
-        work.deaths += 1
-        limit = MAX_KILLS if by_kill else MAX_TRIES
-        several = len(work.task.wanted) > 1
-        self.num_redone += 1
-        if work.deaths < limit - several:
-            self.table.give_back(work)
+    def _handle_lost_item(self, state: WorkerState, work: WorkItem, reason: str, was_killed: bool) -> None:
+        work.num_deaths += 1
+        limit = MAX_KILLS if was_killed else MAX_ATTEMPTS
+        has_several = len(work.task.wanted) > 1
+        self.num_redone_batches += 1
+        if work.num_deaths < limit - has_several:
+            self.work_queue.requeue(work)
             return
-        self.table.settle(work)
+        self.work_queue.complete(work)
         for index in sorted(work.task.wanted):
-            if several:
+            if has_several:
                 self.num_retries += 1
-                self.tries[index] = self.tries.get(index, 0) + 1
-                self.table.give_back_alone(work, index)
+                self.attempts[index] = self.attempts.get(index, 0) + 1
+                self.work_queue.requeue_alone(work, index)
             else:
-                self.tries[index] = work.deaths
-                slot.deaths = 0  # the picture is the culprit, not the worker
-                self._set_aside(slot, work, index, reason)
+                self.attempts[index] = work.num_deaths
+                state.num_deaths = 0  # the image is the culprit, not the worker
+                self._record_failure(state, work, index, reason)
 
-    def _replace(self, slot: Slot, event: Event, reason: str) -> None:
-        slot.deaths += 1
-        if self.rehearsing == event.worker:
-            self.rehearsing = -1
-        if slot.deaths >= MAX_DEATHS_IN_A_ROW:
-            slot.state = "retired"
-            self.progress.state(slot.name, "given up")
-            log.warning("%s: %s; it ended %d times in a row and is given up", slot.name, reason, slot.deaths)
-            spare = next((number for number, other in enumerate(self.slots) if other.state == "spare"), None)
+    def _restart_worker(self, state: WorkerState, event: WorkerEvent, reason: str) -> None:
+        state.num_deaths += 1
+        if self.dry_run_worker == event.worker:
+            self.dry_run_worker = -1
+        if state.num_deaths >= MAX_DEATHS_IN_A_ROW:
+            state.status = "retired"
+            self.progress.set_state(state.name, "given up")
+            log.warning("%s: %s; it ended %d times in a row and is given up", state.name, reason, state.num_deaths)
+            spare = next((number for number, other in enumerate(self.workers) if other.status == "spare"), None)
             if spare is not None:
-                self._start(spare)
-            elif all(other.state == "retired" for other in self.slots):
+                self._start_worker(spare)
+            elif all(other.status == "retired" for other in self.workers):
                 raise HalationError(
                     f"no worker is left; the last one {reason.removeprefix('the worker ')}. Their logs are in logs/"
                 )
             return
-        slot.restarts += 1
-        log.warning("%s: %s; started again (%d)", slot.name, reason, slot.restarts)
-        self._start(event.worker)
+        state.num_restarts += 1
+        log.warning("%s: %s; started again (%d)", state.name, reason, state.num_restarts)
+        self._start_worker(event.worker)
 
     # -- what the clock and people say
 
-    def _look_at_clock(self) -> None:
+    def _check_timeouts_and_stop(self) -> None:
         now = time.monotonic()
-        for worker, slot in enumerate(self.slots):
-            loading = slot.state == "starting" or worker == self.rehearsing
-            limit = LOADING_S if loading else self.rules.stall_timeout_s
-            silent = now - slot.heard
-            if (slot.flight or loading) and silent > limit and not slot.blame:
-                slot.blame = f"no sign of life for {silent:.0f} s"
-                self.crew.kill(worker)
-        if self.stop() and not self.stopping:
-            self.stopping = True
-            log.warning("stopping: sheets that are begun are finished; once more to stop at once")
-            self.table.clear()
-            for worker, slot in enumerate(self.slots):
-                if slot.state == "ready":
-                    self.crew.stop(worker)
-                elif slot.state == "starting":
-                    self.crew.kill(worker)
+        for worker, state in enumerate(self.workers):
+            is_loading = state.status == "starting" or worker == self.dry_run_worker
+            limit_s = LOAD_TIMEOUT_S if is_loading else self.settings.stall_timeout_s
+            silent_s = now - state.last_seen
+            if (state.in_flight or is_loading) and silent_s > limit_s and not state.kill_reason:
+                state.kill_reason = f"no sign of life for {silent_s:.0f} s"
+                self.pool.kill(worker)
+        if self.stop_signal() and not self.is_stopping:
+            self.is_stopping = True
+            log.warning("stopping: batches that are begun are finished; once more to stop at once")
+            self.work_queue.clear()
+            for worker, state in enumerate(self.workers):
+                if state.status == "ready":
+                    self.pool.stop(worker)
+                elif state.status == "starting":
+                    self.pool.kill(worker)
 
     # -- what workers get
 
-    def _give_out(self) -> None:
-        if self.stopping or not self.checked:
+    def _assign_work(self) -> None:
+        if self.is_stopping or not self.has_dry_run_passed:
             return
-        for worker, slot in enumerate(self.slots):
-            while slot.state == "ready" and len(slot.flight) < DEPTH and not _holds_suspect(slot):
-                work = self.table.next(worker)
+        for worker, state in enumerate(self.workers):
+            while state.status == "ready" and len(state.in_flight) < QUEUE_DEPTH and not _has_suspect(state):
+                work = self.work_queue.next_item(worker)
                 if work is None:
                     break
-                self._hand(worker, slot, work)
-            self.progress.give(slot.name, slot.share(self.rules.sheet_size))
+                self._assign_item(worker, state, work)
+            self.progress.set_assigned(state.name, state.num_assigned(self.settings.batch_size))
 
-    def _hand(self, worker: int, slot: Slot, work: Work) -> None:
+    def _assign_item(self, worker: int, state: WorkerState, work: WorkItem) -> None:
         number = work.task.number
-        if not slot.flight:
-            slot.heard = time.monotonic()
-        slot.flight[number] = work
+        if not state.in_flight:
+            state.last_seen = time.monotonic()
+        state.in_flight[number] = work
         work.holders.add(worker)
-        self.crew.give(worker, work.task)
+        self.pool.submit(worker, work.task)
 
 
-def _holds_suspect(slot: Slot) -> bool:
-    return any(work.suspect for work in slot.flight.values())
+def _has_suspect(state: WorkerState) -> bool:
+    return any(work.is_suspect for work in state.in_flight.values())
 
 
-def _refusal(message: str, exit_code: int) -> HalationError:
+def _worker_error(message: str, exit_code: int) -> HalationError:
     """What a worker could not begin with, with the exit code it means."""
     error = HalationError(message)
     error.exit_code = exit_code

@@ -15,31 +15,31 @@ import numpy as np
 import numpy.typing as npt
 
 from halation.generation.ledger import Ledger
-from halation.generation.workers.messages import Task
-from halation.plan import Sheets, turns
-from halation.specs import Spec
+from halation.generation.workers.messages import BatchTask
+from halation.sample_batching import BatchPlan, initial_batches
+from halation.sample_specs import SampleSpec
 
 
 @dataclass(kw_only=True, eq=False)
-class Work:
+class WorkItem:
     """A task on its way to being settled, and who holds it: at the end of a run idle workers draw the slowest ones' once more."""
 
-    task: Task
+    task: BatchTask
     cost: float
-    deaths: int = 0
-    died_with: frozenset[int] = frozenset()
-    """Workers that died over it; another one tries it next, so that a broken GPU is not taken for a bad picture."""
-    retried: bool = False
+    num_deaths: int = 0
+    dead_workers: frozenset[int] = frozenset()
+    """Workers that died over it; another one tries it next, so that a broken GPU is not taken for a bad image."""
+    is_retry: bool = False
     holders: set[int] = field(default_factory=set)
 
     @property
-    def suspect(self) -> bool:
+    def is_suspect(self) -> bool:
         """Whether a worker died over it: it is drawn with nothing beside it, so that the next death says whose fault it is."""
-        return self.deaths > 0
+        return self.num_deaths > 0
 
 
 @dataclass(kw_only=True)
-class Slot:
+class WorkerState:
     """A worker's place: the worker in it may be replaced, the place goes on."""
 
     label: str
@@ -47,202 +47,209 @@ class Slot:
     """What it is called in the progress: GPU 0, or worker 0."""
     queue: deque[int] = field(default_factory=deque)
     queued_cost: float = 0.0
-    state: str = "starting"
-    flight: dict[int, Work] = field(default_factory=dict)
-    begun: dict[int, float] = field(default_factory=dict)
-    expected: dict[int, float] = field(default_factory=dict)
+    status: str = "starting"
+    in_flight: dict[int, WorkItem] = field(default_factory=dict)
+    start_times: dict[int, float] = field(default_factory=dict)
+    expected_s: dict[int, float] = field(default_factory=dict)
     """Seconds that what it has begun will take in all, by its steps so far: a worker that slows down has not told its speed yet."""
-    heard: float = 0.0
+    last_seen: float = 0.0
     speed: float = 0.0
-    """Cost a second, as measured on its last sheets; 0 before the first."""
-    deaths: int = 0
-    blame: str = ""
-    done: int = 0
-    failed: int = 0
-    seconds_painting: float = 0.0
-    restarts: int = 0
+    """Cost a second, as measured on its last batches; 0 before the first."""
+    num_deaths: int = 0
+    kill_reason: str = ""
+    num_done: int = 0
+    num_failed: int = 0
+    busy_s: float = 0.0
+    num_restarts: int = 0
 
-    def share(self, sheet_size: int) -> int:
-        """Pictures it has drawn, is drawing and will draw if nobody takes them over."""
-        held = sum(len(work.task.wanted) for work in self.flight.values())
-        return self.done + self.failed + held + len(self.queue) * sheet_size
+    def num_assigned(self, batch_size: int) -> int:
+        """Images it has drawn, is drawing and will draw if nobody takes them over."""
+        held = sum(len(work.task.wanted) for work in self.in_flight.values())
+        return self.num_done + self.num_failed + held + len(self.queue) * batch_size
 
 
-class Table:
+class WorkQueue:
     """Where the work of a call lies until it is settled."""
 
     def __init__(
-        self, ledger: Ledger, sheets: Sheets, sheet_size: int, slots: Sequence[Slot], drop: Callable[[int, int], None]
+        self,
+        ledger: Ledger,
+        batches: BatchPlan,
+        batch_size: int,
+        workers: Sequence[WorkerState],
+        drop: Callable[[int, int], None],
     ) -> None:
         """`drop(worker, number)` takes a task back from a worker that has not begun it."""
         self.ledger = ledger
-        self.sheets = sheets
-        self.sheet_size = sheet_size
-        self.slots = slots
+        self.batches = batches
+        self.batch_size = batch_size
+        self.workers = workers
         self.drop = drop
         self.micro_batch = 0
-        self.live: dict[int, Work] = {}
+        self.active: dict[int, WorkItem] = {}
         """Work that was begun to be given out and is not settled, by its number."""
-        self.returned: deque[Work] = deque()
+        self.requeued: deque[WorkItem] = deque()
         self._numbers = itertools.count()
-        self._open = self._mask()
+        self._open_mask = self._read_open_mask()
         self._costs = self._row_costs()
 
     @property
     def is_empty(self) -> bool:
-        return not self.live and not self.returned and not self.has_queued
+        return not self.active and not self.requeued and not self.has_queued
 
     @property
     def has_queued(self) -> bool:
-        return any(slot.queue for slot in self.slots)
+        return any(state.queue for state in self.workers)
 
-    def _mask(self) -> npt.NDArray[np.bool_]:
+    def _read_open_mask(self) -> npt.NDArray[np.bool_]:
         mask = np.zeros(self.ledger.num_planned, dtype=np.bool_)
-        mask[self.ledger.unfinished()] = True
+        mask[self.ledger.unfinished_indices()] = True
         return mask
 
     def _row_costs(self) -> npt.NDArray[np.float32]:
-        """What each picture costs against the others, for turns and for estimates."""
-        costs = np.zeros(len(self._open), dtype=np.float32)
+        """What each image costs against the others, for turns and for estimates."""
+        costs = np.zeros(len(self._open_mask), dtype=np.float32)
         for rows in self.ledger.groups():
             costs[rows] = cost(self.ledger.requests([int(rows[0])])[0].spec)
         return costs
 
-    def deal_all(self) -> None:
-        """Queue every sheet that lacks a picture."""
-        self._deal(self.sheets.containing(np.flatnonzero(self._open)))
+    def enqueue_all(self) -> None:
+        """Queue every batch that lacks an image."""
+        self._distribute(self.batches.find_batches(np.flatnonzero(self._open_mask)))
 
-    def deal(self, sheets: Sequence[int]) -> None:
-        """Queue those of these sheets that lack a picture by now."""
-        self._open = self._mask()
-        todo = [sheet for sheet in sheets if self._open[self.sheets.rows(sheet)].any()]
-        self._deal(np.asarray(todo, dtype=np.int64))
+    def enqueue(self, batches: Sequence[int]) -> None:
+        """Queue those of these batches that lack an image by now."""
+        self._open_mask = self._read_open_mask()
+        todo = [batch for batch in batches if self._open_mask[self.batches.rows(batch)].any()]
+        self._distribute(np.asarray(todo, dtype=np.int64))
 
-    def _deal(self, todo: npt.NDArray[np.int64]) -> None:
-        """Dear sheets first, so that the last ones are short; then by number; then in turn to every worker."""
-        costs = self._costs[self.sheets.first_rows(todo)].astype(np.float64)
+    def _distribute(self, todo: npt.NDArray[np.int64]) -> None:
+        """Dear batches first, so that the last ones are short; then by number; then in turn to every worker."""
+        costs = self._costs[self.batches.first_rows(todo)].astype(np.float64)
         order = np.argsort(-costs, kind="stable")
-        for worker, slot in enumerate(self.slots):
-            mine = order[turns(len(todo), len(self.slots), worker)]
-            slot.queue.extend(todo[mine].tolist())
-            slot.queued_cost += float(costs[mine].sum())
+        for worker, state in enumerate(self.workers):
+            mine = order[initial_batches(len(todo), len(self.workers), worker)]
+            state.queue.extend(todo[mine].tolist())
+            state.queued_cost += float(costs[mine].sum())
 
     def clear(self) -> None:
         """Forget what nobody holds yet."""
-        for slot in self.slots:
-            slot.queue.clear()
-            slot.queued_cost = 0.0
+        for state in self.workers:
+            state.queue.clear()
+            state.queued_cost = 0.0
 
-    def is_done(self, index: int) -> None:
-        self._open[index] = False
+    def mark_done(self, index: int) -> None:
+        self._open_mask[index] = False
 
-    def release(self, worker: int, number: int) -> Work | None:
+    def release(self, worker: int, number: int) -> WorkItem | None:
         """This worker no longer holds this task; the work itself, unless it is settled already."""
-        slot = self.slots[worker]
-        work = slot.flight.pop(number, None)
-        slot.begun.pop(number, None)
-        slot.expected.pop(number, None)
+        state = self.workers[worker]
+        work = state.in_flight.pop(number, None)
+        state.start_times.pop(number, None)
+        state.expected_s.pop(number, None)
         if work is None:
             return None
         work.holders.discard(worker)
-        return self.live.get(number)
+        return self.active.get(number)
 
-    def settle(self, work: Work) -> None:
+    def complete(self, work: WorkItem) -> None:
         """It is drawn, or replaced by other work: whoever else holds it need not begin it."""
-        del self.live[work.task.number]
+        del self.active[work.task.number]
         for holder in work.holders:
             self.drop(holder, work.task.number)
 
-    def give_back(self, work: Work) -> None:
+    def requeue(self, work: WorkItem) -> None:
         """Nobody holds it any more; it goes out before anything else."""
         if not work.holders:
-            self.returned.appendleft(work)
+            self.requeued.appendleft(work)
 
-    def give_back_alone(self, work: Work, index: int) -> None:
-        """One picture of a sheet that failed is to be drawn by itself."""
-        task = work.task.alone(index, next(self._numbers))
-        again = Work(task=task, cost=work.cost, deaths=work.deaths, died_with=work.died_with, retried=True)
-        self.live[task.number] = again
-        self.returned.append(again)
+    def requeue_alone(self, work: WorkItem, index: int) -> None:
+        """One image of a batch that failed is to be drawn by itself."""
+        task = work.task.with_single_image(index, next(self._numbers))
+        retry = WorkItem(
+            task=task, cost=work.cost, num_deaths=work.num_deaths, dead_workers=work.dead_workers, is_retry=True
+        )
+        self.active[task.number] = retry
+        self.requeued.append(retry)
 
-    def next(self, worker: int) -> Work | None:
+    def next_item(self, worker: int) -> WorkItem | None:
         """What this worker should draw next: what came back, its own, the slowest one's, or what another will be long over."""
-        slot = self.slots[worker]
-        self.returned = deque(work for work in self.returned if work.task.number in self.live)
-        for work in self.returned:
-            if not work.suspect or (not slot.flight and not self._better_elsewhere(worker, work)):
-                self.returned.remove(work)
+        state = self.workers[worker]
+        self.requeued = deque(work for work in self.requeued if work.task.number in self.active)
+        for work in self.requeued:
+            if not work.is_suspect or (not state.in_flight and not self._should_run_elsewhere(worker, work)):
+                self.requeued.remove(work)
                 return work
-        # Of another's, its dearest, so that the last sheets of all, on the slowest worker too, are short ones.
-        source = slot if slot.queue else max(self.slots, key=self._time_left)
+        # Of another's, its dearest, so that the last batches of all, on the slowest worker too, are short ones.
+        source = state if state.queue else max(self.workers, key=self._remaining_s)
         if source.queue:
-            return self._begin(source)
-        return self._taken_over(slot)
+            return self._pop_item(source)
+        return self._steal_or_duplicate(state)
 
-    def _better_elsewhere(self, worker: int, work: Work) -> bool:
+    def _should_run_elsewhere(self, worker: int, work: WorkItem) -> bool:
         """Whether this worker died over it and there is one that did not."""
-        others = (number for number, slot in enumerate(self.slots) if slot.state not in ("retired", "spare"))
-        return worker in work.died_with and any(number not in work.died_with for number in others)
+        others = (number for number, state in enumerate(self.workers) if state.status not in ("retired", "spare"))
+        return worker in work.dead_workers and any(number not in work.dead_workers for number in others)
 
-    def _begin(self, source: Slot) -> Work:
-        rows = self.sheets.rows(source.queue.popleft())
+    def _pop_item(self, source: WorkerState) -> WorkItem:
+        rows = self.batches.rows(source.queue.popleft())
         source.queued_cost = max(0.0, source.queued_cost - float(self._costs[rows[0]])) if source.queue else 0.0
         requests = tuple(self.ledger.requests(rows.tolist()))
-        task = Task(
+        task = BatchTask(
             number=next(self._numbers),
             requests=requests,
-            sheet_size=self.sheet_size,
+            batch_size=self.batch_size,
             micro_batch=self.micro_batch,
-            wanted=frozenset(rows[self._open[rows]].tolist()),
+            wanted=frozenset(rows[self._open_mask[rows]].tolist()),
         )
-        work = Work(task=task, cost=cost(requests[0].spec))
-        self.live[task.number] = work
+        work = WorkItem(task=task, cost=cost(requests[0].spec))
+        self.active[task.number] = work
         return work
 
-    def _time_left(self, slot: Slot) -> float:
+    def _remaining_s(self, state: WorkerState) -> float:
         """Until its own queue is drawn; a place without a worker will never get there."""
-        if slot.state != "ready":
-            return float("inf") if slot.queue else 0.0
-        return slot.queued_cost / (slot.speed or self._mean_speed())
+        if state.status != "ready":
+            return float("inf") if state.queue else 0.0
+        return state.queued_cost / (state.speed or self._mean_speed())
 
     def _mean_speed(self) -> float:
-        known = [slot.speed for slot in self.slots if slot.speed]
+        known = [state.speed for state in self.workers if state.speed]
         return sum(known) / len(known) if known else 1.0
 
-    def _taken_over(self, slot: Slot) -> Work | None:
+    def _steal_or_duplicate(self, state: WorkerState) -> WorkItem | None:
         """Nothing is left to begin: draw what another worker will be done with later than this one, and spare it what it has not begun."""
-        if slot.flight:
+        if state.in_flight:
             return None
-        best: tuple[float, int, Work] | None = None
-        for worker, other in enumerate(self.slots):
-            for left, work in self._ends(other):
-                mine = work.cost / (slot.speed or self._mean_speed())
-                free = len(work.holders) == 1 and not work.suspect and not work.retried
-                if free and left > 1.1 * mine and (best is None or left > best[0]):
-                    best = (left, worker, work)
+        best: tuple[float, int, WorkItem] | None = None
+        for worker, other in enumerate(self.workers):
+            for remaining_s, work in self._estimate_remaining(other):
+                own_s = work.cost / (state.speed or self._mean_speed())
+                is_available = len(work.holders) == 1 and not work.is_suspect and not work.is_retry
+                if is_available and remaining_s > 1.1 * own_s and (best is None or remaining_s > best[0]):
+                    best = (remaining_s, worker, work)
         if best is None:
             return None
         _, holder, work = best
-        if work.task.number not in self.slots[holder].begun:
+        if work.task.number not in self.workers[holder].start_times:
             self.drop(holder, work.task.number)
         return work
 
-    def _ends(self, slot: Slot) -> Iterator[tuple[float, Work]]:
+    def _estimate_remaining(self, state: WorkerState) -> Iterator[tuple[float, WorkItem]]:
         """What this worker holds, and in how many seconds it will be done with it; never, where it is silent for too long."""
         now = time.monotonic()
-        ends = 0.0
-        speed = slot.speed or self._mean_speed()
-        for number, work in slot.flight.items():
-            begun = slot.begun.get(number)
-            takes = max(work.cost / speed, slot.expected.get(number, 0.0))
-            speed = work.cost / takes
-            ends += takes if begun is None else max(0.0, takes - (now - begun))
-            if begun is not None and now - slot.heard > 3 * work.cost / self._mean_speed() + 1.0:
-                ends = float("inf")
-            if number in self.live:
-                yield ends, work
+        remaining_s = 0.0
+        speed = state.speed or self._mean_speed()
+        for number, work in state.in_flight.items():
+            start_time = state.start_times.get(number)
+            duration_s = max(work.cost / speed, state.expected_s.get(number, 0.0))
+            speed = work.cost / duration_s
+            remaining_s += duration_s if start_time is None else max(0.0, duration_s - (now - start_time))
+            if start_time is not None and now - state.last_seen > 3 * work.cost / self._mean_speed() + 1.0:
+                remaining_s = float("inf")
+            if number in self.active:
+                yield remaining_s, work
 
 
-def cost(spec: Spec) -> float:
-    """What a picture of this shape costs, against others; attention makes large ones dearer still, which speeds even out."""
+def cost(spec: SampleSpec) -> float:
+    """What an image of this shape costs, against others; attention makes large ones dearer still, which speeds even out."""
     return float(spec.height * spec.width * spec.num_frames * spec.steps)

@@ -1,6 +1,6 @@
-"""Many pictures in one: grids with captions, and the progress of a training.
+"""Many images in one: grids with captions, and the progress of a training.
 
-It knows pixels and text alone: no model, no run folder, no torch. Files are the affair of `halation.images.png` and `halation.runs.folder`.
+It knows pixels and text alone: no model, no run folder, no torch. Files are the affair of `halation.images.png_codec` and `halation.runs.run_record`.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
-from halation.images.png import Pixels
+from halation.images.png_codec import Pixels
 
 Colour: TypeAlias = tuple[int, int, int]
 
-PAPER: Colour = (252, 252, 251)
-INK: Colour = (32, 35, 42)
-SOFT_INK: Colour = (112, 117, 128)
-RULE: Colour = (222, 224, 228)
-EMPTY: Colour = (240, 240, 238)
-ALARM: Colour = (176, 58, 46)
-CURVE: Colour = (37, 99, 176)
-FAINT_CURVE: Colour = (183, 206, 234)
+BACKGROUND_COLOUR: Colour = (252, 252, 251)
+TEXT_COLOUR: Colour = (32, 35, 42)
+MUTED_TEXT_COLOUR: Colour = (112, 117, 128)
+GRID_LINE_COLOUR: Colour = (222, 224, 228)
+EMPTY_CELL_COLOUR: Colour = (240, 240, 238)
+ERROR_COLOUR: Colour = (176, 58, 46)
+CURVE_COLOUR: Colour = (37, 99, 176)
+FAINT_CURVE_COLOUR: Colour = (183, 206, 234)
 
 
 @cache
-def typeface(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    """The type that comes with Pillow, so that pictures are the same on every machine."""
+def load_font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    """The type that comes with Pillow, so that images are the same on every machine."""
     return ImageFont.load_default(size)
 
 
-def drawable(text: str) -> str:
+def to_drawable(text: str) -> str:
     """What the built-in type can show: accents are left off; a letter it does not have becomes an empty box."""
     bare = (
         mark for mark in unicodedata.normalize("NFKD", text.replace("\u00df", "ss")) if not unicodedata.combining(mark)
@@ -45,8 +45,8 @@ def drawable(text: str) -> str:
 
 def _wrap(text: str, size: int, width: int, max_lines: int) -> list[str]:
     """`text` in at most `max_lines` lines of `width` pixels; what does not fit ends in an ellipsis."""
-    font = typeface(size)
-    words = drawable(text[:600]).split()
+    font = load_font(size)
+    words = to_drawable(text[:600]).split()
     lines: list[str] = []
     line = ""
     while words:
@@ -76,16 +76,16 @@ def _wrap(text: str, size: int, width: int, max_lines: int) -> list[str]:
 
 def _write_lines(draw: ImageDraw.ImageDraw, x: int, y: int, lines: Sequence[str], size: int, colour: Colour) -> None:
     for number, line in enumerate(lines):
-        draw.text((x, y + number * _line_height(size)), line, font=typeface(size), fill=colour)
+        draw.text((x, y + number * _line_height(size)), line, font=load_font(size), fill=colour)
 
 
 def _line_height(size: int) -> int:
     return math.ceil(size * 1.3)
 
 
-def _shown_size(pictures: Sequence[Pixels | None], smallest: int, largest: int) -> tuple[int, int]:
-    """Height and width of a cell: the largest picture's, by a whole factor up or by any factor down."""
-    shapes = [picture.shape for picture in pictures if picture is not None] or [(smallest, smallest, 3)]
+def _cell_size(images: Sequence[Pixels | None], smallest: int, largest: int) -> tuple[int, int]:
+    """Height and width of a cell: the largest image's, by a whole factor up or by any factor down."""
+    shapes = [image.shape for image in images if image is not None] or [(smallest, smallest, 3)]
     height, width = max(shape[0] for shape in shapes), max(shape[1] for shape in shapes)
     if max(height, width) > largest:
         scale = largest / max(height, width)
@@ -94,50 +94,50 @@ def _shown_size(pictures: Sequence[Pixels | None], smallest: int, largest: int) 
     return height * factor, width * factor
 
 
-def _place(canvas: Image.Image, picture: Pixels | None, x: int, y: int, height: int, width: int) -> None:
-    """Put a picture into its cell, or a marked empty cell where there is none."""
-    if picture is None:
+def _paste_into_cell(canvas: Image.Image, image: Pixels | None, x: int, y: int, height: int, width: int) -> None:
+    """Put an image into its cell, or a marked empty cell where there is none."""
+    if image is None:
         draw = ImageDraw.Draw(canvas)
-        draw.rectangle((x, y, x + width - 1, y + height - 1), fill=EMPTY, outline=RULE)
-        draw.line((x + 1, y + 1, x + width - 2, y + height - 2), fill=RULE)
-        draw.line((x + 1, y + height - 2, x + width - 2, y + 1), fill=RULE)
-        draw.text((x + width / 2, y + height / 2), "failed", font=typeface(12), fill=ALARM, anchor="mm")
+        draw.rectangle((x, y, x + width - 1, y + height - 1), fill=EMPTY_CELL_COLOUR, outline=GRID_LINE_COLOUR)
+        draw.line((x + 1, y + 1, x + width - 2, y + height - 2), fill=GRID_LINE_COLOUR)
+        draw.line((x + 1, y + height - 2, x + width - 2, y + 1), fill=GRID_LINE_COLOUR)
+        draw.text((x + width / 2, y + height / 2), "failed", font=load_font(12), fill=ERROR_COLOUR, anchor="mm")
         return
-    image = Image.fromarray(picture)
-    scale = min(height / picture.shape[0], width / picture.shape[1])
-    size = (max(1, round(picture.shape[1] * scale)), max(1, round(picture.shape[0] * scale)))
-    if size != image.size:
-        way = Image.Resampling.NEAREST if scale > 1 else Image.Resampling.LANCZOS
-        image = image.resize(size, way)
-    canvas.paste(image, (x + (width - size[0]) // 2, y + (height - size[1]) // 2))
+    tile = Image.fromarray(image)
+    scale = min(height / image.shape[0], width / image.shape[1])
+    size = (max(1, round(image.shape[1] * scale)), max(1, round(image.shape[0] * scale)))
+    if size != tile.size:
+        resampling = Image.Resampling.NEAREST if scale > 1 else Image.Resampling.LANCZOS
+        tile = tile.resize(size, resampling)
+    canvas.paste(tile, (x + (width - size[0]) // 2, y + (height - size[1]) // 2))
 
 
-def grid(
-    pictures: Sequence[Pixels | None], columns: int, labels: Sequence[str] | None = None, group: int = 1
+def make_grid(
+    images: Sequence[Pixels | None], columns: int, labels: Sequence[str] | None = None, group: int = 1
 ) -> Pixels:
-    """All pictures in rows of `columns`, with a caption under each; None is a picture that failed.
+    """All images in rows of `columns`, with a caption under each; None is an image that failed.
 
     Those that belong together stand closer: every `group` columns there is a wider gap.
     """
-    if labels is not None and len(labels) != len(pictures):
-        raise ValueError(f"{len(labels)} labels for {len(pictures)} pictures")
+    if labels is not None and len(labels) != len(images):
+        raise ValueError(f"{len(labels)} labels for {len(images)} images")
     gutter, type_size = 12, 12
     gap = 16 if group > 1 else 0
-    columns = max(1, min(columns, len(pictures)))
-    num_rows = max(1, math.ceil(len(pictures) / columns))
-    height, width = _shown_size(pictures, smallest=128, largest=512)
+    columns = max(1, min(columns, len(images)))
+    num_rows = max(1, math.ceil(len(images) / columns))
+    height, width = _cell_size(images, smallest=128, largest=512)
     captions = [_wrap(label, type_size, width, 3) for label in labels or ()]
     caption_height = 6 + _line_height(type_size) * max(map(len, captions)) if any(captions) else 0
     row_height = height + caption_height + gutter
     size = (gutter + columns * (width + gutter) + (columns - 1) // group * gap, gutter + num_rows * row_height)
-    canvas = Image.new("RGB", size, PAPER)
+    canvas = Image.new("RGB", size, BACKGROUND_COLOUR)
     draw = ImageDraw.Draw(canvas)
-    for number, picture in enumerate(pictures):
+    for number, image in enumerate(images):
         x = gutter + (number % columns) * (width + gutter) + number % columns // group * gap
         y = gutter + (number // columns) * row_height
-        _place(canvas, picture, x, y, height, width)
+        _paste_into_cell(canvas, image, x, y, height, width)
         if captions:
-            _write_lines(draw, x, y + height + 6, captions[number], type_size, INK)
+            _write_lines(draw, x, y + height + 6, captions[number], type_size, TEXT_COLOUR)
     return np.array(canvas, dtype=np.uint8)
 
 
@@ -147,40 +147,40 @@ def progress_figure(
     loss: Sequence[tuple[int, float]] | None,
     title: str,
 ) -> Pixels:
-    """How a training went, in one picture: a row for each step, a column for each prompt, and the loss below."""
+    """How a training went, in one image: a row for each step, a column for each prompt, and the loss below."""
     margin, gutter, gap, type_size, title_size = 28, 8, 48, 12, 20
-    height, width = _shown_size([picture for _, pictures in rows for picture in pictures], smallest=128, largest=256)
-    label_width = 16 + max((int(typeface(14).getlength(f"{step:,}")) for step, _ in rows), default=0)
+    height, width = _cell_size([image for _, images in rows for image in images], smallest=128, largest=256)
+    label_width = 16 + max((int(load_font(14).getlength(f"{step:,}")) for step, _ in rows), default=0)
     label_width = max(label_width, 44)
     captions = [_wrap(prompt, type_size, width, 4) for prompt in prompts]
     caption_height = _line_height(type_size) * max(map(len, captions), default=0)
-    picture_width = max(len(prompts) * (width + gutter) - gutter, 420)
-    heading = _wrap(title, title_size, label_width + picture_width, 2)
+    image_width = max(len(prompts) * (width + gutter) - gutter, 420)
+    heading = _wrap(title, title_size, label_width + image_width, 2)
     top = margin + len(heading) * _line_height(title_size) + 14 + caption_height + 8
     bottom = top + len(rows) * (height + gutter) - gutter
     points = [(step, value) for step, value in loss or () if math.isfinite(value)]
     plot_height = 150 if len(points) > 1 else 0
     left = margin + label_width
-    size = (left + picture_width + margin, bottom + (gap + plot_height + 24 if plot_height else 0) + margin)
-    canvas = Image.new("RGB", size, PAPER)
+    size = (left + image_width + margin, bottom + (gap + plot_height + 24 if plot_height else 0) + margin)
+    canvas = Image.new("RGB", size, BACKGROUND_COLOUR)
     draw = ImageDraw.Draw(canvas)
-    _write_lines(draw, margin, margin, heading, title_size, INK)
-    draw.text((left - 14, top - 8), "step", font=typeface(type_size), fill=SOFT_INK, anchor="rd")
+    _write_lines(draw, margin, margin, heading, title_size, TEXT_COLOUR)
+    draw.text((left - 14, top - 8), "step", font=load_font(type_size), fill=MUTED_TEXT_COLOUR, anchor="rd")
     for column, lines in enumerate(captions):
         y = top - 8 - _line_height(type_size) * len(lines)
-        _write_lines(draw, left + column * (width + gutter), y, lines, type_size, INK)
-    for number, (step, pictures) in enumerate(rows):
+        _write_lines(draw, left + column * (width + gutter), y, lines, type_size, TEXT_COLOUR)
+    for number, (step, images) in enumerate(rows):
         y = top + number * (height + gutter)
-        draw.text((left - 14, y + height / 2), f"{step:,}", font=typeface(14), fill=INK, anchor="rm")
-        for column, picture in enumerate(pictures):
-            _place(canvas, picture, left + column * (width + gutter), y, height, width)
+        draw.text((left - 14, y + height / 2), f"{step:,}", font=load_font(14), fill=TEXT_COLOUR, anchor="rm")
+        for column, image in enumerate(images):
+            _paste_into_cell(canvas, image, left + column * (width + gutter), y, height, width)
     if plot_height:
-        _draw_loss(canvas, (left, bottom + gap, picture_width, plot_height), points, [step for step, _ in rows])
+        _draw_loss(canvas, (left, bottom + gap, image_width, plot_height), points, [step for step, _ in rows])
     return np.array(canvas, dtype=np.uint8)
 
 
 def _draw_loss(
-    canvas: Image.Image, box: tuple[int, int, int, int], points: Sequence[tuple[int, float]], marks: Sequence[int]
+    canvas: Image.Image, box: tuple[int, int, int, int], points: Sequence[tuple[int, float]], step_marks: Sequence[int]
 ) -> None:
     """The loss over the steps in `box` (x, y, width, height): each value faint, the running mean clear."""
     x, y, width, height = box
@@ -193,40 +193,56 @@ def _draw_loss(
     low, high = min(low, ticks[0]), max(high, ticks[-1])
     first, last = float(steps.min()), float(max(steps.max(), steps.min() + 1))
 
-    def across(step: float) -> float:
+    def to_x(step: float) -> float:
         return (step - first) / (last - first) * (width - 1)
 
-    def down(value: float) -> float:
+    def to_y(value: float) -> float:
         return float(height - 1 - (np.clip(value, low, high) - low) / ((high - low) or 1.0) * (height - 1))
 
-    finer = 3  # drawn larger and shrunk, because Pillow's lines have hard edges
-    plot = Image.new("RGB", (width * finer, height * finer), PAPER)
-    pen = ImageDraw.Draw(plot)
+    supersampling = 3  # drawn larger and shrunk, because Pillow's lines have hard edges
+    plot = Image.new("RGB", (width * supersampling, height * supersampling), BACKGROUND_COLOUR)
+    plot_draw = ImageDraw.Draw(plot)
     for tick in ticks:
-        pen.line((0, down(tick) * finer, width * finer, down(tick) * finer), fill=RULE, width=finer)
-    for mark in marks:
+        plot_draw.line(
+            (0, to_y(tick) * supersampling, width * supersampling, to_y(tick) * supersampling),
+            fill=GRID_LINE_COLOUR,
+            width=supersampling,
+        )
+    for mark in step_marks:
         if first <= mark <= last:
-            pen.line(
-                (across(mark) * finer, (height - 7) * finer, across(mark) * finer, height * finer), SOFT_INK, finer
+            plot_draw.line(
+                (
+                    to_x(mark) * supersampling,
+                    (height - 7) * supersampling,
+                    to_x(mark) * supersampling,
+                    height * supersampling,
+                ),
+                MUTED_TEXT_COLOUR,
+                supersampling,
             )
-    for series, colour, weight in ((values, FAINT_CURVE, finer), (smooth, CURVE, 2 * finer)):
-        path = [(across(step) * finer, down(value) * finer) for step, value in zip(steps, series, strict=True)]
-        pen.line(path, fill=colour, width=weight, joint="curve")
+    for series, colour, weight in (
+        (values, FAINT_CURVE_COLOUR, supersampling),
+        (smooth, CURVE_COLOUR, 2 * supersampling),
+    ):
+        path = [
+            (to_x(step) * supersampling, to_y(value) * supersampling) for step, value in zip(steps, series, strict=True)
+        ]
+        plot_draw.line(path, fill=colour, width=weight, joint="curve")
     canvas.paste(plot.resize((width, height), Image.Resampling.LANCZOS), (x, y))
     draw = ImageDraw.Draw(canvas)
-    draw.text((x, y - 8), f"loss, {smooth[-1]:.4g} at the end", font=typeface(12), fill=INK, anchor="ld")
+    draw.text((x, y - 8), f"loss, {smooth[-1]:.4g} at the end", font=load_font(12), fill=TEXT_COLOUR, anchor="ld")
     for tick in ticks:
-        draw.text((x - 14, y + down(tick)), f"{tick:g}", font=typeface(11), fill=SOFT_INK, anchor="rm")
-    draw.text((x, y + height + 6), f"step {first:,.0f}", font=typeface(11), fill=SOFT_INK, anchor="la")
-    draw.text((x + width, y + height + 6), f"step {last:,.0f}", font=typeface(11), fill=SOFT_INK, anchor="ra")
+        draw.text((x - 14, y + to_y(tick)), f"{tick:g}", font=load_font(11), fill=MUTED_TEXT_COLOUR, anchor="rm")
+    draw.text((x, y + height + 6), f"step {first:,.0f}", font=load_font(11), fill=MUTED_TEXT_COLOUR, anchor="la")
+    draw.text((x + width, y + height + 6), f"step {last:,.0f}", font=load_font(11), fill=MUTED_TEXT_COLOUR, anchor="ra")
 
 
 def _running_mean(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """The mean over about a twentieth of the curve around each point; at the ends, over the part that is there."""
-    reach = len(values) // 40
+    half_window = len(values) // 40
     sums = np.concatenate([[0.0], np.cumsum(values)])
     middle = np.arange(len(values))
-    start, end = np.maximum(middle - reach, 0), np.minimum(middle + reach + 1, len(values))
+    start, end = np.maximum(middle - half_window, 0), np.minimum(middle + half_window + 1, len(values))
     return np.asarray((sums[end] - sums[start]) / (end - start), dtype=np.float64)
 
 

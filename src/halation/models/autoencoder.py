@@ -9,52 +9,54 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import torch
+from diffusers import AutoencoderKLWan
 from torch import Tensor
 
 from halation.errors import InputError
-from halation.models.denoiser import NotFiniteError
+from halation.models.denoiser import NonFiniteRowsError
 
 logger = logging.getLogger(__name__)
+_FRAME_AXIS = 2
 
 
-class Space(Protocol):
-    """Pictures to tensors and back."""
+class ImageSpace(Protocol):
+    """Images to tensors and back."""
 
     downsample: int
     channels: int
 
     def encode(self, pixels: Tensor) -> Tensor:
-        """uint8 NHWC to float32 NCHW, on the device of the pictures."""
+        """uint8 NHWC to float32 NCHW, on the device of the images."""
 
     def decode(self, x: Tensor) -> Tensor:
-        """The way back, to uint8 NHWC; NotFiniteError where a picture is not finite."""
+        """The way back, to uint8 NHWC; NotFiniteError where an image is not finite."""
 
     def describe(self) -> dict[str, Any]:
         """JSON that says which space this is."""
 
     def fingerprint(self) -> str:
-        """Equal where the same pictures become the same tensors."""
+        """Equal where the same images become the same tensors."""
 
-    def to(self, device: torch.device | str) -> Space:
+    def to(self, device: torch.device | str) -> ImageSpace:
         """Move what has weights, in place."""
 
 
-def to_unit(pixels: Tensor) -> Tensor:
+def normalize_images(pixels: Tensor) -> Tensor:
     """uint8 NHWC to float32 NCHW in [-1, 1]."""
     return pixels.permute(0, 3, 1, 2).to(torch.float32) / 127.5 - 1.0
 
 
-def to_bytes(x: Tensor) -> Tensor:
+def denormalize_images(x: Tensor) -> Tensor:
     """Float NCHW in [-1, 1] to uint8 NHWC: clamp, scale, round half to even; a NaN is refused rather than drawn black."""
     rows = not_finite_rows(x)
     if rows:
-        raise NotFiniteError(f"pictures {', '.join(map(str, rows))} of the batch are not finite", rows)
+        raise NonFiniteRowsError(f"images {', '.join(map(str, rows))} of the batch are not finite", rows)
     scaled = x.to(torch.float32).clamp(-1.0, 1.0) * 127.5 + 127.5
     return scaled.round().to(torch.uint8).permute(0, 2, 3, 1).contiguous()
 
 
 def not_finite_rows(x: Tensor) -> tuple[int, ...]:
-    """Which pictures of a batch hold a NaN or an infinity."""
+    """Which images of a batch hold a NaN or an infinity."""
     bad = ~torch.isfinite(x).flatten(1).all(dim=1)
     return tuple(bad.nonzero().flatten().tolist())
 
@@ -71,10 +73,10 @@ class PixelSpace:
         self.scale = scale
 
     def encode(self, pixels: Tensor) -> Tensor:
-        return to_unit(pixels) * self.scale
+        return normalize_images(pixels) * self.scale
 
     def decode(self, x: Tensor) -> Tensor:
-        return to_bytes(x / self.scale)
+        return denormalize_images(x / self.scale)
 
     def describe(self) -> dict[str, Any]:
         return {"kind": "pixels", "scale": self.scale}
@@ -97,13 +99,13 @@ class LatentSpace:
 
     def __init__(self, vae: Any, *, path: str, half_dtype: torch.dtype = torch.float16) -> None:
         self._vae = vae.requires_grad_(False).eval()
-        self._half: Any = None
+        self._half_vae: Any = None
         self._fingerprint: str | None = None
         self._half_dtype = half_dtype
         self.path = path
-        self._read(vae.config)
+        self._read_config(vae.config)
 
-    def _read(self, config: Any) -> None:
+    def _read_config(self, config: Any) -> None:
         self.channels = config.latent_channels
         self.downsample = 2 ** (len(config.block_out_channels) - 1)
         self.scaling = config.scaling_factor
@@ -122,8 +124,8 @@ class LatentSpace:
         from diffusers import AutoencoderKL  # slow to import, and pixel models do without it
 
         try:
-            read: Any = AutoencoderKL.from_pretrained
-            vae = read(str(path), use_safetensors=True, local_files_only=True, torch_dtype=torch.float32)
+            from_pretrained: Any = AutoencoderKL.from_pretrained
+            vae = from_pretrained(str(path), use_safetensors=True, local_files_only=True, torch_dtype=torch.float32)
         except (OSError, ValueError) as error:
             raise InputError(
                 f"the autoencoder in {path} cannot be read: {error}",
@@ -140,49 +142,49 @@ class LatentSpace:
     @torch.no_grad()
     def encode(self, pixels: Tensor) -> Tensor:
         with torch.autocast(self.device.type, enabled=False):  # latents must not depend on who asks for them
-            mean = self._mean(to_unit(pixels.to(self.device)))
+            mean = self._encode_mean(normalize_images(pixels.to(self.device)))
         latents: Tensor = (mean - self.shift) * self.scaling
         return latents.to(pixels.device)
 
-    def _mean(self, pictures: Tensor) -> Tensor:
-        mean: Tensor = self._vae.encode(pictures).latent_dist.mode()
+    def _encode_mean(self, images: Tensor) -> Tensor:
+        mean: Tensor = self._vae.encode(images).latent_dist.mode()
         return mean
 
     @torch.no_grad()
     def decode(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Half precision on a GPU and float32 on a CPU unless `dtype` says otherwise; what overflows is decoded again in float32.
 
-        The second attempt takes one picture at a time, so that it does not depend on which neighbours overflowed.
+        The second attempt takes one image at a time, so that it does not depend on which neighbours overflowed.
         """
         if dtype is None:
             dtype = self._half_dtype if self.device.type == "cuda" else torch.float32
         latents = x.to(self.device, torch.float32) / self.scaling + self.shift
-        pictures = self._pictures(latents, dtype)
-        overflown = not_finite_rows(pictures) if dtype != torch.float32 else ()
-        if overflown:
-            logger.info("%d pictures overflowed in %s and are decoded again in float32", len(overflown), dtype)
-            for row in overflown:
-                pictures[row] = self._pictures(latents[row : row + 1], torch.float32)[0]
-        return to_bytes(pictures)
+        images = self._decode_in_dtype(latents, dtype)
+        overflowed = not_finite_rows(images) if dtype != torch.float32 else ()
+        if overflowed:
+            logger.info("%d images overflowed in %s and are decoded again in float32", len(overflowed), dtype)
+            for row in overflowed:
+                images[row] = self._decode_in_dtype(latents[row : row + 1], torch.float32)[0]
+        return denormalize_images(images)
 
-    def _pictures(self, latents: Tensor, dtype: torch.dtype) -> Tensor:
-        vae = self._vae if dtype == torch.float32 else self._narrow(dtype)
+    def _decode_in_dtype(self, latents: Tensor, dtype: torch.dtype) -> Tensor:
+        vae = self._vae if dtype == torch.float32 else self._make_half_vae(dtype)
         with torch.autocast(self.device.type, enabled=False):
-            return self._decoded(vae, latents.to(dtype)).to(torch.float32)
+            return self._run_decoder(vae, latents.to(dtype)).to(torch.float32)
 
-    def _decoded(self, vae: Any, latents: Tensor) -> Tensor:
+    def _run_decoder(self, vae: Any, latents: Tensor) -> Tensor:
         decoded: Tensor = vae.decode(latents).sample
         return decoded
 
-    def _narrow(self, dtype: torch.dtype) -> Any:
+    def _make_half_vae(self, dtype: torch.dtype) -> Any:
         """The decoder's weights once more, narrow: made at the first use, kept beside the float32 ones."""
-        if self._half is None or self._half.dtype != dtype or self._half.device != self.device:
+        if self._half_vae is None or self._half_vae.dtype != dtype or self._half_vae.device != self.device:
             encoder, self._vae.encoder = self._vae.encoder, None
             try:
-                self._half = copy.deepcopy(self._vae).to(dtype)
+                self._half_vae = copy.deepcopy(self._vae).to(dtype)
             finally:
                 self._vae.encoder = encoder
-        return self._half
+        return self._half_vae
 
     def describe(self) -> dict[str, Any]:
         return {"kind": "latents", "path": self.path, "fingerprint": self.fingerprint()}
@@ -190,14 +192,14 @@ class LatentSpace:
     def fingerprint(self) -> str:
         """A hash of the weights and of the numbers applied around them."""
         if self._fingerprint is None:
-            digest = hashlib.sha256(self._numbers().encode())
+            digest = hashlib.sha256(self._scale_and_shift().encode())
             for name, tensor in sorted(self._vae.state_dict().items()):
                 digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
                 digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
             self._fingerprint = f"{self.kind}:{digest.hexdigest()}"
         return self._fingerprint
 
-    def _numbers(self) -> str:
+    def _scale_and_shift(self) -> str:
         return f"{self.scaling!r} {self.shift!r}"
 
     def save(self, folder: str | Path) -> None:
@@ -206,11 +208,11 @@ class LatentSpace:
 
     def to(self, device: torch.device | str) -> LatentSpace:
         self._vae.to(device)
-        self._half = None
+        self._half_vae = None
         return self
 
 
-def space_from(description: dict[str, Any], folder: Path | None = None) -> Space:
+def load_space(description: dict[str, Any], folder: Path | None = None) -> ImageSpace:
     """The space a description names; a relative autoencoder folder is looked up beside the description."""
     if description.get("kind") == "pixels":
         return PixelSpace(scale=float(description.get("scale", 1.0)))
@@ -230,3 +232,37 @@ def space_from(description: dict[str, Any], folder: Path | None = None) -> Space
             "put the original autoencoder back, or train with this one",
         )
     return space
+
+
+class WanLatentSpace(LatentSpace):
+    """Mean latents of one frame by Wan's causal autoencoder, each channel normalised by the mean and deviation of its config."""
+
+    kind: ClassVar[str] = "autoencoder_kl_wan"
+    scaling: Tensor
+    shift: Tensor
+
+    def _read_config(self, config: Any) -> None:
+        self.channels = config.z_dim
+        self.downsample = config.scale_factor_spatial
+        # Divided first and multiplied later, as the pipeline does: the other way round gives other bits.
+        self.scaling = 1.0 / torch.tensor(config.latents_std).reshape(1, -1, 1, 1)
+        self.shift = torch.tensor(config.latents_mean).reshape(1, -1, 1, 1)
+
+    def _encode_mean(self, images: Tensor) -> Tensor:
+        return super()._encode_mean(images.unsqueeze(_FRAME_AXIS)).squeeze(_FRAME_AXIS)
+
+    def _run_decoder(self, vae: Any, latents: Tensor) -> Tensor:
+        return super()._run_decoder(vae, latents.unsqueeze(_FRAME_AXIS)).squeeze(_FRAME_AXIS)
+
+    def _scale_and_shift(self) -> str:
+        return f"{self.scaling.flatten().tolist()} {self.shift.flatten().tolist()}"
+
+    def to(self, device: torch.device | str) -> WanLatentSpace:
+        super().to(device)
+        self.scaling, self.shift = self.scaling.to(device), self.shift.to(device)
+        return self
+
+
+def make_latent_space(vae: Any, path: str) -> LatentSpace:
+    """The space of a pipeline's autoencoder."""
+    return (WanLatentSpace if isinstance(vae, AutoencoderKLWan) else LatentSpace)(vae, path=path)

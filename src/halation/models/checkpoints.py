@@ -2,35 +2,156 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
 
-from halation.distributed.checkpoint.reader import Reader
-from halation.distributed.checkpoint.writer import COMMIT, damage, digest, newest_good
+from halation.distributed.checkpoint.reader import CheckpointReader
+from halation.distributed.checkpoint.writer import COMMIT_FILE, file_sha256, find_damage, find_newest_valid
 from halation.errors import InputError
-from halation.models.bundled import advice, meant
+from halation.models.autoencoder import ImageSpace, load_space
+from halation.models.bundled_models import resolve_model_path, suggest_model
 from halation.models.denoiser import Denoiser
-from halation.models.load import build, load_export, load_weights
+from halation.models.dit.denoiser import DiTDenoiser
+from halation.models.dit.network import DiT, DiTConfig
+from halation.models.dit.tokenizer import WordTokenizer
 
 
-def find(folder: Path) -> Path:
+def build_denoiser(description: Mapping[str, Any]) -> Denoiser:
+    """The denoiser a description names: a DiT with nothing in it yet, or the pipeline that was fine-tuned, as it was before."""
+    if description.get("family") == "pipeline":
+        # diffusers takes seconds to import, and a DiT does without; some of what it says, it says while it is imported
+        from halation.models.pipelines.load import filter_library_warnings
+
+        filter_library_warnings()
+        from halation.models.pipelines.training.denoiser import PipelineDenoiser
+
+        return PipelineDenoiser.from_description(description)
+    return build_dit(description)
+
+
+def build_dit(
+    description: Mapping[str, Any], *, folder: Path | None = None, space: ImageSpace | None = None
+) -> DiTDenoiser:
+    """The DiT a description names, with memory for its weights and nothing in it yet.
+
+    `folder` is where a relative autoencoder path starts; a `space` that is already loaded is used instead of the described one.
+    """
+    if description.get("family") != "dit" or description.get("version") != 1:
+        raise InputError(
+            f"a model of family {description.get('family')!r}, version {description.get('version')!r}",
+            "family 'dit', version 1",
+            "load it with the release of Halation that wrote it",
+        )
+    try:
+        config = _parse_config(description["config"])
+        tokenizer = description.get("tokenizer")
+        denoiser = DiTDenoiser(
+            config=config,
+            space=load_space(dict(description["space"]), folder) if space is None else space,
+            tokenizer=None if tokenizer is None else WordTokenizer.from_json(tokenizer),
+            class_names=[str(name) for name in description.get("class_names", ())],
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(
+            f"a model description that does not hold together: {type(error).__name__}: {error}",
+            "what describe() of a denoiser wrote",
+            "take the config.json that was written with the weights",
+        ) from error
+    assert isinstance(denoiser.module, DiT)
+    denoiser.module.materialize()
+    return denoiser
+
+
+def _parse_config(values: Mapping[str, Any]) -> DiTConfig:
+    known = {field.name: field for field in dataclasses.fields(DiTConfig)}
+    for name, value in values.items():
+        wanted = str if name == "conditioning" else int
+        if name not in known or not isinstance(value, wanted) or isinstance(value, bool):
+            raise ValueError(f"{name} = {value!r} in the model's config")
+    return DiTConfig(**values)
+
+
+def load_weights(denoiser: Denoiser, tensors: Mapping[str, Tensor], *, source: str) -> None:
+    """Put tensors into the trained parameters of the module; names and shapes must match exactly."""
+    trained = {name: parameter for name, parameter in denoiser.module.named_parameters() if parameter.requires_grad}
+    expected = {name: tuple(parameter.shape) for name, parameter in trained.items()}
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    different = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    if different:
+        name = different[0]
+        raise InputError(
+            f"{source} does not fit the model: {len(different)} tensors differ, first {name}: {found.get(name, 'missing')}",
+            f"{name}: {expected.get(name, 'no such tensor')}",
+            "use the config.json that was written with these weights",
+        )
+    with torch.no_grad():
+        for name, parameter in trained.items():
+            parameter.copy_(tensors[name])
+
+
+def load_export(folder: str | Path, weights: str = "model.safetensors") -> DiTDenoiser:
+    """The denoiser of an export folder (`config.json` and safetensors), on the CPU."""
+    path = Path(folder)
+    description = _read_description(path / "config.json")
+    file = path / weights
+    if not file.is_file() or file.suffix != ".safetensors":
+        raise InputError(
+            f"no weights at {file}", "a safetensors file", "name a file of this folder that ends in .safetensors"
+        )
+    try:
+        tensors = load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise InputError(
+            f"{file} cannot be read: {error}", "a whole safetensors file", "copy or export it again"
+        ) from error
+    denoiser = build_dit(description, folder=path)
+    load_weights(denoiser, tensors, source=str(file))
+    return denoiser
+
+
+def _read_description(file: Path) -> dict[str, Any]:
+    """`config.json`: a description, or a document that holds one under `model`."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise InputError(
+            f"no {file.name} in {file.parent}",
+            "an export folder with config.json and model.safetensors",
+            "check the path",
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(
+            f"{file} is not JSON: {error}", "the config.json of an export", "export the model again"
+        ) from error
+    inner = value.get("model", value) if isinstance(value, dict) else None
+    if not isinstance(inner, dict):
+        raise InputError(f"{file} describes no model", "the config.json of an export", "export the model again")
+    return inner
+
+
+def find_checkpoint(folder: Path) -> Path:
     """The checkpoint or export folder that is meant, with every byte checked where a commit file says what they are."""
-    folder = meant(folder)
+    folder = resolve_model_path(folder)
     if not folder.is_dir():
         raise InputError(
-            f"there is no folder {folder}", "a run, a checkpoint or an export", advice(folder, "check the path")
+            f"there is no folder {folder}", "a run, a checkpoint or an export", suggest_model(folder, "check the path")
         )
     if (folder / "checkpoints").is_dir():
-        found = newest_good(folder / "checkpoints")
+        found = find_newest_valid(folder / "checkpoints")
         if found is not None:
             return found.folder
         folder = folder / "checkpoints"
-    elif (folder / COMMIT).exists():
-        problem = damage(folder)
+    elif (folder / COMMIT_FILE).exists():
+        problem = find_damage(folder)
         if problem:
             raise InputError(
                 f"checkpoint {folder} is damaged: {problem}", "the bytes it was saved with", "use an older checkpoint"
@@ -51,20 +172,20 @@ def find(folder: Path) -> Path:
     )
 
 
-def refuse_lost_base(folder: Path) -> None:
+def check_base_exists(folder: Path) -> None:
     """A checkpoint of a fine-tuning needs the pipeline it began with; said before anything is started for it."""
-    if not (folder / COMMIT).exists():
+    if not (folder / COMMIT_FILE).exists():
         return
     try:
         description = dict(json.loads((folder / "state.json").read_bytes())["denoiser"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise _unreadable(folder, error) from error
+        raise _unreadable_error(folder, error) from error
     base = Path(str(description.get("path", "")))
     if description.get("family") == "pipeline" and not (base / "model_index.json").is_file():
-        raise _without_base(folder, base, "which is not there any more")
+        raise _missing_base_error(folder, base, "which is not there any more")
 
 
-def _without_base(folder: Path, base: Path, why: str) -> InputError:
+def _missing_base_error(folder: Path, base: Path, why: str) -> InputError:
     folder = folder.resolve()
     run = folder.parent.parent if folder.parent.name == "checkpoints" else folder
     export, action = run / "export", f"put {base} back as it was"
@@ -74,30 +195,30 @@ def _without_base(folder: Path, base: Path, why: str) -> InputError:
 
 
 def load_denoiser(folder: Path, *, raw: bool, checked: bool = False) -> Denoiser:
-    """The model, on the CPU: its averaged weights, or the raw ones. `checked` says that `find` gave this folder already."""
-    folder = folder if checked else find(folder)
-    if not (folder / COMMIT).exists():
+    """The model, on the CPU: its averaged weights, or the raw ones. `checked` says that `find_checkpoint` gave this folder already."""
+    folder = folder if checked else find_checkpoint(folder)
+    if not (folder / COMMIT_FILE).exists():
         return load_export(folder, "model_raw.safetensors" if raw else "model.safetensors")
     try:
-        reader = Reader(folder)
-        denoiser = _built(folder, dict(reader.state["denoiser"]))
-        tensors = dict(reader.whole("model" if raw else "ema"))
+        reader = CheckpointReader(folder)
+        denoiser = _build_from_checkpoint(folder, dict(reader.state["denoiser"]))
+        tensors = dict(reader.read_part("model" if raw else "ema"))
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _unreadable(folder, error) from error
+        raise _unreadable_error(folder, error) from error
     load_weights(denoiser, tensors, source=str(folder))
     return denoiser
 
 
-def _built(folder: Path, description: dict[str, Any]) -> Denoiser:
+def _build_from_checkpoint(folder: Path, description: dict[str, Any]) -> Denoiser:
     try:
-        return build(description)
+        return build_denoiser(description)
     except InputError as error:
         if description.get("family") != "pipeline":
             raise
-        raise _without_base(folder, Path(str(description.get("path"))), f"and now: {error.found}") from error
+        raise _missing_base_error(folder, Path(str(description.get("path"))), f"and now: {error.found}") from error
 
 
-def _unreadable(folder: Path, error: Exception) -> InputError:
+def _unreadable_error(folder: Path, error: Exception) -> InputError:
     """Sums keep out damage, not files that were made by something else."""
     return InputError(
         f"{folder} cannot be read: {type(error).__name__}: {error}",
@@ -106,37 +227,37 @@ def _unreadable(folder: Path, error: Exception) -> InputError:
     )
 
 
-def digest_of(folder: Path, *, raw: bool) -> str:
+def weights_digest(folder: Path, *, raw: bool) -> str:
     """One word for the very weights that are drawn from."""
     part = "model" if raw else "ema"
-    if (folder / COMMIT).exists():
-        sums = json.loads((folder / COMMIT).read_bytes())["sha256"]
-        mine = sorted(value for name, value in sums.items() if name.split(".")[0].split("-")[0] == part)
-        return hashlib.sha256(" ".join(mine).encode()).hexdigest()
+    if (folder / COMMIT_FILE).exists():
+        sums = json.loads((folder / COMMIT_FILE).read_bytes())["sha256"]
+        digests = sorted(value for name, value in sums.items() if name.split(".")[0].split("-")[0] == part)
+        return hashlib.sha256(" ".join(digests).encode()).hexdigest()
     file = folder / ("model_raw.safetensors" if raw else "model.safetensors")
     if not file.is_file():
         raise InputError(
             f"{folder} has no {file.name}", "those weights in it", "leave --raw out" if raw else "export it again"
         )
-    return digest(file)
+    return file_sha256(file)
 
 
-def sampling_of(folder: Path) -> dict[str, Any]:
+def read_sampling_settings(folder: Path) -> dict[str, Any]:
     """How the run this model comes from drew its samples."""
-    source = folder / ("state.json" if (folder / COMMIT).exists() else "config.json")
+    source = folder / ("state.json" if (folder / COMMIT_FILE).exists() else "config.json")
     try:
         return dict(json.loads(source.read_bytes()).get("sampling", {}))
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise _unreadable(folder, error) from error
+        raise _unreadable_error(folder, error) from error
 
 
-def space_of(folder: Path) -> dict[str, Any]:
+def read_space_description(folder: Path) -> dict[str, Any]:
     """The description of the space a DiT works in, its autoencoder's folder written out."""
-    committed = (folder / COMMIT).exists()
+    committed = (folder / COMMIT_FILE).exists()
     source = folder / ("state.json" if committed else "config.json")
     try:
         value = json.loads(source.read_bytes())
         space = dict((value["denoiser"] if committed else value)["space"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise _unreadable(folder, error) from error
+        raise _unreadable_error(folder, error) from error
     return space | {"path": str(folder / space["path"])} if space.get("path") else space

@@ -10,26 +10,26 @@ import torch
 from torch import Tensor, nn
 
 from halation.errors import HalationError
-from halation.flow.paths import Path, TimeKind
-from halation.specs import Sheet
+from halation.flow.paths import NoisePath, TimeDistribution
+from halation.sample_specs import SampleBatch
 
 Condition = dict[str, Tensor]
-"""What a prompt or label becomes: tensors by name, each with one row a picture and a fixed length, so that a picture's condition
+"""What a prompt or label becomes: tensors by name, each with one row an image and a fixed length, so that an image's condition
 does not depend on its neighbours'. Text has `tokens` (int64) and `mask` (bool, true where there is a token); classes `label`."""
 
 
-Guides = Literal["pair", "embedded", "none"]
+GuidanceKind = Literal["pair", "embedded", "none"]
 """How a family does guidance: by a null branch, by a number that its module reads, or not at all."""
 
-AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+MIXED_PRECISION_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The type that a dtype's name autocasts to; None for no autocast."""
 
-OWN = "own"
+PIPELINE_SCHEDULER = "own"
 """Instead of the name of a sampler: the pipeline's own scheduler."""
 
 
-class NotFiniteError(HalationError):
-    """A picture came out as NaN or infinity; `rows` says which pictures of the batch."""
+class NonFiniteRowsError(HalationError):
+    """An image came out as NaN or infinity; `rows` says which images of the batch."""
 
     def __init__(self, message: str, rows: tuple[int, ...]) -> None:
         super().__init__(message)
@@ -37,13 +37,13 @@ class NotFiniteError(HalationError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Solver:
-    """How a sheet is drawn, besides what its specs say. Sampler and shift are of models that are drawn by our own samplers."""
+class SolverSettings:
+    """How a batch is drawn, besides what its specs say. Sampler and shift are of models that are drawn by our own samplers."""
 
     sampler: str = "multistep"
     """One of ours, or OWN."""
-    pair: bool = True
-    """Whether the null branch runs too. It comes from the whole plan: a sheet whose own scales are all 1 then still makes the
+    use_cfg: bool = True
+    """Whether the null branch runs too. It comes from the whole plan: a batch whose own scales are all 1 then still makes the
     forwards of the others."""
     dtype: torch.dtype = torch.float32
     shift: float = 1.0
@@ -51,16 +51,16 @@ class Solver:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Habits:
+class FamilyDefaults:
     """Defaults of a model family."""
 
     guidance_scale: float = 3.0
-    time_sampling: TimeKind = "logit_normal"
+    time_sampling: TimeDistribution = "logit_normal"
     time_shift: float = 1.0
 
 
-class Inputs(Protocol):
-    """Everything that drawing one sheet needs, on the device; what is in it is the family's own affair."""
+class SamplingInputs(Protocol):
+    """Everything that drawing one batch needs, on the device; what is in it is the family's own affair."""
 
     @property
     def truncated(self) -> tuple[bool, ...]:
@@ -68,9 +68,9 @@ class Inputs(Protocol):
 
     @property
     def num_rows(self) -> int:
-        """Pictures in it, fillers included."""
+        """Images in it, fillers included."""
 
-    def halves(self) -> tuple[Inputs, Inputs]:
+    def halves(self) -> tuple[SamplingInputs, SamplingInputs]:
         """The first and the second half of the rows."""
 
 
@@ -83,15 +83,15 @@ class Denoiser(Protocol):
     """What is trained: its parameters that require a gradient. Engines wrap it; `forward` is told what to call."""
 
     @property
-    def path(self) -> Path:
+    def noise_path(self) -> NoisePath:
         """How noise is mixed in, and what the module is asked for."""
 
     @property
-    def habits(self) -> Habits:
+    def defaults(self) -> FamilyDefaults:
         """Guidance of samples and times of training where nothing was asked for."""
 
     @property
-    def guides(self) -> Guides:
+    def guidance_kind(self) -> GuidanceKind:
         """How guidance comes into an answer of `forward`."""
 
     @property
@@ -109,51 +109,51 @@ class Denoiser(Protocol):
     def forward(self, module: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
         """What `module`, bare or wrapped by an engine, answers to states at times `t`: a tensor like the path's target."""
 
-    def tell_guidance(self, scale: float) -> None:
+    def set_guidance(self, scale: float) -> None:
         """What a module with embedded guidance reads in `forward` from now on; nothing for others."""
 
-    def placed(self, condition: Condition, originals: Tensor, height: int, width: int) -> Condition:
-        """The condition of training pictures of this size with what the family wants to know of their sizes; `originals` are
-        heights and widths of the files, one row a picture."""
+    def add_size_condition(self, condition: Condition, original_sizes: Tensor, height: int, width: int) -> Condition:
+        """The condition of training images of this size with what the family wants to know of their sizes; `original_sizes` are
+        heights and widths of the files, one row an image."""
 
     def encode_prompts(self, prompts: Sequence[str]) -> Condition:
         """The condition of each prompt, on the CPU."""
 
     def encode_captions(self, captions: Sequence[str], labels: Sequence[int]) -> Condition:
-        """The condition of training pictures, on the CPU: labels where the family knows classes, captions otherwise."""
+        """The condition of training images, on the CPU: labels where the family knows classes, captions otherwise."""
 
-    def truncated(self, prompts: Sequence[str]) -> list[bool]:
+    def truncation_flags(self, prompts: Sequence[str]) -> list[bool]:
         """Which prompts are longer than the model reads."""
 
     def null_condition(self, num: int) -> Condition:
         """What captions are replaced by in training, `num` rows on the CPU."""
 
     def sample_shape(self, height: int, width: int) -> tuple[int, int, int]:
-        """(channels, height, width) of the tensor behind a picture of this size; another size than the model's is an InputError."""
+        """(channels, height, width) of the tensor behind an image of this size; another size than the model's is an InputError."""
 
     def to_model(self, pixels: Tensor) -> Tensor:
-        """uint8 NHWC pictures to the float32 NCHW tensors the module learns, on the device of the pictures."""
+        """uint8 NHWC images to the float32 NCHW tensors the module learns, on the device of the images."""
 
     def to_pixels(self, x: Tensor) -> Tensor:
-        """The way back, to uint8 NHWC; NotFiniteError where a picture is NaN."""
+        """The way back, to uint8 NHWC; NotFiniteError where an image is NaN."""
 
     def times(self, num_steps: int, height: int, width: int, shift: float) -> tuple[float, ...]:
         """The times, from 1 to 0 and one more than steps, that a sample of this size goes through. `shift` is that of models that
         are drawn by our own samplers."""
 
-    def prepare(self, sheet: Sheet, device: torch.device | str) -> Any:
-        """`Inputs` of a sheet; everything that bad input can make fail happens here."""
+    def prepare(self, batch: SampleBatch, device: torch.device | str) -> Any:
+        """`SamplingInputs` of a batch; everything that bad input can make fail happens here."""
 
-    def filler(self, sheet: Sheet, device: torch.device | str) -> Any:
-        """`Inputs` of that sheet's shapes that need no prompt, to keep the other ranks company."""
+    def dummy_inputs(self, batch: SampleBatch, device: torch.device | str) -> Any:
+        """`SamplingInputs` of that batch's shapes that need no prompt, to keep the other ranks company."""
 
-    def sample(self, inputs: Any, solver: Solver, on_step: Callable[[], None]) -> Tensor:
+    def sample(self, inputs: Any, solver: SolverSettings, on_step: Callable[[], None]) -> Tensor:
         """Draw: float32 tensors for `to_pixels`. `on_step` is called after every step. Nothing else runs the module here."""
 
-    def hold_encoders(self) -> None:
+    def keep_text_encoders(self) -> None:
         """Keep what reads prompts ready, where they come one after the other and not all at once."""
 
-    def keep_no_activations(self) -> None:
+    def enable_gradient_checkpointing(self) -> None:
         """Compute activations inside shard units again in the backward pass instead of keeping them."""
 
     def shard_units(self) -> list[nn.Module]:
@@ -162,8 +162,8 @@ class Denoiser(Protocol):
     def describe(self) -> dict[str, Any]:
         """JSON from which `models.load.build` makes the same denoiser again, without its weights."""
 
-    def flops_per_picture(self) -> int:
-        """Floating-point operations of one forward of one picture (a multiply-add is two)."""
+    def flops_per_image(self) -> int:
+        """Floating-point operations of one forward of one image (a multiply-add is two)."""
 
     def to(self, device: torch.device | str, *, module: bool = True) -> Denoiser:
         """Move the module, unless an engine will, and what surrounds it, in place."""
@@ -173,4 +173,4 @@ class VelocityDenoiser(Denoiser, Protocol):
     """A family that our own samplers draw from."""
 
     def predict(self, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
-        """The velocity at `x` and time `t` (one a picture, 1 is noise), in float32."""
+        """The velocity at `x` and time `t` (one an image, 1 is noise), in float32."""

@@ -17,17 +17,17 @@ def fingerprint(folder: Path) -> str:
     """A digest of every file's name and size, of small files whole, and of sixteen places in each large one.
 
     Weights that were trained on differ everywhere, so sixteen places tell them apart; reading a model of 30 GB at every
-    resume would take minutes. Files that no model reads (pictures, READMEs, hidden ones, our own note) do not count.
+    resume would take minutes. Files that no model reads (images, READMEs, hidden ones, our own note) do not count.
     """
-    whole = hashlib.sha256()
-    for path in sorted(_files(folder), key=lambda path: path.relative_to(folder).as_posix()):
+    digest = hashlib.sha256()
+    for path in sorted(_model_files(folder), key=lambda path: path.relative_to(folder).as_posix()):
         size = path.stat().st_size
-        whole.update(f"{path.relative_to(folder).as_posix()}\0{size}\0".encode())
-        whole.update(_content(path, size))
-    return whole.hexdigest()
+        digest.update(f"{path.relative_to(folder).as_posix()}\0{size}\0".encode())
+        digest.update(_content_digest(path, size))
+    return digest.hexdigest()
 
 
-def _files(folder: Path) -> list[Path]:
+def _model_files(folder: Path) -> list[Path]:
     endings = {".json", ".safetensors", ".txt", ".model", ".jinja", ".bin"}
     found = []
     for root, folders, names in os.walk(folder, followlinks=True):
@@ -36,7 +36,7 @@ def _files(folder: Path) -> list[Path]:
     return [path for path in found if path != folder / EXPORT_FILE]
 
 
-def _content(path: Path, size: int) -> bytes:
+def _content_digest(path: Path, size: int) -> bytes:
     if size <= SMALL_BYTES:
         return hashlib.sha256(path.read_bytes()).digest()
     digest = hashlib.sha256()

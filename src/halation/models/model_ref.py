@@ -10,72 +10,72 @@ from pathlib import Path
 from typing import Any
 
 from halation.errors import InputError
-from halation.models.bundled import advice, embedded_name, embedded_names, meant, portable
+from halation.models.bundled_models import bundled_name, bundled_names, portable_name, resolve_model_path, suggest_model
 from halation.models.fingerprint import EXPORT_FILE, fingerprint
-from halation.models.test_pattern import pace_of
+from halation.models.test_pattern import parse_timing
 
-HEIGHT, WIDTH, GUIDANCE, STEPS = 480, 832, 7.5, 20
-PIPELINE_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+DEFAULT_HEIGHT, DEFAULT_WIDTH, DEFAULT_GUIDANCE_SCALE, DEFAULT_STEPS = 480, 832, 7.5, 20
+DOWNLOAD_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class ModelRef:
     """A model before it is loaded: how a worker opens it, one word for its weights, and the settings it brings along."""
 
-    order: dict[str, Any]
+    load_args: dict[str, Any]
     name: str
     digest: str
-    height: int = HEIGHT
-    width: int = WIDTH
-    guidance_scale: float = GUIDANCE
-    steps: int = STEPS
+    height: int = DEFAULT_HEIGHT
+    width: int = DEFAULT_WIDTH
+    guidance_scale: float = DEFAULT_GUIDANCE_SCALE
+    steps: int = DEFAULT_STEPS
     distilled: str = ""
     """The objective by which it learned to draw in that many steps and no other number, if it did."""
 
     student: bool = False
     """Whether it was distilled, with guidance in it or none to be drawn with."""
 
-    def misuse(self, num_steps: int) -> str:
+    def step_warning(self, num_steps: int) -> str:
         """What there is to say to another number of steps than a model was distilled for."""
         if not self.distilled or num_steps == self.steps:
             return ""
-        return few_steps_words(num_steps, self.steps, self.distilled)
+        return format_step_warning(num_steps, self.steps, self.distilled)
 
-    def misguided(self, guidance_scale: float) -> str:
+    def guidance_warning(self, guidance_scale: float) -> str:
         """What there is to say to another guidance than a student is drawn with."""
         if not self.student or guidance_scale == self.guidance_scale:
             return ""
-        return guidance_words(guidance_scale, self.guidance_scale)
+        return format_guidance_warning(guidance_scale, self.guidance_scale)
 
 
-def guidance_words(asked: float, learned: float) -> str:
-    return f"{asked:g}, but the model was distilled to be drawn with {learned:g}; expect worse pictures"
+def format_guidance_warning(asked: float, learned: float) -> str:
+    return f"{asked:g}, but the model was distilled to be drawn with {learned:g}; expect worse images"
 
 
-def few_steps_words(num_steps: int, learned: int, objective: str) -> str:
-    return f"{num_steps} steps, but the model was distilled ({objective}) to draw in {learned}; expect worse pictures"
+def format_step_warning(num_steps: int, learned: int, objective: str) -> str:
+    return f"{num_steps} steps, but the model was distilled ({objective}) to draw in {learned}; expect worse images"
 
 
-def subject_of(model_path: str, *, raw: bool) -> Subject:
+def resolve_model(model_path: str, *, raw: bool) -> ModelRef:
     """Look at what is there without loading it."""
     if not model_path:
         raise InputError(
             "no --model_path", "a model to draw from", "give --model_path FOLDER, or testcard to try without a model"
         )
-    pace = pace_of(model_path)
-    if pace is not None:
-        return Subject(order={"kind": "testcard", **asdict(pace)}, name="testcard", digest="testcard 1")
-    folder = meant(model_path)
+    timing = parse_timing(model_path)
+    if timing is not None:
+        return ModelRef(load_args={"kind": "testcard", **asdict(timing)}, name="testcard", digest="testcard 1")
+    folder = resolve_model_path(model_path)
     if not folder.is_dir():
-        folder = _downloaded(model_path)
+        folder = _download(model_path)
     if (folder / "model_index.json").exists():
-        order = {"kind": "pipeline", "path": str(folder.resolve())}
+        load_args = {"kind": "pipeline", "path": str(folder.resolve())}
         name = Path(model_path).resolve().name
-        return Subject(order=order, name=name, digest=fingerprint(folder), **exported_with(folder))
-    return _checkpoint(folder, raw)
+        return ModelRef(load_args=load_args, name=name, digest=fingerprint(folder), **read_export_settings(folder))
+    return _resolve_checkpoint(folder, raw)
 
 
-def exported_with(folder: Path) -> dict[str, Any]:
+def read_export_settings(folder: Path) -> dict[str, Any]:
     """Size, guidance and few steps of the run that exported a pipeline, so that it draws what its run drew; nothing for others'
     pipelines."""
     if not (folder / EXPORT_FILE).exists():
@@ -85,7 +85,7 @@ def exported_with(folder: Path) -> dict[str, Any]:
         height, width, guidance_scale = (sampling[name] for name in ("height", "width", "guidance_scale"))
         size = {"height": int(height), "width": int(width)}
         student = bool(sampling.get("distilled"))
-        return {**size, "guidance_scale": float(guidance_scale), "student": student, **distilled_steps(sampling)}
+        return {**size, "guidance_scale": float(guidance_scale), "student": student, **distillation_settings(sampling)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(
             f"{folder / EXPORT_FILE} cannot be read: {type(error).__name__}: {error}",
@@ -94,7 +94,7 @@ def exported_with(folder: Path) -> dict[str, Any]:
         ) from error
 
 
-def distilled_steps(sampling: Mapping[str, Any]) -> dict[str, Any]:
+def distillation_settings(sampling: Mapping[str, Any]) -> dict[str, Any]:
     """The steps of a student of few, and by what objective it learned them."""
     distilled = sampling.get("distilled") or {}
     if not distilled.get("steps"):
@@ -102,39 +102,39 @@ def distilled_steps(sampling: Mapping[str, Any]) -> dict[str, Any]:
     return {"steps": int(distilled["steps"]), "distilled": str(distilled.get("objective", ""))}
 
 
-def _checkpoint(folder: Path, raw: bool) -> Subject:
-    from halation.models.checkpoints import digest_of, find, refuse_lost_base, sampling_of
+def _resolve_checkpoint(folder: Path, raw: bool) -> ModelRef:
+    from halation.models.checkpoints import check_base_exists, find_checkpoint, read_sampling_settings, weights_digest
 
     try:
-        found = find(folder)
-        sampling = sampling_of(found)
+        found = find_checkpoint(folder)
+        sampling = read_sampling_settings(found)
     except InputError as error:
-        raise _neither(folder, error.found) from error
+        raise _not_a_model_error(folder, error.found) from error
     if not {"sampler", "height", "width", "guidance_scale"} <= sampling.keys():
-        raise _neither(folder, "it does not say how it is sampled; part of a pipeline, perhaps")
-    refuse_lost_base(found)
-    order = {
+        raise _not_a_model_error(folder, "it does not say how it is sampled; part of a pipeline, perhaps")
+    check_base_exists(found)
+    load_args = {
         "kind": "checkpoint",
         "path": str(found.resolve()),
-        "embedded": embedded_name(found),
+        "embedded": bundled_name(found),
         "sampler": sampling["sampler"],
         "time_shift": sampling.get("time_shift", 1.0),
     }
     # A model of the package comes with the settings that its card was measured with; of others the steps of previews say little.
-    own_steps = {"steps": int(sampling["steps"])} if embedded_name(found) else {}
-    return Subject(
-        order=order,
+    own_steps = {"steps": int(sampling["steps"])} if bundled_name(found) else {}
+    return ModelRef(
+        load_args=load_args,
         name=folder.resolve().name,
-        digest=digest_of(found, raw=raw),
+        digest=weights_digest(found, raw=raw),
         height=sampling["height"],
         width=sampling["width"],
         guidance_scale=sampling["guidance_scale"],
         student=bool(sampling.get("distilled")),
-        **own_steps | distilled_steps(sampling),
+        **own_steps | distillation_settings(sampling),
     )
 
 
-def _neither(folder: Path, why: str) -> InputError:
+def _not_a_model_error(folder: Path, why: str) -> InputError:
     return InputError(
         f"{folder} is neither a diffusers pipeline (no model_index.json) nor a model of Halation ({why})",
         "a folder as save_pretrained() of a pipeline writes it, or a run, checkpoint or export of Halation",
@@ -142,24 +142,24 @@ def _neither(folder: Path, why: str) -> InputError:
     )
 
 
-def pipeline_folder(model_path: str, flag: str = "model_path") -> Path:
+def resolve_pipeline_folder(model_path: str, flag: str = "model_path") -> Path:
     """The folder of a diffusers pipeline by its path or its name on the hub."""
-    folder = meant(model_path)
+    folder = resolve_model_path(model_path)
     if not folder.is_dir():
-        folder = _downloaded(model_path, flag)
+        folder = _download(model_path, flag)
     if not (folder / "model_index.json").is_file():
-        run = fine_tuned_run(folder)
+        run = find_fine_tuned_run(folder)
         if run is not None:
-            raise fine_tuned(flag, folder, run)
+            raise fine_tuned_error(flag, folder, run)
         raise InputError(
-            f"{portable(folder)} is no diffusers pipeline: it has no model_index.json",
+            f"{portable_name(folder)} is no diffusers pipeline: it has no model_index.json",
             "a folder as save_pretrained() of a pipeline writes it",
-            f"check --{flag}; a DiT of Halation is trained on with --model {embedded_name(folder) or 'FOLDER'}",
+            f"check --{flag}; a DiT of Halation is trained on with --model {bundled_name(folder) or 'FOLDER'}",
         )
     return folder
 
 
-def fine_tuned_run(folder: Path) -> Path | None:
+def find_fine_tuned_run(folder: Path) -> Path | None:
     """The run of a fine-tuning that a folder is, or lies in."""
     folder = folder.resolve()
     for run in (folder, *folder.parents[:2]):
@@ -172,7 +172,7 @@ def fine_tuned_run(folder: Path) -> Path | None:
     return None
 
 
-def fine_tuned(flag: str, folder: Path, run: Path) -> InputError:
+def fine_tuned_error(flag: str, folder: Path, run: Path) -> InputError:
     """What to give instead of a run that fine-tuned a pipeline, or of something in it."""
     export = run / "export"
     later = "" if (export / "model_index.json").exists() else ", which is there once a training has ended"
@@ -183,16 +183,16 @@ def fine_tuned(flag: str, folder: Path, run: Path) -> InputError:
     )
 
 
-def _downloaded(name: str, flag: str = "model_path") -> Path:
+def _download(name: str, flag: str = "model_path") -> Path:
     """A pipeline by its name on the hub: from the cache where it is there, else downloaded once."""
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name) or Path(name).parent.is_dir():
-        expected = f"a diffusers pipeline, a model of Halation, or one of the package: {', '.join(embedded_names())}"
-        raise InputError(f"there is no folder {name}", expected, advice(name, f"check --{flag}"))
+        expected = f"a diffusers pipeline, a model of Halation, or one of the package: {', '.join(bundled_names())}"
+        raise InputError(f"there is no folder {name}", expected, suggest_model(name, f"check --{flag}"))
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=PIPELINE_FILES))
+        return Path(snapshot_download(name, allow_patterns=DOWNLOAD_PATTERNS))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         raise InputError(
             f"there is no folder {name}, and the hub did not give a model of that name: {str(error).splitlines()[0]}",

@@ -1,4 +1,4 @@
-"""A painter that needs no model: a card of colours that follow from the spec, to try prompts, disks, clusters and recoveries with."""
+"""A stand-in that needs no weights: a card of colours that follow from the spec, to try prompts, disks, clusters and recoveries with."""
 
 from __future__ import annotations
 
@@ -14,87 +14,87 @@ from typing import Any
 import numpy as np
 
 from halation.errors import InputError
-from halation.models.image_result import Frames, OnStep, Painting
-from halation.specs import Spec
+from halation.models.pending_images import Frames, OnStep, PendingImages
+from halation.sample_specs import SampleSpec
 
-NAME = "testcard"
+MODEL_NAME = "testcard"
 NUM_BARS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pace:
-    """How long sheets take."""
+class PatternTiming:
+    """How long batches take."""
 
     seconds: float = 0.0
     work: float = 0.0
-    """Pixels times steps that take these seconds; others take more or less in proportion. 0: every sheet takes them."""
+    """Pixels times steps that take these seconds; others take more or less in proportion. 0: every batch takes them."""
     slower: Mapping[str, float] = field(default_factory=dict)
     """Workers, by their number, that take so many times as long."""
 
-    def of(self, spec: Spec) -> float:
-        share = spec.height * spec.width * spec.num_frames * spec.steps / self.work if self.work else 1.0
-        return self.seconds * share * self.slower.get(os.environ.get("RANK", ""), 1.0)
+    def batch_time_s(self, spec: SampleSpec) -> float:
+        scale = spec.height * spec.width * spec.num_frames * spec.steps / self.work if self.work else 1.0
+        return self.seconds * scale * self.slower.get(os.environ.get("RANK", ""), 1.0)
 
 
-FORM = re.compile(r"(?P<seconds>[\d.e-]+)(@(?P<work>\d+x\d+x\d+))?(?P<slower>(,\d+=[\d.]+)*)")
+TIMING_PATTERN = re.compile(r"(?P<seconds>[\d.e-]+)(@(?P<work>\d+x\d+x\d+))?(?P<slower>(,\d+=[\d.]+)*)")
 
 
-def pace_of(model_path: str) -> Pace | None:
+def parse_timing(model_path: str) -> PatternTiming | None:
     """The pace a `testcard...` asks for; None for everything that is no test card.
 
-    `testcard` takes no time, `testcard:0.2` 0.2 s a sheet, `testcard:0.2@480x832x20` 0.2 s for 480 x 832 pixels in 20 steps and in
+    `testcard` takes no time, `testcard:0.2` 0.2 s a batch, `testcard:0.2@480x832x20` 0.2 s for 480 x 832 pixels in 20 steps and in
     proportion for others; `,1=2.5` behind either makes worker 1 take 2.5 times as long.
     """
-    name, _, words = model_path.partition(":")
-    if name != NAME:
+    name, _, arguments = model_path.partition(":")
+    if name != MODEL_NAME:
         return None
-    if not words:
-        return Pace()
-    form = FORM.fullmatch(words)
+    if not arguments:
+        return PatternTiming()
+    match = TIMING_PATTERN.fullmatch(arguments)
     try:
-        if form is None:
+        if match is None:
             raise ValueError
-        slower = dict(entry.split("=") for entry in form["slower"].split(",")[1:])
-        pace = Pace(
-            seconds=float(form["seconds"]),
-            work=float(math.prod(map(int, form["work"].split("x")))) if form["work"] else 0.0,
+        slower = dict(entry.split("=") for entry in match["slower"].split(",")[1:])
+        timing = PatternTiming(
+            seconds=float(match["seconds"]),
+            work=float(math.prod(map(int, match["work"].split("x")))) if match["work"] else 0.0,
             slower={worker: float(factor) for worker, factor in slower.items()},
         )
-        if not 0 <= pace.seconds < 1e6 or (form["work"] and not pace.work):
+        if not 0 <= timing.seconds < 1e6 or (match["work"] and not timing.work):
             raise ValueError
     except ValueError as error:
         raise InputError(
             f"--model_path {model_path}",
             "testcard, testcard:SECONDS, or testcard:SECONDS@HEIGHTxWIDTHxSTEPS",
-            "give the seconds a sheet takes, and if wanted the sheet that takes them",
+            "give the seconds a batch takes, and if wanted the batch that takes them",
         ) from error
-    return pace
+    return timing
 
 
-class TestCard:
+class TestPatternModel:
     """Draws bars whose colours are the digest of the spec, after as long as it is told to take."""
 
     __test__ = False  # pytest: the name is the thing's, not a test's
 
-    def __init__(self, pace: Pace) -> None:
-        self.pace = pace
+    def __init__(self, timing: PatternTiming) -> None:
+        self.timing = timing
         self.facts: dict[str, Any] = {"pipeline": "test card", "options": {}}
 
-    def check(self, spec: Spec) -> None:
+    def check(self, spec: SampleSpec) -> None:
         """Any spec will do."""
 
-    def draw(self, specs: Sequence[Spec], on_step: OnStep) -> Painting:
-        began, seconds = time.perf_counter(), self.pace.of(specs[0])
+    def draw(self, specs: Sequence[SampleSpec], on_step: OnStep) -> PendingImages:
+        began, seconds = time.perf_counter(), self.timing.batch_time_s(specs[0])
         for step in range(1, specs[0].steps + 1):
             # Up to a moment, not for a while: what sleeps overshoot does not add up.
             left = began + seconds * step / specs[0].steps - time.perf_counter()
             if left > 0:
                 time.sleep(left)
             on_step()
-        return Painting(collect=lambda: [card(spec) for spec in specs])
+        return PendingImages(collect=lambda: [render_pattern(spec) for spec in specs])
 
 
-def card(spec: Spec) -> Frames:
+def render_pattern(spec: SampleSpec) -> Frames:
     """Bars above, a ramp below; frames of a video differ by a step of the ramp."""
     settings = f"{spec.prompt}\0{spec.negative_prompt}\0{spec.seed}\0{spec.steps}\0{spec.guidance_scale}"
     colours = np.frombuffer(hashlib.sha256(settings.encode()).digest()[: NUM_BARS * 3], np.uint8).reshape(NUM_BARS, 3)

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from halation.errors import HalationError, InputError, Interrupted
-from halation.runs.folder import CONFIG_FILE, METRICS_FILE, publish, publish_json
+from halation.runs.run_record import CONFIG_FILE, METRICS_FILE, write_atomic, write_json_atomic
 
 ENDED_FILE = "ended.json"
 OWNER_FILE = ".owner.json"
-KILLED = "killed; where nobody did it, the machine ran out of memory; the same command goes on"
+KILLED_REASON = "killed; where nobody did it, the machine ran out of memory; the same command goes on"
 
 
 @contextlib.contextmanager
-def held(folder: Path, what: str) -> Iterator[None]:
+def lock_folder(folder: Path, command: str) -> Iterator[None]:
     """Hold a run folder alone; a second command on it is refused and told who holds it, a dead owner's hold is taken over.
 
     The operating system drops the lock with its owner, so a lock left by a killed command never has to be guessed about.
@@ -34,18 +34,18 @@ def held(folder: Path, what: str) -> Iterator[None]:
     try:
         lock.acquire(timeout=0.2)
     except Timeout:
-        holder = _owner(owner_path)
+        holder = _describe_owner(owner_path)
         raise InputError(
             f"{folder} is in use by {holder}",
             "one command at a time on a folder",
             "wait for it, stop it, or choose another --output_dir",
         ) from None
     try:
-        before = _end_before(folder)
-        publish_json(owner_path, _card(what))
+        previous_end = _read_previous_end(folder)
+        write_json_atomic(owner_path, _owner_record(command))
         with contextlib.suppress(FileNotFoundError):
             (folder / ENDED_FILE).unlink()
-        with _telling_the_end(folder, what, before):
+        with _record_end(folder, command, previous_end):
             yield
     finally:
         for leftover in (owner_path, path):
@@ -54,83 +54,85 @@ def held(folder: Path, what: str) -> Iterator[None]:
         lock.release()
 
 
-def announce(folder: Path, what: str) -> None:
+def write_owner(folder: Path, command: str) -> None:
     """Tell whoever looks that this process works here, without a hold on the folder: running while it lives, then stopped.
 
     The end is told beforehand, because nobody will be asked when it comes; it counts only once the process is gone.
     """
-    stopped = {**_end(what, None), "state": "stopped"}
-    publish_json(folder / ENDED_FILE, stopped)
-    publish_json(folder / OWNER_FILE, _card(what))
+    stopped = {**_end_record(command, None), "state": "stopped"}
+    write_json_atomic(folder / ENDED_FILE, stopped)
+    write_json_atomic(folder / OWNER_FILE, _owner_record(command))
 
 
-def _card(what: str) -> dict[str, Any]:
+def _owner_record(command: str) -> dict[str, Any]:
     return {
         "pid": os.getpid(),
-        "start": start_of(os.getpid()),
+        "start": process_start_ticks(os.getpid()),
         "host": socket.gethostname(),
-        "command": what,
+        "command": command,
         "since": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
 
 
 @contextlib.contextmanager
-def _telling_the_end(folder: Path, what: str, before: Mapping[str, Any] | None) -> Iterator[None]:
+def _record_end(folder: Path, command: str, previous_end: Mapping[str, Any] | None) -> Iterator[None]:
     """ended.json of what happens inside; a start that was refused leaves the run what it was, its record too."""
-    began = _traces(folder)
+    outputs_before = _output_stats(folder)
     config = folder / CONFIG_FILE
-    record = config.read_bytes() if before and config.exists() else None
+    record = config.read_bytes() if previous_end and config.exists() else None
     try:
         yield
     except BaseException as error:
         # By its code: a refusal that a rank or a worker spoke arrives as another kind of error.
         code = error.exit_code if isinstance(error, HalationError) else None
-        refused = (code == InputError.exit_code or isinstance(error, GeneratorExit)) and _traces(folder) == began
-        if refused and record is not None:
+        is_refused = (code == InputError.exit_code or isinstance(error, GeneratorExit)) and _output_stats(
+            folder
+        ) == outputs_before
+        if is_refused and record is not None:
             with contextlib.suppress(OSError):
                 if config.read_bytes() != record:
-                    publish(config, record)
-        _tell_end(folder, before if refused and before else _end(what, error))
+                    write_atomic(config, record)
+        _write_end(folder, previous_end if is_refused and previous_end else _end_record(command, error))
         raise
-    _tell_end(folder, _end(what, None))
+    _write_end(folder, _end_record(command, None))
 
 
-def _end(what: str, error: BaseException | None) -> dict[str, Any]:
+def _end_record(command: str, error: BaseException | None) -> dict[str, Any]:
     stopped = isinstance(error, Interrupted | KeyboardInterrupt | GeneratorExit)
     words = str(error).strip().split("\n")[0] if error is not None else ""
     return {
         "state": "finished" if error is None else "stopped" if stopped else "failed",
         "reason": words or (type(error).__name__ if error is not None else ""),
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "command": what,
+        "command": command,
     }
 
 
-def _tell_end(folder: Path, end: Mapping[str, Any]) -> None:
+def _write_end(folder: Path, end: Mapping[str, Any]) -> None:
     if not (folder / CONFIG_FILE).exists():
         return  # it never became a run, and a start that was refused leaves nothing
     with contextlib.suppress(OSError):  # a full disk has an error of its own; a folder may be gone
-        publish(folder / ENDED_FILE, (json.dumps(end, indent=2, ensure_ascii=False) + "\n").encode(), "ended")
+        write_atomic(folder / ENDED_FILE, (json.dumps(end, indent=2, ensure_ascii=False) + "\n").encode(), "ended")
 
 
-def _end_before(folder: Path) -> dict[str, Any] | None:
+def _read_previous_end(folder: Path) -> dict[str, Any] | None:
     """How the last hold of this folder ended; an owner's card alone is that of a killed one."""
     try:
         end = json.loads((folder / ENDED_FILE).read_bytes())
         return end if isinstance(end, dict) else None
     except (OSError, ValueError):
-        killed = {**_end("", None), "state": "stopped", "reason": KILLED}
+        killed = {**_end_record("", None), "state": "stopped", "reason": KILLED_REASON}
         return killed if (folder / OWNER_FILE).exists() else None
 
 
-def _traces(folder: Path) -> list[tuple[int, int, int]]:
+def _output_stats(folder: Path) -> list[tuple[int, int, int]]:
     """What changes with the first thing that a command makes in its folder."""
     names = (METRICS_FILE, "ledger.sqlite", "metadata.jsonl", "samples.json", "summary.json")
     found = [path.stat() for path in map(folder.joinpath, names) if path.exists()]
     return [(stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in found]
 
 
-def _owner(path: Path) -> str:
+def _describe_owner(path: Path) -> str:
     try:
         owner = json.loads(path.read_bytes())
         return f"`halation {owner['command']}`, process {owner['pid']} on {owner['host']} since {owner['since']}"
@@ -138,7 +140,7 @@ def _owner(path: Path) -> str:
         return "another command"
 
 
-def start_of(pid: int) -> int | None:
+def process_start_ticks(pid: int) -> int | None:
     """When a process began, in the machine's ticks: of two that had the same number in turn, each has its own; None where nobody tells."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
@@ -148,7 +150,7 @@ def start_of(pid: int) -> int | None:
 
 def is_alive(pid: int, start: object = None) -> bool:
     """Whether there is such a process here, and it is the one that began at `start`; one that only waits to be buried is none."""
-    if not 0 < pid < 2**31 or (start is not None and start_of(pid) not in (None, start)):
+    if not 0 < pid < 2**31 or (start is not None and process_start_ticks(pid) not in (None, start)):
         return False
     try:
         os.kill(pid, 0)

@@ -1,4 +1,4 @@
-"""`halation sample`: the pictures training drew, from a checkpoint, by hand, on any number of ranks."""
+"""`halation sample`: the images training drew, from a checkpoint, by hand, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halation.config import ABOVE_0, AT_LEAST_0, SEEDS, as_json, check_ranges
+from halation.config import NON_NEGATIVE, POSITIVE, SEED_RANGE, as_json, check_ranges
 from halation.distributed import launcher
 from halation.distributed.signals import exit_code
 from halation.errors import HalationError, InputError, Interrupted
-from halation.models.bundled import advice, embedded_names, meant, portable
-from halation.models.dit.prompt_warnings import remarks
-from halation.runs import folder as runs
+from halation.models.bundled_models import bundled_names, portable_name, resolve_model_path, suggest_model
+from halation.models.dit.prompt_warnings import find_prompt_warnings
 from halation.runs import lock
+from halation.runs import run_record as runs
 from halation.sampling.config import SampleConfig
 
 if TYPE_CHECKING:
@@ -28,36 +28,38 @@ if TYPE_CHECKING:
 # 0, and -1 where 0 has a meaning, stand for what the run used.
 SAMPLE_RANGES = {
     **dict.fromkeys(("sample_steps", "batch_size", "threads"), (0, math.inf)),
-    "guidance_scale": (-1, AT_LEAST_0[1]),
-    "sample_seed": (-1, SEEDS[1]),
-    "dist_timeout_s": ABOVE_0,
+    "guidance_scale": (-1, NON_NEGATIVE[1]),
+    "sample_seed": (-1, SEED_RANGE[1]),
+    "dist_timeout_s": POSITIVE,
 }
 
 
 def run(config: SampleConfig) -> int:
-    """Draw on ranks that are already there or on ranks started here; exit code 0 only if every picture is there."""
+    """Draw on ranks that are already there or on ranks started here; exit code 0 only if every image is there."""
     check_ranges(config, SAMPLE_RANGES)
-    config = dataclasses.replace(config, checkpoint=folder_of(config.checkpoint))
-    places = () if launcher.launched() else launcher.devices(config.nproc, config.gpu_ids, config.oversubscribe)
-    if not places:
+    config = dataclasses.replace(config, checkpoint=resolve_checkpoint(config.checkpoint))
+    devices = (
+        () if launcher.is_launched() else launcher.select_devices(config.nproc, config.gpu_ids, config.oversubscribe)
+    )
+    if not devices:
         run_rank(config)
         return 0
-    config, identity = _resolved(config)
+    config, identity = _resolve_config(config)
     assert config.output_dir is not None
     runs.make_folder(config.output_dir)
-    with lock.held(config.output_dir, "sample"):
-        begin(config.output_dir, identity)
-        if len(places) == 1:
-            os.environ[launcher.DEVICE] = places[0]
-            run_rank(config, held=True)
+    with lock.lock_folder(config.output_dir, "sample"):
+        prepare_folder(config.output_dir, identity)
+        if len(devices) == 1:
+            os.environ[launcher.DEVICE_ENV] = devices[0]
+            run_rank(config, is_locked=True)
         else:
-            launcher.Launcher(__name__, as_json(config), places, 0, config.output_dir).run()
+            launcher.Launcher(__name__, as_json(config), devices, 0, config.output_dir).run()
     return 0
 
 
-def folder_of(checkpoint: str | Path) -> Path:
+def resolve_checkpoint(checkpoint: str | Path) -> Path:
     """The folder that is meant; what can be found without torch is said at once."""
-    folder = meant(checkpoint)
+    folder = resolve_model_path(checkpoint)
     if folder.name == "latest" and folder.is_file():  # the text file that names the newest one
         folder = folder.parent / folder.read_text().strip()
     if folder.is_file():
@@ -65,119 +67,121 @@ def folder_of(checkpoint: str | Path) -> Path:
     if not folder.is_dir():
         raise InputError(
             f"there is no folder {folder}",
-            f"a run, a checkpoint, an export, or a model of the package: {', '.join(embedded_names())}",
-            advice(checkpoint, "check --checkpoint"),
+            f"a run, a checkpoint, an export, or a model of the package: {', '.join(bundled_names())}",
+            suggest_model(checkpoint, "check --checkpoint"),
         )
     return folder
 
 
-def _resolved(config: SampleConfig) -> tuple[SampleConfig, dict[str, Any]]:
-    """The checkpoint that is meant, the prompts written out, a folder of its own for these very pictures, and what decides them."""
-    from halation.models.checkpoints import digest_of, refuse_lost_base
+def _resolve_config(config: SampleConfig) -> tuple[SampleConfig, dict[str, Any]]:
+    """The checkpoint that is meant, the prompts written out, a folder of its own for these very images, and what decides them."""
+    from halation.models.checkpoints import check_base_exists, weights_digest
 
-    folder, recorded = _newest(Path(config.checkpoint))
-    refuse_lost_base(folder)
-    settings = _settings(config, recorded)
+    folder, recorded = _find_checkpoint(Path(config.checkpoint))
+    check_base_exists(folder)
+    settings = _merge_settings(config, recorded)
     config = dataclasses.replace(config, checkpoint=folder, prompts=settings["prompts"], prompts_file="")
-    identity = {"model": digest_of(folder, raw=config.raw), **json.loads(json.dumps(settings))}
+    identity = {"model": weights_digest(folder, raw=config.raw), **json.loads(json.dumps(settings))}
     if config.output_dir is None:
         name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
         config = dataclasses.replace(config, output_dir=Path("outputs") / f"samples_{name}")
     return config, identity
 
 
-def _newest(checkpoint: Path) -> tuple[Path, dict[str, Any]]:
+def _find_checkpoint(checkpoint: Path) -> tuple[Path, dict[str, Any]]:
     """The checkpoint and how it was sampled; looked for again where a run that is still training has just replaced it."""
-    from halation.models.checkpoints import find, sampling_of
+    from halation.models.checkpoints import find_checkpoint, read_sampling_settings
 
     for _again in range(3):
-        folder = find(checkpoint)
+        folder = find_checkpoint(checkpoint)
         try:
-            return folder, sampling_of(folder)
+            return folder, read_sampling_settings(folder)
         except InputError:
             if folder.is_dir():
                 raise
-    return folder, sampling_of(folder)
+    return folder, read_sampling_settings(folder)
 
 
-def begin(folder: Path, identity: dict[str, Any]) -> None:
-    """Pictures of another model or other settings under the same names would pass for these: refuse the folder."""
-    record = runs.Run(folder).config
-    ours = [
+def prepare_folder(folder: Path, identity: dict[str, Any]) -> None:
+    """Images of another model or other settings under the same names would pass for these: refuse the folder."""
+    record = runs.RunFolder(folder).config
+    existing = [
         path.name for name in ("sample_*.png", "sample_*.txt", "grid.png", "samples.json") for path in folder.glob(name)
     ]
-    if ours and not record.exists():
+    if existing and not record.exists():
         raise InputError(
-            f"{folder} holds {ours[0]}, which `halation sample` did not put there",
+            f"{folder} holds {existing[0]}, which `halation sample` did not put there",
             "an empty folder, or one of its own",
             "choose another --output_dir, or leave it out",
         )
-    if ours:
-        lines = runs.difference(runs.read_json(record).get("fixed", {}), identity)
+    if existing:
+        lines = runs.diff_settings(runs.read_json(record).get("fixed", {}), identity)
         if lines:
             raise InputError(
-                f"{folder} holds other pictures:\n" + "\n".join(lines),
-                "an empty folder, or the settings its pictures were drawn with",
+                f"{folder} holds other images:\n" + "\n".join(lines),
+                "an empty folder, or the settings its images were drawn with",
                 "choose another --output_dir, or leave it out",
             )
-    runs.publish_json(record, {"job": "sample", "fixed": identity})
+    runs.write_json_atomic(record, {"job": "sample", "fixed": identity})
 
 
 def read_config(path: Path) -> SampleConfig:
-    return from_json(json.loads(path.read_text()))
+    return config_from_json(json.loads(path.read_text()))
 
 
-def from_json(values: dict[str, Any]) -> SampleConfig:
+def config_from_json(values: dict[str, Any]) -> SampleConfig:
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     return SampleConfig(**values | {"checkpoint": Path(values["checkpoint"]), "output_dir": Path(values["output_dir"])})
 
 
-def run_rank(config: SampleConfig, held: bool = False) -> None:
+def run_rank(config: SampleConfig, is_locked: bool = False) -> None:
     """One rank; under torchrun or srun, where no parent did it, rank 0 also holds the folder."""
-    launcher.die_with_parent()
-    from halation.distributed.world import joined, on_first
+    launcher.tie_rank_to_parent()
+    from halation.distributed.world import init_world, run_on_rank_zero
 
-    world = joined(config.gpu_ids, config.oversubscribe, config.dist_timeout_s, max(1, config.threads))
-    with world.leaving_together(), contextlib.ExitStack() as stack:
-        if not held and launcher.RENDEZVOUS not in os.environ:
+    world = init_world(config.gpu_ids, config.oversubscribe, config.dist_timeout_s, max(1, config.threads))
+    with world.close_on_success(), contextlib.ExitStack() as stack:
+        if not is_locked and launcher.RENDEZVOUS_ENV not in os.environ:
 
-            def open_folder(_beat: Any) -> dict[str, Any]:
+            def prepare_on_first_rank(_heartbeat: Any) -> dict[str, Any]:
                 """On rank 0 for all: a run that is still training may have another newest checkpoint a moment later."""
-                chosen, identity = _resolved(config)
-                assert chosen.output_dir is not None
-                runs.make_folder(chosen.output_dir)
-                stack.enter_context(lock.held(chosen.output_dir, "sample"))
-                begin(chosen.output_dir, identity)
-                return as_json(chosen)
+                resolved, identity = _resolve_config(config)
+                assert resolved.output_dir is not None
+                runs.make_folder(resolved.output_dir)
+                stack.enter_context(lock.lock_folder(resolved.output_dir, "sample"))
+                prepare_folder(resolved.output_dir, identity)
+                return as_json(resolved)
 
-            config = from_json(on_first(world, "opening the folder", open_folder, config.dist_timeout_s))
+            config = config_from_json(
+                run_on_rank_zero(world, "opening the folder", prepare_on_first_rank, config.dist_timeout_s)
+            )
         assert config.output_dir is not None
-        _draw(world, config, config.output_dir)
+        _draw_samples(world, config, config.output_dir)
 
 
-def _draw(world: World, config: SampleConfig, folder: Path) -> None:
+def _draw_samples(world: World, config: SampleConfig, folder: Path) -> None:
     import torch
 
     from halation.distributed.signals import StopSignals
-    from halation.models.blocks import compile_units
-    from halation.models.checkpoints import load_denoiser, sampling_of
-    from halation.models.model_ref import distilled_steps, few_steps_words, guidance_words
-    from halation.sampling.denoiser_sampler import Drawing, SampleSettings
-    from halation.sampling.files import Place, publish_index
-    from halation.step_progress import Progress
+    from halation.models.block_optimizations import compile_blocks
+    from halation.models.checkpoints import load_denoiser, read_sampling_settings
+    from halation.models.model_ref import distillation_settings, format_guidance_warning, format_step_warning
+    from halation.progress_bar import StepProgress
+    from halation.sampling.denoiser_sampler import DenoiserSampler, SampleSettings
+    from halation.sampling.sample_folder import SampleFolder, publish_index
 
     checkpoint = Path(config.checkpoint)
-    recorded = sampling_of(checkpoint)
-    settings = SampleSettings(**_settings(config, recorded))
-    learned = distilled_steps(recorded)
-    if learned and settings.steps != learned["steps"] and world.first:
-        words = few_steps_words(settings.steps, learned["steps"], learned["distilled"])
+    recorded = read_sampling_settings(checkpoint)
+    settings = SampleSettings.from_json(_merge_settings(config, recorded))
+    distilled = distillation_settings(recorded)
+    if distilled and settings.steps != distilled["steps"] and world.is_rank_zero:
+        words = format_step_warning(settings.steps, distilled["steps"], distilled["distilled"])
         sys.stderr.write(f"halation: --sample_steps: {words}\n")
-    if recorded.get("distilled") and settings.guidance_scale != recorded["guidance_scale"] and world.first:
-        words = guidance_words(settings.guidance_scale, recorded["guidance_scale"])
+    if recorded.get("distilled") and settings.guidance_scale != recorded["guidance_scale"] and world.is_rank_zero:
+        words = format_guidance_warning(settings.guidance_scale, recorded["guidance_scale"])
         sys.stderr.write(f"halation: --guidance_scale {words}\n")
-    if world.first:
-        for words in remarks(checkpoint, portable(checkpoint), settings.prompts, lengths=False):
+    if world.is_rank_zero:
+        for words in find_prompt_warnings(checkpoint, portable_name(checkpoint), settings.prompts, check_lengths=False):
             sys.stderr.write(f"halation: {words}\n")
     if settings.deterministic:  # read by cuBLAS when it is first used
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -186,12 +190,12 @@ def _draw(world: World, config: SampleConfig, folder: Path) -> None:
     denoiser = load_denoiser(checkpoint, raw=config.raw, checked=True).to(world.device)
     denoiser.encode_prompts((*settings.prompts, ""))
     if settings.compile:
-        compile_units(denoiser.shard_units())
-    place = Place(folder=folder, suffix="_raw" if config.raw else "")
-    kind = config.progress if world.first else "none"
+        compile_blocks(denoiser.shard_units())
+    sample_folder = SampleFolder(folder=folder, suffix="_raw" if config.raw else "")
+    kind = config.progress if world.is_rank_zero else "none"
     words = "steps" if world.size == 1 else f"steps on each of {world.size} ranks"
-    with StopSignals() as signals, Progress(kind, 1, 0, "drawing") as progress:
-        drawing = Drawing(
+    with StopSignals() as signals, StepProgress(kind, 1, 0, "drawing") as progress:
+        sampler = DenoiserSampler(
             world,
             denoiser,
             settings,
@@ -200,40 +204,39 @@ def _draw(world: World, config: SampleConfig, folder: Path) -> None:
             stop=lambda: signals.number,
             on_step=lambda done, total: progress.update(done, words, {}, total),
         )
-        rows = drawing.run(place, "by hand")
-    if world.first:
-        publish_index(place, rows, {"checkpoint": portable(checkpoint)})
+        rows = sampler.run(sample_folder, "by hand")
+    if world.is_rank_zero:
+        publish_index(sample_folder, rows, {"checkpoint": portable_name(checkpoint)})
     missing = [row for row in rows if row["state"] != "done"]
     if missing and signals.number:
         raise Interrupted(
-            f"stopped with {len(missing)} of {len(rows)} pictures to go; the same command draws them",
+            f"stopped with {len(missing)} of {len(rows)} images to go; the same command draws them",
             exit_code(signals.number),
         )
     if missing:
         reasons = "\n".join(f"  {row['file']}: {row['reason'] or 'interrupted'}" for row in missing)
         raise HalationError(
-            f"{len(missing)} of {len(rows)} pictures are missing; the same command draws them:\n{reasons}"
+            f"{len(missing)} of {len(rows)} images are missing; the same command draws them:\n{reasons}"
         )
-    if world.first and config.progress not in ("json", "none"):
+    if world.is_rank_zero and config.progress not in ("json", "none"):
         sys.stderr.write(
-            f"{len(rows)} picture{'s' if len(rows) > 1 else ''} in {folder}, together in {folder / 'grid.png'}\n"
+            f"{len(rows)} image{'s' if len(rows) > 1 else ''} in {folder}, together in {folder / 'grid.png'}\n"
         )
 
 
-def _settings(config: SampleConfig, recorded: dict[str, Any]) -> dict[str, Any]:
+def _merge_settings(config: SampleConfig, recorded: dict[str, Any]) -> dict[str, Any]:
     """What the run used, with what was asked for on top."""
-    from halation.prompts import from_flags
+    from halation.prompt_files import collect_prompts
     from halation.sampling.denoiser_sampler import SampleSettings
 
-    needed = {f.name for f in dataclasses.fields(SampleSettings) if f.default is dataclasses.MISSING}
-    if not needed <= recorded.keys():
+    if not SampleSettings.required_keys() <= recorded.keys():
         raise InputError(
             f"{config.checkpoint} does not say how it was sampled",
             "a checkpoint or export of this release",
             "export it again",
         )
-    asked = {
-        "prompts": tuple(from_flags(config.prompts, config.prompts_file or None)) or None,
+    overrides = {
+        "prompts": tuple(collect_prompts(config.prompts, config.prompts_file or None)) or None,
         "steps": config.sample_steps or None,
         "seed": config.sample_seed if config.sample_seed >= 0 else None,
         "same_seed": config.same_seed,
@@ -244,6 +247,4 @@ def _settings(config: SampleConfig, recorded: dict[str, Any]) -> dict[str, Any]:
         "threads": config.threads or None,
         "compile": config.compile,
     }
-    merged = recorded | {name: value for name, value in asked.items() if value is not None}
-    names = {field.name for field in dataclasses.fields(SampleSettings)}
-    return {name: tuple(value) if name == "prompts" else value for name, value in merged.items() if name in names}
+    return recorded | {name: value for name, value in overrides.items() if value is not None}

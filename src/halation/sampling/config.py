@@ -11,7 +11,7 @@ import tyro
 
 @dataclass(frozen=True, kw_only=True)
 class SampleConfig:
-    """Draw pictures from a checkpoint on all ranks: the same bytes that training drew, for any number of ranks.
+    """Draw images from a checkpoint on all ranks: the same bytes that training drew, for any number of ranks.
 
     What is not given here is taken from the run the checkpoint belongs to.
     """
@@ -19,7 +19,7 @@ class SampleConfig:
     checkpoint: Annotated[str | Path, tyro.conf.arg(aliases=["--model_path"])]
     """A checkpoint folder, a run folder (its newest good checkpoint), an export folder, or a model of the package, such as `streets-64`."""
     output_dir: Path | None = None
-    """Folder for the pictures, their prompts, grid.png and samples.json; by default one of their own under outputs/."""
+    """Folder for the images, their prompts, grid.png and samples.json; by default one of their own under outputs/."""
     prompts: tuple[str, ...] = ()
     """Prompts to draw; by default those of the run."""
     prompts_file: str = ""
@@ -27,7 +27,7 @@ class SampleConfig:
     sample_steps: int = 0
     """Denoising steps; 0 is what the run used."""
     sample_seed: int = -1
-    """Picture k is drawn from seed sample_seed + k; -1 is what the run used."""
+    """Image k is drawn from seed sample_seed + k; -1 is what the run used."""
     same_seed: bool | None = None
     """Draw every prompt from the same seed."""
     sampler: Literal["", "euler", "heun", "multistep"] = ""
@@ -35,11 +35,11 @@ class SampleConfig:
     guidance_scale: float = -1.0
     """Classifier-free guidance; -1 is what the run used."""
     batch_size: int = 0
-    """Pictures on a sheet; 0 is what the run used. It is part of the picture's bits."""
+    """Images in a batch; 0 is what the run used. It is part of the image's bits."""
     dtype: Literal["", "fp32", "bf16", "fp16"] = ""
     """Precision; empty is what the run used."""
     compile: bool | None = None
-    """Compile the transformer block; by default as the run did, because compiled pictures round differently."""
+    """Compile the transformer block; by default as the run did, because compiled images round differently."""
     raw: bool = False
     """Draw from the weights as they are instead of their average."""
     nproc: int = 0
@@ -51,6 +51,6 @@ class SampleConfig:
     dist_timeout_s: float = 600.0
     """Seconds without progress after which a rank is given up and named."""
     threads: int = 0
-    """CPU threads a rank computes with; 0 is what the run used. It is part of the picture's bits."""
+    """CPU threads a rank computes with; 0 is what the run used. It is part of the image's bits."""
     progress: Literal["auto", "rich", "plain", "json", "none"] = "auto"
     """auto shows a bar on a terminal and lines elsewhere."""

@@ -6,24 +6,27 @@ import contextlib
 import logging
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 import torch
 
-from halation import plan
-from halation.distributed.launcher import about_peers
-from halation.distributed.world import Vigil, World
+from halation import sample_batching
+from halation.distributed.launcher import is_lost_peer_message
+from halation.distributed.world import HeartbeatMonitor, World
 from halation.errors import RankFailure
-from halation.faults import fault_point
-from halation.models import sampling
-from halation.models.denoiser import AUTOCAST, Denoiser, Inputs, Solver
-from halation.sampling.distributed import Rounds, Shares, Sink, complete, row_of
-from halation.sampling.files import Place, Row, Writer
-from halation.specs import Sheet, Spec
+from halation.fault_injection import fault_point
+from halation.models import denoise_and_decode
+from halation.models.denoiser import MIXED_PRECISION_DTYPES, Denoiser, SamplingInputs, SolverSettings
+from halation.sample_specs import SampleBatch, SampleSpec
+from halation.sampling.distributed import ImageSink, ShareMode, SpecSampler, complete_rows, make_row
+from halation.sampling.sample_folder import SampleFolder, SampleRow, SampleWriter
 
 log = logging.getLogger(__name__)
+
+_STORED_AS = {"batch_size": "sheet_size"}
+"""Names in files that differ from those in code."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +41,7 @@ class SampleSettings:
     same_seed: bool
     sampler: str
     guidance_scale: float
-    sheet_size: int
+    batch_size: int
     dtype: str
     time_shift: float = 1.0
     threads: int = 1
@@ -47,9 +50,25 @@ class SampleSettings:
     distilled: dict[str, Any] | None = None
     """What a student was trained for: `objective` and `steps`. Drawn in other numbers of steps it is another model."""
 
-    def specs(self) -> list[Spec]:
+    def as_json(self) -> dict[str, Any]:
+        """The settings as checkpoints, exports and samples.json store them."""
+        return {_STORED_AS.get(name, name): value for name, value in asdict(self).items()}
+
+    @classmethod
+    def required_keys(cls) -> set[str]:
+        """Keys without which stored settings are not complete."""
+        return {_STORED_AS.get(each.name, each.name) for each in fields(cls) if each.default is MISSING}
+
+    @classmethod
+    def from_json(cls, stored: Mapping[str, Any]) -> SampleSettings:
+        """The settings that a checkpoint stores; keys of other versions are left out."""
+        names = {_STORED_AS.get(each.name, each.name): each.name for each in fields(cls)}
+        values = {names[key]: value for key, value in stored.items() if key in names}
+        return cls(**values | {"prompts": tuple(values["prompts"])})
+
+    def specs(self) -> list[SampleSpec]:
         return [
-            Spec(
+            SampleSpec(
                 index=index,
                 id=f"sample_{index:02d}",
                 prompt=prompt,
@@ -63,7 +82,7 @@ class SampleSettings:
         ]
 
 
-class Drawing(Rounds):
+class DenoiserSampler(SpecSampler):
     """A drawing by one of our own models, in phases: prepare, sample, decode."""
 
     def __init__(
@@ -76,36 +95,41 @@ class Drawing(Rounds):
         timeout_s: float,
         stop: Callable[[], int],
         on_step: Callable[[int, int], None] | None = None,
-        shares: Shares = "round",
+        share_mode: ShareMode = "round",
     ) -> None:
-        super().__init__(world, sharded=sharded, timeout_s=timeout_s, stop=stop, shares=shares)
+        super().__init__(world, sharded=sharded, timeout_s=timeout_s, stop=stop, share_mode=share_mode)
         self.denoiser = denoiser
         self.settings = settings
         self.on_step = on_step
-        self.done = self.total = 0
-        self.pair = settings.guidance_scale != 1.0
+        self.num_steps_done = self.num_steps_total = 0
+        self.uses_guidance = settings.guidance_scale != 1.0
 
-    def run(self, place: Place, label: str) -> list[Row]:
+    def run(self, sample_folder: SampleFolder, label: str) -> list[SampleRow]:
         """Draw what is missing in the folder; every rank returns the same rows, one a spec, done, failed or open."""
         specs = self.settings.specs()
-        sheets = plan.cut(specs, self.settings.sheet_size)
-        todo = self.missing(place, sheets)
+        batches = sample_batching.make_batches(specs, self.settings.batch_size)
+        todo = self.find_missing(sample_folder, batches)
         log.info(
-            "Generating samples: %d of %d pictures on %d ranks (%s)",
-            sum(sheets[i].num_real for i in todo),
+            "Generating samples: %d of %d images on %d ranks (%s)",
+            sum(batches[i].num_real for i in todo),
             len(specs),
             self.world.size,
             label,
         )
-        rows = self.draw_sheets(sheets, todo, Writer(place, self.settings.sampler), f"sampling {label}")
-        return complete(specs, rows, place)
+        rows = self.draw_batches(batches, todo, SampleWriter(sample_folder, self.settings.sampler), f"sampling {label}")
+        return complete_rows(specs, rows, sample_folder)
 
-    def draw_sheets(self, sheets: Sequence[Sheet], todo: Sequence[int], sink: Sink, label: str) -> list[Row]:
-        self.done, self.total = 0, plan.rounds(len(todo), self.world.size) * self.settings.steps
-        return super().draw_sheets(sheets, todo, sink, label)
+    def draw_batches(
+        self, batches: Sequence[SampleBatch], todo: Sequence[int], sink: ImageSink, label: str
+    ) -> list[SampleRow]:
+        self.num_steps_done, self.num_steps_total = (
+            0,
+            sample_batching.num_rounds(len(todo), self.world.size) * self.settings.steps,
+        )
+        return super().draw_batches(batches, todo, sink, label)
 
     @contextlib.contextmanager
-    def _invisible(self) -> Iterator[None]:
+    def _preserve_training_state(self) -> Iterator[None]:
         """Evaluation mode inside, every module's own mode again afterwards."""
         modes = [(module, module.training) for module in self.denoiser.module.modules()]
         self.denoiser.module.eval()
@@ -115,96 +139,100 @@ class Drawing(Rounds):
             for module, training in modes:
                 module.training = training
 
-    def _draw(self, sheet: Sheet | None, shape: Sheet, sink: Sink, vigil: Vigil) -> list[Row]:
-        """One sheet, or the company a rank without one keeps to the others. Only a sharded forward's error cannot be survived."""
+    def _draw_batch(
+        self, batch: SampleBatch | None, template: SampleBatch, sink: ImageSink, monitor: HeartbeatMonitor
+    ) -> list[SampleRow]:
+        """One batch, or the company a rank without one keeps to the others. Only a sharded forward's error cannot be survived."""
         began = time.perf_counter()
-        rows = [row_of(spec, self.world.rank) for spec in sheet.real] if sheet else []
-        inputs = self._phase(rows, lambda: self._prepare(sheet)) if sheet else None
+        rows = [make_row(spec, self.world.rank) for spec in batch.real_specs] if batch else []
+        inputs = self._run_phase(rows, lambda: self._prepare(batch)) if batch else None
         if inputs is None and not self.sharded:
             return rows
         if inputs is None:
-            inputs = self.denoiser.filler(shape, self.world.device)
-        x = self._forward(rows, inputs, vigil)
-        if sheet is None or x is None or rows[0]["state"] == "failed":
+            inputs = self.denoiser.dummy_inputs(template, self.world.device)
+        x = self._forward(rows, inputs, monitor)
+        if batch is None or x is None or rows[0]["state"] == "failed":
             return rows
-        decoded = self._phase(rows, lambda: self._decode(x, sheet))
-        vigil.beat()
+        decoded = self._run_phase(rows, lambda: self._decode(x, batch))
+        monitor.heartbeat()
         if decoded is None:
             return rows
         for number, row in enumerate(rows):
-            row["seconds"] = round((time.perf_counter() - began) / sheet.num_real, 3)
+            row["seconds"] = round((time.perf_counter() - began) / batch.num_real, 3)
             if number in decoded.failures:
-                self._failed([row], str(decoded.failures[number]))
-        pictures = {number: decoded.pixels[number] for number in range(len(rows)) if number not in decoded.failures}
-        self._phase(rows, lambda: sink.put(sheet, pictures, rows))
-        vigil.beat()
+                self._mark_failed([row], str(decoded.failures[number]))
+        images = {number: decoded.pixels[number] for number in range(len(rows)) if number not in decoded.failures}
+        self._run_phase(rows, lambda: sink.put(batch, images, rows))
+        monitor.heartbeat()
         return rows
 
-    def _prepare(self, sheet: Sheet) -> Inputs:
+    def _prepare(self, batch: SampleBatch) -> SamplingInputs:
         fault_point("sample.prepare")
-        inputs: Inputs = self.denoiser.prepare(sheet, self.world.device)
-        for spec, truncated in zip(sheet.real, inputs.truncated, strict=False):
+        inputs: SamplingInputs = self.denoiser.prepare(batch, self.world.device)
+        for spec, truncated in zip(batch.real_specs, inputs.truncated, strict=False):
             if truncated:
                 log.warning(
                     "prompt %d is longer than the model reads; its end has no effect: %s", spec.index, spec.prompt[:80]
                 )
         return inputs
 
-    def _forward(self, rows: list[Row], inputs: Inputs, vigil: Vigil) -> torch.Tensor | None:
+    def _forward(self, rows: list[SampleRow], inputs: SamplingInputs, monitor: HeartbeatMonitor) -> torch.Tensor | None:
         if not self.sharded:
-            drawn: torch.Tensor | None = self._phase(rows, lambda: self._fitting(rows, inputs, vigil))
-            return drawn
+            latents: torch.Tensor | None = self._run_phase(rows, lambda: self._denoise_or_halve(rows, inputs, monitor))
+            return latents
         try:
-            return self._denoise(inputs, vigil)
+            return self._denoise(inputs, monitor)
         except Exception as error:
-            if isinstance(error, RuntimeError) and about_peers(str(error)):
+            if isinstance(error, RuntimeError) and is_lost_peer_message(str(error)):
                 raise RankFailure(
-                    f"a sharded forward of the samples could not be completed: {vigil.blame()}"
+                    f"a sharded forward of the samples could not be completed: {monitor.explain_failure()}"
                 ) from error
-            vigil.fail(f"{type(error).__name__}: {error}")
+            monitor.report_failure(f"{type(error).__name__}: {error}")
             raise RankFailure(
                 f"rank {self.world.rank} failed inside a sharded forward while sampling, which no rank can survive:\n{traceback.format_exc()}"
             ) from error
 
-    def _fitting(self, rows: list[Row], inputs: Inputs, vigil: Vigil) -> torch.Tensor:
-        """The whole sheet at once or, where memory runs out, half of it after the other; such pictures are marked."""
-        before = self.done
+    def _denoise_or_halve(
+        self, rows: list[SampleRow], inputs: SamplingInputs, monitor: HeartbeatMonitor
+    ) -> torch.Tensor:
+        """The whole batch at once or, where memory runs out, half of it after the other; such images are marked."""
+        before = self.num_steps_done
         try:
-            return self._denoise(inputs, vigil)
+            return self._denoise(inputs, monitor)
         except torch.OutOfMemoryError:
             if inputs.num_rows == 1:
                 raise
-        self.done = before
+        self.num_steps_done = before
         if self.world.device.type == "cuda":
             torch.cuda.empty_cache()
         log.warning(
-            "out of memory while sampling %d pictures at once on GPU %d: trying half",
+            "out of memory while sampling %d images at once on GPU %d: trying half",
             inputs.num_rows,
             self.world.rank,
         )
-        pieces = [self._fitting(rows, half, vigil) for half in inputs.halves()]
+        halves = [self._denoise_or_halve(rows, half, monitor) for half in inputs.halves()]
         for row in rows:
             row["micro_batch"] = min(row.get("micro_batch", inputs.num_rows), -(-inputs.num_rows // 2))
-        return torch.cat(pieces)
+        return torch.cat(halves)
 
-    def _denoise(self, inputs: Inputs, vigil: Vigil) -> torch.Tensor:
+    def _denoise(self, inputs: SamplingInputs, monitor: HeartbeatMonitor) -> torch.Tensor:
         settings = self.settings
-        solver = Solver(
+        solver = SolverSettings(
             sampler=settings.sampler,
-            pair=self.pair,
-            dtype=AUTOCAST[settings.dtype] or torch.float32,
+            use_cfg=self.uses_guidance,
+            dtype=MIXED_PRECISION_DTYPES[settings.dtype] or torch.float32,
             shift=settings.time_shift,
         )
 
         def on_step() -> None:
             fault_point("sample.forward")
-            vigil.beat()
-            self.done += 1
+            monitor.heartbeat()
+            self.num_steps_done += 1
             if self.on_step is not None:
-                self.on_step(min(self.done, self.total), self.total)
+                self.on_step(min(self.num_steps_done, self.num_steps_total), self.num_steps_total)
 
         return self.denoiser.sample(inputs, solver, on_step)
 
-    def _decode(self, x: torch.Tensor, sheet: Sheet) -> sampling.Decoded:
+    def _decode(self, x: torch.Tensor, batch: SampleBatch) -> denoise_and_decode.DecodedImages:
         fault_point("sample.decode")
-        return sampling.decode(self.denoiser, x, sheet)
+        return denoise_and_decode.decode(self.denoiser, x, batch)

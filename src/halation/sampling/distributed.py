@@ -1,4 +1,4 @@
-"""Sheets of specs drawn by all ranks of a world, round by round; how one sheet is drawn is a subclass's, never this file's.
+"""Batches of specs drawn by all ranks of a world, round by round; how one batch is drawn is a subclass's, never this file's.
 
 No collective is open while ranks draw (unless the model is sharded, where every forward is one), so a slow sampler cannot run
 into a timeout, and a rank that fails tells the others in a word instead of leaving them at a barrier.
@@ -16,31 +16,77 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from halation import plan
-from halation.distributed.world import Vigil, World
-from halation.sampling.files import Place, Row, is_drawn
-from halation.sampling.work_stealing import Claims
-from halation.specs import Sheet, Spec
+from halation import sample_batching
+from halation.distributed.world import HeartbeatMonitor, World
+from halation.sample_specs import SampleBatch, SampleSpec
+from halation.sampling.sample_folder import SampleFolder, SampleRow, is_drawn
 
 log = logging.getLogger(__name__)
 
+ShareMode = Literal["round", "contiguous"]
 
-class Sink(Protocol):
-    """Where the pictures of a sheet go; what it raises costs that sheet and nothing else."""
 
-    def put(self, sheet: Sheet, pictures: Mapping[int, np.ndarray], rows: Sequence[Row]) -> None:
-        """Take what was drawn, by its place on the sheet; a place without a picture has failed."""
+class BatchClaims:
+    """Batches for this rank, one after the other, for as long as any is left in its own share or in another's.
+
+    Each share has a counter in the store, which hands out every batch but the first to whoever asks first. The first is its
+    owner's without asking: however late a rank begins, it draws.
+    """
+
+    def __init__(self, world: World, name: str, num_batches: int) -> None:
+        self.world = world
+        self.prefix = f"claims/{name}"
+        self.can_steal = True
+        self.shares = [sample_batching.rank_range(num_batches, world.size, rank) for rank in range(world.size)]
+
+    def __iter__(self) -> Iterator[int]:
+        rank = self.world.rank
+        yield from self.shares[rank][:1]
+        while (batch := self._claim(rank)) is not None:
+            yield batch
+        while self.can_steal and (owner := sample_batching.most_loaded_rank(self._count_unclaimed())) is not None:
+            batch = self._claim(owner)
+            if batch is not None:  # else somebody was faster
+                yield batch
+
+    def stop_stealing(self) -> None:
+        """Help nobody from now on: a rank whose images fail at once would take everybody's."""
+        self.can_steal = False
+
+    def close(self) -> None:
+        """Leave nothing to claim, to anybody."""
+        for owner, share in enumerate(self.shares):
+            self._add_to_counter(owner, len(share))
+
+    def _claim(self, owner: int) -> int | None:
+        share = self.shares[owner]
+        number = self._add_to_counter(owner, 1) if len(share) > 1 else 1
+        return share[number] if number < len(share) else None
+
+    def _count_unclaimed(self) -> list[int]:
+        return [
+            len(share) - 1 - self._add_to_counter(owner, 0) if len(share) > 1 else 0
+            for owner, share in enumerate(self.shares)
+        ]
+
+    def _add_to_counter(self, owner: int, increment: int) -> int:
+        number: int = self.world.store.add(f"{self.prefix}/{owner}", increment)
+        return number
+
+
+class ImageSink(Protocol):
+    """Where the images of a batch go; what it raises costs that batch and nothing else."""
+
+    def put(self, batch: SampleBatch, images: Mapping[int, np.ndarray], rows: Sequence[SampleRow]) -> None:
+        """Take what was drawn, by its place in the batch; a place without an image has failed."""
 
     def finish(self) -> None: ...
 
 
-Shares = Literal["round", "contiguous"]
-
-
-class Rounds(ABC):
+class SpecSampler(ABC):
     """One drawing of a list of specs by all ranks of a world.
 
-    Sheets go round the ranks, or are shared out contiguously; then, unless every forward is a collective, a rank that is done takes
+    Batches go round the ranks, or are shared out contiguously; then, unless every forward is a collective, a rank that is done takes
     over what others have not begun.
     """
 
@@ -51,97 +97,111 @@ class Rounds(ABC):
         sharded: bool,
         timeout_s: float,
         stop: Callable[[], int],
-        shares: Shares = "round",
+        share_mode: ShareMode = "round",
     ) -> None:
         self.world = world
         self.sharded = sharded
         self.timeout_s = timeout_s
         self.stop = stop
-        self.shares = shares
+        self.share_mode = share_mode
 
     @abstractmethod
-    def _draw(self, sheet: Sheet | None, shape: Sheet, sink: Sink, vigil: Vigil) -> list[Row]:
-        """One sheet, or the company that a rank without one keeps to the others, of the sheet `shape`'s shape."""
+    def _draw_batch(
+        self, batch: SampleBatch | None, template: SampleBatch, sink: ImageSink, monitor: HeartbeatMonitor
+    ) -> list[SampleRow]:
+        """One batch, or the company that a rank without one keeps to the others, of the batch `template`'s shape."""
 
     @abstractmethod
-    def _invisible(self) -> AbstractContextManager[None]:
+    def _preserve_training_state(self) -> AbstractContextManager[None]:
         """What stands around the drawing, so that whoever trains does not notice it."""
 
-    def missing(self, place: Place, sheets: Sequence[Sheet]) -> list[int]:
-        """The sheets of which a picture is not there, the same list on every rank."""
-        found: list[int] = self.world.from_first(self._missing(place, sheets) if self.world.first else None)
+    def find_missing(self, sample_folder: SampleFolder, batches: Sequence[SampleBatch]) -> list[int]:
+        """The batches of which an image is not there, the same list on every rank."""
+        found: list[int] = self.world.broadcast_from_rank_zero(
+            self._find_missing(sample_folder, batches) if self.world.is_rank_zero else None
+        )
         return found
 
-    def draw_sheets(self, sheets: Sequence[Sheet], todo: Sequence[int], sink: Sink, label: str) -> list[Row]:
-        """Draw these sheets, the same list on every rank; every rank returns the rows of all pictures that were drawn or failed."""
-        rows: list[Row] = []
-        with Vigil(self.world, label, self.timeout_s) as vigil, self._invisible():
+    def draw_batches(
+        self, batches: Sequence[SampleBatch], todo: Sequence[int], sink: ImageSink, label: str
+    ) -> list[SampleRow]:
+        """Draw these batches, the same list on every rank; every rank returns the rows of all images that were drawn or failed."""
+        rows: list[SampleRow] = []
+        with HeartbeatMonitor(self.world, label, self.timeout_s) as monitor, self._preserve_training_state():
             try:
-                apart = self.shares == "contiguous" and not self.sharded
-                turns = self._claimed(len(todo), label, rows) if apart else self._turns(len(todo))
-                for mine in turns:
-                    rows.extend(self._draw(None if mine is None else sheets[todo[mine]], sheets[0], sink, vigil))
+                can_claim = self.share_mode == "contiguous" and not self.sharded
+                turns = self._iter_claims(len(todo), label, rows) if can_claim else self._iter_rounds(len(todo))
+                for batch_index in turns:
+                    rows.extend(
+                        self._draw_batch(
+                            None if batch_index is None else batches[todo[batch_index]], batches[0], sink, monitor
+                        )
+                    )
             finally:
                 sink.finish()
-            words = vigil.finish(rows)
-        rows = [row for word in words for row in word]
-        self._pass_on([row for row in rows if row["state"] == "failed" and row["rank"] != self.world.rank])
+            rows_by_rank = monitor.gather_results(rows)
+        rows = [row for word in rows_by_rank for row in word]
+        self._log_remote_failures([row for row in rows if row["state"] == "failed" and row["rank"] != self.world.rank])
         return rows
 
-    def _turns(self, num_sheets: int) -> Iterator[int | None]:
-        """The sheets of this rank, in rounds; sharded ranks take a filler where they have none, to keep the others company."""
-        division = plan.sheet_for if self.shares == "round" else plan.sheet_in_share
-        for turn in range(plan.rounds(num_sheets, self.world.size)):
-            if self._stopping():
+    def _iter_rounds(self, num_batches: int) -> Iterator[int | None]:
+        """The batches of this rank, in rounds; sharded ranks take a filler where they have none, to keep the others company."""
+        assign = sample_batching.round_robin_batch if self.share_mode == "round" else sample_batching.contiguous_batch
+        for turn in range(sample_batching.num_rounds(num_batches, self.world.size)):
+            if self._should_stop():
                 return
-            mine = division(turn, self.world.rank, self.world.size, num_sheets)
-            if mine is None and not self.sharded:
+            batch_index = assign(turn, self.world.rank, self.world.size, num_batches)
+            if batch_index is None and not self.sharded:
                 return
-            yield mine
+            yield batch_index
 
-    def _claimed(self, num_sheets: int, label: str, rows: Sequence[Row]) -> Iterator[int]:
-        """The sheets of this rank's share, and of others' for as long as everything it drew (`rows`) went well."""
-        claims = Claims(self.world, label, num_sheets)
-        for mine in claims:
-            if self._stopping():
+    def _iter_claims(self, num_batches: int, label: str, rows: Sequence[SampleRow]) -> Iterator[int]:
+        """The batches of this rank's share, and of others' for as long as everything it drew (`rows`) went well."""
+        claims = BatchClaims(self.world, label, num_batches)
+        for batch_index in claims:
+            if self._should_stop():
                 claims.close()
                 return
-            yield mine
+            yield batch_index
             if any(row["state"] == "failed" for row in rows):
-                claims.keep_to_own()
+                claims.stop_stealing()
 
-    def _missing(self, place: Place, sheets: Sequence[Sheet]) -> list[int]:
+    def _find_missing(self, sample_folder: SampleFolder, batches: Sequence[SampleBatch]) -> list[int]:
         with contextlib.suppress(OSError):  # a disk that cannot be written costs the samples, not the training
-            place.folder.mkdir(parents=True, exist_ok=True)
-        return [number for number, sheet in enumerate(sheets) if not all(is_drawn(place, spec) for spec in sheet.real)]
+            sample_folder.folder.mkdir(parents=True, exist_ok=True)
+        return [
+            number
+            for number, batch in enumerate(batches)
+            if not all(is_drawn(sample_folder, spec) for spec in batch.real_specs)
+        ]
 
-    def _stopping(self) -> bool:
-        """Between sheets a person's wish to stop is granted; sharded ranks must all grant it at once."""
+    def _should_stop(self) -> bool:
+        """Between batches a person's wish to stop is granted; sharded ranks must all grant it at once."""
         if not self.sharded:
             return self.stop() != 0
-        return any(self.world.exchange(self.stop()))
+        return any(self.world.all_gather_object(self.stop()))
 
-    def _phase(self, rows: list[Row], action: Callable[[], Any]) -> Any:
-        """Run one phase of one sheet; an error costs this sheet's pictures and nothing else."""
+    def _run_phase(self, rows: list[SampleRow], action: Callable[[], Any]) -> Any:
+        """Run one phase of one batch; an error costs this batch's images and nothing else."""
         try:
             return action()
-        except Exception as error:  # noqa: BLE001 - whatever a picture dies of, the others are drawn
+        except Exception as error:  # noqa: BLE001 - whatever an image dies of, the others are drawn
             log.debug("while sampling:\n%s", traceback.format_exc())
-            self._failed(rows, f"{type(error).__name__}: {error}")
+            self._mark_failed(rows, f"{type(error).__name__}: {error}")
             return None
 
-    def _pass_on(self, rows: Sequence[Row]) -> None:
+    def _log_remote_failures(self, rows: Sequence[SampleRow]) -> None:
         """What failed on other ranks, into this rank's log."""
         for row in rows:
             log.error("Error during sampling on GPU %d: %s", row["rank"], row["reason"])
 
-    def _failed(self, rows: list[Row], reason: str) -> None:
+    def _mark_failed(self, rows: list[SampleRow], reason: str) -> None:
         log.error("Error during sampling on GPU %d: %s", self.world.rank, reason)
         for row in rows:
             row |= {"state": "failed", "reason": reason}
 
 
-def row_of(spec: Spec, rank: int) -> Row:
+def make_row(spec: SampleSpec, rank: int) -> SampleRow:
     return {
         "index": spec.index,
         "prompt": spec.prompt,
@@ -153,11 +213,15 @@ def row_of(spec: Spec, rank: int) -> Row:
     }
 
 
-def complete(specs: Sequence[Spec], rows: Sequence[Row], place: Place) -> list[Row]:
+def complete_rows(
+    specs: Sequence[SampleSpec], rows: Sequence[SampleRow], sample_folder: SampleFolder
+) -> list[SampleRow]:
     """One row a spec, in order: what was drawn now, what was there already, and what is still open."""
     by_index = {row["index"]: row for row in rows}
     result = []
     for spec in specs:
-        row = by_index.get(spec.index) or row_of(spec, -1) | {"state": "done" if is_drawn(place, spec) else "open"}
-        result.append(row | {"file": place.picture(spec).name})
+        row = by_index.get(spec.index) or make_row(spec, -1) | {
+            "state": "done" if is_drawn(sample_folder, spec) else "open"
+        }
+        result.append(row | {"file": sample_folder.image_path(spec).name})
     return result

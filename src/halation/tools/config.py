@@ -10,7 +10,7 @@ from typing import Annotated, Literal, get_args
 
 import tyro
 
-from halation.config import free
+from halation.config import free_setting
 from halation.errors import InputError
 
 Action = Literal["sample", "save", "stop"]
@@ -26,7 +26,7 @@ class CtlConfig:
     """Folder of the run."""
     action: Annotated[Action, tyro.conf.Positional] = dataclasses.field(metadata={"change": "free"})
     """sample: draw the prompts now; save: a checkpoint now; stop: save and end, the same command goes on later."""
-    wait_s: float = free(30.0)
+    wait_s: float = free_setting(30.0)
     """Seconds to wait for the run to take it; 0 does not wait."""
 
     @staticmethod
@@ -41,7 +41,7 @@ class CtlConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig:
-    """Train a small model with samples from every rank, draw with an embedded one through a kill, score the pictures, write the page.
+    """Train a small model with samples from every rank, draw with an embedded one through a kill, score the images, write the page.
 
     Needs no network, no GPU and no account. The same command goes on where the last one was stopped.
     """

@@ -6,7 +6,7 @@ import math
 import time
 
 from halation.errors import InputError
-from halation.runs import control
+from halation.runs import control_requests
 from halation.tools.config import CtlConfig
 
 POLL_S = 0.1
@@ -17,28 +17,28 @@ def run(config: CtlConfig) -> int:
     if not 0 <= config.wait_s < math.inf:
         raise InputError(f"--wait_s {config.wait_s}", "seconds, or 0 not to wait", "give a number that is not negative")
     deadline = time.monotonic() + config.wait_s
-    while control.is_starting(config.run) and time.monotonic() < deadline:
+    while control_requests.is_starting(config.run) and time.monotonic() < deadline:
         time.sleep(POLL_S)
-    request = control.ask(config.run, config.action)
+    request = control_requests.send_request(config.run, config.action)
     print(f"asked {config.run} to {config.action} at its next step", flush=True)
     if not config.wait_s:
         return 0
     try:
-        answer = _wait(request, deadline)
+        response = _wait_for_response(request, deadline)
     except KeyboardInterrupt:
-        withdrawn = control.withdraw(request)
-        print("withdrawn" if withdrawn else f"too late to withdraw: {config.run} has taken it")
+        is_cancelled = control_requests.cancel_request(request)
+        print("withdrawn" if is_cancelled else f"too late to withdraw: {config.run} has taken it")
         return 130
-    if answer is not None:
-        return _tell(answer)
-    withdrawn = control.withdraw(request)
-    if not control.is_awaited(request):
-        answer = control.answer_to(request)  # its last words may have come since
-        if answer is not None:
-            return _tell(answer)
+    if response is not None:
+        return _print_response(response)
+    is_cancelled = control_requests.cancel_request(request)
+    if not control_requests.is_owner_running(request):
+        response = control_requests.read_response(request)  # its last words may have come since
+        if response is not None:
+            return _print_response(response)
         print(f"{config.run} ended before it took that")
         return 1
-    if withdrawn:
+    if is_cancelled:
         print(
             f"not taken within {config.wait_s:g} s, withdrawn; a run that compiles, samples or starts takes requests after that (--wait_s)"
         )
@@ -47,19 +47,21 @@ def run(config: CtlConfig) -> int:
     return 0
 
 
-def _wait(request: control.Request, deadline: float) -> control.Answer | None:
+def _wait_for_response(
+    request: control_requests.ControlRequest, deadline: float
+) -> control_requests.ControlResponse | None:
     """The run's answer, as soon as it is there; None when time is up or the run is gone."""
     while True:
-        gone = not control.is_awaited(request)
-        answer = control.answer_to(request)
-        if answer is not None or gone or time.monotonic() > deadline:
-            return answer
+        is_gone = not control_requests.is_owner_running(request)
+        response = control_requests.read_response(request)
+        if response is not None or is_gone or time.monotonic() > deadline:
+            return response
         time.sleep(POLL_S)
 
 
-def _tell(answer: control.Answer) -> int:
-    if answer.refused:
-        print(f"not done at step {answer.step}: {answer.refused}")
+def _print_response(response: control_requests.ControlResponse) -> int:
+    if response.refused:
+        print(f"not done at step {response.step}: {response.refused}")
         return 1
-    print(f"taken at step {answer.step}")
+    print(f"taken at step {response.step}")
     return 0

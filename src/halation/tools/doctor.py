@@ -21,7 +21,7 @@ from typing import Any
 
 from halation import __version__
 from halation.errors import InputError
-from halation.models.bundled import embedded_folder, embedded_names
+from halation.models.bundled_models import bundled_folder, bundled_names
 from halation.tools.config import DoctorConfig
 
 EXTRAS = {
@@ -35,7 +35,7 @@ EXTRAS = {
     "deepspeed": ("deepspeed>=0.19",),
 }
 # Only these are shown with their values; of the others that matter the name alone, for a value may be a secret.
-PLAIN_VARIABLES = (
+SHOWN_VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
     "GLOO_SOCKET_IFNAME",
     "HF_HUB_OFFLINE",
@@ -50,7 +50,7 @@ PLAIN_VARIABLES = (
     "WORLD_SIZE",
 )
 VARIABLE_PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "CUDA_", "SLURM_JOB", "MASTER_", "HF_", "WANDB_", "RAY_", "PYTORCH_")
-START_LIMIT_S = 120.0
+START_TIMEOUT_S = 120.0
 
 
 def run(config: DoctorConfig) -> int:
@@ -72,10 +72,10 @@ def run(config: DoctorConfig) -> int:
         "devices": devices,
         "machine": _machine(config.output_dir),
         "backends": _backends(bool(num_gpus)),
-        "compile": _compile(bool(num_gpus)),
+        "compile": _compiler_info(bool(num_gpus)),
         "versions": _versions(),
-        "extras": {name: _extra(requirements) for name, requirements in EXTRAS.items()},
-        "models": {name: str(embedded_folder(name)) for name in embedded_names()},
+        "extras": {name: _extra_info(requirements) for name, requirements in EXTRAS.items()},
+        "models": {name: str(bundled_folder(name)) for name in bundled_names()},
         "environment": _environment(os.environ),
         "communication": check_communication(
             config.nproc or num_gpus or 2, "nccl" if num_gpus else "gloo", config.timeout_s
@@ -84,7 +84,7 @@ def run(config: DoctorConfig) -> int:
     if config.json:
         print(json.dumps(report))
     else:
-        _show(report)
+        _print_report(report)
     return 0 if report["communication"]["state"] == "ok" else 1
 
 
@@ -117,7 +117,7 @@ def _devices() -> dict[str, Any]:
                 "memory_total": _gib(total),
             }
         )
-    num_seen, driver = _seen_by_driver()
+    num_seen, driver = _driver_info()
     hint = None
     if num_seen > len(gpus):
         hint = (
@@ -126,7 +126,7 @@ def _devices() -> dict[str, Any]:
     return {"gpus": gpus, "driver": driver, "hint": hint}
 
 
-def _seen_by_driver() -> tuple[int, str | None]:
+def _driver_info() -> tuple[int, str | None]:
     try:
         import pynvml
     except ImportError:
@@ -188,7 +188,7 @@ def _attention_kernels(device: str) -> Iterator[str]:
         yield kind.removesuffix("_ATTENTION").lower()
 
 
-def _compile(on_gpu: bool) -> dict[str, Any]:
+def _compiler_info(on_gpu: bool) -> dict[str, Any]:
     names = [os.environ.get("CXX", ""), "c++", "g++", "clang++", "cc", "gcc"]
     compiler = next((path for path in map(shutil.which, filter(None, names)) if path), None)
     missing = [] if compiler else ["a C++ compiler (Debian and Ubuntu: apt install g++)"]
@@ -205,21 +205,25 @@ def _versions() -> dict[str, str | None]:
         requirements = importlib.metadata.requires("halation") or []
     except importlib.metadata.PackageNotFoundError:  # run from its source folder
         requirements = ["torch", "numpy", "pillow", "safetensors", "tyro", "pydantic", "psutil"]
-    return {_name(entry): _version(_name(entry)) for entry in requirements if "extra ==" not in entry}
+    return {
+        _requirement_name(entry): _installed_version(_requirement_name(entry))
+        for entry in requirements
+        if "extra ==" not in entry
+    }
 
 
-def _extra(requirements: tuple[str, ...]) -> dict[str, Any]:
-    versions = {_name(entry): _version(_name(entry)) for entry in requirements}
-    missing = [entry for entry in requirements if versions[_name(entry)] is None]
+def _extra_info(requirements: tuple[str, ...]) -> dict[str, Any]:
+    versions = {_requirement_name(entry): _installed_version(_requirement_name(entry)) for entry in requirements}
+    missing = [entry for entry in requirements if versions[_requirement_name(entry)] is None]
     command = "pip install " + " ".join(f"'{entry}'" for entry in missing) if missing else None
     return {"installed": {name: version for name, version in versions.items() if version}, "install": command}
 
 
-def _name(requirement: str) -> str:
+def _requirement_name(requirement: str) -> str:
     return re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
 
 
-def _version(name: str) -> str | None:
+def _installed_version(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -227,8 +231,8 @@ def _version(name: str) -> str | None:
 
 
 def _environment(variables: Mapping[str, str]) -> dict[str, str]:
-    matters = (name for name in sorted(variables) if name in PLAIN_VARIABLES or name.startswith(VARIABLE_PREFIXES))
-    return {name: variables[name] if name in PLAIN_VARIABLES else "(set)" for name in matters}
+    matters = (name for name in sorted(variables) if name in SHOWN_VARIABLES or name.startswith(VARIABLE_PREFIXES))
+    return {name: variables[name] if name in SHOWN_VARIABLES else "(set)" for name in matters}
 
 
 def _gib(num_bytes: int) -> str:
@@ -245,7 +249,7 @@ def check_communication(world_size: int, backend: str, timeout_s: float) -> dict
         folder = Path(name)
         ranks = [_start_rank(folder, rank, world_size, backend, timeout_s) for rank in range(world_size)]
         try:
-            _wait(folder, ranks, timeout_s)
+            _wait_for_ranks(folder, ranks, timeout_s)
             codes = [process.poll() for process in ranks]
         finally:
             for process in ranks:
@@ -254,7 +258,7 @@ def check_communication(world_size: int, backend: str, timeout_s: float) -> dict
         if all(code == 0 for code in codes):
             figures = json.loads((folder / "figures_0.json").read_text())
             return {**result, "state": "ok", **figures}
-        errors = {f"rank {rank}": _complaint(folder, rank, code) for rank, code in enumerate(codes) if code != 0}
+        errors = {f"rank {rank}": _rank_error(folder, rank, code) for rank, code in enumerate(codes) if code != 0}
     return {**result, "state": "failed", "errors": errors}
 
 
@@ -268,17 +272,17 @@ def _start_rank(folder: Path, rank: int, world_size: int, backend: str, timeout_
         )
 
 
-def _wait(folder: Path, ranks: list[subprocess.Popen[bytes]], timeout_s: float) -> None:
+def _wait_for_ranks(folder: Path, ranks: list[subprocess.Popen[bytes]], timeout_s: float) -> None:
     """Until all have ended, or one has failed and the others had a second to say why too, or time is up."""
     # Importing torch takes as long as it takes; the short limit begins when all ranks are there.
-    deadline = time.monotonic() + START_LIMIT_S
-    all_there = failed = False
+    deadline = time.monotonic() + START_TIMEOUT_S
+    all_started = failed = False
     while time.monotonic() < deadline:
         codes = [process.poll() for process in ranks]
         if None not in codes:
             return
-        if not all_there and all((folder / f"phase_{rank}").exists() for rank in range(len(ranks))):
-            all_there = True
+        if not all_started and all((folder / f"phase_{rank}").exists() for rank in range(len(ranks))):
+            all_started = True
             deadline = time.monotonic() + 3 * timeout_s
         if not failed and any(codes):
             failed = True
@@ -286,7 +290,7 @@ def _wait(folder: Path, ranks: list[subprocess.Popen[bytes]], timeout_s: float) 
         time.sleep(0.05)
 
 
-def _complaint(folder: Path, rank: int, code: int | None) -> str:
+def _rank_error(folder: Path, rank: int, code: int | None) -> str:
     phase_file = folder / f"phase_{rank}"
     phase = phase_file.read_text() if phase_file.exists() else "starting"
     if code is None:
@@ -298,7 +302,7 @@ def _complaint(folder: Path, rank: int, code: int | None) -> str:
 # --- Showing it ---------------------------------------------------------------------------------------------
 
 
-def _rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+def _report_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     for section, content in report.items():
         for item, value in content.items():
             if item == "gpus":
@@ -315,10 +319,14 @@ def _rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
                 for name, text in value.items():
                     yield section, name, str(text)
             else:
-                yield section, item if section in ("versions", "environment") else item.replace("_", " "), _plain(value)
+                yield (
+                    section,
+                    item if section in ("versions", "environment") else item.replace("_", " "),
+                    _format_value(value),
+                )
 
 
-def _plain(value: object) -> str:
+def _format_value(value: object) -> str:
     if value is None or value == []:
         return "none"
     if isinstance(value, bool):
@@ -328,9 +336,9 @@ def _plain(value: object) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _show(report: Mapping[str, Any]) -> None:
+def _print_report(report: Mapping[str, Any]) -> None:
     if not sys.stdout.isatty():
-        for section, item, value in _rows(report):
+        for section, item, value in _report_rows(report):
             print(f"{section}: {item}: {value}")
         return
     from rich.console import Console
@@ -339,11 +347,11 @@ def _show(report: Mapping[str, Any]) -> None:
 
     table = Table(show_header=False, box=None, pad_edge=False)
     last = ""
-    for section, item, value in _rows(report):
+    for section, item, value in _report_rows(report):
         if last and section != last:
             table.add_row()
-        alarming = value.startswith(("missing", "failed", "no answer", "ended with"))
+        is_problem = value.startswith(("missing", "failed", "no answer", "ended with"))
         heading = Text("" if section == last else section, style="bold")
-        table.add_row(heading, Text(item), Text(value, style="yellow" if alarming else ""))
+        table.add_row(heading, Text(item), Text(value, style="yellow" if is_problem else ""))
         last = section
     Console().print(table)

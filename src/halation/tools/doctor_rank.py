@@ -12,7 +12,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-from halation.faults import fault_point
+from halation.fault_injection import fault_point
 
 NUM_REPEATS = 5
 
@@ -25,7 +25,7 @@ def main(folder: Path, backend: str, timeout_s: float) -> None:
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    _say(folder, rank, "joining the group")
+    _write_phase(folder, rank, "joining the group")
     # The limit of a group is for talking: on a busy machine one rank imports torch seconds before another. Our parent ends us if one never comes.
     while not all((folder / f"phase_{other}").exists() for other in range(world_size)):
         time.sleep(0.02)
@@ -33,7 +33,7 @@ def main(folder: Path, backend: str, timeout_s: float) -> None:
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
     )
-    _say(folder, rank, "reducing")
+    _write_phase(folder, rank, "reducing")
     num_values = (64 if device.type == "cuda" else 4) * 1024 * 1024
     values = torch.full((num_values,), float(rank + 1), device=device)
     fault_point("doctor.all_reduce")
@@ -61,7 +61,7 @@ def main(folder: Path, backend: str, timeout_s: float) -> None:
     (folder / f"figures_{rank}.json").write_text(json.dumps(figures))
 
 
-def _say(folder: Path, rank: int, phase: str) -> None:
+def _write_phase(folder: Path, rank: int, phase: str) -> None:
     """What this rank is doing, for the message of a doctor who got no answer from it."""
     (folder / f"phase_{rank}").write_text(phase)
 

@@ -1,4 +1,4 @@
-"""Evaluations in training: the average of the weights draws on all ranks, its pictures become features where they are, and the first counts."""
+"""Evaluations in training: the average of the weights draws on all ranks, its images become features where they are, and the first counts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict
+from dataclasses import dataclass
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -21,137 +22,250 @@ from typing import Any
 import numpy as np
 import torch
 
-from halation import plan
-from halation.data.dataset import Pictures
+from halation import sample_batching
+from halation.data.dataset_factory import check_dataset, open_dataset
+from halation.data.dataset_protocol import ImageDataset
+from halation.data.decode import decode
+from halation.data.image_folder import ImageFolder
+from halation.data.streets import caption, scene
 from halation.distributed import rng
-from halation.distributed.launcher import computes_on
-from halation.distributed.world import Vigil, World, alive, on_first
-from halation.errors import HalationError, InputError, refused_by_system
-from halation.evaluation import features
+from halation.distributed.launcher import describe_device
+from halation.distributed.world import HeartbeatMonitor, World, run_on_rank_zero, run_with_heartbeat
+from halation.errors import HalationError, InputError, os_error_message
+from halation.evaluation import feature_extraction
 from halation.evaluation.config import EvaluateConfig
-from halation.evaluation.extractor_plan import cast, embedding, facts_of, side_of, versions
+from halation.evaluation.extractor_plan import (
+    caption_embedder,
+    extractor_facts,
+    library_versions,
+    load_feature_set,
+    plan_extractors,
+)
 from halation.evaluation.extractors.extractor import Extractor
 from halation.evaluation.extractors.registry import open_extractor
-from halation.evaluation.feature_store import Store
-from halation.evaluation.features import Desk
-from halation.evaluation.image_sources import hashed
-from halation.evaluation.metrics import measure
-from halation.evaluation.preprocess import Preparations, Preparer, prepare
-from halation.faults import fault_point
-from halation.images import plot
-from halation.images.png import encode_png
-from halation.runs import folder as runs
-from halation.sampling.denoiser_sampler import Drawing, SampleSettings
-from halation.sampling.files import Row
-from halation.specs import Sheet
+from halation.evaluation.feature_extraction import FeatureWriter
+from halation.evaluation.feature_store import FeatureStore
+from halation.evaluation.image_sources import ImageSource, LoadedImage, StreetImages, hash_json
+from halation.evaluation.metrics import metric_computation
+from halation.evaluation.metrics.caption_agreement import has_street_captions
+from halation.evaluation.metrics.metric_computation import NEEDS_CAPTIONS
+from halation.evaluation.preprocess_pool import PreprocessPool, SourcePreprocessor, prepare_images
+from halation.fault_injection import fault_point
+from halation.images import line_plots
+from halation.images.png_codec import encode_png
+from halation.runs import run_record as runs
+from halation.sample_specs import SampleBatch
+from halation.sampling.denoiser_sampler import DenoiserSampler, SampleSettings
+from halation.sampling.sample_folder import SampleRow
 from halation.training.config import TrainConfig
-from halation.training.evaluation_reference import comparison
+
+MIN_REFERENCE_IMAGES = 16
+"""Real images below which no metric means anything."""
 
 log = logging.getLogger(__name__)
 
+OnBatch = Callable[[range, list[np.ndarray]], None]
+"""What is done with the images of a whole batch, given by their indices."""
+EvaluationReport = dict[str, Any]
+Heartbeat = Callable[[], None]
+RECOVERABLE_ERRORS = (HalationError, OSError, RuntimeError, ValueError, MemoryError)
 
-Take = Callable[[range, list[np.ndarray]], None]
-"""What is done with the pictures of a whole sheet, given by their indices."""
-Report = dict[str, Any]
-Beat = Callable[[], None]
-SURVIVED = (HalationError, OSError, RuntimeError, ValueError, MemoryError)
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingImages:
+    """The first images that a run trains on, as it sees them: cropped and at its size."""
+
+    image_folder: ImageFolder
+    num_images: int
+
+    @property
+    def captions(self) -> tuple[str, ...] | None:
+        return None  # a reference's captions are of no use to any number
+
+    def __len__(self) -> int:
+        return self.num_images
+
+    @property
+    def key(self) -> str:
+        return hash_json([self.image_folder.fingerprint, "train", self.num_images])
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        size = [self.image_folder.height, self.image_folder.width]
+        return {"kind": "training pictures", "path": self.image_folder.name, "size": size}
+
+    def name(self, index: int) -> str:
+        return str(self.image_folder.folder / self.image_folder.file_name(index))
+
+    @property
+    def loader(self) -> Callable[[str], LoadedImage]:
+        return partial(load_training_image, self.image_folder.height, self.image_folder.width)
+
+    def image_ref(self, index: int) -> str:
+        return self.name(index)
+
+    def load(self, index: int) -> LoadedImage:
+        return self.loader(self.image_ref(index))
+
+
+def load_training_image(height: int, width: int, path: str) -> LoadedImage:
+    """The image of a file as a run at this size sees it."""
+    pixels = decode(Path(path), height, width)
+    return LoadedImage(pixels, hashlib.sha256(pixels.tobytes()).digest())
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationData:
+    """The reference of a run's evaluations and what is drawn to be compared with it."""
+
+    reference: ImageSource
+    prompts: tuple[str, ...]
+
+
+def open_evaluation_data(config: TrainConfig, source: ImageDataset, run: runs.RunFolder) -> EvaluationData:
+    """Validation scenes, or the training images of a folder; metrics that this data cannot serve are refused."""
+    if config.data == "streets":
+        height, _width = config.image_size
+        reference: ImageSource = StreetImages(size=height, num=config.eval_reference)
+        prompts = [caption(scene("heldout", index)) for index in range(min(config.eval_images, config.eval_reference))]
+    else:
+        folder = _open_image_folder(config, source, run)
+        reference = TrainingImages(image_folder=folder, num_images=min(config.eval_reference, folder.num_train))
+        prompts = [folder.prompt(index) for index in range(min(config.eval_images, len(reference)))]
+        _check_metrics_supported(config, folder, prompts)
+    return EvaluationData(reference=reference, prompts=tuple(prompts))
+
+
+def _open_image_folder(config: TrainConfig, source: ImageDataset, run: runs.RunFolder) -> ImageFolder:
+    """The images themselves at one size, also where the run trains on what a cache made of them, or in buckets."""
+    if isinstance(source, ImageFolder) and not config.aspect_buckets:
+        return source
+    height, width = config.image_size
+    folder = open_dataset(config.data, height, width, config.validation_images, max_images=config.max_images)
+    check_dataset(folder, Path(config.cache_dir) if config.cache_dir else run.folder / "cache", quiet=True)
+    assert isinstance(folder, ImageFolder)
+    return folder
+
+
+def _check_metrics_supported(config: TrainConfig, folder: ImageFolder, prompts: list[str]) -> None:
+    if folder.num_train < MIN_REFERENCE_IMAGES:
+        raise InputError(
+            f"--eval_every with {folder.num_train} images in {folder.name}",
+            f"at least {MIN_REFERENCE_IMAGES} real images to compare with",
+            "leave --eval_every out, or give more images",
+        )
+    caption_metrics = [metric for metric in config.eval_metrics if metric in NEEDS_CAPTIONS]
+    if caption_metrics and folder.class_names:
+        raise InputError(
+            f"--eval_metrics {' '.join(caption_metrics)}, but {folder.name} has classes",
+            "images with captions, for metrics that compare with words",
+            "ask for other metrics",
+        )
+    if "agreement" in caption_metrics and not has_street_captions(prompts):
+        raise InputError(
+            f"--eval_metrics agreement, but no caption of {folder.name} names what the streets network looks for",
+            "captions in the words of the embedded street scenes",
+            "ask for clip instead",
+        )
 
 
 def evaluation_settings(
-    samples: SampleSettings, prompts: Sequence[str], *, num: int, steps: int, sheet_size: int
+    samples: SampleSettings, prompts: Sequence[str], *, num_images: int, steps: int, batch_size: int
 ) -> SampleSettings:
-    """As the run's samples, for `num` pictures of these prompts, over and over where they are fewer.
+    """As the run's samples, for `num_images` images of these prompts, over and over where they are fewer.
 
-    Every picture has a seed of its own, whatever samples do: pictures from one noise would be less varied than the model.
+    Every image has a seed of its own, whatever samples do: images from one noise would be less varied than the model.
     """
     return dataclasses.replace(
-        samples, prompts=tuple(islice(cycle(prompts), num)), steps=steps, sheet_size=sheet_size, same_seed=False
+        samples, prompts=tuple(islice(cycle(prompts), num_images)), steps=steps, batch_size=batch_size, same_seed=False
     )
 
 
-class Handing:
-    """Hands the pictures of each whole sheet on; a sheet that lacks one is not worth scoring."""
+class CallbackSink:
+    """Hands the images of each whole batch on; a batch that lacks one is not worth scoring."""
 
-    def __init__(self, take: Take) -> None:
-        self._take = take
+    def __init__(self, on_batch: OnBatch) -> None:
+        self._on_batch = on_batch
 
-    def put(self, sheet: Sheet, pictures: Mapping[int, np.ndarray], rows: Sequence[Row]) -> None:
-        if len(pictures) == len(rows):
-            first = sheet.specs[0].index
-            self._take(range(first, first + len(rows)), [pictures[number] for number in range(len(rows))])
+    def put(self, batch: SampleBatch, images: Mapping[int, np.ndarray], rows: Sequence[SampleRow]) -> None:
+        if len(images) == len(rows):
+            first = batch.specs[0].index
+            self._on_batch(range(first, first + len(rows)), [images[number] for number in range(len(rows))])
 
     def finish(self) -> None:
         """Everything was handed on at once."""
 
 
-class Appraisal:
+class TrainingEvaluator:
     """The evaluations of one run; everything that can be refused is refused when it is made."""
 
     def __init__(
-        self, world: World, config: TrainConfig, run: runs.Run, source: Pictures, samples: SampleSettings
+        self, world: World, config: TrainConfig, run: runs.RunFolder, source: ImageDataset, samples: SampleSettings
     ) -> None:
         self.world = world
         self.config = config
         self.run_folder = run.folder
         self.folder = run.folder / "evaluation"
         self.timeout_s = config.sample_timeout_s or config.dist_timeout_s
-        self.turns = itertools.count()
-        self.compared = comparison(config, source, run)
+        self.run_counter = itertools.count()
+        self.data = open_evaluation_data(config, source, run)
         self.settings = evaluation_settings(
             samples,
-            self.compared.prompts,
-            num=config.eval_pictures,
+            self.data.prompts,
+            num_images=config.eval_images,
             steps=config.eval_steps or samples.steps,
-            sheet_size=config.eval_batch_size,
+            batch_size=config.eval_batch_size,
         )
-        asked = EvaluateConfig(
+        evaluate_config = EvaluateConfig(
             metrics=config.eval_metrics,
             extractor=config.eval_extractor,
             weights=config.eval_weights,
             clip_model=config.eval_clip_model,
         )
-        self.cast = cast(asked)
-        self.computes_on = computes_on(str(world.device))
-        self.facts: dict[str, dict[str, Any]] = on_first(world, "the extractors", self._look, config.dist_timeout_s)
+        self.extractor_plan = plan_extractors(evaluate_config)
+        self.device_name = describe_device(str(world.device))
+        self.extractor_facts: dict[str, dict[str, Any]] = run_on_rank_zero(
+            world, "the extractors", self._check_extractors, config.dist_timeout_s
+        )
 
-    def _look(self, beat: Beat) -> dict[str, dict[str, Any]]:
+    def _check_extractors(self, heartbeat: Heartbeat) -> dict[str, dict[str, Any]]:
         """Open every extractor once, so that what is missing is told now and what must be downloaded is there; keep none."""
         facts = {}
-        with self._undisturbed():
-            for label in self.cast.extractors:
+        with self._preserve_rng():
+            for label in self.extractor_plan.extractors:
                 try:
-                    facts[label] = facts_of(self._opened(label, "cpu"))
+                    facts[label] = extractor_facts(self._open_extractor(label, "cpu"))
                 except InputError as error:
-                    raise _in_our_flags(error, label) from error
-                beat()
+                    raise _rename_flags(error, label) from error
+                heartbeat()
         return facts
 
-    def _opened(self, label: str, device: str) -> Extractor:
-        name, weights = self.cast.extractors[label]
+    def _open_extractor(self, label: str, device: str) -> Extractor:
+        name, weights = self.extractor_plan.extractors[label]
         return open_extractor(name, device=device, weights=weights)
 
     @contextmanager
-    def _undisturbed(self) -> Iterator[None]:
+    def _preserve_rng(self) -> Iterator[None]:
         """A network that is built draws first weights nobody asked for; the run's random states must not know."""
-        before = rng.capture(self.world.device)
+        rng_state = rng.capture(self.world.device)
         try:
             yield
         finally:
-            rng.restore(before, self.world.device)
+            rng.restore(rng_state, self.world.device)
 
     # -- what is there already
 
     @property
     def key(self) -> str:
         """Everything besides the weights of the model that decides the numbers."""
-        facts = {label: _without_paths(facts) for label, facts in self.facts.items()}
-        how = [self.config.eval_metrics, asdict(self.settings), self.config.threads, self.computes_on]
-        return hashed([facts, how, self.compared.reference.key])[:24]
+        facts = {label: _without_paths(facts) for label, facts in self.extractor_facts.items()}
+        how = [self.config.eval_metrics, self.settings.as_json(), self.config.threads, self.device_name]
+        return hash_json([facts, how, self.data.reference.key])[:24]
 
-    def report_of(self, step: int) -> Report | None:
+    def read_report(self, step: int) -> EvaluationReport | None:
         """What an evaluation of this step has found, if it was made in this very way."""
         try:
-            report: Report = json.loads(self._report_path(step).read_bytes())
+            report: EvaluationReport = json.loads(self._report_path(step).read_bytes())
         except (OSError, ValueError):
             return None
         return report if report.get("key") == self.key else None
@@ -162,168 +276,199 @@ class Appraisal:
     # -- an evaluation
 
     def run(
-        self, step: int, drawing: Drawing, averaged: Callable[[], AbstractContextManager[None]], stop: Callable[[], int]
-    ) -> Report | None:
+        self,
+        step: int,
+        sampler: DenoiserSampler,
+        swap_in_ema: Callable[[], AbstractContextManager[None]],
+        stop: Callable[[], int],
+    ) -> EvaluationReport | None:
         """On all ranks; the same report everywhere, or None where it was stopped. An error is the same on all ranks too.
 
         Extractors are opened here and by nobody kept: between evaluations the device's memory is training's.
         """
-        began = time.perf_counter()
-        name = f"evaluating step {step} #{next(self.turns)}"
+        start_time = time.perf_counter()
+        name = f"evaluating step {step} #{next(self.run_counter)}"
         extractors: dict[str, Extractor] = {}
 
-        def open_all(beat: Beat) -> None:
-            with self._undisturbed():
-                for label in self.cast.extractors:
-                    extractors[label] = self._opened(label, str(self.world.device))
-                    beat()
+        def open_all(heartbeat: Heartbeat) -> None:
+            with self._preserve_rng():
+                for label in self.extractor_plan.extractors:
+                    extractors[label] = self._open_extractor(label, str(self.world.device))
+                    heartbeat()
 
-        self._together(f"{name}: extractors", open_all)
-        reference = self._reference_desks(extractors)
-        if not self._fill_reference(reference, f"{name}: reference", stop):
+        self._run_on_all_ranks(f"{name}: extractors", open_all)
+        reference = self._reference_writers(extractors)
+        if not self._extract_reference(reference, f"{name}: reference", stop):
             return None
-        generated = self._generated_desks(step, extractors)
-        with averaged():
-            rows = self._draw(drawing, generated, name)
-        _refuse_failed(rows, len(self.settings.prompts))
-        if self._lacking(generated):
+        generated = self._generated_writers(step, extractors)
+        with swap_in_ema():
+            rows = self._draw_images(sampler, generated, name)
+        _check_none_failed(rows, len(self.settings.prompts))
+        if self._missing_chunks(generated):
             return None
 
-        def count(beat: Beat) -> Report:
-            report = alive(lambda: self._report(step, reference, generated, began), beat)
-            runs.publish_json(self._report_path(step), report)
+        def compute_metrics(heartbeat: Heartbeat) -> EvaluationReport:
+            report = run_with_heartbeat(lambda: self._make_report(step, reference, generated, start_time), heartbeat)
+            runs.write_json_atomic(self._report_path(step), report)
             for folder in self.folder.glob("step_*/"):
                 shutil.rmtree(folder, ignore_errors=True)
             return report
 
-        found: Report = on_first(self.world, f"{name}: numbers", count, self.timeout_s)
-        return found
+        step_report: EvaluationReport = run_on_rank_zero(
+            self.world, f"{name}: numbers", compute_metrics, self.timeout_s
+        )
+        return step_report
 
-    def _together(self, name: str, action: Callable[[Beat], None]) -> None:
+    def _run_on_all_ranks(self, name: str, action: Callable[[Heartbeat], None]) -> None:
         """On all ranks apart; where it fails on one, all hear why and none goes on."""
         error = ""
-        with Vigil(self.world, name, self.timeout_s) as vigil:
+        with HeartbeatMonitor(self.world, name, self.timeout_s) as monitor:
             try:
-                action(vigil.beat)
-            except SURVIVED as problem:
+                action(monitor.heartbeat)
+            except RECOVERABLE_ERRORS as problem:
                 log.debug("%s failed", name, exc_info=True)
-                error = refused_by_system(problem) or f"{type(problem).__name__}: {problem}"
-            words = vigil.finish(error)
-        for rank, word in enumerate(words):
-            if word:
-                raise HalationError(f"rank {rank}: {word}")
+                error = os_error_message(problem) or f"{type(problem).__name__}: {problem}"
+            errors = monitor.gather_results(error)
+        for rank, message in enumerate(errors):
+            if message:
+                raise HalationError(f"rank {rank}: {message}")
 
-    def _lacking(self, desks: Mapping[str, Desk]) -> list[int]:
-        """Chunks that are not there for all desks, as the first rank sees it."""
-        missing: list[int] = self.world.from_first(
-            sorted({chunk for desk in desks.values() for chunk in desk.store.sweep()}) if self.world.first else None
+    def _missing_chunks(self, writers: Mapping[str, FeatureWriter]) -> list[int]:
+        """Chunks that are not there for all feature writers, as the first rank sees it."""
+        missing: list[int] = self.world.broadcast_from_rank_zero(
+            sorted({chunk for writer in writers.values() for chunk in writer.store.clean_up()})
+            if self.world.is_rank_zero
+            else None
         )
         return missing
 
-    def _how(self, label: str) -> list[Any]:
-        """What decides the features of a picture besides the picture."""
-        return [_without_paths(self.facts[label]), self.config.eval_batch_size, self.config.threads, self.computes_on]
+    def _feature_key(self, label: str) -> list[Any]:
+        """What decides the features of an image besides the image."""
+        return [
+            _without_paths(self.extractor_facts[label]),
+            self.config.eval_batch_size,
+            self.config.threads,
+            self.device_name,
+        ]
 
     # -- features
 
-    def _reference_desks(self, extractors: Mapping[str, Extractor]) -> dict[str, Desk]:
-        source, batch = self.compared.reference, self.config.eval_batch_size
-        starts = range(0, len(source), features.chunk_size(len(source), batch, moments_only=False))
-        desks = {}
-        for label in self.cast.with_reference:
-            folder = self.folder / "reference" / hashed([source.key, self._how(label)])[:24]
-            desks[label] = Desk(key=label, extractor=extractors[label], store=Store(folder, len(source), starts))
-        return desks
+    def _reference_writers(self, extractors: Mapping[str, Extractor]) -> dict[str, FeatureWriter]:
+        source, batch = self.data.reference, self.config.eval_batch_size
+        starts = range(0, len(source), feature_extraction.chunk_size(len(source), batch, moments_only=False))
+        writers = {}
+        for label in self.extractor_plan.reference_labels:
+            folder = self.folder / "reference" / hash_json([source.key, self._feature_key(label)])[:24]
+            writers[label] = FeatureWriter(
+                label=label, extractor=extractors[label], store=FeatureStore(folder, len(source), starts)
+            )
+        return writers
 
-    def _fill_reference(self, desks: Mapping[str, Desk], name: str, stop: Callable[[], int]) -> bool:
+    def _extract_reference(self, writers: Mapping[str, FeatureWriter], name: str, stop: Callable[[], int]) -> bool:
         """Once for a run; whether all of it is there."""
-        todo = self._lacking(desks)
-        if not todo:
+        missing = self._missing_chunks(writers)
+        if not missing:
             return True
-        source, batch = self.compared.reference, self.config.eval_batch_size
-        mine = todo[self.world.rank :: self.world.size]
-        log.info("features of %d reference pictures for evaluations", len(source))
+        source, batch = self.data.reference, self.config.eval_batch_size
+        rank_chunks = missing[self.world.rank :: self.world.size]
+        log.info("features of %d reference images for evaluations", len(source))
 
-        def fill(beat: Beat) -> None:
-            preparations = {label: desk.extractor.preparation for label, desk in desks.items()}
-            preparer = Preparer(source=source, preparations=preparations)
-            with Preparations(preparer, self.config.num_workers if mine else 0) as prepared:
-                broken = features.extract(
-                    prepared.of(features.sheets(desks, mine, batch)),
-                    desks,
+        def extract_chunks(heartbeat: Heartbeat) -> None:
+            preparations = {label: writer.extractor.transform for label, writer in writers.items()}
+            preparer = SourcePreprocessor(source=source, transforms=preparations)
+            with PreprocessPool(preparer, self.config.num_workers if rank_chunks else 0) as prepared:
+                broken = feature_extraction.extract_features(
+                    prepared.iter_batches(feature_extraction.plan_batches(writers, rank_chunks, batch)),
+                    writers,
                     batch_size=batch,
                     device=self.world.device,
                     expected_size=None,
-                    on_sheet=lambda _num: beat(),
+                    on_batch=lambda _num: heartbeat(),
                     stop=stop,
                 )
             if broken:
                 index = min(broken)
                 raise HalationError(f"{source.name(index)}: {broken[index]}")
 
-        self._together(name, fill)
-        return not self._lacking(desks)
+        self._run_on_all_ranks(name, extract_chunks)
+        return not self._missing_chunks(writers)
 
-    def _generated_desks(self, step: int, extractors: Mapping[str, Extractor]) -> dict[str, Desk]:
-        """A chunk a sheet."""
+    def _generated_writers(self, step: int, extractors: Mapping[str, Extractor]) -> dict[str, FeatureWriter]:
+        """A chunk a batch."""
         num, prompts = len(self.settings.prompts), self.settings.prompts
         starts = range(0, num, self.config.eval_batch_size)
-        desks = {}
+        writers = {}
         for label, extractor in extractors.items():
-            texts = embedding(extractor, prompts, None) if label == self.cast.parts.get("clip") else None
-            folder = self.folder / runs.step_name(step) / hashed([asdict(self.settings), self._how(label)])[:24]
-            desks[label] = Desk(key=label, extractor=extractor, store=Store(folder, num, starts), texts=texts)
-        return desks
+            texts = (
+                caption_embedder(extractor, prompts, None)
+                if label == self.extractor_plan.metric_labels.get("clip")
+                else None
+            )
+            folder = (
+                self.folder / runs.step_name(step) / hash_json([self.settings.as_json(), self._feature_key(label)])[:24]
+            )
+            writers[label] = FeatureWriter(
+                label=label, extractor=extractor, store=FeatureStore(folder, num, starts), embed_texts=texts
+            )
+        return writers
 
-    def _draw(self, drawing: Drawing, desks: Mapping[str, Desk], name: str) -> list[Row]:
-        sheets = plan.cut(self.settings.specs(), self.config.eval_batch_size)
-        todo = self._lacking(desks)
-        log.info("drawing %d of %d sheets for an evaluation on %d ranks", len(todo), len(sheets), self.world.size)
+    def _draw_images(
+        self, sampler: DenoiserSampler, writers: Mapping[str, FeatureWriter], name: str
+    ) -> list[SampleRow]:
+        batches = sample_batching.make_batches(self.settings.specs(), self.config.eval_batch_size)
+        missing = self._missing_chunks(writers)
+        log.info("drawing %d of %d batches for an evaluation on %d ranks", len(missing), len(batches), self.world.size)
 
-        def take(indices: range, pictures: list[np.ndarray]) -> None:
+        def on_batch(indices: range, images: list[np.ndarray]) -> None:
             fault_point("evaluate.features")
-            self._score(desks, indices, pictures)
+            self._write_features(writers, indices, images)
 
-        return drawing.draw_sheets(sheets, todo, Handing(take), name)
+        return sampler.draw_batches(batches, missing, CallbackSink(on_batch), name)
 
-    def _score(self, desks: Mapping[str, Desk], indices: range, pictures: list[np.ndarray]) -> None:
-        loaders = [(index, _loader(pixels)) for index, pixels in zip(indices, pictures, strict=True)]
-        prepared = prepare(loaders, {label: desk.extractor.preparation for label, desk in desks.items()})
-        for label, desk in desks.items():
-            broken = desk.take(indices, prepared, self.config.eval_batch_size, self.world.device)
+    def _write_features(self, writers: Mapping[str, FeatureWriter], indices: range, images: list[np.ndarray]) -> None:
+        loaders = [(index, _make_loader(pixels)) for index, pixels in zip(indices, images, strict=True)]
+        prepared = prepare_images(loaders, {label: writer.extractor.transform for label, writer in writers.items()})
+        for label, writer in writers.items():
+            broken = writer.extract_batch(indices, prepared, self.config.eval_batch_size, self.world.device)
             if broken:
-                desk.drop()
-                raise HalationError(f"the features of picture {broken[0]} by {label} are not finite")
-            desk.finish(desk.store.chunk_of(indices[0]))
+                writer.discard_rows()
+                raise HalationError(f"the features of image {broken[0]} by {label} are not finite")
+            writer.write_chunk(writer.store.chunk_index(indices[0]))
 
     # -- numbers
 
-    def _report(self, step: int, reference: Mapping[str, Desk], generated: Mapping[str, Desk], began: float) -> Report:
-        rules = measure.Rules(allow_few=True, device=str(self.world.device))
-        real = {label: side_of(desk, None) for label, desk in reference.items()}
-        drawn = {label: side_of(desk, None) for label, desk in generated.items()}
-        found: dict[str, dict[str, Any]] = {}
+    def _make_report(
+        self,
+        step: int,
+        reference: Mapping[str, FeatureWriter],
+        generated: Mapping[str, FeatureWriter],
+        start_time: float,
+    ) -> EvaluationReport:
+        metric_settings = metric_computation.MetricSettings(allow_few=True, device=str(self.world.device))
+        reference_features = {label: load_feature_set(writer, None) for label, writer in reference.items()}
+        generated_features = {label: load_feature_set(writer, None) for label, writer in generated.items()}
+        metrics: dict[str, dict[str, Any]] = {}
         for metric in self.config.eval_metrics:
-            label = self.cast.parts[metric]
-            subject = measure.Subject(
+            label = self.extractor_plan.metric_labels[metric]
+            inputs = metric_computation.MetricInputs(
                 metric=metric,
-                extractor=self.facts[label],
-                generated=drawn[label],
-                reference=real[label] if metric in measure.NEEDS_REFERENCE else None,
+                extractor=self.extractor_facts[label],
+                generated=generated_features[label],
+                reference=reference_features[label] if metric in metric_computation.NEEDS_REFERENCE else None,
                 captions=self.settings.prompts,
             )
-            found |= measure.measure(subject, rules)
-        settings = {name: value for name, value in asdict(self.settings).items() if name != "prompts"}
+            metrics |= metric_computation.compute_metric(inputs, metric_settings)
+        settings = {name: value for name, value in self.settings.as_json().items() if name != "prompts"}
         about = {"kind": "training", "path": str(self.run_folder), "step": step, "weights": "average"}
         return {
             "step": step,
             "generated": {**about, "num": len(self.settings.prompts), "settings": settings},
-            "reference": {**self.compared.reference.facts, "num": len(self.compared.reference)} if real else None,
-            "metrics": found,
-            "versions": versions(),
-            "computed_on": self.computes_on,
+            "reference": {**self.data.reference.facts, "num": len(self.data.reference)} if reference_features else None,
+            "metrics": metrics,
+            "versions": library_versions(),
+            "computed_on": self.device_name,
             "num_ranks": self.world.size,
-            "seconds": round(time.perf_counter() - began, 2),
+            "seconds": round(time.perf_counter() - start_time, 2),
             "key": self.key,
         }
 
@@ -335,31 +480,33 @@ def free_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def lines_of(report: Report) -> list[dict[str, Any]]:
+def metric_rows(report: EvaluationReport) -> list[dict[str, Any]]:
     """The report's lines in metrics.jsonl, a number each."""
-    kept = ("value", "std", "better", "num_generated", "num_reference", "few", "extractor", "seconds")
+    fields = ("value", "std", "better", "num_generated", "num_reference", "few", "extractor", "seconds")
     by_name = {found["name"]: found for found in report["metrics"].values()}  # fid and fd may be the same number
     return [
-        {"step": report["step"], "metric": name, **{key: found[key] for key in kept}} for name, found in by_name.items()
+        {"step": report["step"], "metric": name, **{key: found[key] for key in fields}}
+        for name, found in by_name.items()
     ]
 
 
-def is_line(row: Mapping[str, Any]) -> bool:
+def is_metric_row(row: Mapping[str, Any]) -> bool:
     """Whether a line of metrics.jsonl is one of those."""
     return "metric" in row and "num_generated" in row
 
 
-def publish_plot(run: runs.Run, rows: list[dict[str, Any]]) -> None:
+def publish_plot(run: runs.RunFolder, rows: list[dict[str, Any]]) -> None:
     """Every metric over the steps, as soon as there are two of them."""
-    lines = [row for row in rows if is_line(row)]
+    lines = [row for row in rows if is_metric_row(row)]
     if len({row["step"] for row in lines}) > 1:
         title = f"{run.folder.resolve().name}: evaluations of the averaged weights"
-        runs.publish(
-            run.folder / "evaluation" / "metrics.png", encode_png(plot.plot(plot.metric_panels(lines), title), {})
+        runs.write_atomic(
+            run.folder / "evaluation" / "metrics.png",
+            encode_png(line_plots.draw_panels(line_plots.metric_panels(lines), title), {}),
         )
 
 
-def forget_after(run: runs.Run, step: int) -> None:
+def remove_reports_after(run: runs.RunFolder, step: int) -> None:
     """Drop evaluations of steps that are about to be trained again; -1 forgets all of them."""
     for path in (run.folder / "evaluation").glob("step_*"):
         if path.name.removesuffix(".json") > runs.step_name(step) or step < 0:
@@ -369,7 +516,7 @@ def forget_after(run: runs.Run, step: int) -> None:
                 path.unlink(missing_ok=True)
 
 
-def _in_our_flags(error: InputError, label: str) -> InputError:
+def _rename_flags(error: InputError, label: str) -> InputError:
     """An extractor speaks of the flags of `halation evaluate`; in training they have other names."""
     names = {
         "--weights": "--eval_clip_model" if label == "clip" else "--eval_weights",
@@ -381,16 +528,16 @@ def _in_our_flags(error: InputError, label: str) -> InputError:
     return InputError(parts[0], parts[1], f"{parts[2]}; --eval_every 0 trains without evaluations")
 
 
-def _refuse_failed(rows: list[Row], num: int) -> None:
+def _check_none_failed(rows: list[SampleRow], num: int) -> None:
     failed = [row for row in rows if row["state"] == "failed"]
     if failed:
         first = failed[0]
         raise HalationError(
-            f"{len(failed)} of {num} pictures could not be drawn or scored, the first of them on rank {first['rank']}: {first['reason']}"
+            f"{len(failed)} of {num} images could not be drawn or scored, the first of them on rank {first['rank']}: {first['reason']}"
         )
 
 
-def _loader(pixels: np.ndarray) -> Callable[[], tuple[np.ndarray, bytes]]:
+def _make_loader(pixels: np.ndarray) -> Callable[[], tuple[np.ndarray, bytes]]:
     return lambda: (pixels, hashlib.sha256(np.ascontiguousarray(pixels).data).digest())
 
 

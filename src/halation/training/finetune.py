@@ -12,25 +12,25 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from halation.errors import HalationError, InputError, refused_by_system
-from halation.runs import folder as runs
+from halation.errors import HalationError, InputError, os_error_message
+from halation.runs import run_record as runs
 from halation.training.config import TrainConfig
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from halation.data.dataset import Pictures
+    from halation.data.dataset_protocol import ImageDataset
     from halation.data.text_cache import Encode
     from halation.distributed.world import World
     from halation.models.denoiser import Denoiser
     from halation.models.pipelines.training.denoiser import PipelineDenoiser
-    from halation.runs.folder import Run
+    from halation.runs.run_record import RunFolder
 
 log = logging.getLogger(__name__)
 
-MOST_LOOKED_AT = 20_000
-SMALL_SIDE, SMALL_STEP, LARGE_STEP = 512, 32, 64
+MAX_TRUNCATION_CHECKS = 20_000
+LARGE_IMAGE_SIDE, SMALL_BUCKET_STEP, LARGE_BUCKET_STEP = 512, 32, 64
 NATIVE_SIZES = {"WanPipeline": (480, 832)}
 """Of models whose configs do not name a size."""
 NOT_FOR_PIPELINES = {
@@ -42,9 +42,9 @@ NOT_FOR_PIPELINES = {
 ONLY_FOR_PIPELINES = ("lora_rank", "lora_alpha", "lora_targets", "aspect_buckets", "weights_dtype")
 
 
-def resolved(config: TrainConfig) -> TrainConfig:
-    """The folder of the pipeline and the size of its pictures written out; flags that do not go together are refused."""
-    from halation.models.model_ref import pipeline_folder
+def resolve_config(config: TrainConfig) -> TrainConfig:
+    """The folder of the pipeline and the size of its images written out; flags that do not go together are refused."""
+    from halation.models.model_ref import resolve_pipeline_folder
 
     usual = TrainConfig()
     if not config.model_path:
@@ -53,7 +53,7 @@ def resolved(config: TrainConfig) -> TrainConfig:
             raise InputError(
                 f"--{wrong} without --model_path", "a diffusers pipeline to fine-tune", "give --model_path"
             )
-        _refuse_pipeline(config.model)
+        _check_not_pipeline(config.model)
         return config
     for name, why in NOT_FOR_PIPELINES.items():
         if getattr(config, name) != getattr(usual, name):
@@ -68,13 +68,13 @@ def resolved(config: TrainConfig) -> TrainConfig:
         raise InputError(
             "--lora_alpha or --lora_targets without --lora_rank", "the rank of the adapters", "give --lora_rank 16"
         )
-    refuse_missing_peft(config)
-    folder = pipeline_folder(config.model_path)
+    check_peft_installed(config)
+    folder = resolve_pipeline_folder(config.model_path)
     size = config.image_size or native_size(folder)
     return dataclasses.replace(config, model_path=str(folder.resolve()), image_size=size)
 
 
-def refuse_missing_peft(config: TrainConfig) -> None:
+def check_peft_installed(config: TrainConfig) -> None:
     """Said before a pipeline is opened for it."""
     if config.lora_rank and importlib.util.find_spec("peft") is None:
         raise InputError(
@@ -84,13 +84,13 @@ def refuse_missing_peft(config: TrainConfig) -> None:
         )
 
 
-def _refuse_pipeline(model: str) -> None:
+def _check_not_pipeline(model: str) -> None:
     """`--model` is for DiTs of Halation; said at once where the folder is a pipeline, or a run that fine-tuned one."""
-    from halation.models.model_ref import fine_tuned, fine_tuned_run
+    from halation.models.model_ref import find_fine_tuned_run, fine_tuned_error
 
     folder = Path(model)
     is_pipeline = (folder / "model_index.json").is_file()
-    run = fine_tuned_run(folder) if folder.is_dir() and not is_pipeline else None
+    run = find_fine_tuned_run(folder) if folder.is_dir() and not is_pipeline else None
     if not is_pipeline and run is None:
         return
     from halation.models.dit.network import SIZES
@@ -98,15 +98,15 @@ def _refuse_pipeline(model: str) -> None:
     if model in SIZES:  # a folder that happens to be called so
         return
     if run is not None:
-        raise fine_tuned("model", folder, run)
+        raise fine_tuned_error("model", folder, run)
     raise InputError(
         f"--model {model} is a diffusers pipeline", "a DiT of Halation", f"fine-tune it with --model_path {model}"
     )
 
 
-def refuse_other_base(config: TrainConfig, run: Run, model: str) -> None:
+def check_same_base_model(config: TrainConfig, run: RunFolder, model: str) -> None:
     """A run goes on from the pipeline it began with, or from none; `model` is the fingerprint of what is asked for."""
-    if not (run.config.exists() and run.has_saved()):
+    if not (run.config.exists() and run.has_checkpoints()):
         return
     record = runs.read_record(run)
     base, known = record.get("settings", {}).get("model_path"), record["fixed"].get("model of --model_path")
@@ -126,7 +126,7 @@ def refuse_other_base(config: TrainConfig, run: Run, model: str) -> None:
 
 
 def native_size(folder: Path) -> tuple[int, int]:
-    """The size a pipeline's pictures have by default, from its configs alone."""
+    """The size a pipeline's images have by default, from its configs alone."""
     try:
         kind = json.loads((folder / "model_index.json").read_bytes()).get("_class_name")
         if kind in NATIVE_SIZES:
@@ -145,16 +145,16 @@ def native_size(folder: Path) -> tuple[int, int]:
 
 def open_denoiser(config: TrainConfig, device: torch.device) -> PipelineDenoiser:
     """The pipeline as a denoiser, on the CPU and without its text encoders."""
-    from halation.models.pipelines.library_messages import silence
+    from halation.models.pipelines.load import filter_library_warnings
 
-    silence()  # before the families are imported, which is when some of it is said
+    filter_library_warnings()  # before the families are imported, which is when some of it is said
     from halation.models.pipelines.training.denoiser import PipelineDenoiser
-    from halation.models.pipelines.training.lora import Lora
+    from halation.models.pipelines.training.lora import LoraSettings
 
     height, width = config.image_size
     lora = None
     if config.lora_rank:
-        lora = Lora(rank=config.lora_rank, alpha=config.lora_alpha, targets=config.lora_targets)
+        lora = LoraSettings(rank=config.lora_rank, alpha=config.lora_alpha, targets=config.lora_targets)
     return PipelineDenoiser.open(
         Path(config.model_path),
         dtype=config.dtype,
@@ -171,74 +171,88 @@ def bucket_multiple(config: TrainConfig, denoiser: PipelineDenoiser) -> int:
     """What the sides of buckets divide by: coarse enough that buckets are few, and what the model needs."""
     if not config.aspect_buckets:
         return 0
-    step = LARGE_STEP if min(config.image_size) >= SMALL_SIDE else SMALL_STEP
+    step = LARGE_BUCKET_STEP if min(config.image_size) >= LARGE_IMAGE_SIDE else SMALL_BUCKET_STEP
     needed = denoiser.size_multiple
     return -(-step // needed) * needed
 
 
 def cache_texts(
-    world: World, config: TrainConfig, run: Run, denoiser: Denoiser, source: Pictures, prompts: Sequence[str]
+    world: World, config: TrainConfig, run: RunFolder, denoiser: Denoiser, source: ImageDataset, prompts: Sequence[str]
 ) -> None:
     """Encode captions and prompts once, all ranks together; the text encoders are gone from the device afterwards."""
     from halation.data import text_cache as cache
-    from halation.distributed.world import alive, on_first
+    from halation.distributed.world import run_on_rank_zero, run_with_heartbeat
     from halation.models.pipelines.training.denoiser import PipelineDenoiser
 
     assert isinstance(denoiser, PipelineDenoiser)
     folder = Path(config.cache_dir) if config.cache_dir else run.folder / "cache"
-    texts = list(dict.fromkeys(["", *source.every_caption(), *prompts]))
-    made_by = denoiser.text_fingerprint()
-    place = folder / f"texts_{hashlib.sha256(made_by.encode()).hexdigest()[:12]}"
+    texts = list(dict.fromkeys(["", *source.all_captions(), *prompts]))
+    fingerprint = denoiser.text_fingerprint()
+    cache_folder = folder / f"texts_{hashlib.sha256(fingerprint.encode()).hexdigest()[:12]}"
 
-    def look(beat: Callable[[], None]) -> int:
-        return alive(lambda: cache.missing(texts, place, made_by), beat)
+    def count_missing(heartbeat: Callable[[], None]) -> int:
+        return run_with_heartbeat(lambda: cache.count_missing(texts, cache_folder, fingerprint), heartbeat)
 
-    num_missing = on_first(world, "looking for text embeddings", look, config.dist_timeout_s)
+    num_missing = run_on_rank_zero(world, "looking for text embeddings", count_missing, config.dist_timeout_s)
     if num_missing:
-        log.info("encoding %d texts once, into %s", num_missing, place)
-        num_cut = sum(denoiser.truncated(texts[:MOST_LOOKED_AT])) if world.first else 0
-        if num_cut:
+        log.info("encoding %d texts once, into %s", num_missing, cache_folder)
+        num_truncated = sum(denoiser.truncation_flags(texts[:MAX_TRUNCATION_CHECKS])) if world.is_rank_zero else 0
+        if num_truncated:
             log.warning(
-                "%d of %d texts are longer than the model reads; their ends have no effect", num_cut, len(texts)
+                "%d of %d texts are longer than the model reads; their ends have no effect", num_truncated, len(texts)
             )
-        _encode(world, config, denoiser, texts, place, made_by)
-    denoiser.use_texts(cache.open(place, made_by, verify=False))
+        _encode_texts(world, config, denoiser, texts, cache_folder, fingerprint)
+    denoiser.set_text_store(cache.open_cache(cache_folder, fingerprint, verify=False))
 
 
-def _encode(
-    world: World, config: TrainConfig, denoiser: PipelineDenoiser, texts: Sequence[str], place: Path, made_by: str
+def _encode_texts(
+    world: World,
+    config: TrainConfig,
+    denoiser: PipelineDenoiser,
+    texts: Sequence[str],
+    cache_folder: Path,
+    fingerprint: str,
 ) -> None:
     import torch
 
     from halation.data import text_cache as cache
-    from halation.distributed.world import Vigil
-    from halation.training.setup import bar
+    from halation.distributed.world import HeartbeatMonitor
+    from halation.training.setup import progress_bar
 
-    with Vigil(world, "encoding texts", config.dist_timeout_s) as vigil, contextlib.ExitStack() as stack:
+    with HeartbeatMonitor(world, "encoding texts", config.dist_timeout_s) as monitor, contextlib.ExitStack() as stack:
         error = ""
         try:
-            tell = stack.enter_context(bar(world, config, "encoding texts", vigil.beat, "texts"))
-            encode = stack.enter_context(denoiser.encoders(world.device))
+            update_progress = stack.enter_context(
+                progress_bar(world, config, "encoding texts", monitor.heartbeat, "texts")
+            )
+            encode = stack.enter_context(denoiser.load_text_encoders(world.device))
             part = (world.rank, world.size)
-            cache.build(texts, place, _finite(encode), fingerprint=made_by, part=part, on_progress=tell)
+            cache.build(
+                texts,
+                cache_folder,
+                _require_finite(encode),
+                fingerprint=fingerprint,
+                rank_and_size=part,
+                on_progress=update_progress,
+            )
         except (HalationError, OSError) as problem:
-            error = refused_by_system(problem) or str(problem)
+            error = os_error_message(problem) or str(problem)
         except (torch.OutOfMemoryError, MemoryError):
             error = (
                 f"the text encoders do not fit into the memory of {world.device}; use --dtype bf16, "
                 "or build the cache on a larger device and name it by --cache_dir"
             )
-        words = [word for word in vigil.finish(error) if word]
-    if words:
-        failure = HalationError(words[0])
+        errors = [word for word in monitor.gather_results(error) if word]
+    if errors:
+        failure = HalationError(errors[0])
         failure.exit_code = InputError.exit_code
         raise failure
 
 
-def _finite(encode: Encode) -> Encode:
+def _require_finite(encode: Encode) -> Encode:
     """A cache of what overflowed would make every later loss NaN, and nobody would look for it there."""
 
-    def checked(texts: Sequence[str]) -> Mapping[str, Tensor]:
+    def encode_checked(texts: Sequence[str]) -> Mapping[str, Tensor]:
         rows = encode(texts)
         for row, text in enumerate(texts):
             if not all(bool(value[row].isfinite().all()) for value in rows.values()):
@@ -249,4 +263,4 @@ def _finite(encode: Encode) -> Encode:
                 )
         return rows
 
-    return checked
+    return encode_checked

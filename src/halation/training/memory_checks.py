@@ -1,4 +1,4 @@
-"""Whether a training fits into memory, asked before it costs anything: a batch, the samples, the held-out loss."""
+"""Whether a batch can fit, asked before it is tried: on a CPU the answer of the system is to kill the process, or to swap for hours."""
 
 from __future__ import annotations
 
@@ -8,65 +8,170 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from halation import plan
-from halation.distributed.checkpoint.writer import Checkpoints
+from halation import sample_batching
+from halation.distributed.checkpoint.writer import CheckpointWriter
 from halation.distributed.engines.ddp_fsdp import Engine
 from halation.distributed.world import World
 from halation.errors import InputError
 from halation.models.denoiser import Denoiser
 from halation.sampling.denoiser_sampler import SampleSettings
-from halation.training import heldout, memory
+from halation.training import validation
 from halation.training.config import TrainConfig
-from halation.training.loop import MODEL, Part, autocast
-from halation.training.objectives import denoising
-from halation.training.task import Task
+from halation.training.loop import MODEL, TrainedNetwork, mixed_precision
+from halation.training.objectives import denoising_objective
+from halation.training.training_task import TrainingTask
+
+# Measured with saved-tensor hooks on the tiny and small DiT at 16 to 256 tokens: 1.9 to 2.5 kept values for each value that a
+# matrix product puts out; with checkpointing one block's share and the blocks' inputs.
+SAVED_VALUES_PER_OUTPUT = 2.2
+NUM_HOST_BATCHES = 5  # batches the loader holds ahead, and the one in use
+BYTES_PER_VALUE = {"fp32": 4.0, "bf16": 2.6, "fp16": 2.6}  # autocast leaves norms and residuals in float32
 
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ImageCost:
+    """What one image of a batch costs, roughly."""
+
+    flops: int
+    """Operations of one forward."""
+    hidden: int
+    depth: int
+    num_values: int
+    """Values of one sample as the model sees it."""
+    dtype: str
+    gradient_checkpointing: bool
+
+    def activation_bytes(self) -> float:
+        kept = SAVED_VALUES_PER_OUTPUT * self.flops / (2 * self.hidden)
+        return kept * BYTES_PER_VALUE[self.dtype] * (min(1.0, 1.5 / self.depth) if self.gradient_checkpointing else 1.0)
+
+    def bytes_on(self, device: torch.device) -> float:
+        """Bytes an image. On a GPU, where a batch too large is a clean error, half of it: only the hopeless is refused early."""
+        if device.type == "cuda":
+            return self.activation_bytes() / 2
+        return self.activation_bytes() + NUM_HOST_BATCHES * 5 * self.num_values
+
+
+def free_bytes(device: torch.device, num_sharing: int) -> float:
+    """Memory this rank may still take, where `num_sharing` ranks share the machine's."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return float(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+    import psutil
+
+    return min(float(psutil.virtual_memory().available), _cgroup_free_bytes()) / max(1, num_sharing)
+
+
+def _cgroup_free_bytes() -> float:
+    """What a container or a batch job may still take (cgroup 2); infinite where nothing limits it."""
+    free = float("inf")
+    try:
+        name = next(line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))
+        folder = Path("/sys/fs/cgroup") / name.lstrip("/")
+        for cgroup in (folder, *folder.parents):
+            limit = cgroup / "memory.max"
+            if limit.exists() and (text := limit.read_text().strip()) != "max":
+                free = min(free, float(text) - _used_bytes(cgroup))
+    except (OSError, StopIteration, ValueError):
+        pass
+    return max(free, 0.0)
+
+
+def _used_bytes(cgroup: Path) -> float:
+    """Bytes in use less the file cache, which the system gives up as soon as somebody asks for memory."""
+    cached = 0.0
+    for line in (cgroup / "memory.stat").read_text().splitlines():
+        name, _, value = line.partition(" ")
+        if name in ("active_file", "inactive_file"):
+            cached += float(value)
+    return float((cgroup / "memory.current").read_text()) - cached
+
+
+def weights_error(
+    num_trained: int, num_frozen: int, weight_bytes: int, num_shards: int, capacity: float
+) -> InputError | None:
+    """The error for a model whose training cannot fit into a device of `capacity` bytes, whatever the batch: weights, their gradients,
+    two moments, and an average in float32."""
+    needed = num_trained * (4 * weight_bytes + 4) / num_shards + num_frozen * weight_bytes
+    if needed <= capacity:
+        return None
+    return InputError(
+        f"training {num_trained / 1e9:.1f} billion parameters takes {needed / 2**30:.0f} GiB on each device before any image",
+        f"at most the {capacity / 2**30:.0f} GiB of one",
+        "share them out with --engine fsdp or deepspeed on more GPUs, train adapters (--lora_rank 16), use --weights_dtype bf16, or a smaller model",
+    )
+
+
+def batch_error(rows: int, accumulate: int, cost: ImageCost, device: torch.device, free: float) -> InputError | None:
+    """The error for a batch that cannot fit into `free` bytes, with one that should; None where it may fit."""
+    bytes_per_image = cost.bytes_on(device)
+    if rows * bytes_per_image <= free:
+        return None
+    found = f"--batch_size {rows} would take about {_format_bytes(rows * bytes_per_image)}, and {_format_bytes(free)} are free on {device}"
+    if 0.8 * free < bytes_per_image:
+        return InputError(found, "a batch that fits", "try a smaller --model or --image_size; not even one image fits")
+    fits = 1 << (int(0.8 * free / bytes_per_image).bit_length() - 1)
+    return InputError(found, "a batch that fits", batch_size_hint(fits, accumulate * -(-rows // fits)))
+
+
+def batch_size_hint(batch_size: int, accumulate: int) -> str:
+    return (
+        f"try --batch_size {batch_size} (with --accumulate {accumulate} for the same global batch), "
+        "--gradient_checkpointing or --dtype bf16"
+    )
+
+
+def _format_bytes(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.0f} MiB"
+
+
 def warm_up(
-    task: Task,
+    task: TrainingTask,
     config: TrainConfig,
-    parts: Mapping[str, Part],
-    checkpoints: Checkpoints,
+    networks: Mapping[str, TrainedNetwork],
+    checkpoints: CheckpointWriter,
     global_batch: int,
-    saved_bytes: Iterable[int],
+    tensor_bytes: Iterable[int],
 ) -> None:
     """One pass that is thrown away: it settles DDP's buckets, compiles, and finds a batch that does not fit before it costs anything.
 
-    `saved_bytes` are the sizes of the tensors of a checkpoint.
+    `tensor_bytes` are the sizes of the tensors of a checkpoint.
     """
     world = task.world
-    _, rows = plan.micro_batches(global_batch, world.size, config.batch_size)
-    _refuse_hopeless(world, config, task.denoiser, rows)
-    if config.compile and world.first:
+    _, rows = sample_batching.micro_batch_layout(global_batch, world.size, config.batch_size)
+    _check_batch_fits(world, config, task.denoiser, rows)
+    if config.compile and world.is_rank_zero:
         log.warning("compiling the blocks, which takes a minute or two before the first step")
     # While blocks are compiled: taking pinned memory makes a GPU wait, so it is done before the first step, or it would slow many.
-    checkpoints.reserve(saved_bytes)
+    checkpoints.reserve(tensor_bytes)
     try:
-        for part in parts.values():
-            if part.objective is not None:
-                with autocast(world.device, config.dtype):
-                    losses = part.objective(part.engine.trained, task.idle(rows))
-                part.engine.settle(losses.float().sum())
-        for part in parts.values():
-            part.engine.zero_grad()
+        for network in networks.values():
+            if network.objective is not None:
+                with mixed_precision(world.device, config.dtype):
+                    losses = network.objective(network.engine.wrapped_module, task.dummy_batch(rows))
+                network.engine.warm_up(losses.float().sum())
+        for network in networks.values():
+            network.engine.zero_grad()
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "allocate memory" not in str(error):
             raise
         raise InputError(
-            f"a batch of {rows} pictures does not fit into the memory of {world.device}",
+            f"a batch of {rows} images does not fit into the memory of {world.device}",
             "a batch that fits",
-            memory.advice(max(1, rows // 2), 2 * config.accumulate),
+            batch_size_hint(max(1, rows // 2), 2 * config.accumulate),
         ) from error
     finally:
-        checkpoints.copies.ready()
+        checkpoints.copies.wait_reserved()
 
 
-def refuse_weights(world: World, config: TrainConfig, denoiser: Denoiser) -> None:
+def check_weights_fit(world: World, config: TrainConfig, denoiser: Denoiser) -> None:
     """A model that cannot be trained on these GPUs is told so before texts are encoded or a teacher is asked for hours."""
     device = world.device
     if device.type != "cuda" or config.engine == "deepspeed" or config.offload_optimizer:
@@ -74,7 +179,7 @@ def refuse_weights(world: World, config: TrainConfig, denoiser: Denoiser) -> Non
     sizes = Counter[bool]()
     for parameter in denoiser.module.parameters():
         sizes[parameter.requires_grad] += parameter.numel()
-    error = memory.refuse_weights(
+    error = weights_error(
         sizes[True],
         sizes[False],
         2 if config.weights_dtype == "bf16" else 4,
@@ -85,55 +190,59 @@ def refuse_weights(world: World, config: TrainConfig, denoiser: Denoiser) -> Non
         raise error
 
 
-def _refuse_hopeless(world: World, config: TrainConfig, denoiser: Denoiser, rows: int) -> None:
-    cost = memory.PictureCost(
-        flops=denoiser.flops_per_picture(),
+def _check_batch_fits(world: World, config: TrainConfig, denoiser: Denoiser, rows: int) -> None:
+    cost = ImageCost(
+        flops=denoiser.flops_per_image(),
         hidden=denoiser.hidden,
         depth=denoiser.depth,
         num_values=math.prod(denoiser.sample_shape(*config.image_size)),
         dtype=config.dtype,
-        checkpointing=config.activation_checkpointing,
+        gradient_checkpointing=config.gradient_checkpointing,
     )
-    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", "1")))
-    free = min(world.exchange(memory.free_bytes(world.device, sharing)))
-    error = memory.refuse_batch(rows, config.accumulate, cost, world.device, free)
+    num_sharing = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", "1")))
+    free = min(world.all_gather_object(free_bytes(world.device, num_sharing)))
+    error = batch_error(rows, config.accumulate, cost, world.device, free)
     if error:
         raise error
 
 
-def probe(task: Task, config: TrainConfig, parts: Mapping[str, Part], settings: SampleSettings) -> None:
-    """Whether samples and the held-out loss fit beside everything else, asked once before it can cost a checkpoint's worth of work.
+def check_samples_fit(
+    task: TrainingTask, config: TrainConfig, networks: Mapping[str, TrainedNetwork], settings: SampleSettings
+) -> None:
+    """Whether samples and the validation loss fit beside everything else, asked once before it can cost a checkpoint's worth of work.
 
     What the optimizer will hold from its first step on is set aside meanwhile.
     """
-    engines = [part.engine for part in parts.values()]
-    taken = [] if config.sample_offload else [tensor for engine in engines for tensor in engine.reserve()]
+    engines = [part.engine for part in networks.values()]
+    reserved = (
+        [] if config.sample_offload else [tensor for engine in engines for tensor in engine.reserve_optimizer_memory()]
+    )
     rows = 2 * config.sample_batch_size if config.sample and settings.prompts else 0
     checks = [(rows, f"try --sample_batch_size {max(1, config.sample_batch_size // 2)}, or --no_sample")]
-    if min(config.heldout_pictures, task.source.num_heldout):
-        checks.append((heldout.SHEET, "try --heldout_pictures 0"))
+    if min(config.validation_images, task.source.num_validation):
+        checks.append((validation.BATCH_SIZE, "try --validation_images 0"))
     if config.eval_every:
         checks.append((2 * config.eval_batch_size, f"try --eval_batch_size {max(1, config.eval_batch_size // 2)}"))
     with contextlib.ExitStack() as stack:
         for engine in engines if config.sample_offload else ():
-            stack.enter_context(engine.parked())
-        for num_rows, advice in checks:
+            stack.enter_context(engine.offload_optimizer_state())
+        for num_rows, hint in checks:
             if num_rows:
-                _refuse_forward(task, config, parts[MODEL].engine, num_rows, advice)
-    del taken
+                _check_forward_fits(task, config, networks[MODEL].engine, num_rows, hint)
+    del reserved
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(task.world.device)
 
 
-def _refuse_forward(task: Task, config: TrainConfig, engine: Engine, num_rows: int, advice: str) -> None:
+def _check_forward_fits(task: TrainingTask, config: TrainConfig, engine: Engine, num_rows: int, hint: str) -> None:
     try:
-        with torch.no_grad(), autocast(task.world.device, config.dtype):
-            denoising(task.denoiser)(task.denoiser.module, Task.idle(task, num_rows))
+        with torch.no_grad(), mixed_precision(task.world.device, config.dtype):
+            denoising_objective(task.denoiser)(task.denoiser.module, TrainingTask.dummy_batch(task, num_rows))
     except torch.OutOfMemoryError as error:
         raise InputError(
             f"no room on {task.world.device} for a forward of {num_rows} rows beside the training",
             "memory for it",
-            advice,
+            hint,
         ) from error
     finally:
-        engine.at_rest()
+        engine.reshard()

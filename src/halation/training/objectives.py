@@ -5,16 +5,16 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from halation.models.denoiser import Denoiser
-from halation.training.loop import Objective, Rows
+from halation.training.loop import MicroBatch, Objective
 
 
-def denoising(denoiser: Denoiser) -> Objective:
-    """Squared error of what the family's module is asked for (a velocity, the noise, v) on the family's path from picture to noise."""
-    path = denoiser.path
+def denoising_objective(denoiser: Denoiser) -> Objective:
+    """Squared error of what the family's module is asked for (a velocity, the noise, v) on the family's path from image to noise."""
+    path = denoiser.noise_path
 
-    def losses(module: nn.Module, rows: Rows) -> Tensor:
-        x = path.noised(rows.x0, rows.noise, rows.t)
-        answer = denoiser.forward(module, x, rows.t, rows.condition)
-        return (answer.float() - path.target(rows.x0, rows.noise, rows.t)).square().flatten(1).mean(1)
+    def losses(module: nn.Module, rows: MicroBatch) -> Tensor:
+        x = path.add_noise(rows.x0, rows.noise, rows.t)
+        prediction = denoiser.forward(module, x, rows.t, rows.condition)
+        return (prediction.float() - path.target(rows.x0, rows.noise, rows.t)).square().flatten(1).mean(1)
 
     return losses

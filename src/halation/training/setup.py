@@ -13,51 +13,51 @@ from typing import Any
 import numpy as np
 import torch
 
-from halation import plan
+from halation import sample_batching
 from halation.data import latent_cache
-from halation.data.aspect_buckets import bucket_words
-from halation.data.dataset import Pictures
-from halation.data.open import check_pictures, open_pictures
-from halation.data.shuffle import BucketOrder, Order
+from halation.data.aspect_buckets import describe_buckets
+from halation.data.dataset_factory import check_dataset, open_dataset
+from halation.data.dataset_protocol import ImageDataset
+from halation.data.shuffle import BucketOrder, ShuffledOrder
 from halation.data.streets import DRIVING_PROMPTS, Streets
 from halation.distributed.engines.ddp_fsdp import EngineSettings
-from halation.distributed.launcher import computes_on
-from halation.distributed.world import Vigil, World, on_first
-from halation.errors import HalationError, InputError, refused_by_system
-from halation.models.autoencoder import Space
-from halation.models.bundled import advice, embedded_names, meant
+from halation.distributed.launcher import describe_device
+from halation.distributed.world import HeartbeatMonitor, World, run_on_rank_zero
+from halation.errors import HalationError, InputError, os_error_message
+from halation.models.autoencoder import ImageSpace
+from halation.models.bundled_models import bundled_names, resolve_model_path, suggest_model
 from halation.models.checkpoints import load_denoiser
-from halation.models.denoiser import OWN, Habits
-from halation.models.dit.denoiser import DiTDenoiser, new_dit
+from halation.models.denoiser import PIPELINE_SCHEDULER, FamilyDefaults
+from halation.models.dit.denoiser import DiTDenoiser, create_dit
 from halation.models.dit.network import SIZES
-from halation.runs import folder as runs
+from halation.progress_bar import StepProgress
+from halation.runs import run_record as runs
 from halation.sampling.denoiser_sampler import SampleSettings
-from halation.step_progress import Progress
 from halation.training.config import TrainConfig
 from halation.training.loop import StepSettings
 
 log = logging.getLogger(__name__)
 
 NUM_DEFAULT_PROMPTS = 8
-PATIENCE_S = 2.0
+PROGRESS_DELAY_S = 2.0
 
 
-def confirm_device(world: World, config: TrainConfig, run: runs.Run, space: Space) -> None:
+def confirm_device(world: World, config: TrainConfig, run: runs.RunFolder, space: ImageSpace) -> None:
     """Record what computes and what encodes; a resumed run on another GPU or autoencoder is not the run it was."""
-    everybody = world.exchange(computes_on(str(world.device)))
-    if len(set(everybody)) > 1:
-        log.warning(
-            "a mixed world: %s; pictures round differently on different devices", ", ".join(sorted(set(everybody)))
-        )
+    devices = world.all_gather_object(describe_device(str(world.device)))
+    if len(set(devices)) > 1:
+        log.warning("a mixed world: %s; images round differently on different devices", ", ".join(sorted(set(devices))))
 
-    def record(_beat: Callable[[], None]) -> None:
-        runs.confirm(run, {"computes on": everybody[0], "space": space.fingerprint()}, config.accept_changes)
+    def record(_heartbeat: Callable[[], None]) -> None:
+        runs.record_facts(run, {"computes on": devices[0], "space": space.fingerprint()}, config.accept_changes)
 
-    on_first(world, "recording the device", record, config.dist_timeout_s)
+    run_on_rank_zero(world, "recording the device", record, config.dist_timeout_s)
 
 
-def open_source(world: World, config: TrainConfig, run: runs.Run, space: Space, bucket_multiple: int = 0) -> Pictures:
-    """The pictures, looked at once by rank 0 for all, and cached where asked; in buckets where their sides have a multiple."""
+def open_source(
+    world: World, config: TrainConfig, run: runs.RunFolder, space: ImageSpace, bucket_multiple: int = 0
+) -> ImageDataset:
+    """The images, looked at once by rank 0 for all, and cached where asked; in buckets where their sides have a multiple."""
     height, width = config.image_size
     encodes = bool(config.vae or config.model_path)
     cache = Path(config.cache_dir) if config.cache_dir else run.folder / "cache"
@@ -69,35 +69,37 @@ def open_source(world: World, config: TrainConfig, run: runs.Run, space: Space, 
             "give --vae FOLDER or use --cache pixels",
         )
 
-    def opened() -> Pictures:
-        source = open_pictures(
+    def open_data() -> ImageDataset:
+        source = open_dataset(
             config.data,
             height,
             width,
-            config.heldout_pictures,
-            max_pictures=config.max_pictures,
+            config.validation_images,
+            max_images=config.max_images,
             bucket_multiple=bucket_multiple,
         )
         if isinstance(source, Streets) and encodes:  # scenes cost nothing until they are encoded
-            num_heldout = min(source.num_heldout, config.heldout_pictures)
-            return Streets(height, width, num_train=source.num_train, num_heldout=num_heldout)
+            num_validation = min(source.num_validation, config.validation_images)
+            return Streets(height, width, num_train=source.num_train, num_validation=num_validation)
         return source
 
-    def look(beat: Callable[[], None]) -> None:
-        source = opened()
-        with bar(world, config, "reading", beat, shared=False) as tell:
-            check_pictures(source, cache, tell)
-        runs.confirm(run, {"data fingerprint": source.fingerprint}, config.accept_changes)
+    def check_data(heartbeat: Callable[[], None]) -> None:
+        source = open_data()
+        with progress_bar(world, config, "reading", heartbeat, shared=False) as update_progress:
+            check_dataset(source, cache, update_progress)
+        runs.record_facts(run, {"data fingerprint": source.fingerprint}, config.accept_changes)
 
-    on_first(world, "reading the data", look, config.dist_timeout_s)
-    source = opened()
-    check_pictures(source, cache, quiet=True)  # remembered by now, and told
-    for line in bucket_words(source, bucket_multiple) if world.first else ():
+    run_on_rank_zero(world, "reading the data", check_data, config.dist_timeout_s)
+    source = open_data()
+    check_dataset(source, cache, quiet=True)  # remembered by now, and told
+    for line in describe_buckets(source, bucket_multiple) if world.is_rank_zero else ():
         log.warning("%s", line)
-    return _cached(world, config, source, space, kind, cache) if kind in ("pixels", "latents") else source
+    return _build_cache(world, config, source, space, kind, cache) if kind in ("pixels", "latents") else source
 
 
-def _cached(world: World, config: TrainConfig, source: Pictures, space: Space, kind: str, folder: Path) -> Pictures:
+def _build_cache(
+    world: World, config: TrainConfig, source: ImageDataset, space: ImageSpace, kind: str, folder: Path
+) -> ImageDataset:
     """Encode once, on all ranks, into memory-mapped shards."""
     fingerprint: dict[str, Any] = {
         "source": source.fingerprint,
@@ -124,8 +126,8 @@ def _cached(world: World, config: TrainConfig, source: Pictures, space: Space, k
     if kind == "latents":
         space.to(world.device)
     with (
-        Vigil(world, "caching the data", config.dist_timeout_s) as vigil,
-        bar(world, config, "caching", vigil.beat) as tell,
+        HeartbeatMonitor(world, "caching the data", config.dist_timeout_s) as monitor,
+        progress_bar(world, config, "caching", monitor.heartbeat) as update_progress,
     ):
         error = ""
         try:
@@ -134,64 +136,64 @@ def _cached(world: World, config: TrainConfig, source: Pictures, space: Space, k
                 folder / kind,
                 encode if kind == "latents" else None,
                 fingerprint=fingerprint,
-                part=(world.rank, world.size),
+                rank_and_size=(world.rank, world.size),
                 encode_size=_encode_size(source),
                 num_workers=config.num_workers,
-                on_progress=tell,
+                on_progress=update_progress,
             )
         except (HalationError, OSError) as problem:
-            error = refused_by_system(problem) or str(problem)
+            error = os_error_message(problem) or str(problem)
         except (torch.OutOfMemoryError, MemoryError):
             error = (
-                f"encoding pictures of {source.height} x {source.width} does not fit into the memory of {world.device}"
+                f"encoding images of {source.height} x {source.width} does not fit into the memory of {world.device}"
             )
-        words = vigil.finish(error)
-    if any(words):
-        failure = HalationError(next(word for word in words if word))
+        errors = monitor.gather_results(error)
+    if any(errors):
+        failure = HalationError(next(word for word in errors if word))
         failure.exit_code = InputError.exit_code
         raise failure
-    return latent_cache.open(folder / kind, fingerprint, verify=world.local_rank == 0)
+    return latent_cache.open_cache(folder / kind, fingerprint, verify=world.local_rank == 0)
 
 
-def _encode_size(source: Pictures) -> int:
-    """Pictures in one call of the autoencoder: by their size alone, so that a latent depends on nothing else."""
-    return max(1, min(latent_cache.CHUNK, latent_cache.CHUNK * 256**2 // (source.height * source.width)))
+def _encode_size(source: ImageDataset) -> int:
+    """Images in one call of the autoencoder: by their size alone, so that a latent depends on nothing else."""
+    return max(1, min(latent_cache.CHUNK_SIZE, latent_cache.CHUNK_SIZE * 256**2 // (source.height * source.width)))
 
 
 @contextlib.contextmanager
-def bar(
+def progress_bar(
     world: World,
     config: TrainConfig,
     title: str,
-    beat: Callable[[], None],
-    what: str = "pictures",
+    heartbeat: Callable[[], None],
+    unit: str = "images",
     shared: bool = True,
 ) -> Iterator[Callable[[int, int], None]]:
     """Progress of rank 0, which has one share of several where work is shared; shown only where it takes long enough to wonder."""
-    words = f"{what}, the first of {world.size} shares" if shared and world.size > 1 else what
-    began = time.monotonic()
+    text = f"{unit}, the first of {world.size} shares" if shared and world.size > 1 else unit
+    start_time = time.monotonic()
     with contextlib.ExitStack() as stack:
-        bars: list[Progress] = []
+        bars: list[StepProgress] = []
 
-        def tell(done: int, total: int) -> None:
-            beat()
-            if not bars and world.first and time.monotonic() - began > PATIENCE_S:
-                bars.append(stack.enter_context(Progress(config.progress, total, done, title)))
+        def update_progress(done: int, total: int) -> None:
+            heartbeat()
+            if not bars and world.is_rank_zero and time.monotonic() - start_time > PROGRESS_DELAY_S:
+                bars.append(stack.enter_context(StepProgress(config.progress, total, done, title)))
             for shown in bars:
-                shown.update(done, words, {})
+                shown.update(done, text, {})
 
-        yield tell
+        yield update_progress
 
 
-def new_denoiser(config: TrainConfig, source: Pictures, space: Space) -> DiTDenoiser:
+def new_denoiser(config: TrainConfig, source: ImageDataset, space: ImageSpace) -> DiTDenoiser:
     """A model of a named size, or the one in a folder, if it fits the data."""
     if config.model not in SIZES:
-        folder = meant(config.model)
+        folder = resolve_model_path(config.model)
         if not folder.is_dir():
             raise InputError(
                 f"--model {config.model}",
-                f"one of {', '.join(SIZES)}, {', '.join(embedded_names())}, or the folder of an export or checkpoint",
-                advice(config.model, "check the name or path"),
+                f"one of {', '.join(SIZES)}, {', '.join(bundled_names())}, or the folder of an export or checkpoint",
+                suggest_model(config.model, "check the name or path"),
             )
         denoiser = load_denoiser(folder, raw=False)
         if not isinstance(denoiser, DiTDenoiser):
@@ -200,9 +202,9 @@ def new_denoiser(config: TrainConfig, source: Pictures, space: Space) -> DiTDeno
                 "a DiT of Halation",
                 "train on from its export: --model_path RUN/export",
             )
-        return _refuse_misfit(denoiser, config, source, space)
+        return _check_model_matches(denoiser, config, source, space)
     height, width = config.image_size
-    fresh = new_dit(
+    fresh = create_dit(
         config.model,
         height=height,
         width=width,
@@ -212,10 +214,12 @@ def new_denoiser(config: TrainConfig, source: Pictures, space: Space) -> DiTDeno
         patch_size=config.patch_size or None,
         num_register_tokens=config.num_register_tokens,
     )
-    return fresh.initialise(config.seed)
+    return fresh.init_weights(config.seed)
 
 
-def _refuse_misfit(denoiser: DiTDenoiser, config: TrainConfig, source: Pictures, space: Space) -> DiTDenoiser:
+def _check_model_matches(
+    denoiser: DiTDenoiser, config: TrainConfig, source: ImageDataset, space: ImageSpace
+) -> DiTDenoiser:
     if denoiser.class_names and denoiser.class_names != source.class_names:
         raise InputError(
             f"--model {config.model} knows {len(denoiser.class_names)} classes, --data {config.data} has {len(source.class_names)} others",
@@ -238,13 +242,13 @@ def _refuse_misfit(denoiser: DiTDenoiser, config: TrainConfig, source: Pictures,
     return denoiser
 
 
-def order(seed: int, source: Pictures, global_batch: int) -> Order | BucketOrder:
-    """The order of the data: by whole global batches of one shape where pictures lie in buckets."""
+def data_order(seed: int, source: ImageDataset, global_batch: int) -> ShuffledOrder | BucketOrder:
+    """The order of the data: by whole global batches of one shape where images lie in buckets."""
     buckets = getattr(source, "bucket_of", None)
-    return Order(seed, source.num_train) if buckets is None else BucketOrder(seed, buckets, global_batch)
+    return ShuffledOrder(seed, source.num_train) if buckets is None else BucketOrder(seed, buckets, global_batch)
 
 
-def default_prompts(source: Pictures, data: str) -> tuple[str, ...]:
+def default_prompts(source: ImageDataset, data: str) -> tuple[str, ...]:
     """The driving prompts, class names, or the first different captions of a folder."""
     if data == "streets":
         return tuple(DRIVING_PROMPTS)
@@ -253,20 +257,20 @@ def default_prompts(source: Pictures, data: str) -> tuple[str, ...]:
     return tuple(itertools.islice(dict.fromkeys(source.captions()), NUM_DEFAULT_PROMPTS))
 
 
-def global_batch(world: World, config: TrainConfig, run: runs.Run) -> int:
-    """Pictures a step, decided when the run began: other ranks share them out anew, so the loss goes on as it was."""
+def resolve_global_batch(world: World, config: TrainConfig, run: runs.RunFolder) -> int:
+    """Images a step, decided when the run began: other ranks share them out anew, so the loss goes on as it was."""
 
-    def recall(_beat: Callable[[], None]) -> int:
+    def read_or_record(_heartbeat: Callable[[], None]) -> int:
         known = runs.read_record(run)["fixed"].get("global batch")
         asked = config.batch_size * world.size * config.accumulate
         size = asked if config.accept_changes else int(known or asked)
-        runs.confirm(run, {"global batch": size}, config.accept_changes)
+        runs.record_facts(run, {"global batch": size}, config.accept_changes)
         return size
 
-    return int(on_first(world, "the global batch", recall, config.dist_timeout_s))
+    return int(run_on_rank_zero(world, "the global batch", read_or_record, config.dist_timeout_s))
 
 
-def sample_settings(config: TrainConfig, prompts: tuple[str, ...], habits: Habits) -> SampleSettings:
+def sample_settings(config: TrainConfig, prompts: tuple[str, ...], defaults: FamilyDefaults) -> SampleSettings:
     height, width = config.image_size
     return SampleSettings(
         prompts=prompts,
@@ -275,11 +279,11 @@ def sample_settings(config: TrainConfig, prompts: tuple[str, ...], habits: Habit
         steps=config.sample_steps,
         seed=config.sample_seed,
         same_seed=config.same_seed,
-        sampler=OWN if config.model_path else config.sampler,
-        guidance_scale=habits.guidance_scale if config.guidance_scale is None else config.guidance_scale,
-        sheet_size=config.sample_batch_size,
+        sampler=PIPELINE_SCHEDULER if config.model_path else config.sampler,
+        guidance_scale=defaults.guidance_scale if config.guidance_scale is None else config.guidance_scale,
+        batch_size=config.sample_batch_size,
         dtype=config.dtype,
-        time_shift=config.time_shift or habits.time_shift,
+        time_shift=config.time_shift or defaults.time_shift,
         threads=config.threads,
         compile=config.compile,
         deterministic=config.deterministic,
@@ -288,14 +292,14 @@ def sample_settings(config: TrainConfig, prompts: tuple[str, ...], habits: Habit
 
 def engine_settings(world: World, config: TrainConfig, global_batch: int) -> EngineSettings:
     """What an engine wants to know besides the module."""
-    number, rows = plan.micro_batches(global_batch, world.size, config.batch_size)
+    number, rows = sample_batching.micro_batch_layout(global_batch, world.size, config.batch_size)
     return EngineSettings(
         offload_optimizer=config.offload_optimizer,
         zero_stage=config.zero_stage,
         deepspeed_config=config.deepspeed_config,
         global_batch=global_batch,
         num_micro_batches=number,
-        rows=rows,
+        micro_batch_size=rows,
         grad_clip=config.grad_clip,
         dtype=config.dtype,
     )

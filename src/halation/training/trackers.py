@@ -17,16 +17,16 @@ log = logging.getLogger(__name__)
 
 
 class Tracker(Protocol):
-    """A place for scalars and pictures by step."""
+    """A place for scalars and images by step."""
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None: ...
+    def log_scalars(self, step: int, values: Mapping[str, float]) -> None: ...
 
-    def pictures(self, step: int, pictures: Mapping[str, np.ndarray]) -> None: ...
+    def log_images(self, step: int, images: Mapping[str, np.ndarray]) -> None: ...
 
     def close(self) -> None: ...
 
 
-class TensorBoard:
+class TensorBoardTracker:
     """Event files in the run's folder; a resumed run hides what lies after its checkpoint."""
 
     def __init__(self, folder: Path, step: int) -> None:
@@ -35,20 +35,20 @@ class TensorBoard:
         # A fresh run has nothing to hide, and purging from 0 writes a marker that some readers show as a restart.
         self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None)
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+    def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             self.writer.add_scalar(name, value, step)
 
-    def pictures(self, step: int, pictures: Mapping[str, np.ndarray]) -> None:
-        for name, picture in pictures.items():
-            self.writer.add_image(name, picture, step, dataformats="HWC")
+    def log_images(self, step: int, images: Mapping[str, np.ndarray]) -> None:
+        for name, image in images.items():
+            self.writer.add_image(name, image, step, dataformats="HWC")
         self.writer.flush()
 
     def close(self) -> None:
         self.writer.close()
 
 
-class Wandb:
+class WandbTracker:
     """Offline unless WANDB_MODE says otherwise; files under wandb/ where the command was started."""
 
     def __init__(self, folder: Path, name: str, config: Mapping[str, Any]) -> None:
@@ -59,19 +59,19 @@ class Wandb:
             project="halation", name=name, id=_run_id(folder), resume="allow", mode=mode, config=dict(config)
         )
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+    def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
         self.run.log(dict(values), step=step)
 
-    def pictures(self, step: int, pictures: Mapping[str, np.ndarray]) -> None:
+    def log_images(self, step: int, images: Mapping[str, np.ndarray]) -> None:
         import wandb
 
-        self.run.log({name: wandb.Image(picture) for name, picture in pictures.items()}, step=step)
+        self.run.log({name: wandb.Image(image) for name, image in images.items()}, step=step)
 
     def close(self) -> None:
         self.run.finish()
 
 
-class Trackio:
+class TrackioTracker:
     """trackio's local dashboard."""
 
     def __init__(self, name: str, config: Mapping[str, Any]) -> None:
@@ -80,11 +80,11 @@ class Trackio:
         self.trackio = trackio
         trackio.init(project="halation", name=name, config=dict(config))
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+    def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
         self.trackio.log(dict(values), step=step)
 
-    def pictures(self, step: int, pictures: Mapping[str, np.ndarray]) -> None:
-        self.trackio.log({name: self.trackio.Image(picture) for name, picture in pictures.items()}, step=step)
+    def log_images(self, step: int, images: Mapping[str, np.ndarray]) -> None:
+        self.trackio.log({name: self.trackio.Image(image) for name, image in images.items()}, step=step)
 
     def close(self) -> None:
         self.trackio.finish()
@@ -98,21 +98,25 @@ def _run_id(folder: Path) -> str:
     return path.read_text().strip()
 
 
-EXTRAS = {"tensorboard": ("tensorboard", "train"), "wandb": ("wandb", "wandb"), "trackio": ("trackio", "trackio")}
+TRACKER_PACKAGES = {
+    "tensorboard": ("tensorboard", "train"),
+    "wandb": ("wandb", "wandb"),
+    "trackio": ("trackio", "trackio"),
+}
 
 
-def check(names: Sequence[str], asked: bool) -> tuple[str, ...]:
+def check_trackers(names: Sequence[str], required: bool) -> tuple[str, ...]:
     """The trackers that can be used; one that was asked for and is not installed is an error, a default one is left out."""
     usable = []
     for name in names:
         if name == "none":
             continue
-        package, extra = EXTRAS[name]
+        package, extra = TRACKER_PACKAGES[name]
         spec = importlib.util.find_spec(package)
         # Without an origin it is a mere folder, such as the `wandb/` that wandb's own runs are in.
         if spec is not None and spec.origin is not None:
             usable.append(name)
-        elif asked:
+        elif required:
             raise InputError(
                 f"--report_to {name}, but {package} is not installed",
                 "an installed tracker",
@@ -126,9 +130,9 @@ def check(names: Sequence[str], asked: bool) -> tuple[str, ...]:
 
 
 def open_trackers(names: Sequence[str], folder: Path, name: str, config: Mapping[str, Any], step: int) -> list[Tracker]:
-    makers: dict[str, Callable[[], Tracker]] = {
-        "tensorboard": lambda: TensorBoard(folder, step),
-        "wandb": lambda: Wandb(folder, name, config),
-        "trackio": lambda: Trackio(name, config),
+    factories: dict[str, Callable[[], Tracker]] = {
+        "tensorboard": lambda: TensorBoardTracker(folder, step),
+        "wandb": lambda: WandbTracker(folder, name, config),
+        "trackio": lambda: TrackioTracker(name, config),
     }
-    return [makers[tracker]() for tracker in names]
+    return [factories[tracker]() for tracker in names]

@@ -16,18 +16,17 @@ from typing import Any
 
 from halation.errors import InputError
 from halation.images import grid
-from halation.images.axes import short_number
-from halation.images.plot import direction, metric_panels, plot
-from halation.images.png import encode_png, read_png
-from halation.runs.folder import METRICS_FILE, publish, read_json, step_name
+from halation.images.line_plots import best_direction, draw_panels, format_number, metric_panels
+from halation.images.png_codec import encode_png, read_png
+from halation.runs.run_record import METRICS_FILE, read_json, step_name, write_atomic
 
 EVALUATION_FILE = "evaluation.json"
-NUM_IN_GRID, NUM_COLUMNS = 16, 4
-NUMBERS = ("name", "value", "std", "better", "few")
+NUM_GRID_IMAGES, NUM_COLUMNS = 16, 4
+METRIC_KEYS = ("name", "value", "std", "better", "few")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class CheckpointScore:
     """The numbers of one checkpoint, by metric."""
 
     step: int
@@ -37,22 +36,22 @@ class Verdict:
     def value(self, metric: str) -> float:
         return float(self.metrics[metric]["value"])
 
-    def name(self, metric: str) -> str:
+    def metric_name(self, metric: str) -> str:
         return str(self.metrics[metric].get("name") or metric)
 
 
-def read_verdicts(folder: Path) -> list[Verdict]:
+def read_scores(folder: Path) -> list[CheckpointScore]:
     """All steps that have their evaluation, by step."""
     found = []
     for path in sorted(folder.glob(f"step_*/{EVALUATION_FILE}")):
         if re.fullmatch(r"step_\d+", path.parent.name):
             value = read_json(path)
-            found.append(Verdict(step=value["step"], checkpoint=value["checkpoint"], metrics=value["metrics"]))
-    return sorted(found, key=lambda verdict: verdict.step)
+            found.append(CheckpointScore(step=value["step"], checkpoint=value["checkpoint"], metrics=value["metrics"]))
+    return sorted(found, key=lambda score: score.step)
 
 
-def problem_of(evaluation: Any) -> str:
-    """Why an evaluation cannot be a verdict; empty where it can."""
+def find_evaluation_problem(evaluation: Any) -> str:
+    """Why an evaluation cannot be a score; empty where it can."""
     metrics = evaluation.get("metrics") if isinstance(evaluation, dict) else None
     if not isinstance(metrics, dict) or not metrics:
         return "the evaluation holds no numbers"
@@ -63,65 +62,65 @@ def problem_of(evaluation: Any) -> str:
     return ""
 
 
-def best_of(verdicts: Sequence[Verdict], metric: str) -> Verdict:
+def best_score(scores: Sequence[CheckpointScore], metric: str) -> CheckpointScore:
     """The earliest of those whose number nothing beats."""
-    sign = -1 if direction(metric, verdicts[-1].metrics[metric].get("better")) == "highest" else 1
-    return min(verdicts, key=lambda verdict: (sign * verdict.value(metric), verdict.step))
+    sign = -1 if best_direction(metric, scores[-1].metrics[metric].get("better")) == "highest" else 1
+    return min(scores, key=lambda score: (sign * score.value(metric), score.step))
 
 
-def deciding(verdict: Verdict, best_by: str) -> str:
+def deciding_metric(score: CheckpointScore, best_by: str) -> str:
     """The metric that decides: the one that was asked for, or the first."""
-    if best_by and best_by not in verdict.metrics:
+    if best_by and best_by not in score.metrics:
         raise InputError(
-            f"--best_by {best_by}, and the evaluation has {', '.join(verdict.metrics)}",
+            f"--best_by {best_by}, and the evaluation has {', '.join(score.metrics)}",
             "one of these numbers",
             "choose one of them, or ask for it by --metrics in another --output_dir",
         )
-    return best_by or next(iter(verdict.metrics))
+    return best_by or next(iter(score.metrics))
 
 
-def reference_of(verdict: Verdict) -> set[str]:
+def reference_hashes(score: CheckpointScore) -> set[str]:
     """The hashes of what the numbers were compared with."""
-    found = {str(entry.get("reference_hash") or "") for entry in verdict.metrics.values()}
+    found = {str(entry.get("reference_hash") or "") for entry in score.metrics.values()}
     return found - {""}
 
 
-def sentence(verdict: Verdict, verdicts: Sequence[Verdict], metric: str) -> str:
+def format_score(score: CheckpointScore, scores: Sequence[CheckpointScore], metric: str) -> str:
     """step 500: FD-streets 31.2 (best 29.8 at 400), KID-streets 0.0123"""
-    best = best_of(verdicts, metric)
-    if best.step == verdict.step:
-        standing = "the best so far" if len(verdicts) > 1 else "the first"
+    best = best_score(scores, metric)
+    if best.step == score.step:
+        comparison = "the best so far" if len(scores) > 1 else "the first"
     else:
-        standing = f"best {short_number(best.value(metric))} at {best.step}"
-    words = [f"{verdict.name(metric)} {short_number(verdict.value(metric))} ({standing})"]
+        comparison = f"best {format_number(best.value(metric))} at {best.step}"
+    words = [f"{score.metric_name(metric)} {format_number(score.value(metric))} ({comparison})"]
     words += [
-        f"{verdict.name(other)} {short_number(verdict.value(other))}" for other in verdict.metrics if other != metric
+        f"{score.metric_name(other)} {format_number(score.value(other))}" for other in score.metrics if other != metric
     ]
-    few = ", of few pictures" if any(entry.get("few") for entry in verdict.metrics.values()) else ""
-    return f"step {verdict.step}: {', '.join(words)}{few}"
+    few = ", of few images" if any(entry.get("few") for entry in score.metrics.values()) else ""
+    return f"step {score.step}: {', '.join(words)}{few}"
 
 
-def write_metrics(folder: Path, verdicts: Sequence[Verdict], title: str) -> None:
+def write_metrics(folder: Path, scores: Sequence[CheckpointScore], title: str) -> None:
     """metrics.jsonl and metrics.png."""
     rows = [
-        {"step": verdict.step, "checkpoint": verdict.checkpoint, "metric": metric}
-        | {key: entry[key] for key in NUMBERS if key in entry}
-        for verdict in verdicts
-        for metric, entry in verdict.metrics.items()
+        {"step": score.step, "checkpoint": score.checkpoint, "metric": metric}
+        | {key: entry[key] for key in METRIC_KEYS if key in entry}
+        for score in scores
+        for metric, entry in score.metrics.items()
     ]
-    publish(folder / METRICS_FILE, b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows))
+    write_atomic(folder / METRICS_FILE, b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows))
     panels = metric_panels(rows)
     if panels:
-        publish(folder / "metrics.png", encode_png(plot(panels, title), {}))
+        write_atomic(folder / "metrics.png", encode_png(draw_panels(panels, title), {}))
 
 
-def write_grid(drawn: Path, path: Path) -> None:
-    """The first pictures of a `halation generate` with their prompts."""
-    with open(drawn / "metadata.jsonl", "rb") as file:
-        rows = [json.loads(line) for line in itertools.islice(file, NUM_IN_GRID)]
-    shown = [read_png(drawn / row["file_name"])[0] for row in rows]
-    publish(path, encode_png(grid.grid(shown, NUM_COLUMNS, [row["prompt"] for row in rows]), {}))
+def write_grid(images_folder: Path, path: Path) -> None:
+    """The first images of a `halation generate` with their prompts."""
+    with open(images_folder / "metadata.jsonl", "rb") as file:
+        rows = [json.loads(line) for line in itertools.islice(file, NUM_GRID_IMAGES)]
+    shown = [read_png(images_folder / row["file_name"])[0] for row in rows]
+    write_atomic(path, encode_png(grid.make_grid(shown, NUM_COLUMNS, [row["prompt"] for row in rows]), {}))
 
 
-def folder_of(folder: Path, step: int) -> Path:
+def step_folder(folder: Path, step: int) -> Path:
     return folder / step_name(step)

@@ -9,71 +9,71 @@ import os
 import sys
 from pathlib import Path
 
-from halation.config import as_json, check_ranges, fixed
+from halation.config import as_json, check_ranges, fixed_settings
 from halation.distributed import launcher
 from halation.distributed.signals import StopSignals
 from halation.errors import InputError
-from halation.evaluation.command import refuse_missing_reference
+from halation.evaluation.command import check_reference
 from halation.evaluation.config import EvaluateConfig
-from halation.models.bundled import embedded_folder
-from halation.prompts import PromptFile
-from halation.runs import folder as runs
+from halation.models.bundled_models import bundled_folder
+from halation.prompt_files import PromptFile
 from halation.runs import lock
-from halation.runs.folder import Run
+from halation.runs import run_record as runs
+from halation.runs.run_record import RunFolder
 from halation.watcher import checkpoint_scanner, checkpoint_scores
 from halation.watcher.config import WatchConfig
-from halation.watcher.display import Spectator
-from halation.watcher.watch_loop import Watch
+from halation.watcher.display import WatchDisplay
+from halation.watcher.watch_loop import CheckpointWatcher
 
-MANY = sys.float_info.max
+MAX_FLOAT = sys.float_info.max
 RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("num_samples", "min_step", "nproc"), (0, 10**12)),
     **dict.fromkeys(("batch_size", "num_inference_steps", "num_reference", "every"), (1, 10**9)),
     **dict.fromkeys(("height", "width"), (1, 16_384)),
-    **dict.fromkeys(("settle_s", "guidance_scale"), (0, MANY)),
-    "poll_s": (sys.float_info.min, MANY),
+    **dict.fromkeys(("settle_s", "guidance_scale"), (0, MAX_FLOAT)),
+    "poll_s": (sys.float_info.min, MAX_FLOAT),
     "seed_start": (0, 2**63 - 1),
 }
 
-DRAWING = (
+IMAGE_SETTINGS = (
     *("watched", "prompts", "num_samples", "seed_start", "num_inference_steps", "guidance_scale", "height", "width"),
     *("batch_size", "dtype", "raw"),
 )
-"""Settings that decide the pictures: half a set of them is of no use after a change."""
+"""Settings that decide the images: half a set of them is of no use after a change."""
 
 
 def run(config: WatchConfig) -> int:
     """Follow the folder until a signal comes, or with --once until all that is there is scored; 0 only if nothing failed."""
-    config = resolved(config)
-    prompts = prompts_of(config)
+    config = resolve_config(config)
+    prompts = load_prompts(config)
     assert config.output_dir is not None
     runs.make_folder(config.output_dir)
     with (
-        lock.held(config.output_dir, "watch"),
-        Spectator(config.progress) as spectator,
-        StopSignals(ends_at_once=False) as signals,
+        lock.lock_folder(config.output_dir, "watch"),
+        WatchDisplay(config.progress) as display,
+        StopSignals(exit_on_second=False) as signals,
     ):
-        begin(config, config.output_dir, prompts)
-        return Watch(config, config.output_dir, spectator, signals, f"prompts.{prompts.format}").run()
+        prepare_output_dir(config, config.output_dir, prompts)
+        return CheckpointWatcher(config, config.output_dir, display, signals, f"prompts.{prompts.format}").run()
 
 
 # -- before
 
 
-def resolved(config: WatchConfig) -> WatchConfig:
+def resolve_config(config: WatchConfig) -> WatchConfig:
     """The config with what the watched folder decides written out, or an error for what can be refused at once."""
     check_ranges(config, {name: limits for name, limits in RANGES.items() if getattr(config, name) is not None})
-    if launcher.launched():
+    if launcher.is_launched():
         raise InputError(
             "one of several copies of this command (torchrun or srun)",
             "one command, which starts its own processes on every GPU",
             "start it once",
         )
-    launcher.devices(config.nproc, config.gpu_ids, oversubscribe=False)
+    launcher.select_devices(config.nproc, config.gpu_ids, oversubscribe=False)
     if not config.run.is_dir():
         what = "is a file" if config.run.exists() else "does not exist"
         action = "check it"
-        if embedded_folder(config.run):
+        if bundled_folder(config.run):
             what = "is a model of the package, which never changes"
             action = f"score it once: halation evaluate --model_path {config.run} --prompts FILE"
         raise InputError(f"{config.run} {what}", "a Halation run, or a folder that checkpoints come to", action)
@@ -91,13 +91,13 @@ def resolved(config: WatchConfig) -> WatchConfig:
             f"one of {', '.join(asked)}",
             "choose one of them, or add it to --metrics",
         )
-    reference = config.reference or _trained_on(watched)
-    refuse_missing_reference(EvaluateConfig(reference=reference), ())
+    reference = config.reference or _find_training_data(watched)
+    check_reference(EvaluateConfig(reference=reference), ())
     return dataclasses.replace(config, output_dir=output, reference=reference)
 
 
-def _trained_on(watched: Path) -> tuple[str, ...]:
-    """The data of a Halation run, which is what its pictures should look like."""
+def _find_training_data(watched: Path) -> tuple[str, ...]:
+    """The data of a Halation run, which is what its images should look like."""
     if (watched / runs.CONFIG_FILE).is_file():
         record = runs.read_json(watched / runs.CONFIG_FILE)
         settings = (
@@ -107,14 +107,14 @@ def _trained_on(watched: Path) -> tuple[str, ...]:
             return (settings["data"],)
     raise InputError(
         "no --reference",
-        "real pictures to compare with",
+        "real images to compare with",
         "give --reference FOLDER, streets, or saved statistics; only a Halation run says itself what it was trained on",
     )
 
 
-def prompts_of(config: WatchConfig) -> PromptFile:
+def load_prompts(config: WatchConfig) -> PromptFile:
     """The list that was given, or the captions of the reference; one that cannot be drawn is refused now, not at every checkpoint."""
-    prompts = PromptFile.open(config.prompts) if config.prompts else _of_captions(config)
+    prompts = PromptFile.open(config.prompts) if config.prompts else _prompts_from_captions(config)
     num = sum(1 for _row in prompts.rows())
     if config.num_samples > num:
         raise InputError(
@@ -125,15 +125,15 @@ def prompts_of(config: WatchConfig) -> PromptFile:
     return prompts
 
 
-def _of_captions(config: WatchConfig) -> PromptFile:
-    rows = [{"prompt": caption} for caption in _captions(config)]
+def _prompts_from_captions(config: WatchConfig) -> PromptFile:
+    rows = [{"prompt": caption} for caption in _read_captions(config)]
     data = b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)
     sha256 = hashlib.sha256(data).hexdigest()
-    return PromptFile(name="captions of the reference", format="jsonl", sha256=sha256, ignored=(), data=data)
+    return PromptFile(name="captions of the reference", format="jsonl", sha256=sha256, ignored_columns=(), data=data)
 
 
-def _captions(config: WatchConfig) -> list[str]:
-    from halation.data.image_listing import read_folder
+def _read_captions(config: WatchConfig) -> list[str]:
+    from halation.data.image_annotations import read_folder
     from halation.data.streets import caption, scene
 
     reference = config.reference[0]
@@ -143,7 +143,7 @@ def _captions(config: WatchConfig) -> list[str]:
     if Path(reference).is_dir():
         try:
             listing = read_folder(Path(reference))
-            return [entry.caption for entry in listing.heldout or listing.train]
+            return [entry.caption for entry in listing.validation or listing.train]
         except InputError as error:
             why = error.found
     raise InputError(
@@ -153,17 +153,17 @@ def _captions(config: WatchConfig) -> list[str]:
     )
 
 
-def begin(config: WatchConfig, folder: Path, prompts: PromptFile) -> None:
+def prepare_output_dir(config: WatchConfig, folder: Path, prompts: PromptFile) -> None:
     """Recognise the folder or begin it; numbers of other settings must not stand on one line."""
-    record = Run(folder)
-    before = runs.read_record(record)["fixed"] if record.config.exists() else {}
+    record = RunFolder(folder)
+    previous = runs.read_record(record)["fixed"] if record.config.exists() else {}
     # As seen from here, so that a run may be moved together with what was found out about it.
     watched = os.path.relpath(config.run.resolve(), folder.resolve())
-    settings = {"watched": watched, "prompts": prompts.sha256, **fixed(config)}
-    bound = bool(checkpoint_scores.read_verdicts(folder))
-    runs.begin(record, "watch", as_json(config), settings, config.accept_changes, bound)
-    if before and any(before.get(name) != settings[name] for name in DRAWING):
-        for drawn in folder.glob("step_*/pictures"):
-            if not (drawn.parent / checkpoint_scores.EVALUATION_FILE).exists():
-                checkpoint_scanner.removed(drawn)
-    runs.publish(folder / f"prompts.{prompts.format}", prompts.data)
+    settings = {"watched": watched, "prompts": prompts.sha256, **fixed_settings(config)}
+    has_scores = bool(checkpoint_scores.read_scores(folder))
+    runs.create_or_resume_run(record, "watch", as_json(config), settings, config.accept_changes, has_scores)
+    if previous and any(previous.get(name) != settings[name] for name in IMAGE_SETTINGS):
+        for images_folder in folder.glob("step_*/pictures"):
+            if not (images_folder.parent / checkpoint_scores.EVALUATION_FILE).exists():
+                checkpoint_scanner.remove_checkpoint(images_folder)
+    runs.write_atomic(folder / f"prompts.{prompts.format}", prompts.data)

@@ -9,16 +9,16 @@ from typing import Annotated, Literal
 
 import tyro
 
-from halation.config import free, setting
+from halation.config import free_setting, setting
 from halation.evaluation.config import Metric
 from halation.generation.config import MaybeFloat, MaybeInt
 
-Number = Literal["", "fid", "kid", "fd", "is", "precision", "recall", "density", "coverage", "clip", "agreement"]
+ScoreName = Literal["", "fid", "kid", "fd", "is", "precision", "recall", "density", "coverage", "clip", "agreement"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class WatchConfig:
-    """Follow a folder of checkpoints: draw pictures from each new one, score them, plot the scores, and keep the best checkpoint.
+    """Follow a folder of checkpoints: draw images from each new one, score them, plot the scores, and keep the best checkpoint.
 
     The checkpoints are those of a Halation run, or diffusers pipelines that any trainer writes. Stop it at any time; the same command goes on.
     """
@@ -28,26 +28,26 @@ class WatchConfig:
         metadata={"change": "free", "positional": True}
     )
     """A Halation run, or a folder of diffusers pipelines (subfolders with model_index.json; the last number in a name is the step)."""
-    output_dir: Path | None = free(None)
-    """Folder for pictures, scores and the best checkpoint; by default `watch` in the folder that is watched."""
-    every: int = free(1)
+    output_dir: Path | None = free_setting(None)
+    """Folder for images, scores and the best checkpoint; by default `watch` in the folder that is watched."""
+    every: int = free_setting(1)
     """Score only steps that this number divides."""
-    min_step: int = free(0)
+    min_step: int = free_setting(0)
     """Score no step before this one."""
-    once: bool = free(False)
+    once: bool = free_setting(False)
     """Score what is there, then end; exit code 1 if a checkpoint failed."""
-    poll_s: float = free(30.0)
+    poll_s: float = free_setting(30.0)
     """Seconds between two looks at the folder."""
-    settle_s: float = free(60.0)
+    settle_s: float = free_setting(60.0)
     """Take a pipeline only when its files have not changed for so long. Halation's own checkpoints say themselves that they are whole."""
 
     # -- what is drawn
-    prompts: str = free("")
+    prompts: str = free_setting("")
     """Prompt list (csv, txt, jsonl, parquet); by default the captions of the reference: `streets`, or a folder with captions."""
     num_samples: int = setting(0)
     """Draw the first so many prompts; 0 is all, which for `streets` is as many as --num_reference."""
     seed_start: int = setting(42)
-    """Picture k is drawn from seed seed_start + k at every checkpoint, so checkpoints compare."""
+    """Image k is drawn from seed seed_start + k at every checkpoint, so checkpoints compare."""
     num_inference_steps: MaybeInt = setting(None)
     """Denoising steps; by default 20, or those a student was distilled to draw in."""
     guidance_scale: MaybeFloat = setting(None)
@@ -57,7 +57,7 @@ class WatchConfig:
     width: MaybeInt = setting(None)
     """Width in pixels; by default 832, or the size a Halation model was made for."""
     batch_size: int = setting(4)
-    """Pictures a model draws at once. It is part of the pictures' bits."""
+    """Images a model draws at once. It is part of the images' bits."""
     dtype: Literal["", "bf16", "fp16", "fp32"] = setting("")
     """Precision of the drawing; by default bf16 on a GPU and fp32 on a CPU."""
     raw: bool = setting(False)
@@ -65,9 +65,9 @@ class WatchConfig:
 
     # -- how it is scored
     reference: tuple[str, ...] = setting(())
-    """Real pictures: a folder, `streets`, or saved statistics; by default what a Halation run was trained on."""
+    """Real images: a folder, `streets`, or saved statistics; by default what a Halation run was trained on."""
     num_reference: int = setting(5000)
-    """Held-out scenes that the reference `streets` stands for."""
+    """Validation scenes that the reference `streets` stands for."""
     metrics: tuple[Metric, ...] = setting(())
     """fid, kid, is, fd, prdc, clip, agreement; by default what `halation evaluate` takes for this extractor."""
     extractor: str = setting("")
@@ -77,20 +77,20 @@ class WatchConfig:
     clip_model: str = setting("")
     """CLIP model of the CLIP score: folder or hub name."""
     resize: Literal["clean", "tf", "torch"] = setting("clean")
-    """How pictures are brought to the extractor's size: as clean-fid, as TensorFlow 1, or as pytorch-fid."""
+    """How images are brought to the extractor's size: as clean-fid, as TensorFlow 1, or as pytorch-fid."""
     allow_few: bool = setting(False)
-    """Score fewer pictures than a metric can bear; such numbers are marked."""
-    best_by: Number = free("")
+    """Score fewer images than a metric can bear; such numbers are marked."""
+    best_by: ScoreName = free_setting("")
     """The number that decides which checkpoint is best; by default the first one."""
-    pictures: Literal["all", "best", "none"] = free("all")
-    """Whose pictures stay after scoring; a grid of the first 16 always does."""
+    images: Literal["all", "best", "none"] = free_setting("all")
+    """Whose images stay after scoring; a grid of the first 16 always does."""
 
     # -- by whom
-    gpu_ids: tuple[int, ...] = free(())
+    gpu_ids: tuple[int, ...] = free_setting(())
     """GPUs to use, as torch counts them within CUDA_VISIBLE_DEVICES; by default all."""
-    nproc: int = free(0)
+    nproc: int = free_setting(0)
     """Processes that draw, and that score; 0 is one for each GPU."""
-    accept_changes: bool = free(False)
+    accept_changes: bool = free_setting(False)
     """Go on in a folder that was begun with other settings; the change is recorded, and earlier numbers stay."""
-    progress: Literal["auto", "rich", "plain", "json", "none"] = free("auto")
+    progress: Literal["auto", "rich", "plain", "json", "none"] = free_setting("auto")
     """auto shows a live line on a terminal and lines elsewhere."""

@@ -7,18 +7,18 @@ import sys
 from types import TracebackType
 from typing import Any
 
-from halation.watcher.checkpoint_scores import Verdict
+from halation.watcher.checkpoint_scores import CheckpointScore
 
 
-class Spectator:
+class WatchDisplay:
     """Tells what is going on; what was said stays, what is being done is shown until it changes."""
 
     def __init__(self, kind: str) -> None:
         self.kind = ("rich" if sys.stderr.isatty() else "plain") if kind == "auto" else kind
         self._status: Any = None
-        self._doing = ""
+        self._last_status = ""
 
-    def __enter__(self) -> Spectator:
+    def __enter__(self) -> WatchDisplay:
         if self.kind == "rich":
             from rich.console import Console
             from rich.status import Status
@@ -33,27 +33,27 @@ class Spectator:
         if self._status is not None:
             self._status.stop()
 
-    def doing(self, what: str, details: str = "") -> None:
+    def show_status(self, what: str, details: str = "") -> None:
         """What is going on now; details that change all the time are for a live line alone."""
         if self._status is not None:
             from rich.text import Text
 
             self._status.update(Text(f"{what}  {details}" if details else what))
-        elif what != self._doing:
-            self._line("doing", what)
-        self._doing = what
+        elif what != self._last_status:
+            self._emit("doing", what)
+        self._last_status = what
 
-    def say(self, text: str) -> None:
-        self._line("message", text)
+    def show_message(self, text: str) -> None:
+        self._emit("message", text)
 
-    def warn(self, text: str) -> None:
-        self._line("warning", text)
+    def show_warning(self, text: str) -> None:
+        self._emit("warning", text)
 
-    def scored(self, text: str, verdict: Verdict) -> None:
-        numbers = {metric: verdict.value(metric) for metric in verdict.metrics}
-        self._line("scored", text, step=verdict.step, checkpoint=verdict.checkpoint, metrics=numbers)
+    def show_score(self, text: str, score: CheckpointScore) -> None:
+        numbers = {metric: score.value(metric) for metric in score.metrics}
+        self._emit("scored", text, step=score.step, checkpoint=score.checkpoint, metrics=numbers)
 
-    def _line(self, event: str, text: str, **facts: Any) -> None:
+    def _emit(self, event: str, text: str, **facts: Any) -> None:
         if self._status is not None:
             self._status.console.print(text, highlight=False, markup=False)
         elif self.kind == "plain" or (event == "warning" and self.kind == "none"):

@@ -11,333 +11,367 @@ from pathlib import Path
 from typing import Any
 
 from halation.distributed.signals import StopSignals, exit_code
-from halation.distributed.subcommand import run_command
+from halation.distributed.subprocess_runner import run_command
 from halation.errors import HalationError, InputError, Interrupted
-from halation.runs import folder as runs
+from halation.runs import run_record as runs
 from halation.watcher import checkpoint_scanner, checkpoint_scores
-from halation.watcher.checkpoint_scanner import Arrivals, Checkpoint
+from halation.watcher.checkpoint_scanner import CheckpointFolder, CheckpointScanner
 from halation.watcher.config import WatchConfig
-from halation.watcher.display import Spectator
+from halation.watcher.display import WatchDisplay
 
 MAX_TRIES = 2
-FAILED_FILE, BEST_FILE, BEST_FOLDER, PINNED, FEATURES = "failed.json", "best", "best_checkpoint", ".pinned", "features"
+FAILED_FILE, BEST_FILE, BEST_FOLDER, PINNED_FOLDER, FEATURES_FOLDER = (
+    "failed.json",
+    "best",
+    "best_checkpoint",
+    ".pinned",
+    "features",
+)
 
 
-class Unscored(Exception):
+class ScoringError(Exception):
     """A checkpoint could not be drawn from or scored; the next one may."""
 
-    def __init__(self, doing: str, code: int, reason: str) -> None:
+    def __init__(self, phase: str, returncode: int, reason: str) -> None:
         super().__init__(reason)
-        self.doing = doing
-        self.code = code
+        self.phase = phase
+        self.returncode = returncode
         self.reason = reason
 
 
 @dataclass(kw_only=True)
-class Memory:
+class WatchState:
     """What this call has seen of checkpoints that have no score."""
 
     waiting: set[str] = field(default_factory=set)
     tries: dict[str, int] = field(default_factory=dict)
-    told: set[str] = field(default_factory=set)
-    features: set[Path] | None = None
+    shown_warnings: set[str] = field(default_factory=set)
+    reference_features: set[Path] | None = None
 
 
-class Watch:
+class CheckpointWatcher:
     """One call on a held folder."""
 
     def __init__(
-        self, config: WatchConfig, folder: Path, spectator: Spectator, signals: StopSignals, prompts: str
+        self, config: WatchConfig, folder: Path, display: WatchDisplay, signals: StopSignals, prompts: str
     ) -> None:
         self.config = config
         self.folder = folder
-        self.spectator = spectator
+        self.display = display
         self.signals = signals
         self.prompts = folder / prompts
-        self.arrivals = Arrivals(folder=config.run, settle_s=config.settle_s)
-        self.memory = Memory()
-        self.verdicts: list[checkpoint_scores.Verdict] = []
-        self.failed: dict[str, dict[str, Any]] = {}
+        self.scanner = CheckpointScanner(folder=config.run, settle_s=config.settle_s)
+        self.state = WatchState()
+        self.scores: list[checkpoint_scores.CheckpointScore] = []
+        self.failures: dict[str, dict[str, Any]] = {}
 
     def run(self) -> int:
-        self._recall()
-        self.settle()
-        rehearsed = False
+        self._restore()
+        self.update_results()
+        is_checked = False
         while not self.signals.number:
-            waiting = self.waiting()
-            if self.config.once and not waiting and not self.arrivals.unsettled:
-                return self._end()
-            if not rehearsed:
-                self._rehearse()
-                rehearsed = True
+            waiting = self.list_waiting()
+            if self.config.once and not waiting and not self.scanner.unsettled:
+                return self._finish()
+            if not is_checked:
+                self._check_evaluation()
+                is_checked = True
             elif waiting:
-                self.take(waiting)
+                self.score_next(waiting)
             else:
-                self._pause()
+                self._wait_for_next_scan()
         raise Interrupted(
-            f"stopped with {len(self.waiting())} checkpoints waiting; the same command goes on",
+            f"stopped with {len(self.list_waiting())} checkpoints waiting; the same command goes on",
             exit_code(self.signals.number),
         )
 
-    def _rehearse(self) -> None:
-        """What would be refused of every checkpoint after its pictures are drawn is refused before the first, who may be hours away."""
-        self.spectator.doing("looking at the reference and the extractors")
-        words = ["evaluate", "--check", "--prompts", str(self.prompts), *_flags(self.config, "num_samples")]
-        ended = run_command([*words, *self._rules()], self.folder / "check.log", self.signals, lambda _value: None)
-        if ended.code:
-            raise _refusal(ended.words, ended.code)
+    def _check_evaluation(self) -> None:
+        """What would be refused of every checkpoint after its images are drawn is refused before the first, who may be hours away."""
+        self.display.show_status("looking at the reference and the extractors")
+        arguments = ["evaluate", "--check", "--prompts", str(self.prompts), *_format_flags(self.config, "num_samples")]
+        result = run_command(
+            [*arguments, *self._metric_arguments()], self.folder / "check.log", self.signals, lambda _value: None
+        )
+        if result.returncode:
+            raise _command_error(result.output_tail, result.returncode)
 
-    def _recall(self) -> None:
+    def _restore(self) -> None:
         """Failures of an earlier call are known, and tried again: whoever calls again may have mended the cause."""
         if (self.folder / FAILED_FILE).exists():
-            self.failed = runs.read_json(self.folder / FAILED_FILE)
+            self.failures = runs.read_json(self.folder / FAILED_FILE)
         runs.remove_temporaries(self.folder)
-        checkpoint_scanner.swept(self.folder)
+        checkpoint_scanner.clean_up(self.folder)
 
-    def waiting(self) -> list[Checkpoint]:
+    def list_waiting(self) -> list[CheckpointFolder]:
         """Whole checkpoints without a score, the oldest first, after them those that failed once."""
-        found = {each.name: each for each in self.arrivals.look()}
-        for pin in sorted((self.folder / PINNED).glob("[!.]*")):
-            step = checkpoint_scanner.step_of(pin.name)
+        found = {each.name: each for each in self.scanner.scan()}
+        for pin in sorted((self.folder / PINNED_FOLDER).glob("[!.]*")):
+            step = checkpoint_scanner.parse_step(pin.name)
             if step is not None:  # it was being scored when this was stopped
-                found[pin.name] = Checkpoint(step=step, name=pin.name, folder=pin)
-        self._notice(found)
-        scored = {verdict.step: verdict.checkpoint for verdict in self.verdicts}
-        fresh = []
+                found[pin.name] = CheckpointFolder(step=step, name=pin.name, folder=pin)
+        self._warn_skipped(found)
+        scored = {score.step: score.checkpoint for score in self.scores}
+        unscored = []
         for each in found.values():
             if each.step in scored:
                 if scored[each.step] != each.name:
                     self._warn_once(
                         f"{each.name} is left out: step {each.step} was scored from {scored[each.step]} already"
                     )
-            elif self._is_wanted(each) and self.memory.tries.get(each.name, 0) < MAX_TRIES:
-                fresh.append(each)
-        self.memory.waiting = {each.name for each in fresh}
-        return sorted(fresh, key=lambda each: (self.memory.tries.get(each.name, 0), each.step))
+            elif self._is_wanted(each) and self.state.tries.get(each.name, 0) < MAX_TRIES:
+                unscored.append(each)
+        self.state.waiting = {each.name for each in unscored}
+        return sorted(unscored, key=lambda each: (self.state.tries.get(each.name, 0), each.step))
 
-    def _is_wanted(self, checkpoint: Checkpoint) -> bool:
+    def _is_wanted(self, checkpoint: CheckpointFolder) -> bool:
         return checkpoint.step % self.config.every == 0 and checkpoint.step >= self.config.min_step
 
-    def _notice(self, found: dict[str, Checkpoint]) -> None:
-        for name in sorted(self.memory.waiting - found.keys()):
-            self.spectator.warn(f"{name} was removed before its turn came; it is skipped")
-        for name in sorted(self.arrivals.unnumbered):
+    def _warn_skipped(self, found: dict[str, CheckpointFolder]) -> None:
+        for name in sorted(self.state.waiting - found.keys()):
+            self.display.show_warning(f"{name} was removed before its turn came; it is skipped")
+        for name in sorted(self.scanner.unnumbered):
             self._warn_once(f"{name} is left out: there is no number in its name that could be a step")
         if not found:
-            for name in sorted(self.arrivals.foreign):
+            for name in sorted(self.scanner.unrecognized):
                 self._warn_once(f"{name} is left out: it holds no model_index.json, so it is no pipeline")
-        for name, problem in self.arrivals.broken.items():
+        for name, problem in self.scanner.incomplete.items():
             self._warn_once(f"{name} is not whole and does not change any more: {problem}")
 
     def _warn_once(self, text: str) -> None:
-        if text not in self.memory.told:
-            self.memory.told.add(text)
-            self.spectator.warn(text)
+        if text not in self.state.shown_warnings:
+            self.state.shown_warnings.add(text)
+            self.display.show_warning(text)
 
-    def take(self, waiting: list[Checkpoint]) -> None:
+    def score_next(self, waiting: list[CheckpointFolder]) -> None:
         """Score the first of them; what goes wrong with it is remembered, and the others go on."""
         checkpoint = waiting[0]
         if len(waiting) > 1:
-            self.spectator.say(f"{len(waiting)} checkpoints wait; the oldest first")
+            self.display.show_message(f"{len(waiting)} checkpoints wait; the oldest first")
         try:
-            self.score(checkpoint)
-        except Unscored as error:
-            if checkpoint.folder.exists() or (self.folder / PINNED / checkpoint.name).exists():
-                self._fail(checkpoint, error)
+            self.score_checkpoint(checkpoint)
+        except ScoringError as error:
+            if checkpoint.folder.exists() or (self.folder / PINNED_FOLDER / checkpoint.name).exists():
+                self._handle_failure(checkpoint, error)
             else:
-                self.memory.waiting.discard(checkpoint.name)
-                self.spectator.warn(f"{checkpoint.name} was removed before it was scored; it is skipped")
+                self.state.waiting.discard(checkpoint.name)
+                self.display.show_warning(f"{checkpoint.name} was removed before it was scored; it is skipped")
         else:
-            self.settle()
-            verdict = next(each for each in self.verdicts if each.step == checkpoint.step)
-            metric = checkpoint_scores.deciding(verdict, self.config.best_by)
-            alike = [each for each in self.verdicts if metric in each.metrics]
-            self.spectator.scored(checkpoint_scores.sentence(verdict, alike, metric), verdict)
+            self.update_results()
+            score = next(each for each in self.scores if each.step == checkpoint.step)
+            metric = checkpoint_scores.deciding_metric(score, self.config.best_by)
+            comparable = [each for each in self.scores if metric in each.metrics]
+            self.display.show_score(checkpoint_scores.format_score(score, comparable, metric), score)
 
-    def score(self, checkpoint: Checkpoint) -> None:
-        """Pictures, numbers, a grid; the evaluation file comes last and says that the step is done."""
-        place = checkpoint_scores.folder_of(self.folder, checkpoint.step)
-        place.mkdir(exist_ok=True)
-        model, drawn, scores = self._pinned(checkpoint), place / "pictures", place / ".scores.json"
-        self._command("drawing", checkpoint, self._drawing(model, drawn), place)
-        self._command("scoring", checkpoint, self._scoring(drawn, scores), place)
-        self._sweep_features()
-        evaluation = runs.read_json(scores)
-        problem = checkpoint_scores.problem_of(evaluation)
+    def score_checkpoint(self, checkpoint: CheckpointFolder) -> None:
+        """Images, numbers, a grid; the evaluation file comes last and says that the step is done."""
+        step_folder = checkpoint_scores.step_folder(self.folder, checkpoint.step)
+        step_folder.mkdir(exist_ok=True)
+        model, images_folder, scores_file = (
+            self._pin_checkpoint(checkpoint),
+            step_folder / "pictures",
+            step_folder / ".scores.json",
+        )
+        self._run_command("drawing", checkpoint, self._generate_arguments(model, images_folder), step_folder)
+        self._run_command("scoring", checkpoint, self._evaluate_arguments(images_folder, scores_file), step_folder)
+        self._remove_unused_features()
+        evaluation = runs.read_json(scores_file)
+        problem = checkpoint_scores.find_evaluation_problem(evaluation)
         if problem:
-            raise Unscored("scoring", 1, problem)
-        checkpoint_scores.write_grid(drawn, place / "grid.png")
+            raise ScoringError("scoring", 1, problem)
+        checkpoint_scores.write_grid(images_folder, step_folder / "grid.png")
         value = {"step": checkpoint.step, "checkpoint": checkpoint.name, **evaluation}
-        runs.publish_json(place / checkpoint_scores.EVALUATION_FILE, value)
-        scores.unlink()
+        runs.write_json_atomic(step_folder / checkpoint_scores.EVALUATION_FILE, value)
+        scores_file.unlink()
 
-    def _pinned(self, checkpoint: Checkpoint) -> Path:
+    def _pin_checkpoint(self, checkpoint: CheckpointFolder) -> Path:
         """The checkpoint under a second name, which its trainer does not know of; itself where there can be no second name."""
-        pin = self.folder / PINNED / checkpoint.name
+        pin = self.folder / PINNED_FOLDER / checkpoint.name
         try:
-            if pin.exists() or checkpoint_scanner.linked(checkpoint.folder, pin):
+            if pin.exists() or checkpoint_scanner.hard_link(checkpoint.folder, pin):
                 return pin
         except FileNotFoundError as error:
-            raise Unscored("taking it", 1, f"{error.filename}: {error.strerror}") from error
+            raise ScoringError("taking it", 1, f"{error.filename}: {error.strerror}") from error
         return checkpoint.folder
 
-    def _command(self, doing: str, checkpoint: Checkpoint, words: list[str], place: Path) -> None:
-        where = f"step {checkpoint.step}: {doing}"
-        self.spectator.doing(where)
+    def _run_command(self, phase: str, checkpoint: CheckpointFolder, arguments: list[str], place: Path) -> None:
+        status = f"step {checkpoint.step}: {phase}"
+        self.display.show_status(status)
 
         def report(value: dict[str, Any]) -> None:
             if {"done", "planned"} <= value.keys():
-                self.spectator.doing(where, f"{value['done']} of {value['planned']} pictures")
+                self.display.show_status(status, f"{value['done']} of {value['planned']} images")
 
-        ended = run_command(words, place / f"{words[0]}.log", self.signals, report)
-        if ended.code:
-            raise Unscored(doing, ended.code, ended.words)
+        result = run_command(arguments, place / f"{arguments[0]}.log", self.signals, report)
+        if result.returncode:
+            raise ScoringError(phase, result.returncode, result.output_tail)
 
-    def _drawing(self, model: Path, drawn: Path) -> list[str]:
+    def _generate_arguments(self, model: Path, images_folder: Path) -> list[str]:
         config = self.config
-        words = ["generate", "--prompts_csv", str(self.prompts), "--model_path", str(model), "--output_dir", str(drawn)]
-        words += _flags(config, "num_samples", "seed_start", "batch_size")
+        arguments = [
+            "generate",
+            "--prompts_csv",
+            str(self.prompts),
+            "--model_path",
+            str(model),
+            "--output_dir",
+            str(images_folder),
+        ]
+        arguments += _format_flags(config, "num_samples", "seed_start", "batch_size")
         given = ("num_inference_steps", "guidance_scale", "height", "width", "dtype", "gpu_ids", "nproc")
-        words += _flags(config, *_given(config, *given))
-        return [*words, *(["--raw"] if config.raw else []), "--progress", "json"]
+        arguments += _format_flags(config, *_non_default(config, *given))
+        return [*arguments, *(["--raw"] if config.raw else []), "--progress", "json"]
 
-    def _scoring(self, drawn: Path, scores: Path) -> list[str]:
-        words = ["evaluate", "--generated", str(drawn), "--output", str(scores), "--progress", "none"]
-        words += ["--cache_dir", str(self.folder / FEATURES)]
-        return [*words, *self._rules(), *_flags(self.config, *_given(self.config, "gpu_ids", "nproc"))]
+    def _evaluate_arguments(self, images_folder: Path, scores_file: Path) -> list[str]:
+        arguments = ["evaluate", "--generated", str(images_folder), "--output", str(scores_file), "--progress", "none"]
+        arguments += ["--cache_dir", str(self.folder / FEATURES_FOLDER)]
+        return [
+            *arguments,
+            *self._metric_arguments(),
+            *_format_flags(self.config, *_non_default(self.config, "gpu_ids", "nproc")),
+        ]
 
-    def _rules(self) -> list[str]:
+    def _metric_arguments(self) -> list[str]:
         """What an evaluation compares, and how."""
         config = self.config
-        words = _flags(config, "reference", "num_reference", "resize")
-        words += _flags(config, *_given(config, "metrics", "extractor", "weights", "clip_model"))
-        return [*words, *(["--allow_few"] if config.allow_few else [])]
+        arguments = _format_flags(config, "reference", "num_reference", "resize")
+        arguments += _format_flags(config, *_non_default(config, "metrics", "extractor", "weights", "clip_model"))
+        return [*arguments, *(["--allow_few"] if config.allow_few else [])]
 
-    def _sweep_features(self) -> None:
-        """Features of the reference serve again, and came with the first scoring of this call; those of later pictures serve nobody."""
-        there = set((self.folder / FEATURES).glob("*"))
-        if self.memory.features is None:
-            self.memory.features = there
-        for leftover in there - self.memory.features:
-            checkpoint_scanner.removed(leftover)
+    def _remove_unused_features(self) -> None:
+        """Features of the reference serve again, and came with the first scoring of this call; those of later images serve nobody."""
+        there = set((self.folder / FEATURES_FOLDER).glob("*"))
+        if self.state.reference_features is None:
+            self.state.reference_features = there
+        for leftover in there - self.state.reference_features:
+            checkpoint_scanner.remove_checkpoint(leftover)
 
-    def _fail(self, checkpoint: Checkpoint, error: Unscored) -> None:
-        if error.doing == "scoring" and error.code == InputError.exit_code and not self.verdicts:
+    def _handle_failure(self, checkpoint: CheckpointFolder, error: ScoringError) -> None:
+        if error.phase == "scoring" and error.returncode == InputError.exit_code and not self.scores:
             # What is refused of the first one would be refused of all.
-            raise _refusal(error.reason, error.code)
-        tries = self.memory.tries[checkpoint.name] = self.memory.tries.get(checkpoint.name, 0) + 1
+            raise _command_error(error.reason, error.returncode)
+        tries = self.state.tries[checkpoint.name] = self.state.tries.get(checkpoint.name, 0) + 1
         again = "it is tried once more" if tries < MAX_TRIES else "it is left out"
-        self.spectator.warn(f"step {checkpoint.step}: {error.doing} failed, {again}:\n{error.reason}")
+        self.display.show_warning(f"step {checkpoint.step}: {error.phase} failed, {again}:\n{error.reason}")
         self._record_failure(checkpoint.name, checkpoint.step, tries, error)
         if tries == MAX_TRIES:
-            checkpoint_scanner.removed(self.folder / PINNED / checkpoint.name)
+            checkpoint_scanner.remove_checkpoint(self.folder / PINNED_FOLDER / checkpoint.name)
 
-    def _record_failure(self, name: str, step: int | None, tries: int, error: Unscored) -> None:
+    def _record_failure(self, name: str, step: int | None, tries: int, error: ScoringError) -> None:
         when = time.strftime("%Y-%m-%d %H:%M:%S")
-        facts = {"step": step, "while": error.doing, "tries": tries, "exit_code": error.code, "reason": error.reason}
-        self.failed[name] = facts | {"time": when}
-        runs.publish_json(self.folder / FAILED_FILE, self.failed)
+        facts = {
+            "step": step,
+            "while": error.phase,
+            "tries": tries,
+            "exit_code": error.returncode,
+            "reason": error.reason,
+        }
+        self.failures[name] = facts | {"time": when}
+        runs.write_json_atomic(self.folder / FAILED_FILE, self.failures)
 
-    def _pause(self) -> None:
+    def _wait_for_next_scan(self) -> None:
         """Wait for the next look; a signal ends it."""
-        held_up = "".join(f", {name} ({why})" for name, why in self.arrivals.unsettled.items())
-        self.spectator.doing(f"waiting for checkpoints in {self.config.run}", held_up.removeprefix(", "))
+        unsettled = "".join(f", {name} ({why})" for name, why in self.scanner.unsettled.items())
+        self.display.show_status(f"waiting for checkpoints in {self.config.run}", unsettled.removeprefix(", "))
         end = time.monotonic() + self.config.poll_s
         while not self.signals.number and time.monotonic() < end:
             time.sleep(min(0.1, max(0.0, end - time.monotonic())))
 
     # -- after
 
-    def settle(self) -> None:
+    def update_results(self) -> None:
         """Bring everything that follows from the evaluations up to date; a call that was killed is mended by the next one."""
-        self.verdicts = checkpoint_scores.read_verdicts(self.folder)
-        if not self.verdicts:
+        self.scores = checkpoint_scores.read_scores(self.folder)
+        if not self.scores:
             return
-        checkpoint_scores.write_metrics(self.folder, self.verdicts, str(self.config.run))
-        _, best = self._best()
-        self._keep(best)
-        self._compare()
-        scored = {verdict.checkpoint for verdict in self.verdicts}
-        for verdict in self.verdicts:
-            if self.config.pictures == "none" or (self.config.pictures == "best" and verdict is not best):
-                checkpoint_scanner.removed(checkpoint_scores.folder_of(self.folder, verdict.step) / "pictures")
-            checkpoint_scanner.removed(self.folder / PINNED / verdict.checkpoint)
-        if scored & self.failed.keys():
-            self.failed = {name: facts for name, facts in self.failed.items() if name not in scored}
-            runs.publish_json(self.folder / FAILED_FILE, self.failed)
+        checkpoint_scores.write_metrics(self.folder, self.scores, str(self.config.run))
+        _, best = self._find_best()
+        self._update_best_checkpoint(best)
+        self._warn_changed_reference()
+        scored = {score.checkpoint for score in self.scores}
+        for score in self.scores:
+            if self.config.images == "none" or (self.config.images == "best" and score is not best):
+                checkpoint_scanner.remove_checkpoint(
+                    checkpoint_scores.step_folder(self.folder, score.step) / "pictures"
+                )
+            checkpoint_scanner.remove_checkpoint(self.folder / PINNED_FOLDER / score.checkpoint)
+        if scored & self.failures.keys():
+            self.failures = {name: facts for name, facts in self.failures.items() if name not in scored}
+            runs.write_json_atomic(self.folder / FAILED_FILE, self.failures)
 
-    def _best(self) -> tuple[str, checkpoint_scores.Verdict]:
+    def _find_best(self) -> tuple[str, checkpoint_scores.CheckpointScore]:
         """The metric that decides, and the best checkpoint by it."""
-        metric = checkpoint_scores.deciding(self.verdicts[-1], self.config.best_by)
-        return metric, checkpoint_scores.best_of([each for each in self.verdicts if metric in each.metrics], metric)
+        metric = checkpoint_scores.deciding_metric(self.scores[-1], self.config.best_by)
+        return metric, checkpoint_scores.best_score([each for each in self.scores if metric in each.metrics], metric)
 
-    def _compare(self) -> None:
-        """Numbers stand on one line only where they were compared with the same pictures; a reference may change behind our back."""
-        first = checkpoint_scores.reference_of(self.verdicts[0])
-        for verdict in self.verdicts[1:]:
-            if checkpoint_scores.reference_of(verdict) - first:
+    def _warn_changed_reference(self) -> None:
+        """Numbers stand on one line only where they were compared with the same images; a reference may change behind our back."""
+        first = checkpoint_scores.reference_hashes(self.scores[0])
+        for score in self.scores[1:]:
+            if checkpoint_scores.reference_hashes(score) - first:
                 self._warn_once(
-                    f"step {verdict.step} was compared with another reference than step {self.verdicts[0].step}"
+                    f"step {score.step} was compared with another reference than step {self.scores[0].step}"
                 )
 
-    def _keep(self, best: checkpoint_scores.Verdict) -> None:
+    def _update_best_checkpoint(self, best: checkpoint_scores.CheckpointScore) -> None:
         """best_checkpoint/ is the best one's files, and `best` its name: written after them and taken away before."""
-        place, card = self.folder / BEST_FOLDER, self.folder / BEST_FILE
-        if place.exists() and card.exists() and card.read_text().strip() == best.checkpoint:
+        best_folder, best_file = self.folder / BEST_FOLDER, self.folder / BEST_FILE
+        if best_folder.exists() and best_file.exists() and best_file.read_text().strip() == best.checkpoint:
             return
-        names = [self.folder / PINNED, self.config.run, self.config.run / "checkpoints"]
+        names = [self.folder / PINNED_FOLDER, self.config.run, self.config.run / "checkpoints"]
         source = next((top / best.checkpoint for top in names if (top / best.checkpoint).is_dir()), None)
         incoming = self.folder / f".{BEST_FOLDER}.incoming"
-        checkpoint_scanner.removed(incoming)
+        checkpoint_scanner.remove_checkpoint(incoming)
         try:
-            checkpoint_scanner.kept(source or self.config.run / best.checkpoint, incoming)
+            checkpoint_scanner.copy_checkpoint(source or self.config.run / best.checkpoint, incoming)
         except FileNotFoundError:
-            self._warn_once(f"{best.checkpoint} is the best, but it was removed: {place} cannot hold it")
+            self._warn_once(f"{best.checkpoint} is the best, but it was removed: {best_folder} cannot hold it")
             return
-        card.unlink(missing_ok=True)
-        checkpoint_scanner.removed(place)
-        incoming.rename(place)
-        runs.publish(card, f"{best.checkpoint}\n".encode())
+        best_file.unlink(missing_ok=True)
+        checkpoint_scanner.remove_checkpoint(best_folder)
+        incoming.rename(best_folder)
+        runs.write_atomic(best_file, f"{best.checkpoint}\n".encode())
 
-    def _end(self) -> int:
-        for name, problem in self.arrivals.broken.items():
-            self._record_failure(name, checkpoint_scanner.step_of(name), 0, Unscored("waiting", 1, problem))
-        scored = {verdict.checkpoint for verdict in self.verdicts}
-        lost = [name for name in (*self.memory.tries, *self.arrivals.broken) if name not in scored]
-        if not self.verdicts and not lost:
+    def _finish(self) -> int:
+        for name, problem in self.scanner.incomplete.items():
+            self._record_failure(name, checkpoint_scanner.parse_step(name), 0, ScoringError("waiting", 1, problem))
+        scored = {score.checkpoint for score in self.scores}
+        unscored = [name for name in (*self.state.tries, *self.scanner.incomplete) if name not in scored]
+        if not self.scores and not unscored:
             raise InputError(
                 f"no checkpoint to score in {self.config.run}",
                 "step_* folders of a Halation run, or subfolders with a model_index.json and a number in their name",
                 "check the folder, --min_step and --every, or leave --once out to wait for checkpoints",
             )
-        if self.verdicts:
-            metric, best = self._best()
-            num = len(self.verdicts)
-            self.spectator.say(
+        if self.scores:
+            metric, best = self._find_best()
+            num = len(self.scores)
+            self.display.show_message(
                 f"{num} checkpoint{'s' if num != 1 else ''} scored; the best by {metric} is {best.checkpoint}: "
                 f"{self.folder / BEST_FOLDER}; all in {self.folder / 'metrics.png'}"
             )
-        if lost:
-            self.spectator.warn(f"without a score: {', '.join(lost)}; the reasons are in {self.folder / FAILED_FILE}")
-        return 1 if lost else 0
+        if unscored:
+            self.display.show_warning(
+                f"without a score: {', '.join(unscored)}; the reasons are in {self.folder / FAILED_FILE}"
+            )
+        return 1 if unscored else 0
 
 
-def _refusal(words: str, code: int) -> HalationError:
+def _command_error(message: str, code: int) -> HalationError:
     """What another command said, as our own error."""
-    failure = HalationError(words.removeprefix("halation: "))
+    failure = HalationError(message.removeprefix("halation: "))
     if code == InputError.exit_code:
         failure.exit_code = InputError.exit_code
     return failure
 
 
-def _given(config: WatchConfig, *names: str) -> list[str]:
+def _non_default(config: WatchConfig, *names: str) -> list[str]:
     return [name for name in names if getattr(config, name) not in (None, "", (), 0)]
 
 
-def _flags(config: WatchConfig, *names: str) -> list[str]:
+def _format_flags(config: WatchConfig, *names: str) -> list[str]:
     """Settings as the flags of the same name of another command."""
-    words = []
+    arguments = []
     for name in names:
         value = getattr(config, name)
-        words += [f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))]
-    return words
+        arguments += [f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))]
+    return arguments

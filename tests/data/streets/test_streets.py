@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from halation.data.dataset import Pictures
+from halation.data.dataset_protocol import ImageDataset
 from halation.data.streets import (
     CAR_COLOURS,
     DRIVING_PROMPTS,
@@ -33,9 +33,9 @@ from halation.data.streets import Streets
 streets = Streets(32, 32)
 digest = hashlib.sha256()
 for index in (7, 3, 49_999, 0):
-    for picture in (streets.train(index), streets.heldout(index % 2_000)):
-        digest.update(picture.pixels.tobytes())
-        digest.update(picture.caption.encode())
+    for image in (streets.train(index), streets.validation(index % 2_000)):
+        digest.update(image.pixels.tobytes())
+        digest.update(image.caption.encode())
 print(digest.hexdigest())
 """
 
@@ -44,20 +44,20 @@ def scenes(num: int, part: str = "train") -> list[Attributes]:
     return [scene(part, index) for index in range(num)]  # type: ignore[arg-type]
 
 
-def test_streets_are_a_source_of_pictures() -> None:
-    streets: Pictures = Streets(32, 32, num_train=10, num_heldout=4)
-    assert (streets.num_train, streets.num_heldout, streets.height, streets.width) == (10, 4, 32, 32)
+def test_streets_are_a_source_of_images() -> None:
+    streets: ImageDataset = Streets(32, 32, num_train=10, num_validation=4)
+    assert (streets.num_train, streets.num_validation, streets.height, streets.width) == (10, 4, 32, 32)
     assert streets.class_names == ()
-    picture = streets.train(9)
-    assert picture.label == -1
-    assert picture.caption == caption(scene("train", 9))
-    assert np.array_equal(picture.pixels, draw(scene("train", 9), 32))
-    assert np.array_equal(streets.heldout(3).pixels, draw(scene("heldout", 3), 32))
+    image = streets.train(9)
+    assert image.label == -1
+    assert image.caption == caption(scene("train", 9))
+    assert np.array_equal(image.pixels, draw(scene("train", 9), 32))
+    assert np.array_equal(streets.validation(3).pixels, draw(scene("heldout", 3), 32))
     assert list(streets.captions()) == [caption(scene("train", index)) for index in range(10)]
 
 
 @pytest.mark.parametrize("size", [32, 33, 64, 127, 128, 256, 257, 512])
-def test_a_picture_has_the_size_asked_for_and_bytes_for_pixels(size: int) -> None:
+def test_a_image_has_the_size_asked_for_and_bytes_for_pixels(size: int) -> None:
     pixels = Streets(size, size).train(5).pixels
     assert pixels.shape == (size, size, 3)
     assert pixels.dtype == np.uint8
@@ -72,14 +72,14 @@ def test_a_size_that_is_not_a_square_from_32_to_512_is_refused(height: int, widt
     assert refusal.value.exit_code == 2
 
 
-def test_no_train_pictures_at_all_are_refused() -> None:
+def test_no_train_images_at_all_are_refused() -> None:
     with pytest.raises(InputError, match="0 train"):
         Streets(32, 32, num_train=0)
 
 
 @pytest.mark.parametrize("index", [-1, 10])
 def test_an_index_outside_the_part_is_an_error(index: int) -> None:
-    with pytest.raises(IndexError, match=f"picture {index} of the train part, which has 10"):
+    with pytest.raises(IndexError, match=f"image {index} of the train part, which has 10"):
         Streets(32, 32, num_train=10).train(index)
 
 
@@ -88,7 +88,7 @@ def test_the_fingerprint_tells_sizes_and_numbers_apart() -> None:
         Streets(32, 32).fingerprint,
         Streets(64, 64).fingerprint,
         Streets(32, 32, num_train=7).fingerprint,
-        Streets(32, 32, num_heldout=7).fingerprint,
+        Streets(32, 32, num_validation=7).fingerprint,
     ]
     assert prints[0]["data"] == "streets"
     assert prints[0]["version"] == 1
@@ -105,9 +105,9 @@ def test_another_process_with_another_hash_seed_draws_the_same_bytes() -> None:
     streets = Streets(32, 32)
     digest = hashlib.sha256()
     for index in (7, 3, 49_999, 0):
-        for picture in (streets.train(index), streets.heldout(index % 2_000)):
-            digest.update(picture.pixels.tobytes())
-            digest.update(picture.caption.encode())
+        for image in (streets.train(index), streets.validation(index % 2_000)):
+            digest.update(image.pixels.tobytes())
+            digest.update(image.caption.encode())
     assert digests == [digest.hexdigest() + "\n"] * 2
 
 
@@ -124,24 +124,24 @@ def test_the_stream_of_scenes_has_not_changed_under_this_version() -> None:
     )
 
 
-def test_train_and_heldout_do_not_meet() -> None:
+def test_train_and_validation_do_not_meet() -> None:
     train = {attributes.variation for attributes in scenes(3_000)}
-    heldout = {attributes.variation for attributes in scenes(3_000, "heldout")}
-    assert len(train) == len(heldout) == 3_000
-    assert not train & heldout
+    validation = {attributes.variation for attributes in scenes(3_000, "heldout")}
+    assert len(train) == len(validation) == 3_000
+    assert not train & validation
     streets = Streets(32, 32)
-    pictures = [streets.train(index).pixels.tobytes() for index in range(1_000)]
-    pictures += [streets.heldout(index).pixels.tobytes() for index in range(1_000)]
-    assert len(set(pictures)) == 2_000
+    images = [streets.train(index).pixels.tobytes() for index in range(1_000)]
+    images += [streets.validation(index).pixels.tobytes() for index in range(1_000)]
+    assert len(set(images)) == 2_000
 
 
-def test_heldout_scenes_are_of_the_same_kinds_as_train_scenes() -> None:
+def test_validation_scenes_are_of_the_same_kinds_as_train_scenes() -> None:
     for of in (lambda a: a.place, lambda a: a.time, lambda a: a.weather, lambda a: a.num_cars):
-        train, heldout = (
+        train, validation = (
             Counter(of(attributes) for attributes in scenes(2_000, part)) for part in ("train", "heldout")
         )
-        assert train.keys() == heldout.keys()
-        assert all(abs(train[value] - heldout[value]) < 150 for value in train)
+        assert train.keys() == validation.keys()
+        assert all(abs(train[value] - validation[value]) < 150 for value in train)
 
 
 def test_every_place_has_every_time_and_both_weathers_but_a_rainy_street_is_wet() -> None:
@@ -202,7 +202,7 @@ def test_each_of_the_eight_prompts_is_the_caption_of_some_train_scene() -> None:
 
 
 def test_places_are_farther_apart_than_the_scenes_of_one_place() -> None:
-    """The nearest mean picture, of scenes by day, finds the place of scenes it was not made from."""
+    """The nearest mean image, of scenes by day, finds the place of scenes it was not made from."""
     shown: dict[str, list[np.ndarray]] = {place: [] for place in PLACES}
     for attributes in scenes(1_200):
         if attributes.time == "day":
@@ -210,8 +210,8 @@ def test_places_are_farther_apart_than_the_scenes_of_one_place() -> None:
     means = np.stack([np.mean(shown[place][:30], axis=0) for place in PLACES])
     right = total = 0
     for number, place in enumerate(PLACES):
-        for picture in shown[place][30:60]:
-            right += int(np.argmin(((means - picture) ** 2).mean(axis=(1, 2, 3))) == number)
+        for image in shown[place][30:60]:
+            right += int(np.argmin(((means - image) ** 2).mean(axis=(1, 2, 3))) == number)
             total += 1
     assert total > 150
     assert right / total > 0.9
@@ -232,7 +232,7 @@ def test_a_wet_road_looks_other_than_a_dry_one() -> None:
 
 
 def test_every_car_can_be_seen_with_its_colour() -> None:
-    """Repainting any one car changes the picture where it stands, so no car is hidden behind something else."""
+    """Repainting any one car changes the image where it stands, so no car is hidden behind something else."""
     for attributes in scenes(300):
         before = draw(attributes, 64).astype(int)
         for place, colour in enumerate(attributes.car_colours):
@@ -266,9 +266,9 @@ def test_attributes_that_no_scene_of_the_place_has_are_refused() -> None:
 
 
 @pytest.mark.parametrize("size", [256, 512])
-def test_a_large_picture_shows_the_same_scene(size: int) -> None:
+def test_a_large_image_shows_the_same_scene(size: int) -> None:
     for index in range(8):
-        large, small = Streets(size, size).heldout(index), Streets(64, 64).heldout(index)
+        large, small = Streets(size, size).validation(index), Streets(64, 64).validation(index)
         shrunk = large.pixels.reshape(64, size // 64, 64, size // 64, 3).mean((1, 3))
         assert np.abs(shrunk - small.pixels).mean() < 4
         assert large.caption == small.caption

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import torch
 
-from halation.distributed.checkpoint.reader import Reader
-from halation.distributed.checkpoint.writer import Found, committed, damage, newest_good
+from halation.distributed.checkpoint.reader import CheckpointReader
+from halation.distributed.checkpoint.writer import CommittedCheckpoint, find_damage, find_newest_valid, list_committed
 from halation.distributed.world import World
-from halation.training.session import set_aside
+from halation.training.session import rename_damaged_checkpoint
 from support import checker
 from support import checkpoint_jobs as jobs
 from support.rank_pool import RankPool, RanksFailed
@@ -30,13 +30,13 @@ SAVES = [(1, "latest"), (2, "kept"), (3, "latest"), (4, "kept")]
 def assert_state(folder: Path, step: int) -> None:
     """By the checker and by the Reader alike."""
     assert checker.problem(folder) is None
-    reader = Reader(folder)
+    reader = CheckpointReader(folder)
     assert reader.state == {"position": step}
     for part in ("model", "ema"):
         wanted = jobs.values(step, part)
         theirs = checker.tensors(folder, part)
         assert sorted(reader.names(part)) == sorted(wanted) == sorted(theirs)
-        for name, tensor in reader.whole(part):
+        for name, tensor in reader.read_part(part):
             assert torch.equal(tensor, wanted[name])
             assert np.array_equal(theirs[name], wanted[name].numpy())
 
@@ -52,14 +52,14 @@ def fired(tmp_path: Path) -> list[str]:
 
 def read_as(world: World, folder: Path, step: int) -> bool:
     """Whether this rank gets exactly its rows, whatever number of ranks wrote them."""
-    reader = Reader(folder)
+    reader = CheckpointReader(folder)
     for part in ("model", "ema"):
         for name, piece in jobs.pieces(step, part, world.rank, world.size).items():
             rows = piece.local.shape[0] if piece.local.ndim else None
             found = reader.read(part, name, piece.start, rows)
             if found.shape != piece.local.shape or not torch.equal(found, piece.local):
                 return False
-    return reader.rank_state(0) == {"rng": [step, 0]}
+    return reader.read_rank_state(0) == {"rng": [step, 0]}
 
 
 @pytest.mark.ranks
@@ -74,26 +74,28 @@ def test_what_one_number_of_ranks_wrote_another_reads(
     assert (tmp_path / "latest").read_text() == "step_0000007\n"
     for readers in (1, 2, 3):
         assert ranks.run(readers, read_as, folder, 7) == [True] * readers
-    assert Reader(folder).rank_state(writers) is None
+    assert CheckpointReader(folder).read_rank_state(writers) is None
     assert checker.leftovers(tmp_path) == []
 
 
 def test_tensors_without_rows_come_back_as_they_were(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(1, save_empty, tmp_path)
-    reader = Reader(tmp_path / "step_0000001")
+    reader = CheckpointReader(tmp_path / "step_0000001")
     assert reader.read("model", "none").shape == (0, 3)
     assert reader.read("model", "none", 0, 0).shape == (0, 3)
     assert reader.read("model", "some", 2, 0).shape == (0, 3)
-    assert not reader.has("optimizer")
+    assert not reader.has_part("optimizer")
 
 
 def save_empty(world: World, folder: Path) -> None:
     tensors = {"none": torch.zeros(0, 3), "some": torch.ones(2, 3)}
-    parts = {name: jobs.Piece(local=tensor, start=0, shape=tuple(tensor.shape)) for name, tensor in tensors.items()}
+    parts = {
+        name: jobs.TensorShard(local=tensor, start=0, shape=tuple(tensor.shape)) for name, tensor in tensors.items()
+    }
     checkpoints = jobs.open_checkpoints(world, folder, 0, sharded=False)
     checkpoints.save(1, "kept", {"model": parts}, {}, {})
     checkpoints.wait()
-    checkpoints.raise_error()
+    checkpoints.raise_if_failed()
 
 
 def test_a_save_holds_the_values_of_its_moment(ranks: RankPool, tmp_path: Path) -> None:
@@ -139,7 +141,7 @@ def save_twice(world: World, folder: Path) -> tuple[float, float]:
 def test_rotation_keeps_the_last_kept_ones_and_one_latest(ranks: RankPool, tmp_path: Path) -> None:
     saves = [(step, "kept" if step % 3 == 0 else "latest") for step in range(1, 12)]
     ranks.run(1, jobs.save, tmp_path, saves, 2)
-    assert [(item.step, item.kind) for item in committed(tmp_path)] == [(6, "kept"), (9, "kept"), (11, "latest")]
+    assert [(item.step, item.kind) for item in list_committed(tmp_path)] == [(6, "kept"), (9, "kept"), (11, "latest")]
     assert list(checker.good(tmp_path)) == [6, 9, 11]
     ranks.run(1, jobs.save, tmp_path / "all", saves, 0)
     assert list(checker.good(tmp_path / "all")) == [3, 6, 9, 11]
@@ -191,7 +193,7 @@ def assert_survived(folder: Path, first: bool) -> None:
     assert steps or not first
     for step, path in steps.items():
         assert_state(path, step)
-    found = newest_good(folder)
+    found = find_newest_valid(folder)
     assert (found.step if found else None) == max(steps, default=None)
 
 
@@ -314,13 +316,13 @@ def assert_found_out(folder: Path, caplog: pytest.LogCaptureFixture, what: str) 
     assert checker.problem(folder / "step_0000002") is not None, what
     caplog.clear()
     with caplog.at_level(logging.ERROR):
-        found = newest_good(folder, on_damage=set_aside)
-    assert found == Found(folder=folder / "step_0000001", step=1, kind="kept"), what
+        found = find_newest_valid(folder, on_damage=rename_damaged_checkpoint)
+    assert found == CommittedCheckpoint(folder=folder / "step_0000001", step=1, kind="kept"), what
     assert "step_0000002 is damaged" in caplog.text, what
     assert not (folder / "step_0000002").exists(), what
     assert len(list(folder.glob("damaged_step_0000002_*"))) == 1, what
     caplog.clear()
-    assert newest_good(folder) == found, what
+    assert find_newest_valid(folder) == found, what
     assert caplog.text == "", what
 
 
@@ -333,7 +335,7 @@ def copy_of(two_saves: Path, tmp_path: Path) -> Path:
 
 def test_every_flipped_bit_is_found(two_saves: Path, tmp_path: Path) -> None:
     folder = copy_of(two_saves, tmp_path) / "step_0000002"
-    assert damage(folder) is None
+    assert find_damage(folder) is None
     generator = random.Random(20260731)
     files = sorted(path for path in folder.iterdir())
     assert len(files) == 8
@@ -343,10 +345,10 @@ def test_every_flipped_bit_is_found(two_saves: Path, tmp_path: Path) -> None:
         for _ in range(50):
             offset, bit = generator.randrange(len(data)), generator.randrange(8)
             path.write_bytes(data[:offset] + bytes([data[offset] ^ 1 << bit]) + data[offset + 1 :])
-            assert damage(folder) is not None, f"{path.name}: bit {bit} of byte {offset}"
+            assert find_damage(folder) is not None, f"{path.name}: bit {bit} of byte {offset}"
             flips += 1
         path.write_bytes(data)
-    assert damage(folder) is None
+    assert find_damage(folder) is None
     assert flips == 400
 
 
@@ -375,7 +377,7 @@ def test_missing_and_cut_files_send_the_run_back(
             else:
                 path.write_bytes(path.read_bytes()[:left])
             if name == "COMMIT.json" and left == size - 1:
-                assert damage(path.parent) is None, "only the last line's end is gone"
+                assert find_damage(path.parent) is None, "only the last line's end is gone"
                 continue
             assert_found_out(folder, caplog, f"{name} cut to {left}")
 
@@ -407,16 +409,16 @@ def test_damage_everywhere_leaves_nothing_to_go_on_from(
     folder = copy_of(two_saves, tmp_path)
     for path in folder.glob("step_*/state.json"):
         path.write_text(json.dumps({"position": 3}))
-    assert newest_good(folder, on_damage=set_aside) is None
+    assert find_newest_valid(folder, on_damage=rename_damaged_checkpoint) is None
     assert sum("is damaged" in record.getMessage() for record in caplog.records) == 2
-    assert newest_good(tmp_path / "nowhere") is None
+    assert find_newest_valid(tmp_path / "nowhere") is None
 
 
 def test_names_that_only_look_like_a_checkpoint_are_left_alone(two_saves: Path, tmp_path: Path) -> None:
     folder = copy_of(two_saves, tmp_path)
     (folder / "step_best").mkdir()
     (folder / "step_0000003x").mkdir()
-    found = newest_good(folder, on_damage=set_aside)
+    found = find_newest_valid(folder, on_damage=rename_damaged_checkpoint)
     assert found is not None
     assert found.step == 2
     assert (folder / "step_best").is_dir()

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from halation.distributed.checkpoint.reader import Piece, Reader
+from halation.distributed.checkpoint.reader import CheckpointReader, TensorShard
 
 
-def written(folder: Path, whole: torch.Tensor, cuts: list[int], flat: bool) -> Reader:
+def written(folder: Path, whole: torch.Tensor, cuts: list[int], flat: bool) -> CheckpointReader:
     """The tensor as one file for each part between two cuts of its rows, or of its elements."""
     values = whole.flatten() if flat else whole
     bounds = [0, *sorted(min(cut, len(values)) for cut in cuts), len(values)]
@@ -25,7 +25,7 @@ def written(folder: Path, whole: torch.Tensor, cuts: list[int], flat: bool) -> R
         path = folder / f"model-{rank + 1:05d}-of-{len(bounds) - 1:05d}.safetensors"
         save_file({"x": values[low:high].contiguous()}, path, metadata={"halation": json.dumps(layout)})
     (folder / "state.json").write_text("{}")
-    return Reader(folder)
+    return CheckpointReader(folder)
 
 
 @given(
@@ -40,11 +40,11 @@ def test_rows_and_elements_are_read_from_row_pieces_and_from_flat_ones(
     whole = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape)
     with tempfile.TemporaryDirectory() as folder:
         reader = written(Path(folder), whole, cuts, flat)
-        assert torch.equal(dict(reader.whole("model"))["x"], whole)
+        assert torch.equal(dict(reader.read_part("model"))["x"], whole)
         for num, is_flat in ((whole.numel(), True), (shape[0], False)):
             low, high = sorted(round(p * num) for p in part)
             values = (whole.flatten() if is_flat else whole)[low:high]
-            like = Piece(local=torch.empty_like(values), start=low, shape=tuple(shape), flat=is_flat)
-            found = reader.piece("model", "x", like)
+            like = TensorShard(local=torch.empty_like(values), start=low, shape=tuple(shape), flat=is_flat)
+            found = reader.read_shard("model", "x", like)
             assert found.shape == values.shape
             assert torch.equal(found, values)

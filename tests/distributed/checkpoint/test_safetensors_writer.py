@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, safe_open
 
-from halation.distributed.checkpoint import safetensors_writer
-from halation.distributed.checkpoint.pinned_copies import HostCopies
+from halation.distributed.checkpoint import writer
+from halation.distributed.checkpoint.pinned_copies import PinnedCopies
 
 
 def test_the_library_reads_what_was_written_and_the_hash_is_that_of_the_file(tmp_path: Path) -> None:
@@ -26,7 +26,7 @@ def test_the_library_reads_what_was_written_and_the_hash_is_that_of_the_file(tmp
     }
     path = tmp_path / "a.safetensors"
     assert (
-        safetensors_writer.write(path, tensors, {"halation": '{"a": 1}'})
+        writer.write_safetensors(path, tensors, {"halation": '{"a": 1}'})
         == hashlib.sha256(path.read_bytes()).hexdigest()
     )
     read = load_file(path)
@@ -40,15 +40,15 @@ def test_the_library_reads_what_was_written_and_the_hash_is_that_of_the_file(tmp
 
 
 def test_a_tensor_larger_than_one_write_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(safetensors_writer, "_CHUNK", 1000)
+    monkeypatch.setattr(writer, "_CHUNK", 1000)
     tensor = torch.randn(777)
-    digest = safetensors_writer.write(tmp_path / "b.safetensors", {"x": tensor}, {})
+    digest = writer.write_safetensors(tmp_path / "b.safetensors", {"x": tensor}, {})
     assert digest == hashlib.sha256((tmp_path / "b.safetensors").read_bytes()).hexdigest()
     assert torch.equal(load_file(tmp_path / "b.safetensors")["x"], tensor)
 
 
 def test_a_copy_keeps_its_memory_between_saves_and_takes_other_memory_for_another_shape() -> None:
-    copies = HostCopies()
+    copies = PinnedCopies()
     first = copies.copy("a", torch.ones(4))
     again = copies.copy("a", torch.zeros(4))
     assert again is first

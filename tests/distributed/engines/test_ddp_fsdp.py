@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from halation.distributed.engines.ddp_fsdp import EngineSettings
-from halation.distributed.engines.deepspeed_config import unknown_keys
-from halation.distributed.engines.registry import spread
+from halation.distributed.engines.deepspeed_config import find_unknown_keys
+from halation.distributed.engines.registry import build_engine
 from halation.distributed.world import World
 from halation.errors import InputError
 from support import deepspeed_jobs as jobs
@@ -38,7 +38,7 @@ def losses(world: World, settings: dict[str, Any]) -> tuple[list[float], dict[st
 
 def refusal(world: World, name: str, settings: EngineSettings) -> str:
     try:
-        spread(name, world, torch.nn.Linear(2, 2), [], settings)
+        build_engine(name, world, torch.nn.Linear(2, 2), [], settings)
     except InputError as error:
         return str(error)
     return ""
@@ -100,5 +100,5 @@ def test_what_does_not_go_together_is_refused(ranks: RankPool, name: str, settin
 
 def test_a_slip_in_the_name_of_a_section_is_refused_with_the_name_that_was_meant() -> None:
     with pytest.raises(InputError, match="did you mean 'zero_optimization'"):
-        unknown_keys({"zero_optimisation": {"stage": 3}})
-    assert unknown_keys({"no_such_key": 1, "bf16": {}, "zero_optimization": {}}) == ["no_such_key"]
+        find_unknown_keys({"zero_optimisation": {"stage": 3}})
+    assert find_unknown_keys({"no_such_key": 1, "bf16": {}, "zero_optimization": {}}) == ["no_such_key"]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from halation.distributed.checkpoint.reader import Reader
+from halation.distributed.checkpoint.reader import CheckpointReader
 from support import deepspeed_jobs as jobs
 from support.rank_pool import RankPool
 
@@ -80,9 +80,9 @@ def test_another_number_of_ranks_goes_on_with_the_same_weights(
     settings = {"stage": stage, "offload_optimizer": offload}
     drawn = ranks.run(3, jobs.save_after, tmp_path, settings)[0]
     same_size, expected = ranks.run(3, jobs.go_on, tmp_path, settings)[0]
-    picture, losses = ranks.run(2, jobs.go_on, tmp_path, settings)[1]
+    image, losses = ranks.run(2, jobs.go_on, tmp_path, settings)[1]
     assert torch.equal(drawn, same_size)
-    assert torch.equal(drawn, picture)
+    assert torch.equal(drawn, image)
     assert losses == pytest.approx(expected, abs=1e-5)
 
 
@@ -95,10 +95,10 @@ def test_a_checkpoint_is_safetensors_that_give_whole_tensors_in_their_shape(
     assert {path.suffix for path in folder.iterdir()} == {".safetensors", ".json"}
     module = jobs.small_module()
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters() if p.requires_grad}
-    reader = Reader(folder)
+    reader = CheckpointReader(folder)
     for part in ("model", "ema"):
-        assert {name: tuple(tensor.shape) for name, tensor in reader.whole(part)} == shapes
-    moments = {name: tuple(tensor.shape) for name, tensor in reader.whole("optimizer")}
+        assert {name: tuple(tensor.shape) for name, tensor in reader.read_part(part)} == shapes
+    moments = {name: tuple(tensor.shape) for name, tensor in reader.read_part("optimizer")}
     assert moments == {
         f"{key}/{name}": shape for key in ("exp_avg", "exp_avg_sq") for name, shape in shapes.items()
     } | {f"step/{name}": () for name in shapes}
@@ -186,8 +186,9 @@ def test_deepspeed_is_imported_only_where_it_is_asked_for_and_missed_with_the_na
     code = (
         "import sys; import halation.training.session; assert 'deepspeed' not in sys.modules\n"
         "import torch; sys.modules['deepspeed'] = None\n"
-        "from halation.distributed import world; from halation.distributed.engines.registry import spread; from halation.errors import InputError\n"
-        "try: spread('deepspeed', world.join(), torch.nn.Linear(1, 1), [])\n"
+        "from halation.distributed import world; from halation.distributed.engines.registry import build_engine\n"
+        "from halation.errors import InputError\n"
+        "try: build_engine('deepspeed', world.init_from_env(), torch.nn.Linear(1, 1), [])\n"
         "except InputError as error: print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)

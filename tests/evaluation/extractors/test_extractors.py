@@ -1,4 +1,4 @@
-"""Extractors behind one protocol: pictures prepared and embedded as transformers does it, and errors that say what to do."""
+"""Extractors behind one protocol: images prepared and embedded as transformers does it, and errors that say what to do."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from halation.errors import InputError
-from halation.evaluation.extractors import streets_network
+from halation.evaluation.extractors import streets_classifier
 from halation.evaluation.extractors.extractor import Extractor
 from halation.evaluation.extractors.registry import open_extractor
-from halation.evaluation.extractors.resize import resized
+from halation.evaluation.extractors.resize import resize_to_square
 from halation.evaluation.extractors.transformers import ClipExtractor
-from halation.evaluation.extractors.weights import sha256_of
+from halation.evaluation.extractors.weights import sha256_files
 from support import tiny_extractors
 
 SHAPES = [(64, 64), (40, 90), (300, 20), (33, 32), (32, 257), (5, 5), (1, 70), (480, 640)]
 
 
-def pictures(shapes: list[tuple[int, int]] = SHAPES) -> list[npt.NDArray[np.uint8]]:
+def images(shapes: list[tuple[int, int]] = SHAPES) -> list[npt.NDArray[np.uint8]]:
     generator = np.random.default_rng(5)
     return [generator.integers(0, 256, (*shape, 3), dtype=np.uint8) for shape in shapes]
 
 
 def batch(extractor: Extractor, chosen: list[npt.NDArray[np.uint8]]) -> torch.Tensor:
-    return torch.from_numpy(np.stack([extractor.preparation(picture) for picture in chosen]))
+    return torch.from_numpy(np.stack([extractor.transform(image) for image in chosen]))
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_features_do_not_depend_on_neighbours_or_place(
     name: str, dtype: str, clip_folder: Path, dinov2_folder: Path
 ) -> None:
     extractor = opened(name, {"clip": clip_folder, "dinov2": dinov2_folder, "streets": ""}[name], dtype)
-    inputs = batch(extractor, pictures())
+    inputs = batch(extractor, images())
     whole, turned = extractor(inputs), extractor(inputs.flip(0))
     alone = extractor(torch.cat([inputs[3:4], torch.zeros_like(inputs[1:])]))
     assert whole["features"].shape == (len(SHAPES), extractor.num_features)
@@ -81,13 +81,15 @@ def test_features_do_not_depend_on_neighbours_or_place(
 
 @pytest.mark.parametrize("name", ["clip", "dinov2", "streets"])
 def test_facts_are_json_and_name_the_weights(name: str, clip_folder: Path, dinov2_folder: Path) -> None:
-    folder = {"clip": clip_folder, "dinov2": dinov2_folder, "streets": Path(streets_network.WEIGHTS).parent}[name]
+    folder = {"clip": clip_folder, "dinov2": dinov2_folder, "streets": Path(streets_classifier.WEIGHTS_FILE).parent}[
+        name
+    ]
     extractor = opened(name, "" if name == "streets" else folder, "bf16")
     facts = json.loads(json.dumps(extractor.facts))
     file = folder / ("streets_net.safetensors" if name == "streets" else "model.safetensors")
-    assert facts["weights_sha256"] == sha256_of([file])
+    assert facts["weights_sha256"] == sha256_files([file])
     assert facts["dtype"] == "bf16"
-    assert facts["input_size"] == list(extractor.preparation.shape[:2])
+    assert facts["input_size"] == list(extractor.transform.shape[:2])
     assert (extractor.fd_title, extractor.kid_title) == {
         "clip": ("FD-CLIP", "KID-CLIP"),
         "dinov2": ("FD-DINOv2", "KID-DINOv2"),
@@ -99,9 +101,9 @@ def test_weights_in_several_files_are_hashed_in_the_order_of_their_names(tmp_pat
     first, second = tmp_path / "a", tmp_path / "b"
     first.write_bytes(b"one")
     second.write_bytes(b"two")
-    assert sha256_of([first, second]) != sha256_of([second, first])
+    assert sha256_files([first, second]) != sha256_files([second, first])
     (tmp_path / "c").write_bytes(b"onetwo")
-    assert sha256_of([first, second]) == sha256_of([tmp_path / "c"])
+    assert sha256_files([first, second]) == sha256_files([tmp_path / "c"])
 
 
 def test_a_batch_of_another_shape_is_our_own_mistake(clip: ClipExtractor) -> None:
@@ -109,7 +111,7 @@ def test_a_batch_of_another_shape_is_our_own_mistake(clip: ClipExtractor) -> Non
         clip(torch.zeros(2, 3, 32, 32))
 
 
-def test_decode_processes_prepare_pictures_without_torch(clip: ClipExtractor, dinov2_folder: Path) -> None:
+def test_decode_processes_prepare_images_without_torch(clip: ClipExtractor, dinov2_folder: Path) -> None:
     """A preparation travels as a pickle, and neither opening nor using it imports torch or transformers."""
     program = (
         "import pickle, sys, numpy\n"
@@ -118,7 +120,7 @@ def test_decode_processes_prepare_pictures_without_torch(clip: ClipExtractor, di
         "assert result.shape == prepare.shape\n"
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
     )
-    for preparation in (clip.preparation, opened("dinov2", dinov2_folder).preparation):
+    for preparation in (clip.transform, opened("dinov2", dinov2_folder).transform):
         done = subprocess.run([sys.executable, "-c", program], input=pickle.dumps(preparation), check=False)
         assert done.returncode == 0
 
@@ -150,15 +152,15 @@ def processor_says(folder: Path, chosen: list[npt.NDArray[np.uint8]]) -> torch.T
 def test_clip_sees_the_bits_that_transformers_would_show_it(tmp_path: Path, preprocessing: dict[str, Any]) -> None:
     folder = tiny_extractors.clip(tmp_path, **preprocessing)
     extractor = opened("clip", folder)
-    pixels = extractor.pixels(batch(extractor, pictures()))
-    assert torch.equal(pixels, processor_says(folder, pictures()))
+    pixels = extractor.pixel_values(batch(extractor, images()))
+    assert torch.equal(pixels, processor_says(folder, images()))
 
 
 def test_clip_features_are_those_of_transformers(clip: ClipExtractor, clip_folder: Path) -> None:
     model = transformers.CLIPModel.from_pretrained(clip_folder).eval()
     with torch.inference_mode():
-        expected = model.get_image_features(pixel_values=processor_says(clip_folder, pictures())).pooler_output
-    found = clip(batch(clip, pictures()))["features"]
+        expected = model.get_image_features(pixel_values=processor_says(clip_folder, images())).pooler_output
+    found = clip(batch(clip, images()))["features"]
     assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
 
 
@@ -188,8 +190,8 @@ def test_a_text_does_not_depend_on_its_neighbours_or_their_number(dtype: str, cl
 
 
 def test_texts_that_do_not_fit_are_named(clip: ClipExtractor) -> None:
-    assert clip.truncated(["short", "x " * 75, "x " * 76, "", "y" * 500]) == [2, 4]
-    assert clip.truncated([]) == []
+    assert clip.find_truncated(["short", "x " * 75, "x " * 76, "", "y" * 500]) == [2, 4]
+    assert clip.find_truncated([]) == []
     assert clip.embed_texts([]).shape == (0, clip.num_features)
 
 
@@ -200,16 +202,16 @@ def test_the_processor_may_be_nested_in_processor_config(tmp_path: Path) -> None
     (folder / "processor_config.json").write_text(json.dumps({"image_processor": json.loads(plain.read_text())}))
     plain.write_text(json.dumps({**json.loads(plain.read_text()), "resample": 0}))
     extractor = opened("clip", folder)
-    assert torch.equal(extractor.pixels(batch(extractor, pictures())), processor_says(folder, pictures()))
+    assert torch.equal(extractor.pixel_values(batch(extractor, images())), processor_says(folder, images()))
     plain.unlink()
-    assert opened("clip", folder).preparation == extractor.preparation
+    assert opened("clip", folder).transform == extractor.transform
 
 
 def test_older_files_give_sizes_as_numbers(tmp_path: Path) -> None:
     folder = tiny_extractors.clip(tmp_path)
     (folder / "preprocessor_config.json").write_text(json.dumps({"crop_size": 32, "size": 32, "resample": 3}))
     extractor = opened("clip", folder)
-    assert torch.equal(extractor.pixels(batch(extractor, pictures())), processor_says(folder, pictures()))
+    assert torch.equal(extractor.pixel_values(batch(extractor, images())), processor_says(folder, images()))
 
 
 def test_clip_says_that_a_resize_rule_does_not_apply(clip_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -224,13 +226,13 @@ def test_clip_says_that_a_resize_rule_does_not_apply(clip_folder: Path, caplog: 
 @pytest.mark.parametrize("rule", ["clean", "tf"])
 def test_dinov2_features_are_the_class_token_after_the_last_norm(dinov2_folder: Path, rule: Any) -> None:
     extractor = opened("dinov2", dinov2_folder, resize=rule)
-    values = np.stack([resized(picture, 224, rule) for picture in pictures()]) / np.float32(255)
+    values = np.stack([resize_to_square(image, 224, rule) for image in images()]) / np.float32(255)
     mean, std = np.array([0.485, 0.456, 0.406], np.float32), np.array([0.229, 0.224, 0.225], np.float32)
     pixels = torch.from_numpy(((values - mean) / std).transpose(0, 3, 1, 2).copy())
     model = transformers.Dinov2Model.from_pretrained(dinov2_folder).eval()
     with torch.inference_mode():
         expected = model(pixels).last_hidden_state[:, 0]
-    found = extractor(batch(extractor, pictures()))["features"]
+    found = extractor(batch(extractor, images()))["features"]
     assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
     assert extractor.facts["resize"] == rule
 
@@ -238,7 +240,7 @@ def test_dinov2_features_are_the_class_token_after_the_last_norm(dinov2_folder: 
 def test_dinov2_with_registers_is_opened_too(tmp_path: Path) -> None:
     folder = tiny_extractors.dinov2(tmp_path / "registers", num_registers=3)
     extractor = opened("dinov2", folder)
-    assert extractor(batch(extractor, pictures()[:2]))["features"].shape == (2, extractor.num_features)
+    assert extractor(batch(extractor, images()[:2]))["features"].shape == (2, extractor.num_features)
 
 
 # Folders, names and errors
@@ -249,16 +251,16 @@ def test_a_folder_is_an_extractor_and_names_its_distances(family: str, clip_fold
     folder = {"clip": clip_folder, "dinov2": dinov2_folder}[family]
     extractor, named = opened(str(folder)), opened(family, folder)
     assert (extractor.name, extractor.fd_title) == (f"small-{family}", f"FD-small-{family}")
-    inputs = batch(extractor, pictures())
+    inputs = batch(extractor, images())
     assert torch.equal(extractor(inputs)["features"], named(inputs)["features"])
 
 
 def test_the_streets_network_gives_its_heads() -> None:
     extractor = opened("streets", resize="tf")
-    outputs = extractor(batch(extractor, pictures()))
+    outputs = extractor(batch(extractor, images()))
     assert {name: tuple(output.shape[1:]) for name, output in outputs.items()} == {
-        "features": (streets_network.NUM_FEATURES,),
-        **{name: (num,) for name, num in streets_network.HEADS.items()},
+        "features": (streets_classifier.NUM_FEATURES,),
+        **{name: (num,) for name, num in streets_classifier.HEADS.items()},
     }
     assert extractor.facts["resize"] == "clean"
 
@@ -357,7 +359,7 @@ def test_a_folder_without_its_preprocessor_or_tokenizer_is_refused(clip_folder: 
         with pytest.raises(InputError, match=message):
             extractor.embed_texts(["a"])
     (folder / "preprocessor_config.json").write_text(json.dumps({"do_center_crop": False}))
-    with pytest.raises(InputError, match="pictures would keep shapes of their own"):
+    with pytest.raises(InputError, match="images would keep shapes of their own"):
         opened("clip", folder)
     (folder / "preprocessor_config.json").unlink()
     with pytest.raises(InputError, match=r"has no preprocessor_config\.json"):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from halation.evaluation import features
+from halation.evaluation import feature_extraction
 from halation.evaluation.extractors.extractor import Extractor
 from halation.evaluation.extractors.registry import open_extractor
 from halation.evaluation.metrics.frechet import frechet_distance
@@ -39,14 +39,14 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def prepared(extractor: Extractor, num: int, first: int = 0) -> np.ndarray:
-    """Smooth pictures with some noise, each decided by its number alone."""
+    """Smooth images with some noise, each decided by its number alone."""
     rows, columns = np.mgrid[0:48, 0:64][..., None] / 64
     inputs = []
     for number in range(first, first + num):
         generator = np.random.default_rng(number)
         wave = np.sin(generator.uniform(0, 20, 3) * rows + generator.uniform(0, 20, 3) * columns)
-        picture = 120 + 90 * wave + generator.normal(0, 12, (48, 64, 3))
-        inputs.append(extractor.preparation(picture.clip(0, 255).astype(np.uint8)))
+        image = 120 + 90 * wave + generator.normal(0, 12, (48, 64, 3))
+        inputs.append(extractor.transform(image.clip(0, 255).astype(np.uint8)))
     return np.stack(inputs)
 
 
@@ -100,14 +100,16 @@ def test_statistics_of_a_gpu_are_those_of_a_cpu_within_rounding(name: str, num: 
         extractor = open_extractor(name, device=str(device), weights=weights[name])
         inputs = prepared(extractor, num)
         halves = (inputs[: num // 2], inputs[num // 2 :])
-        found[device] = [moments(features.run(extractor, half, BATCH, device)["features"]) for half in halves]
+        found[device] = [
+            moments(feature_extraction.run_extractor(extractor, half, BATCH, device)["features"]) for half in halves
+        ]
     for ours, theirs in zip(found[GPU], found[CPU], strict=True):
         np.testing.assert_allclose(ours.mean, theirs.mean, rtol=0, atol=2e-4 * np.abs(theirs.mean).max())
         np.testing.assert_allclose(ours.scatter, theirs.scatter, rtol=0, atol=2e-3 * np.abs(theirs.scatter).max())
     if name in (
         "clip",
         "dinov2",
-    ):  # fewer features than pictures: covariances of full rank, whose distance is well conditioned
+    ):  # fewer features than images: covariances of full rank, whose distance is well conditioned
         reference = frechet_distance(*found[CPU])
         assert reference > 0
         assert frechet_distance(*found[CPU], device=str(GPU)) == pytest.approx(reference, rel=1e-6)

@@ -22,27 +22,27 @@ from torch import Tensor, nn
 from halation.errors import InputError
 from halation.evaluation.extractors import weights as extractor_weights
 from halation.evaluation.extractors.extractor import Extractor, full_precision
-from halation.evaluation.extractors.inception_network import Inception, inception_from, unfit
+from halation.evaluation.extractors.inception import InceptionV3, build_inception, find_weight_mismatch
 from halation.evaluation.extractors.registry import open_extractor
 from halation.evaluation.extractors.weights import (
     FID_NAME,
     FID_SHA256,
-    default_weights,
-    fetched,
-    read_tensors,
-    sha256_of,
+    fetch_fid_weights,
+    fetch_file,
+    read_state_dict,
+    sha256_files,
 )
-from halation.runs.folder import cache_folder
+from halation.runs.run_record import cache_folder
 from support import oracles, tiny_extractors
 
 
-def pictures(num: int = 2) -> list[npt.NDArray[np.uint8]]:
-    """Smooth pictures of one shape with some noise: features of pure noise hardly differ."""
+def images(num: int = 2) -> list[npt.NDArray[np.uint8]]:
+    """Smooth images of one shape with some noise: features of pure noise hardly differ."""
     generator = np.random.default_rng(3)
     rows, columns = np.mgrid[0:90, 0:120][..., None] / 120
     waves = [np.sin(generator.uniform(0, 20, 3) * rows + generator.uniform(0, 20, 3) * columns) for _ in range(num)]
     noisy = [120 + 90 * wave + generator.normal(0, 12, (90, 120, 3)) for wave in waves]
-    return [picture.clip(0, 255).astype(np.uint8) for picture in noisy]
+    return [image.clip(0, 255).astype(np.uint8) for image in noisy]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def extractors(weights: Path) -> Any:
 
 
 def batch(extractor: Extractor, chosen: list[npt.NDArray[np.uint8]]) -> Tensor:
-    return torch.from_numpy(np.stack([extractor.preparation(picture) for picture in chosen]))
+    return torch.from_numpy(np.stack([extractor.transform(image) for image in chosen]))
 
 
 def stacked(chosen: list[npt.NDArray[np.uint8]]) -> Tensor:
@@ -78,9 +78,9 @@ def fidelity_network(weights: Path) -> Any:
 
 
 def test_rule_tf_gives_the_features_and_logits_of_torch_fidelity(weights: Path, extractors: Any) -> None:
-    found = extractors("tf")(batch(extractors("tf"), pictures()))
+    found = extractors("tf")(batch(extractors("tf"), images()))
     with torch.inference_mode():
-        features, logits = fidelity_network(weights)(stacked(pictures()))
+        features, logits = fidelity_network(weights)(stacked(images()))
     assert features.std(0).mean() > 0.05 * features.mean()
     assert relative(found["features"], features) < 1e-5
     assert relative(found["logits"], logits) < 1e-5
@@ -90,8 +90,8 @@ def test_rule_torch_gives_the_features_of_pytorch_fid(weights: Path, extractors:
     module = oracles.pytorch_fid("inception")
     monkeypatch.setattr(module, "load_state_dict_from_url", lambda url, progress: torch.load(weights))
     with torch.inference_mode():
-        expected = module.InceptionV3().eval()(stacked(pictures()).float() / 255)[0][:, :, 0, 0]
-    found = extractors("torch")(batch(extractors("torch"), pictures()))["features"]
+        expected = module.InceptionV3().eval()(stacked(images()).float() / 255)[0][:, :, 0, 0]
+    found = extractors("torch")(batch(extractors("torch"), images()))["features"]
     assert relative(found, expected) < 1e-5
 
 
@@ -100,7 +100,7 @@ def test_rule_clean_gives_the_features_of_clean_fid(weights: Path, extractors: A
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         resize = oracles.clean_fid("resize").build_resizer("clean")
-        prepared = torch.from_numpy(np.stack([resize(picture).transpose(2, 0, 1) for picture in pictures()]))
+        prepared = torch.from_numpy(np.stack([resize(image).transpose(2, 0, 1) for image in images()]))
     layers = nn.Sequential(*[part for name, part in fidelity_network(weights).named_children() if name != "fc"])
     wrapper = oracles.clean_fid("inception_torchscript").InceptionV3W
     network = wrapper.__new__(wrapper)
@@ -108,12 +108,12 @@ def test_rule_clean_gives_the_features_of_clean_fid(weights: Path, extractors: A
     network.layers, network.resize_inside = layers, False
     with torch.inference_mode():
         expected = network(prepared)
-    assert relative(extractors("clean")(batch(extractors("clean"), pictures()))["features"], expected) < 1e-5
+    assert relative(extractors("clean")(batch(extractors("clean"), images()))["features"], expected) < 1e-5
 
 
 def test_each_rule_scales_its_input_as_its_reference_does(extractors: Any) -> None:
     """The two ways differ by up to 1/128, which the features show."""
-    same = batch(extractors("tf"), pictures(1))
+    same = batch(extractors("tf"), images(1))
     one, other = extractors("tf")(same)["features"], extractors("torch")(same)["features"]
     assert relative(one, other) > 1e-4
     assert extractors("tf").facts["normalisation"] == "(x-128)/128"
@@ -126,11 +126,11 @@ def test_each_rule_scales_its_input_as_its_reference_does(extractors: Any) -> No
 def test_folding_the_normalisation_changes_features_by_less_than_1e_5() -> None:
     tensors = tiny_extractors.inception_tensors(1)
     with torch.device("meta"):
-        plain = Inception().eval()
+        plain = InceptionV3().eval()
     plain.load_state_dict(tensors, assign=True)
     x = torch.rand(2, 3, 299, 299, generator=torch.Generator().manual_seed(0)) * 2 - 1
     with torch.inference_mode():
-        expected, found = plain(x), inception_from(tensors)(x)
+        expected, found = plain(x), build_inception(tensors)(x)
     assert relative(found[0], expected[0]) < 1e-5
     assert relative(found[1], expected[1]) < 1e-5
 
@@ -138,7 +138,7 @@ def test_folding_the_normalisation_changes_features_by_less_than_1e_5() -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_features_do_not_depend_on_neighbours_or_place(weights: Path, dtype: str) -> None:
     extractor = open_extractor("inception", device="cpu", dtype=dtype, weights=str(weights))
-    inputs = batch(extractor, pictures(3))
+    inputs = batch(extractor, images(3))
     whole = extractor(inputs)
     turned = extractor(inputs.flip(0))
     alone = extractor(torch.cat([inputs[1:2], torch.zeros_like(inputs[1:])]))
@@ -150,7 +150,7 @@ def test_features_do_not_depend_on_neighbours_or_place(weights: Path, dtype: str
 
 def test_half_precision_is_recorded_and_close(weights: Path, extractors: Any) -> None:
     extractor = open_extractor("inception", device="cpu", dtype="bf16", weights=str(weights))
-    inputs = batch(extractor, pictures(2))
+    inputs = batch(extractor, images(2))
     exact, rough = extractors("clean")(inputs)["features"], extractor(inputs)["features"]
     assert extractor.facts["dtype"] == "bf16"
     assert 1e-5 < float((rough - exact).norm() / exact.norm()) < 0.02
@@ -184,7 +184,7 @@ def test_full_precision_holds_inside_and_leaves_no_trace() -> None:
 
 def test_all_kinds_of_files_give_the_same_features(tmp_path: Path, weights: Path, extractors: Any) -> None:
     """Files from before torch 1.6, as the released one, are no zip archives."""
-    inputs = batch(extractors("clean"), pictures(1))
+    inputs = batch(extractors("clean"), images(1))
     expected = extractors("clean")(inputs)["features"]
     old = tiny_extractors.inception_pth(tmp_path / "old.pth", zipped=False)
     safe = tiny_extractors.inception_safetensors(tmp_path / "safe.safetensors")
@@ -196,8 +196,8 @@ def test_all_kinds_of_files_give_the_same_features(tmp_path: Path, weights: Path
 
 def test_counters_of_the_normalisation_may_be_missing() -> None:
     tensors = {name: value for name, value in tiny_extractors.inception_tensors().items() if "num_batches" not in name}
-    assert unfit(tensors) == ""
-    assert inception_from(tensors).fc.weight.equal(tensors["fc.weight"])
+    assert find_weight_mismatch(tensors) == ""
+    assert build_inception(tensors).fc.weight.equal(tensors["fc.weight"])
 
 
 def test_other_weights_are_never_called_fid(extractors: Any) -> None:
@@ -206,7 +206,7 @@ def test_other_weights_are_never_called_fid(extractors: Any) -> None:
 
 
 def test_the_pinned_weights_are_called_fid(weights: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("halation.evaluation.extractors.inception.FID_SHA256", sha256_of([weights]))
+    monkeypatch.setattr("halation.evaluation.extractors.inception.FID_SHA256", sha256_files([weights]))
     extractor = open_extractor("inception", device="cpu", weights=str(weights))
     assert (extractor.fd_title, extractor.kid_title) == ("FID", "KID")
 
@@ -236,7 +236,7 @@ def test_code_in_a_pickle_is_refused_and_never_run(tmp_path: Path, zipped: bool)
     file, ran = tmp_path / "hostile.pth", tmp_path / "ran"
     torch.save({"fc.weight": Command(ran)}, file, _use_new_zipfile_serialization=zipped)
     with pytest.raises(InputError, match="holds more than tensors"):
-        read_tensors(file)
+        read_state_dict(file)
     assert not ran.exists()
 
 
@@ -253,7 +253,7 @@ def test_damaged_and_foreign_files_are_refused(tmp_path: Path, weights: Path) ->
     torch.save([torch.zeros(1)], listed)
     for file in (cut, safe, plain, empty, listed):
         with pytest.raises(InputError, match=file.name):
-            read_tensors(file)
+            read_state_dict(file)
 
 
 def test_a_missing_file_is_told(tmp_path: Path) -> None:
@@ -314,14 +314,14 @@ def address(server: Server, path: str) -> str:
 def test_a_download_happens_once_and_is_checked(server: Server, tmp_path: Path) -> None:
     file = tmp_path / "deep" / "cache" / "weights.pth"
     for _ in range(2):
-        assert fetched(address(server, "whole"), file, SHA256).read_bytes() == Server.content
+        assert fetch_file(address(server, "whole"), file, SHA256).read_bytes() == Server.content
     assert server.num_asked == 1
 
 
 @pytest.mark.usefixtures("online")
 def test_ranks_that_start_together_download_once(server: Server, tmp_path: Path) -> None:
     arguments = (address(server, "whole"), tmp_path / "weights.pth", SHA256)
-    threads = [threading.Thread(target=fetched, args=arguments) for _ in range(4)]
+    threads = [threading.Thread(target=fetch_file, args=arguments) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -333,7 +333,7 @@ def test_ranks_that_start_together_download_once(server: Server, tmp_path: Path)
 @pytest.mark.usefixtures("online")
 def test_what_a_killed_download_left_is_swept(server: Server, tmp_path: Path) -> None:
     (tmp_path / ".weights.pth.host-1-0.tmp").write_bytes(b"half")
-    fetched(address(server, "whole"), tmp_path / "weights.pth", SHA256)
+    fetch_file(address(server, "whole"), tmp_path / "weights.pth", SHA256)
     assert not list(tmp_path.glob(".*.tmp"))
 
 
@@ -350,7 +350,7 @@ def test_a_bad_download_leaves_nothing_and_says_what_to_do(
     server: Server, tmp_path: Path, path: str, sha256: str, message: str
 ) -> None:
     with pytest.raises(InputError, match=message) as caught:
-        fetched(address(server, path), tmp_path / "weights.pth", sha256)
+        fetch_file(address(server, path), tmp_path / "weights.pth", sha256)
     assert sha256 in caught.value.expected
     assert f"copy it to {tmp_path / 'weights.pth'}" in caught.value.action
     assert "--weights FILE" in caught.value.action
@@ -362,21 +362,21 @@ def test_a_server_that_is_not_there_is_told(tmp_path: Path) -> None:
     with Server(("127.0.0.1", 0), Answers) as closed:
         url = address(closed, "whole")
     with pytest.raises(InputError, match=r"cannot be downloaded: .*refused"):
-        fetched(url, tmp_path / "weights.pth", SHA256)
+        fetch_file(url, tmp_path / "weights.pth", SHA256)
 
 
 @pytest.mark.usefixtures("online")
 def test_a_cache_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="cannot make the cache folder") as caught:
-        fetched("http://127.0.0.1:9/", tmp_path / "file" / "weights.pth", SHA256)
+        fetch_file("http://127.0.0.1:9/", tmp_path / "file" / "weights.pth", SHA256)
     assert "HALATION_CACHE" in caught.value.action
 
 
 def test_a_changed_file_in_the_cache_is_refused(tmp_path: Path) -> None:
     (tmp_path / "weights.pth").write_bytes(b"something else")
     with pytest.raises(InputError, match="has the SHA-256") as caught:
-        fetched("http://127.0.0.1:9/", tmp_path / "weights.pth", SHA256)
+        fetch_file("http://127.0.0.1:9/", tmp_path / "weights.pth", SHA256)
     assert "remove it" in caught.value.action
 
 
@@ -398,4 +398,4 @@ def test_the_cache_is_in_the_home_unless_told_otherwise(monkeypatch: pytest.Monk
     monkeypatch.setenv("HALATION_CACHE", str(tmp_path))
     (tmp_path / FID_NAME).write_bytes(b"not it")
     with pytest.raises(InputError, match=FID_NAME):
-        default_weights()
+        fetch_fid_weights()

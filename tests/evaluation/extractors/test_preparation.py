@@ -1,4 +1,4 @@
-"""How extractors prepare pictures: told whole by their facts, and in bounded memory whatever the picture's shape."""
+"""How extractors prepare images: told whole by their facts, and in bounded memory whatever the image's shape."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from halation.evaluation.extractors import resize
-from halation.evaluation.extractors.preparation import ShortestEdgeCrop
 from halation.evaluation.extractors.registry import open_extractor
+from halation.evaluation.extractors.resize import ShortestEdgeCrop
 from support import tiny_extractors
 
 
@@ -37,10 +37,15 @@ def preparation_of(name: str, folder: Path | str = "", **settings: Any) -> Any:
 
 
 def test_facts_describe_the_whole_preparation(clip_folder: Path, dinov2_folder: Path) -> None:
-    assert preparation_of("streets") == {"kind": "SquareResize", "version": resize.VERSION, "size": 64, "rule": "clean"}
+    assert preparation_of("streets") == {
+        "kind": "SquareResize",
+        "version": resize.RESIZE_VERSION,
+        "size": 64,
+        "rule": "clean",
+    }
     dinov2 = preparation_of("dinov2", dinov2_folder, resize="tf")
     assert dinov2 == {
-        **{"kind": "SquareResize", "version": resize.VERSION, "size": 224, "rule": "tf"},
+        **{"kind": "SquareResize", "version": resize.RESIZE_VERSION, "size": 224, "rule": "tf"},
         **{"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]},
     }
     clip = preparation_of("clip", clip_folder)
@@ -85,31 +90,31 @@ def test_facts_know_the_network_and_the_tokenizer_and_no_path(
 @pytest.mark.parametrize("resample", [0, 1, 2, 3])
 @pytest.mark.parametrize("shape", [(70, 9), (9, 70), (600, 50), (61, 400), (3, 1000), (1, 1000), (40, 41)])
 @pytest.mark.parametrize("crop", [(32, 32), (40, 24)])
-def test_only_the_middle_of_a_long_picture_is_resized_and_gives_the_same(
+def test_only_the_middle_of_a_long_image_is_resized_and_gives_the_same(
     shape: tuple[int, int], crop: tuple[int, int], resample: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepare = ShortestEdgeCrop(shortest_edge=32, exact=None, crop=crop, resample=resample)
-    picture = np.random.default_rng(5).integers(0, 256, (*shape, 3), dtype=np.uint8)
-    whole = prepare(picture).astype(int)
-    monkeypatch.setattr("halation.evaluation.extractors.preparation.LARGEST_INTERMEDIATE", 0)
-    middle = prepare(picture).astype(int)
+    image = np.random.default_rng(5).integers(0, 256, (*shape, 3), dtype=np.uint8)
+    whole = prepare(image).astype(int)
+    monkeypatch.setattr("halation.evaluation.extractors.resize.LARGEST_INTERMEDIATE", 0)
+    middle = prepare(image).astype(int)
     assert middle.shape == (*crop, 3)
     assert np.abs(middle - whole).max() <= (1 if resample else 255)  # nearest may take the other of two equally near
     assert (middle != whole).mean() < 0.05
 
 
 @pytest.mark.parametrize("shape", [(1, 60_000), (60_000, 1), (3, 10_000_000)])
-def test_a_long_thin_picture_needs_little_memory(shape: tuple[int, int]) -> None:
+def test_a_long_thin_image_needs_little_memory(shape: tuple[int, int]) -> None:
     program = (
         "import resource, sys, numpy\n"
-        "from halation.evaluation.extractors.preparation import ShortestEdgeCrop\n"
+        "from halation.evaluation.extractors.resize import ShortestEdgeCrop\n"
         "prepare = ShortestEdgeCrop(shortest_edge=224, exact=None, crop=(224, 224), resample=3)\n"
-        f"picture = numpy.tile(numpy.arange({max(shape)}, dtype=numpy.uint8)[:, None], (1, {min(shape)}))\n"
-        f"picture = numpy.stack([picture.reshape({max(shape)}, {min(shape)})] * 3, -1)\n"
-        f"picture = picture if {shape[0] > shape[1]} else picture.transpose(1, 0, 2).copy()\n"
+        f"image = numpy.tile(numpy.arange({max(shape)}, dtype=numpy.uint8)[:, None], (1, {min(shape)}))\n"
+        f"image = numpy.stack([image.reshape({max(shape)}, {min(shape)})] * 3, -1)\n"
+        f"image = image if {shape[0] > shape[1]} else image.transpose(1, 0, 2).copy()\n"
         "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
         "resource.setrlimit(resource.RLIMIT_AS, (used + 2**28,) * 2)\n"
-        "result = prepare(picture)\n"
+        "result = prepare(image)\n"
         "assert result.shape == (224, 224, 3)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)

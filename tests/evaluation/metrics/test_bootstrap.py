@@ -67,7 +67,7 @@ def test_draws_lie_above_the_estimate_and_the_bias_says_by_how_much() -> None:
     found = frechet_interval(features(100, 50, 1), moments(features(1000, 50, 2)), num_draws=30, seed=0)
     assert found.estimate < found.low < found.high
     assert found.bias > 0
-    assert found.centred[0] < found.estimate < found.centred[1]
+    assert found.bias_corrected[0] < found.estimate < found.bias_corrected[1]
 
 
 def test_an_interval_that_cannot_be_is_refused(reference: Moments) -> None:

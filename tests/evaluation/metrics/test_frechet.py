@@ -9,7 +9,7 @@ import pytest
 import scipy.linalg
 import torch
 
-from halation.evaluation.metrics.frechet import Statistics, frechet_distance, frechet_distance_of_few
+from halation.evaluation.metrics.frechet import GaussianStatistics, frechet_distance, frechet_distance_from_features
 from halation.evaluation.metrics.moments import Features, Gaussian, Moments, moments
 from support import oracles
 
@@ -20,7 +20,7 @@ def features(num: int, dimensions: int, seed: int, shift: float = 0.0) -> Featur
     return (generator.normal(size=(num, dimensions)) @ mixing + shift).astype(np.float32)
 
 
-def by_matrix_root(one: Statistics, other: Statistics) -> float:
+def by_matrix_root(one: GaussianStatistics, other: GaussianStatistics) -> float:
     """The textbook's way: a general root of the product."""
     root = scipy.linalg.sqrtm(one.covariance @ other.covariance).real
     means = np.square(one.mean - other.mean).sum()
@@ -102,7 +102,7 @@ def test_statistics_that_were_saved_in_float32_are_near_their_distance() -> None
 
 def test_few_rows_give_the_distance_of_their_moments() -> None:
     one, other = features(30, 200, 6), features(45, 200, 7, shift=0.1)
-    assert frechet_distance_of_few(one, other) == pytest.approx(
+    assert frechet_distance_from_features(one, other) == pytest.approx(
         frechet_distance(moments(one), moments(other)), rel=1e-9
     )
 
@@ -115,7 +115,7 @@ def test_the_number_of_threads_changes_nothing_and_stays() -> None:
     try:
         for num in (1, 2):
             torch.set_num_threads(num)
-            found.append((frechet_distance(one, other), frechet_distance_of_few(*few)))
+            found.append((frechet_distance(one, other), frechet_distance_from_features(*few)))
             assert torch.get_num_threads() == num
     finally:
         torch.set_num_threads(before)
@@ -135,7 +135,7 @@ def test_statistics_that_are_not_finite_are_refused(bad: float) -> None:
     rows = features(5, 8, 0)
     rows[1, 1] = bad
     with pytest.raises(ValueError, match="not finite"):
-        frechet_distance_of_few(features(5, 8, 1), rows)
+        frechet_distance_from_features(features(5, 8, 1), rows)
 
 
 def test_a_distance_too_large_for_a_number_is_refused() -> None:
@@ -160,12 +160,12 @@ def test_sets_of_other_dimensions_have_no_distance() -> None:
     with pytest.raises(ValueError, match="3 and of 4 dimensions"):
         frechet_distance(moments(features(9, 3, 0)), moments(features(9, 4, 0)))
     with pytest.raises(ValueError, match=r"\(9, 3\) and \(9, 4\)"):
-        frechet_distance_of_few(features(9, 3, 0), features(9, 4, 0))
+        frechet_distance_from_features(features(9, 3, 0), features(9, 4, 0))
 
 
 def test_one_row_has_no_distance() -> None:
     with pytest.raises(ValueError, match="a covariance of 1 rows"):
-        frechet_distance_of_few(features(1, 3, 0), features(9, 3, 0))
+        frechet_distance_from_features(features(1, 3, 0), features(9, 3, 0))
     with pytest.raises(ValueError, match="a covariance of 1 rows"):
         frechet_distance(Moments(num=1, mean=np.zeros(3), scatter=np.zeros((3, 3))), moments(features(9, 3, 0)))
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from halation.evaluation.metrics.kid import Discrepancy, kernel_distance
+from halation.evaluation.metrics.kid import KernelDistance, kernel_distance
 from halation.evaluation.metrics.moments import Features
 from support import oracles
 
@@ -77,7 +77,7 @@ def test_the_distance_grows_and_repeats_itself() -> None:
 
 def test_another_seed_draws_other_subsets() -> None:
     one, other = features(300, 8, 1), features(300, 8, 2)
-    found: set[Discrepancy] = {
+    found: set[KernelDistance] = {
         kernel_distance(one, other, num_subsets=4, subset_size=50, seed=seed) for seed in (1, 2, 3)
     }
     assert len({each.mean for each in found}) == 3

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from halation.evaluation.metrics.moments import BLOCK_SIZE, Features, Moments, merged, moments
+from halation.evaluation.metrics.moments import BLOCK_SIZE, Features, Moments, merge_moments, moments
 
 
 def features(num: int, dimensions: int, seed: int, shift: float = 0.0) -> Features:
@@ -37,7 +37,7 @@ def test_moments_are_numpys(num: int) -> None:
 def test_parts_merge_to_the_whole(cuts: tuple[int, ...]) -> None:
     rows = features(3000, 16, 1, shift=3.0)
     whole = moments(rows)
-    parts = merged(moments(part) for part in np.split(rows, cuts))
+    parts = merge_moments(moments(part) for part in np.split(rows, cuts))
     assert parts.num == whole.num
     np.testing.assert_allclose(parts.mean, whole.mean, rtol=1e-9)
     np.testing.assert_allclose(parts.scatter, whole.scatter, rtol=1e-9, atol=1e-9)
@@ -124,7 +124,7 @@ def test_sets_of_other_dimensions_cannot_be_one() -> None:
     with pytest.raises(ValueError, match="4 and 5 dimensions"):
         moments([np.zeros((3, 4)), np.zeros((3, 5))])
     with pytest.raises(ValueError, match="4 and of 5 dimensions"):
-        merged([moments(np.zeros((3, 4))), moments(np.zeros((3, 5)))])
+        merge_moments([moments(np.zeros((3, 4))), moments(np.zeros((3, 5)))])
 
 
 def test_one_row_has_a_mean_and_no_covariance() -> None:

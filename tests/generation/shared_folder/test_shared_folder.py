@@ -17,15 +17,15 @@ import pytest
 from halation.errors import InputError
 from halation.generation.command import run
 from halation.generation.config import GenerateConfig
-from halation.generation.image_writer import Parcel, Store
-from halation.generation.ledger import Outcome
-from halation.generation.requests import Request
-from halation.generation.shared_folder.leases import Leases, Ranges
-from halation.generation.shared_folder.ledger import Process, SharedLedger, create_once, link_once
-from halation.generation.shared_folder.session import own_gpus, slurm_tasks_here
-from halation.plan import sheets_of
-from halation.runs import folder as runs
-from halation.specs import Spec
+from halation.generation.image_requests import ImageRequest
+from halation.generation.image_writer import EncodedImage, ImageStore
+from halation.generation.ledger import ImageOutcome
+from halation.generation.shared_folder.leases import BatchRanges, Leases
+from halation.generation.shared_folder.shared_ledger import ProcessIdentity, SharedLedger, create_once, link_once
+from halation.generation.shared_folder.shared_session import num_local_slurm_tasks, select_slurm_gpus
+from halation.runs import run_record as runs
+from halation.sample_batching import plan_batches
+from halation.sample_specs import SampleSpec
 from support.commands import Started, finish, fired, halation, started, until
 
 pytestmark = pytest.mark.ranks
@@ -44,7 +44,7 @@ def prompts(folder: Path) -> Path:
 def words(
     folder: Path, seconds: float = 0.0, lease_s: float = 1.0, cluster: str = "files", **flags: object
 ) -> list[str]:
-    """A command for thirty small pictures of two shapes on eleven sheets; `seconds` is what a sheet takes."""
+    """A command for thirty small images of two shapes on eleven batches; `seconds` is what a batch takes."""
     settings: dict[str, object] = {
         "prompts": prompts(folder), "model_path": f"testcard:{seconds}", "output_dir": folder, "height": 32, "batch_size": 3,
         "num_inference_steps": 2, "nproc": 1, "cluster": cluster, "lease_s": lease_s, "progress": "none",
@@ -63,7 +63,7 @@ def call(folder: Path, **flags: Any) -> int:
 
 
 def left(folder: Path) -> dict[str, bytes]:
-    """The bytes of every picture and of the metadata."""
+    """The bytes of every image and of the metadata."""
     return {path.name: path.read_bytes() for path in [*folder.glob("*.png"), folder / "metadata.jsonl"]}
 
 
@@ -111,7 +111,7 @@ def codes(running: Sequence[Started]) -> list[int]:
 
 
 @pytest.mark.parametrize("num_processes", [1, 2, 3])
-def test_any_number_of_processes_leaves_the_same_bytes_and_draws_every_picture_once(
+def test_any_number_of_processes_leaves_the_same_bytes_and_draws_every_image_once(
     tmp_path: Path, alone: dict[str, bytes], num_processes: int
 ) -> None:
     folder = tmp_path / "out"
@@ -282,11 +282,11 @@ def test_a_disk_that_refuses_an_outcome_once_is_asked_again(tmp_path: Path, alon
 
 
 @pytest.mark.faults
-def test_a_picture_that_fails_is_set_aside_by_all_and_tried_again_by_a_later_command(
+def test_a_image_that_fails_is_set_aside_by_all_and_tried_again_by_a_later_command(
     tmp_path: Path, alone: dict[str, bytes]
 ) -> None:
     folder = tmp_path / "out"
-    # A lease that no pause outlives: else both try the picture, and both list it.
+    # A lease that no pause outlives: else both try the image, and both list it.
     with together([words(folder, 0.05, lease_s=60)] * 2, folder, "paint.000013:1+:raise") as running:
         assert codes(running) == [1, 1], [one.said() for one in running]
     failed = [row for row in outcomes(folder) if row["state"] == "failed"]
@@ -307,9 +307,9 @@ def test_files_that_are_gone_or_damaged_are_drawn_again(tmp_path: Path, alone: d
     with together([words(folder)] * 2, folder) as running:
         assert codes(running) == [0, 0]
     assert left(folder) == alone
-    (folder / "000005_seed47.png").write_bytes(b"no picture")
+    (folder / "000005_seed47.png").write_bytes(b"no image")
     assert call(folder) == 0
-    assert (folder / "000005_seed47.png").read_bytes() == b"no picture", "only --verify reads the pictures"
+    assert (folder / "000005_seed47.png").read_bytes() == b"no image", "only --verify reads the images"
     assert call(folder, verify=True) == 0
     assert left(folder) == alone
 
@@ -380,7 +380,7 @@ def test_folders_of_other_commands_are_refused_and_left_as_they_are(tmp_path: Pa
     assert not (folder / "ledger").exists()
     training = tmp_path / "training"
     runs.make_folder(training)
-    runs.begin(runs.Run(training), "train", {}, {}, accept_changes=False)
+    runs.create_or_resume_run(runs.RunFolder(training), "train", {}, {}, accept_changes=False)
     with pytest.raises(InputError, match="holds a `train` run"):
         call(training)
     assert not (training / "ledger").exists()
@@ -404,12 +404,14 @@ def test_a_file_system_without_hard_links_is_refused_in_words(tmp_path: Path) ->
 
 def ledger(folder: Path, num_rows: int = 12) -> SharedLedger:
     folder.mkdir(exist_ok=True)
-    shared = SharedLedger(folder, Process())
+    shared = SharedLedger(folder, ProcessIdentity())
     specs = [
-        Spec(index=index, id=str(index), prompt="a cat", seed=index, height=8, width=8, steps=1, guidance_scale=1.0)
+        SampleSpec(
+            index=index, id=str(index), prompt="a cat", seed=index, height=8, width=8, steps=1, guidance_scale=1.0
+        )
         for index in range(num_rows)
     ]
-    shared.plan([Request(spec=spec, name=spec.id) for spec in specs], {})
+    shared.add_plan([ImageRequest(spec=spec, name=spec.id) for spec in specs], {})
     shared.agree_on_plan()
     shared.refresh()
     return shared
@@ -417,10 +419,13 @@ def ledger(folder: Path, num_rows: int = 12) -> SharedLedger:
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[tuple[Leases, Leases]]:
-    """Two processes' leases on six sheets of two rows."""
+    """Two processes' leases on six batches of two rows."""
     with contextlib.ExitStack() as stack:
         ledgers = [stack.enter_context(contextlib.closing(ledger(tmp_path / "ledger"))) for _ in range(2)]
-        one, two = (Leases(each, Ranges(sheets_of(each.groups(), 2)), lease_s=30, num_wanted=2) for each in ledgers)
+        one, two = (
+            Leases(each, BatchRanges(plan_batches(each.groups(), 2)), lease_s=30, num_batches_wanted=2)
+            for each in ledgers
+        )
         yield one, two
 
 
@@ -430,21 +435,21 @@ def expire(claims: Leases) -> None:
     os.utime(claims.folder / f".{claims.process.name}.card", (past, past))
 
 
-def draw(claims: Leases, sheets: Sequence[int], state: str = "done") -> None:
-    rows = [row for sheet in sheets for row in (2 * sheet, 2 * sheet + 1)]
-    claims.ledger.record([Outcome(index=row, state=state) for row in rows])  # type: ignore[arg-type]
+def draw(claims: Leases, batches: Sequence[int], state: str = "done") -> None:
+    rows = [row for batch in batches for row in (2 * batch, 2 * batch + 1)]
+    claims.ledger.record([ImageOutcome(index=row, state=state) for row in rows])  # type: ignore[arg-type]
 
 
 def claim(claims: Leases) -> list[int]:
-    claims._look_again = 0.0  # tests need not wait for the next look
-    return list(claims.next() or ())
+    claims._next_poll_at = 0.0  # tests need not wait for the next look
+    return list(claims.next_batches() or ())
 
 
-def test_no_sheet_is_claimed_by_two_and_none_is_left_out(pair: tuple[Leases, Leases]) -> None:
+def test_no_batch_is_claimed_by_two_and_none_is_left_out(pair: tuple[Leases, Leases]) -> None:
     one, two = pair
     claimed = [claim(one), claim(two), claim(one)]
-    assert [len(sheets) for sheets in claimed] == [2, 2, 2]
-    assert sorted(sheet for sheets in claimed for sheet in sheets) == [0, 1, 2, 3, 4, 5]
+    assert [len(batches) for batches in claimed] == [2, 2, 2]
+    assert sorted(batch for batches in claimed for batch in batches) == [0, 1, 2, 3, 4, 5]
     assert (claim(one), claim(two)) == ([], [])
 
 
@@ -453,10 +458,10 @@ def test_a_finished_range_is_free_and_nobody_draws_it_again(pair: tuple[Leases, 
     mine, others = claim(one) + claim(one), claim(two)
     draw(one, mine)
     assert claim(two) == []
-    assert two.next() == ()
+    assert two.next_batches() == ()
     draw(two, others)
-    two._look_again = 0.0
-    assert (one.next(), two.next()) == (None, None)
+    two._next_poll_at = 0.0
+    assert (one.next_batches(), two.next_batches()) == (None, None)
     assert not list(one.folder.glob("*.json"))
 
 
@@ -466,21 +471,21 @@ def test_a_failure_of_another_in_this_call_is_final_and_one_of_an_earlier_call_i
     one, two = pair
     draw(one, [0, 1, 2, 3, 4])
     draw(one, [5], state="failed")
-    assert two.next() is None
+    assert two.next_batches() is None
     with contextlib.closing(ledger(two.ledger.folder)) as later:
-        assert later.unfinished().tolist() == [10, 11]
+        assert later.unfinished_indices().tolist() == [10, 11]
 
 
 def test_an_expired_lease_is_taken_over_by_one_and_its_owner_learns_of_it(pair: tuple[Leases, Leases]) -> None:
     one, two = pair
     lost = claim(one)
     expire(one)
-    two.num_wanted = 6
+    two.num_batches_wanted = 6
     assert sorted(claim(two)) == [0, 1, 2, 3, 4, 5]
     assert two.num_taken_over == 2
-    one._touched = -1e9
-    one.beat()
-    assert one.held == set()
+    one._touched_at = -1e9
+    one.heartbeat()
+    assert one.held_ranges == set()
     one.release()
     assert len(list(two.folder.glob("*.json"))) == 6, f"{lost} are the other's"
 
@@ -488,10 +493,10 @@ def test_an_expired_lease_is_taken_over_by_one_and_its_owner_learns_of_it(pair: 
 def test_a_lease_lasts_as_long_as_its_owner_said_it_would(pair: tuple[Leases, Leases]) -> None:
     one, two = pair
     one.lease_s = 600.0
-    one._write_card()
+    one._write_owner_file()
     claim(one)
     expire(one)
-    two.num_wanted = 6
+    two.num_batches_wanted = 6
     assert len(claim(two)) == 4
     assert two.num_taken_over == 0
 
@@ -500,9 +505,9 @@ def test_one_whose_card_was_swept_goes_on_with_a_new_one(pair: tuple[Leases, Lea
     one, two = pair
     claim(one)
     (one.folder / f".{one.process.name}.card").unlink()
-    one._touched = -1e9
-    one.beat()
-    assert one.held == set()
+    one._touched_at = -1e9
+    one.heartbeat()
+    assert one.held_ranges == set()
     assert claim(one)
     assert sorted({*claim(one), *claim(one)} & set(claim(two))) == []
 
@@ -518,7 +523,7 @@ def test_a_torn_last_line_is_no_line_until_it_is_whole(tmp_path: Path) -> None:
         other.write_bytes(line + line.replace(b"3", b"4") + b"\0\0\n" + line.replace(b"3", b"99"))
         assert shared.refresh()
         assert shared.counts()["done"] == 2
-        assert sorted(set(range(12)) - set(shared.unfinished().tolist())) == [3, 4]
+        assert sorted(set(range(12)) - set(shared.unfinished_indices().tolist())) == [3, 4]
 
 
 def test_done_wins_over_failed_whoever_says_it_last(tmp_path: Path) -> None:
@@ -532,19 +537,19 @@ def test_done_wins_over_failed_whoever_says_it_last(tmp_path: Path) -> None:
 
 
 def test_of_many_that_create_a_file_at_once_the_first_wins(tmp_path: Path) -> None:
-    told = {create_once(tmp_path / "fact.json", str(number).encode(), Process()) for number in range(5)}
+    told = {create_once(tmp_path / "fact.json", str(number).encode(), ProcessIdentity()) for number in range(5)}
     assert told == {b"0"}
     assert [path.name for path in tmp_path.iterdir()] == ["fact.json"]
 
 
 def test_a_video_that_is_there_is_not_removed_to_be_written_again(tmp_path: Path) -> None:
     files = (("clip/frame_0000.png", b"one"), ("clip/frame_0001.png", b"two"), ("clip.mp4", b"video"))
-    Store(tmp_path)(Parcel(files=files, sha256=""))
+    ImageStore(tmp_path)(EncodedImage(files=files, sha256=""))
     before = (tmp_path / "clip").stat().st_ino
-    Store(tmp_path)(Parcel(files=files, sha256=""))
+    ImageStore(tmp_path)(EncodedImage(files=files, sha256=""))
     assert (tmp_path / "clip").stat().st_ino == before
     (tmp_path / "clip" / "frame_0001.png").write_bytes(b"damaged")
-    Store(tmp_path)(Parcel(files=files, sha256=""))
+    ImageStore(tmp_path)(EncodedImage(files=files, sha256=""))
     assert (tmp_path / "clip" / "frame_0001.png").read_bytes() == b"two"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["clip", "clip.mp4"]
 
@@ -554,7 +559,7 @@ def test_a_video_that_is_there_is_not_removed_to_be_written_again(tmp_path: Path
 
 def test_tasks_of_one_machine_that_see_all_its_gpus_take_their_share() -> None:
     def share(num_gpus: int = 8, **environment: str) -> tuple[int, ...]:
-        return own_gpus(num_gpus, environment)
+        return select_slurm_gpus(num_gpus, environment)
 
     assert share() == ()
     assert share(SLURM_LOCALID="0", SLURM_STEP_TASKS_PER_NODE="1(x4)", SLURM_NODEID="2") == ()
@@ -569,7 +574,7 @@ def test_tasks_of_one_machine_that_see_all_its_gpus_take_their_share() -> None:
 
 def test_lists_of_tasks_are_read_as_slurm_writes_them() -> None:
     nodes = [
-        slurm_tasks_here({"SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": str(node)})
+        num_local_slurm_tasks({"SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": str(node)})
         for node in range(4)
     ]
     assert nodes == [4, 4, 3, 1]

@@ -11,8 +11,8 @@ import pytest
 
 import halation
 from halation.errors import HalationError, InputError
-from halation.images.png import read_png
-from halation.models.denoiser import Habits
+from halation.images.png_codec import read_png
+from halation.models.denoiser import FamilyDefaults
 from halation.training import command as train
 from halation.training.config import TrainConfig
 
@@ -35,7 +35,7 @@ def generate(tmp_path: Path, run: Path, name: str = "out", **settings: object) -
     return folder
 
 
-def pictures(folder: Path) -> list[np.ndarray]:
+def images(folder: Path) -> list[np.ndarray]:
     return [read_png(path)[0] for path in sorted(folder.glob("*.png")) if path.name != "grid.png"]
 
 
@@ -44,12 +44,12 @@ def before(tmp_path_factory: pytest.TempPathFactory, run: Path) -> Path:
     return generate(tmp_path_factory.mktemp("before"), run)
 
 
-def test_the_pictures_are_those_that_sample_draws(tmp_path: Path, run: Path, before: Path) -> None:
+def test_the_images_are_those_that_sample_draws(tmp_path: Path, run: Path, before: Path) -> None:
     drawn = tmp_path / "drawn"
     halation.sample(
         checkpoint=run, output_dir=drawn, prompts=PROMPTS, sample_steps=3, sample_seed=42, batch_size=2, progress="none"
     )
-    ours, theirs = pictures(before), pictures(drawn)
+    ours, theirs = images(before), images(drawn)
     assert len(ours) == len(theirs) == 3
     for one, other in zip(ours, theirs, strict=True):
         np.testing.assert_array_equal(one, other)
@@ -59,7 +59,7 @@ def test_the_pictures_are_those_that_sample_draws(tmp_path: Path, run: Path, bef
 def test_size_and_guidance_are_the_runs_own_unless_said(before: Path) -> None:
     row = json.loads((before / "metadata.jsonl").read_text().splitlines()[0])
     assert (row["height"], row["width"]) == (32, 32)
-    assert row["guidance_scale"] == Habits().guidance_scale
+    assert row["guidance_scale"] == FamilyDefaults().guidance_scale
 
 
 @pytest.mark.parametrize(
@@ -74,16 +74,16 @@ def test_size_and_guidance_are_the_runs_own_unless_said(before: Path) -> None:
         pytest.param({"negative_prompt": "three trees"}, marks=pytest.mark.slow),
     ],
 )
-def test_each_setting_changes_the_pictures(tmp_path: Path, run: Path, before: Path, change: dict[str, object]) -> None:
+def test_each_setting_changes_the_images(tmp_path: Path, run: Path, before: Path, change: dict[str, object]) -> None:
     after = generate(tmp_path, run, "changed", **change)
-    assert not np.array_equal(pictures(before)[0], pictures(after)[0])
+    assert not np.array_equal(images(before)[0], images(after)[0])
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"height": 64}, "the size this model was made for"),
-        pytest.param({"num_frames": 5}, "this model draws pictures", marks=pytest.mark.slow),
+        pytest.param({"num_frames": 5}, "this model draws images", marks=pytest.mark.slow),
         ({"scheduler": "unipc"}, "one of euler, heun, multistep"),
         pytest.param({"guidance_scale": 1.0, "cfg_truncation_step": 1}, "a second branch", marks=pytest.mark.slow),
     ],

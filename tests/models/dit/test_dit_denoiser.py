@@ -8,8 +8,8 @@ import torch
 from halation.errors import InputError
 from halation.models.autoencoder import PixelSpace
 from halation.models.denoiser import Denoiser
-from halation.models.dit.denoiser import DiTDenoiser, new_dit
-from halation.models.dit.network import sized
+from halation.models.dit.denoiser import DiTDenoiser, create_dit
+from halation.models.dit.network import config_for_size
 from halation.models.dit.tokenizer import WordTokenizer
 
 Make = Callable[..., DiTDenoiser]
@@ -32,7 +32,7 @@ def test_classes_are_found_by_name_then_by_number(make_denoiser: Make) -> None:
     denoiser = make_denoiser(classes=True)
     assert denoiser.encode_prompts(["dog", " cat ", "7", "1"])["label"].tolist() == [1, 0, 2, 1]
     assert denoiser.encode_captions(["whatever"] * 2, [2, 0])["label"].tolist() == [2, 0]
-    assert denoiser.truncated(["x" * 999]) == [False]
+    assert denoiser.truncation_flags(["x" * 999]) == [False]
     with pytest.raises(InputError, match=r"prompt 'dogs'[\s\S]*such as dog"):
         denoiser.encode_prompts(["dogs"])
     with pytest.raises(InputError, match="a number below 3"):
@@ -56,27 +56,31 @@ def test_pixels_go_into_the_model_s_space_and_back(denoiser: DiTDenoiser) -> Non
 
 @pytest.mark.parametrize(("size", "num_patches"), [(32, 64), (64, 256), (128, 256)])
 def test_the_default_patch_keeps_the_sequence_short(size: int, num_patches: int) -> None:
-    assert new_dit("tiny", height=size, width=size, captions=["a"]).config.num_patches == num_patches
+    assert create_dit("tiny", height=size, width=size, captions=["a"]).config.num_patches == num_patches
 
 
-def test_a_picture_the_autoencoder_cannot_divide_is_refused() -> None:
+def test_a_image_the_autoencoder_cannot_divide_is_refused() -> None:
     class Halving(PixelSpace):
         downsample = 8
 
     with pytest.raises(InputError, match="multiples of 8"):
-        new_dit("tiny", height=36, width=32, captions=["a"], space=Halving())
+        create_dit("tiny", height=36, width=32, captions=["a"], space=Halving())
 
 
 def test_parts_that_do_not_belong_together_are_refused() -> None:
     tokenizer = WordTokenizer(["a"])
     shape = {"height": 8, "width": 8, "patch_size": 4}
-    text = sized("tiny", channels=3, vocabulary_size=260, **shape)
+    text = config_for_size("tiny", channels=3, vocabulary_size=260, **shape)
     for tokens in (None, WordTokenizer(["a", "b"])):
         with pytest.raises(ValueError, match="tokenizer"):
             DiTDenoiser(config=text, space=PixelSpace(), tokenizer=tokens)
     with pytest.raises(ValueError, match="class names"):
-        DiTDenoiser(config=sized("tiny", channels=3, conditioning="class", num_classes=2, **shape), space=PixelSpace())
+        DiTDenoiser(
+            config=config_for_size("tiny", channels=3, conditioning="class", num_classes=2, **shape), space=PixelSpace()
+        )
     with pytest.raises(ValueError, match="channels"):
         DiTDenoiser(
-            config=sized("tiny", channels=4, vocabulary_size=260, **shape), space=PixelSpace(), tokenizer=tokenizer
+            config=config_for_size("tiny", channels=4, vocabulary_size=260, **shape),
+            space=PixelSpace(),
+            tokenizer=tokenizer,
         )

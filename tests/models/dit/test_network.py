@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from halation.errors import InputError
 from halation.flow.ema import Ema
 from halation.models.dit.denoiser import DiTDenoiser
-from halation.models.dit.network import SIZES, DiT, DiTConfig, sincos_positions, sized
+from halation.models.dit.network import SIZES, DiT, DiTConfig, config_for_size, sincos_positions
 
 Make = Callable[..., DiTDenoiser]
 XLARGE = {"height": 32, "width": 32, "channels": 4, "patch_size": 2, "conditioning": "class", "num_classes": 1000}
@@ -39,7 +39,7 @@ def gradients(denoiser: DiTDenoiser) -> dict[str, Tensor]:
 
 
 def test_xlarge_has_the_size_and_the_cost_of_dit_xl_2() -> None:
-    module = DiT(sized("xlarge", **XLARGE))
+    module = DiT(config_for_size("xlarge", **XLARGE))
     assert (module.config.depth, module.config.hidden, module.config.heads) == (28, 1152, 16)
     assert sum(parameter.numel() for parameter in module.parameters()) == pytest.approx(675e6, rel=0.005)
     assert module.flops() == pytest.approx(237e9, rel=0.005)
@@ -48,7 +48,7 @@ def test_xlarge_has_the_size_and_the_cost_of_dit_xl_2() -> None:
 
 def test_tiny_can_be_trained_on_a_cpu_and_sizes_grow() -> None:
     shape = {"height": 32, "width": 32, "channels": 3, "patch_size": 4, "vocabulary_size": 500}
-    counts = [sum(p.numel() for p in DiT(sized(name, **shape)).parameters()) for name in SIZES]
+    counts = [sum(p.numel() for p in DiT(config_for_size(name, **shape)).parameters()) for name in SIZES]
     assert 2e6 < counts[0] < 3.5e6
     assert counts == sorted(counts)
 
@@ -62,7 +62,7 @@ def test_the_counted_operations_are_those_a_forward_makes(
     # The counter sees attention only where it is made of plain matrix products.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
         denoiser.predict(*batch(denoiser, 2))
-    assert 2 * denoiser.flops_per_picture() == counter.get_total_flops()
+    assert 2 * denoiser.flops_per_image() == counter.get_total_flops()
 
 
 def test_a_fresh_model_predicts_zero_and_each_block_is_the_identity(make_denoiser: Make) -> None:
@@ -121,8 +121,8 @@ def test_every_parameter_gets_a_gradient_and_padding_tokens_none(make_denoiser: 
 def test_checkpointing_gives_the_same_gradients_to_the_bit(make_denoiser: Make) -> None:
     denoiser = make_denoiser(num_register_tokens=1)
     kept = gradients(denoiser)
-    denoiser.module.checkpointing = True
-    assert all(getattr(block, "checkpointing", False) for block in denoiser.module.blocks)
+    denoiser.module.gradient_checkpointing = True
+    assert all(getattr(block, "gradient_checkpointing", False) for block in denoiser.module.blocks)
     again = gradients(denoiser)
     assert all(torch.equal(kept[name], again[name]) for name in kept)
 
@@ -130,7 +130,7 @@ def test_checkpointing_gives_the_same_gradients_to_the_bit(make_denoiser: Make) 
 def test_checkpointing_keeps_fewer_activations(make_denoiser: Make) -> None:
     def kept_bytes(checkpointing: bool) -> int:
         denoiser = make_denoiser()
-        denoiser.module.checkpointing = checkpointing
+        denoiser.module.gradient_checkpointing = checkpointing
         total = 0
 
         def pack(tensor: Tensor) -> Tensor:
@@ -167,8 +167,8 @@ def test_a_patch_goes_back_to_where_it_came_from() -> None:
         )
     )
     x = torch.arange(2 * 2 * 8 * 12.0).reshape(2, 2, 8, 12)
-    assert torch.equal(module._from_patches(module._to_patches(x)), x)
-    assert torch.equal(module._to_patches(x)[0, 1], x[0, :, 0:2, 2:4].flatten()), "tokens run along rows"
+    assert torch.equal(module._unpatchify(module._patchify(x)), x)
+    assert torch.equal(module._patchify(x)[0, 1], x[0, :, 0:2, 2:4].flatten()), "tokens run along rows"
 
 
 def test_positions_differ_everywhere_and_rows_and_columns_have_their_own_half() -> None:
@@ -207,7 +207,7 @@ def test_sharding_unit_by_unit_changes_no_bit_of_output_gradients_and_averages(
     mesh = dist.init_device_mesh("cpu", (1,))
     for unit in (*sharded.shard_units(), sharded.module):
         fully_shard(unit, mesh=mesh)
-    sharded.module.checkpointing = checkpointing
+    sharded.module.gradient_checkpointing = checkpointing
     expected, found = gradients(plain), gradients(sharded)
     for name, gradient in expected.items():
         assert torch.equal(gradient, found[name].full_tensor())
@@ -216,7 +216,7 @@ def test_sharding_unit_by_unit_changes_no_bit_of_output_gradients_and_averages(
     with torch.no_grad():
         for parameter in sharded.module.parameters():
             parameter.add_(1.0)
-    with ema.swapped(), torch.no_grad():
+    with ema.swap_during(), torch.no_grad():
         assert torch.equal(sharded.predict(*batch(sharded)), plain.predict(*batch(plain)))
         for unit in (*sharded.shard_units(), sharded.module):
             unit.reshard()
@@ -245,17 +245,17 @@ def test_shard_units_are_disjoint_and_called_as_wholes(denoiser: DiTDenoiser) ->
 def test_shapes_that_cannot_work_are_refused_with_what_to_do(change: dict[str, object], message: str) -> None:
     shape = {"height": 32, "width": 32, "channels": 3, "patch_size": 4, "vocabulary_size": 9, **change}
     with pytest.raises(InputError, match=message):
-        sized("tiny", **shape)
+        config_for_size("tiny", **shape)
 
 
 def test_an_unknown_size_names_those_that_exist() -> None:
     with pytest.raises(InputError, match="one of tiny, mini, small, base, large, xlarge"):
-        sized("huge", height=32, width=32)
+        config_for_size("huge", height=32, width=32)
 
 
 def test_a_size_that_the_patch_does_not_divide_comes_with_the_nearest_that_it_does() -> None:
     with pytest.raises(InputError, match="use 48 x 32"):
-        sized("tiny", height=47, width=33, channels=3, patch_size=4, vocabulary_size=9)
+        config_for_size("tiny", height=47, width=33, channels=3, patch_size=4, vocabulary_size=9)
 
 
 # Dynamo looks at `.grad` of the activations that enter a block, and torch warns about that.
@@ -265,7 +265,7 @@ def test_blocks_compile_without_a_break_into_one_graph_for_all_of_them(
     make_denoiser: Make, checkpointing: bool
 ) -> None:
     denoiser = make_denoiser()
-    denoiser.module.checkpointing = checkpointing
+    denoiser.module.gradient_checkpointing = checkpointing
     expected = gradients(denoiser)
     torch.compiler.reset()
     counter = CompileCounterWithBackend("aot_eager")

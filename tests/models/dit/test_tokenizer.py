@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halation.models.dit.tokenizer import BEGIN, END, PAD, WordTokenizer, pieces
+from halation.models.dit.tokenizer import BEGIN, END, PAD, WordTokenizer, split_words
 
 CAPTIONS = ["A red car, at night.", "a red house", "a RED tree at dusk"]
 TOKENIZER = WordTokenizer.from_captions(CAPTIONS, max_tokens=48)
@@ -47,14 +47,14 @@ def test_known_words_are_one_token_each_between_begin_and_end_and_padding_fills_
 def test_odd_text_encodes_and_reads_back_as_its_pieces(text: str) -> None:
     encoded = WIDE.encode(text)
     assert not encoded.truncated
-    expected = " ".join(pieces(text)).encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+    expected = " ".join(split_words(text)).encode("utf-8", "surrogatepass").decode("utf-8", "replace")
     assert WIDE.decode(encoded.ids) == expected
     assert max(encoded.ids) < WIDE.vocabulary_size
 
 
 @given(st.text(max_size=200))
 def test_any_text_reads_back_as_its_pieces(text: str) -> None:
-    assert WIDE.decode(WIDE.encode(text).ids) == " ".join(pieces(text))
+    assert WIDE.decode(WIDE.encode(text).ids) == " ".join(split_words(text))
 
 
 def test_a_prompt_too_long_is_cut_and_says_so_and_the_longest_that_fits_does_not() -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from halation.generation.workers.model_runner import eagerly
-from halation.models.pipelines.cuda_graphs import NUM_WARM_UPS, Replayed, key_of
+from halation.generation.workers.model_runner import force_eager
+from halation.models.pipelines.cuda_graphs import NUM_WARM_UPS, CudaGraphForward, graph_key
 
 
 class Forward:
@@ -27,20 +27,20 @@ class Forward:
 
 
 def key(*args: Any, **kwargs: Any) -> Any:
-    return key_of(*pytree.tree_flatten((args, kwargs)))
+    return graph_key(*pytree.tree_flatten((args, kwargs)))
 
 
 def test_a_forward_on_cpu_tensors_is_simply_called() -> None:
     forward = Forward()
-    replayed = Replayed(forward)
+    replayed = CudaGraphForward(forward)
     sample = torch.ones(2)
     for number in range(2 * NUM_WARM_UPS + 2):
         (result,) = replayed(sample * number, return_dict=False)
         assert result.tolist() == [2.0 * number] * 2
     assert len(forward.calls) == 2 * NUM_WARM_UPS + 2
     assert forward.calls[0][1] == {"return_dict": False}
-    assert not replayed.calls
-    assert not replayed.recordings
+    assert not replayed.num_calls
+    assert not replayed.graphs
 
 
 def test_numbers_texts_and_nothing_make_a_key_and_another_value_makes_another() -> None:
@@ -68,30 +68,30 @@ def test_a_call_that_cannot_be_hashed_makes_no_key() -> None:
 
 def test_a_rehearsal_does_not_count_as_warm_up() -> None:
     """Arguments that hold no tensor have a key on every machine, so warming up can be seen without a GPU."""
-    replayed = Replayed(lambda value: (value,))
-    with eagerly():
+    replayed = CudaGraphForward(lambda value: (value,))
+    with force_eager():
         for _ in range(NUM_WARM_UPS + 3):
             assert replayed(7) == (7,)
-    assert not replayed.calls
+    assert not replayed.num_calls
     for _ in range(NUM_WARM_UPS):
         assert replayed(7) == (7,)
-    assert list(replayed.calls.values()) == [NUM_WARM_UPS]
-    assert not replayed.recordings
+    assert list(replayed.num_calls.values()) == [NUM_WARM_UPS]
+    assert not replayed.graphs
 
 
 def test_a_forward_that_was_given_up_is_called_from_then_on() -> None:
-    replayed = Replayed(lambda value: (value,))
-    replayed.off = True
+    replayed = CudaGraphForward(lambda value: (value,))
+    replayed.is_disabled = True
     for _ in range(NUM_WARM_UPS + 3):
         assert replayed(7) == (7,)
-    assert not replayed.calls
+    assert not replayed.num_calls
 
 
 def test_a_forward_keeps_its_name_and_its_errors() -> None:
     def forward(value: int) -> tuple[int]:
         raise ValueError(f"no {value}")
 
-    replayed = Replayed(forward)
+    replayed = CudaGraphForward(forward)
     assert replayed.__name__ == "forward"  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="no 7"):
         replayed(7)

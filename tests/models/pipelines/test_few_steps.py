@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from halation.errors import InputError
-from halation.flow.noise import spec_noise
-from halation.flow.paths import Discrete
+from halation.flow.paths import DDPMPath
 from halation.flow.samplers import schedule
-from halation.models.denoiser import Solver
+from halation.flow.seeded_noise import spec_noise
+from halation.models.denoiser import SolverSettings
 from halation.models.dit.denoiser import DiTDenoiser
-from halation.models.pipelines.families import family_of
-from halation.models.pipelines.few_steps import few_step_scheduler, fixed_shift, visited
+from halation.models.pipelines.families import get_family
+from halation.models.pipelines.schedulers import few_step_scheduler, sampling_times, time_shift_for_tokens
 from halation.models.pipelines.training.denoiser import PipelineDenoiser
 from halation.models.students.build import open_student
 from halation.models.students.config import StudentConfig
-from halation.specs import Sheet
+from halation.sample_specs import SampleBatch
 from support import tiny_pipelines
 from support.pipeline_specs import specs
 
@@ -45,15 +45,15 @@ def asked(denoiser: PipelineDenoiser) -> list[float]:
 
 
 @torch.no_grad()
-def stepped(denoiser: PipelineDenoiser, sheet: Sheet, times: tuple[float, ...]) -> Tensor:
+def stepped(denoiser: PipelineDenoiser, batch: SampleBatch, times: tuple[float, ...]) -> Tensor:
     """By hand, from the noise of the seeds."""
     shape = denoiser.sample_shape(HEIGHT, WIDTH)
-    x = torch.stack([spec_noise(spec.seed, shape) for spec in sheet.specs])
-    condition = denoiser.encode_prompts([spec.prompt for spec in sheet.specs])
-    denoiser.tell_guidance(1.0)
+    x = torch.stack([spec_noise(spec.seed, shape) for spec in batch.specs])
+    condition = denoiser.encode_prompts([spec.prompt for spec in batch.specs])
+    denoiser.set_guidance(1.0)
     for time, following in itertools.pairwise(times):
         t, s = (torch.full((len(x),), value) for value in (time, following))
-        x = denoiser.path.step(x, denoiser.forward(denoiser.module, x, t, condition), t, s)
+        x = denoiser.noise_path.step(x, denoiser.forward(denoiser.module, x, t, condition), t, s)
     return x
 
 
@@ -75,16 +75,16 @@ def test_a_pipelines_own_call_goes_through_the_times_and_our_steps_end_where_it_
     seen, teacher = asked(denoiser), denoiser.scheduler
     for num_steps in (1, 2, 4, 8):
         denoiser._pipe.scheduler = teacher
-        dataclasses.replace(denoiser.student, few_steps=num_steps).reschedule(denoiser._pipe, HEIGHT, WIDTH)
+        dataclasses.replace(denoiser.student, few_steps=num_steps).set_scheduler(denoiser._pipe, HEIGHT, WIDTH)
         times = denoiser.times(num_steps, HEIGHT, WIDTH, 1.0)
         assert (len(times), times[0], times[-1]) == (num_steps + 1, 1.0, 0.0)
         given = {"height": HEIGHT, "width": WIDTH, "steps": num_steps, "guidance_scale": 1.0}
-        sheet = Sheet(specs=tuple(specs("a red cat", "two dogs", **given)), num_real=2)
-        inputs = denoiser.prepare(sheet, "cpu")
+        batch = SampleBatch(specs=tuple(specs("a red cat", "two dogs", **given)), num_real=2)
+        inputs = denoiser.prepare(batch, "cpu")
         seen.clear()
-        latents = denoiser.sample(inputs, Solver(), lambda: None)
-        if isinstance(denoiser.path, Discrete):
-            levels = denoiser.path.index(torch.tensor(times[:-1])).tolist()
+        latents = denoiser.sample(inputs, SolverSettings(), lambda: None)
+        if isinstance(denoiser.noise_path, DDPMPath):
+            levels = denoiser.noise_path.timestep_index(torch.tensor(times[:-1])).tolist()
             assert (
                 [round(1000 * time) for time in seen]
                 == levels
@@ -92,32 +92,34 @@ def test_a_pipelines_own_call_goes_through_the_times_and_our_steps_end_where_it_
             )
         else:
             torch.testing.assert_close(seen, list(times[:-1]), rtol=0, atol=1e-6)
-            shift = fixed_shift(teacher, (HEIGHT // 16) * (WIDTH // 16))
+            shift = time_shift_for_tokens(teacher, (HEIGHT // 16) * (WIDTH // 16))
             torch.testing.assert_close(times, tuple(schedule(num_steps, shift).tolist()), rtol=0, atol=1e-6)
         torch.testing.assert_close(
-            latents, stepped(denoiser, sheet, times), rtol=1e-4, atol=1e-4 * float(latents.std())
+            latents, stepped(denoiser, batch, times), rtol=1e-4, atol=1e-4 * float(latents.std())
         )
 
 
 @pytest.mark.parametrize("shift", [1.0, 3.0, 7.0])
 @pytest.mark.parametrize("pipeline", ["StableDiffusion3Pipeline", "WanPipeline", "FluxPipeline"])
 def test_few_steps_of_a_flow_are_equal_steps_of_shifted_time(pipeline: str, shift: float) -> None:
-    family = family_of(pipeline)
+    family = get_family(pipeline)
     for num_steps in range(1, 9):
         scheduler = few_step_scheduler(
             diffusers.FlowMatchEulerDiscreteScheduler(shift=shift), family, num_steps, num_tokens=64
         )
-        times = visited(scheduler, family, num_steps, num_tokens=64)
+        times = sampling_times(scheduler, family, num_steps, num_tokens=64)
         torch.testing.assert_close(times, tuple(schedule(num_steps, shift).tolist()), rtol=0, atol=1e-6)
         again = type(scheduler).from_config(scheduler.config)
-        assert visited(again, family, num_steps, num_tokens=64) == times, "what an export says is all there is to it"
+        assert sampling_times(again, family, num_steps, num_tokens=64) == times, (
+            "what an export says is all there is to it"
+        )
 
 
 @pytest.mark.parametrize(("levels", "refused"), [(1000, {3, 6, 7}), (960, {7}), (500, {3, 6, 7, 8})])
 def test_steps_that_do_not_divide_a_table_are_refused_and_others_land_where_they_look_next(
     levels: int, refused: set[int]
 ) -> None:
-    family, table = family_of("HunyuanDiTPipeline"), diffusers.DDPMScheduler(num_train_timesteps=levels)
+    family, table = get_family("HunyuanDiTPipeline"), diffusers.DDPMScheduler(num_train_timesteps=levels)
     for num_steps in range(1, 9):
         if num_steps in refused:
             even = ", ".join(str(number) for number in range(1, 9) if number not in refused)
@@ -133,15 +135,21 @@ def test_steps_that_do_not_divide_a_table_are_refused_and_others_land_where_they
 
 def test_the_times_of_a_teacher_are_those_of_its_own_scheduler_but_for_the_first() -> None:
     unipc = diffusers.UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
-    times = visited(unipc, family_of("WanPipeline"), 5, num_tokens=64)
+    times = sampling_times(unipc, get_family("WanPipeline"), 5, num_tokens=64)
     torch.testing.assert_close(times, tuple(schedule(5, 3.0).tolist()), rtol=0, atol=2e-3)
     assert times != tuple(schedule(5, 3.0).tolist())
     ddpm = diffusers.DDPMScheduler(steps_offset=1)
-    assert visited(ddpm, family_of("HunyuanDiTPipeline"), 4, num_tokens=64) == (1.0, 0.5015, 0.2515, 0.0015, 0.0)
+    assert sampling_times(ddpm, get_family("HunyuanDiTPipeline"), 4, num_tokens=64) == (
+        1.0,
+        0.5015,
+        0.2515,
+        0.0015,
+        0.0,
+    )
     flux = diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
-    small, large = (visited(flux, family_of("FluxPipeline"), 4, num_tokens=num) for num in (256, 4096))
-    assert small[1:-1] < large[1:-1], "larger pictures stay in noise for longer"
-    torch.testing.assert_close(large, tuple(schedule(4, fixed_shift(flux, 4096)).tolist()), rtol=0, atol=1e-6)
+    small, large = (sampling_times(flux, get_family("FluxPipeline"), 4, num_tokens=num) for num in (256, 4096))
+    assert small[1:-1] < large[1:-1], "larger images stay in noise for longer"
+    torch.testing.assert_close(large, tuple(schedule(4, time_shift_for_tokens(flux, 4096)).tolist()), rtol=0, atol=1e-6)
 
 
 def test_a_dit_goes_through_its_schedule(denoiser: DiTDenoiser) -> None:

@@ -268,13 +268,13 @@ def test_a_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
 
 def test_pickles_beside_safetensors_are_left_alone(folder: Path, canary: Path) -> None:
     (folder / "unet" / "diffusion_pytorch_model.bin").write_bytes(pickle.dumps(Payload(canary)))
-    picture = drawn(reopened(folder), specs("a dog"))[0]
-    assert (picture == drawn(opened("stable_diffusion"), specs("a dog"))[0]).all()
+    image = drawn(reopened(folder), specs("a dog"))[0]
+    assert (image == drawn(opened("stable_diffusion"), specs("a dog"))[0]).all()
     assert not canary.exists()
 
 
 def test_weights_that_exist_only_as_a_variant_are_found(folder: Path) -> None:
     for file in folder.glob("*/*.safetensors"):
         file.rename(file.with_name(f"{file.stem}.fp16.safetensors"))
-    picture = drawn(reopened(folder), specs("a dog"))[0]
-    assert (picture == drawn(opened("stable_diffusion"), specs("a dog"))[0]).all()
+    image = drawn(reopened(folder), specs("a dog"))[0]
+    assert (image == drawn(opened("stable_diffusion"), specs("a dog"))[0]).all()

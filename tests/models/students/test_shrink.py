@@ -17,8 +17,8 @@ from halation.models.dit.denoiser import DiTDenoiser
 from halation.models.dit.network import sincos_positions
 from halation.models.students.build import open_student
 from halation.models.students.config import StudentConfig
-from halation.models.students.shapes import DIALECTS, dit_config, transformer_config
-from halation.models.students.shrink import Cut, Heads, _within_head, evenly, shrunk
+from halation.models.students.shrink import HeadLayout, ShrinkPlan, _within_head_indices, even_indices, shrink_weights
+from halation.models.students.student_architecture import CONFIG_FORMATS, dit_config, transformer_config
 from support import tiny_pipelines
 
 PIPELINES = {
@@ -47,7 +47,7 @@ def student_of(teacher: DiTDenoiser, init: str = "teacher", **shape: Any) -> DiT
 
 
 def rows(teacher: DiTDenoiser, num: int, seed: int) -> tuple[Tensor, Tensor, dict[str, Tensor], Tensor]:
-    """States on the way to pictures that are one pattern a class, and what leads there."""
+    """States on the way to images that are one pattern a class, and what leads there."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.arange(num) % 3
     place = torch.linspace(0, 6, 16)
@@ -55,7 +55,7 @@ def rows(teacher: DiTDenoiser, num: int, seed: int) -> tuple[Tensor, Tensor, dic
     x0 = waves[labels].unsqueeze(1).expand(-1, 3, -1, -1)
     noise = torch.randn(x0.shape, generator=generator)
     t = torch.rand(num, generator=generator)
-    return teacher.path.noised(x0, noise, t), t, {"label": labels}, teacher.path.target(x0, noise, t)
+    return teacher.noise_path.add_noise(x0, noise, t), t, {"label": labels}, teacher.noise_path.target(x0, noise, t)
 
 
 @pytest.fixture(scope="module")
@@ -121,8 +121,8 @@ def test_heads_are_kept_whole_and_every_part_of_a_fused_layer_alike(make_denoise
     teacher, heads = make_denoiser(classes=True), [0, 1, 3]  # 3 of 5, evenly
     config, layers = dit_config(teacher.config, StudentConfig(width=96, heads=3))
     student = student_of(teacher, width=96, heads=3)
-    weights = shrunk(teacher.module, student.module, Cut.of_dits(teacher.config, config, layers))
-    channels = evenly(96, 160)
+    weights = shrink_weights(teacher.module, student.module, ShrinkPlan.for_dits(teacher.config, config, layers))
+    channels = even_indices(96, 160)
     full = teacher.module.state_dict()["blocks.2.attention.projections.qkv.weight"].reshape(3, 5, 32, 160)
     kept = weights["blocks.2.attention.projections.qkv.weight"].reshape(3, 3, 32, 96)
     assert torch.equal(kept, full[:, heads][..., channels])
@@ -136,9 +136,11 @@ def test_heads_are_kept_whole_and_every_part_of_a_fused_layer_alike(make_denoise
 
 def test_the_channels_that_are_kept_have_the_positions_of_a_narrower_model() -> None:
     wide, narrow = sincos_positions(4, 4, 160), sincos_positions(4, 4, 80)
-    torch.testing.assert_close(wide[:, evenly(80, 160)], narrow, rtol=0, atol=1e-6)
+    torch.testing.assert_close(wide[:, even_indices(80, 160)], narrow, rtol=0, atol=1e-6)
     # A Wan head of 24: 8 channels turn with the frame, 8 with the row, 8 with the column, in pairs.
-    kept = _within_head(Heads(num=1, parts=(16, 16, 16)), Heads(num=1, parts=(8, 8, 8)))
+    kept = _within_head_indices(
+        HeadLayout(num_heads=1, axis_widths=(16, 16, 16)), HeadLayout(num_heads=1, axis_widths=(8, 8, 8))
+    )
     assert len(kept) == 24
     angles = [torch.cat([get_1d_rotary_pos_embed(size, 5, use_real=True)[0]] * 3, dim=1) for size in (16, 8)]
     torch.testing.assert_close(angles[0][:, kept], angles[1])
@@ -146,9 +148,9 @@ def test_the_channels_that_are_kept_have_the_positions_of_a_narrower_model() -> 
 
 def test_a_wider_student_begins_as_its_teacher_as_far_as_repeated_channels_can_tell() -> None:
     teacher, student = nn.ModuleDict({"a": nn.Linear(4, 4)}), nn.ModuleDict({"a": nn.Linear(8, 8)})
-    heads = Heads(num=1, parts=(4,)), Heads(num=1, parts=(8,))
-    dit = Cut.of_dits(*[_dit(width) for width in (4, 8)], layers=())
-    student.load_state_dict(shrunk(teacher, student, Cut(layers=(), heads=heads, patches=dit.patches)))
+    heads = HeadLayout(num_heads=1, axis_widths=(4,)), HeadLayout(num_heads=1, axis_widths=(8,))
+    dit = ShrinkPlan.for_dits(*[_dit(width) for width in (4, 8)], layers=())
+    student.load_state_dict(shrink_weights(teacher, student, ShrinkPlan(layers=(), heads=heads, patches=dit.patches)))
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
     expected = teacher["a"](x).repeat_interleave(2, dim=1)
     torch.testing.assert_close(student["a"](x.repeat_interleave(2, dim=1)), expected)
@@ -162,7 +164,7 @@ def _dit(width: int) -> Any:
     )
 
 
-def modules(family: str, **shape: Any) -> tuple[nn.Module, nn.Module, Cut]:
+def modules(family: str, **shape: Any) -> tuple[nn.Module, nn.Module, ShrinkPlan]:
     folder = tiny_pipelines.built(family) / "transformer"
     before = json.loads((folder / "config.json").read_text())
     name, pipeline = PIPELINES[family]
@@ -171,13 +173,17 @@ def modules(family: str, **shape: Any) -> tuple[nn.Module, nn.Module, Cut]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         student = kind.from_config(after)
-    return kind.from_pretrained(str(folder)), student, Cut.between(DIALECTS[name], before, after, layers)
+    return (
+        kind.from_pretrained(str(folder)),
+        student,
+        ShrinkPlan.for_transformers(CONFIG_FORMATS[name], before, after, layers),
+    )
 
 
 @pytest.mark.parametrize("family", PIPELINES)
 def test_every_weight_of_every_family_comes_from_the_teacher(family: str) -> None:
     teacher, student, cut = modules(family, width=16, heads=1 if family in ("wan", "flux") else 2)
-    weights = shrunk(teacher, student, cut)
+    weights = shrink_weights(teacher, student, cut)
     own = dict(student.named_parameters())
     assert weights.keys() == own.keys()
     there = dict(teacher.named_parameters())
@@ -193,7 +199,7 @@ def test_every_weight_of_every_family_comes_from_the_teacher(family: str) -> Non
 
 def test_blocks_that_a_family_makes_differently_take_from_the_nearest_that_is_like_them() -> None:
     teacher, student, cut = modules("sd3", layers=(0,))  # the last block of SD3 has no text to pass on
-    weights = shrunk(teacher, student, cut)
+    weights = shrink_weights(teacher, student, cut)
     there = dict(teacher.named_parameters())
     name = "transformer_blocks.0.{}"
     assert torch.equal(weights[name.format("attn.to_q.weight")], there["transformer_blocks.0.attn.to_q.weight"])
@@ -202,7 +208,7 @@ def test_blocks_that_a_family_makes_differently_take_from_the_nearest_that_is_li
     teacher, student, cut = modules(
         "hunyuan", depth=4
     )  # the fourth of four reads what the first wrote; none of two does
-    weights = shrunk(teacher, student, cut)
+    weights = shrink_weights(teacher, student, cut)
     own = dict(student.named_parameters())
     assert torch.equal(weights["blocks.3.skip_linear.weight"], own["blocks.3.skip_linear.weight"])
     assert torch.equal(
@@ -213,7 +219,7 @@ def test_blocks_that_a_family_makes_differently_take_from_the_nearest_that_is_li
 def test_patches_of_another_size_read_and_write_the_same_constant() -> None:
     for family in ("pixart", "wan"):
         teacher, student, cut = modules(family, patch_size=4)
-        weights = shrunk(teacher, student, cut)
+        weights = shrink_weights(teacher, student, cut)
         there = dict(teacher.named_parameters())
         reading = "patch_embedding.weight" if family == "wan" else "pos_embed.proj.weight"
         torch.testing.assert_close(weights[reading].sum((-1, -2)), there[reading].sum((-1, -2)))

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from halation.errors import InputError
-from halation.models.dit.network import DiTConfig, sized
+from halation.models.dit.network import DiTConfig, config_for_size
 from halation.models.students.config import StudentConfig
-from halation.models.students.shapes import dit_config, spread, transformer_config
+from halation.models.students.student_architecture import dit_config, select_layers, transformer_config
 
 WAN = {
     "num_attention_heads": 40,
@@ -74,7 +74,7 @@ TEACHERS = {
 
 
 def dit() -> DiTConfig:
-    return sized("small", height=32, width=32, channels=4, patch_size=2, vocabulary_size=9)
+    return config_for_size("small", height=32, width=32, channels=4, patch_size=2, vocabulary_size=9)
 
 
 def test_a_file_may_leave_everything_to_the_teacher(tmp_path: Path) -> None:
@@ -204,9 +204,9 @@ def test_a_dit_may_read_with_fewer_channels_but_works_in_the_same_latents() -> N
 
 
 def test_layers_are_spread_with_the_first_and_the_last_and_repeat_where_there_are_more() -> None:
-    assert spread(5, 40) == (0, 10, 20, 29, 39)
-    assert spread(40, 40) == tuple(range(40))
-    assert spread(1, 40) == (0,)
-    assert spread(6, 3) == (0, 0, 1, 1, 2, 2)
+    assert select_layers(5, 40) == (0, 10, 20, 29, 39)
+    assert select_layers(40, 40) == tuple(range(40))
+    assert select_layers(1, 40) == (0,)
+    assert select_layers(6, 3) == (0, 0, 1, 1, 2, 2)
     assert transformer_config("FluxPipeline", FLUX, StudentConfig(depth=4))[1] == (0, 19, 37, 56)
     assert transformer_config("FluxPipeline", FLUX, StudentConfig(depth=1))[0]["num_single_layers"] == 0

@@ -15,15 +15,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from halation.errors import InputError
-from halation.models.denoiser import Solver
+from halation.models.checkpoints import build_denoiser, load_weights
+from halation.models.denoiser import SolverSettings
 from halation.models.dit.denoiser import DiTDenoiser
-from halation.models.load import build, load_weights
 from halation.models.pipelines.training.denoiser import PipelineDenoiser
 from halation.models.pipelines.training.export import export_pipeline
-from halation.models.pipelines.training.lora import Lora
+from halation.models.pipelines.training.lora import LoraSettings
 from halation.models.students.build import open_student
 from halation.models.students.config import StudentConfig
-from halation.specs import Sheet
+from halation.sample_specs import SampleBatch
 from support import tiny_pipelines
 from support.pipeline_specs import plain, specs
 
@@ -63,8 +63,8 @@ def weights_of(denoiser: PipelineDenoiser) -> dict[str, Tensor]:
 
 
 def latents(denoiser: PipelineDenoiser, steps: int = STEPS) -> Tensor:
-    sheet = Sheet(specs=tuple(specs("a red cat", steps=steps, guidance_scale=1.0)), num_real=1)
-    return denoiser.sample(denoiser.prepare(sheet, "cpu"), Solver(), lambda: None)
+    batch = SampleBatch(specs=tuple(specs("a red cat", steps=steps, guidance_scale=1.0)), num_real=1)
+    return denoiser.sample(denoiser.prepare(batch, "cpu"), SolverSettings(), lambda: None)
 
 
 @torch.no_grad()
@@ -72,7 +72,7 @@ def answer(denoiser: PipelineDenoiser) -> Tensor:
     """To a state and texts of which no text encoder knows."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2, *denoiser.sample_shape(32, 32), generator=generator)
-    blank = {name: row.repeat(2, *(1,) * (row.ndim - 1)) for name, row in denoiser.family.blank().items()}
+    blank = {name: row.repeat(2, *(1,) * (row.ndim - 1)) for name, row in denoiser.family.zero_condition().items()}
     texts = {
         name: row if row.dtype == torch.bool else torch.randn(row.shape, generator=generator)
         for name, row in blank.items()
@@ -80,12 +80,12 @@ def answer(denoiser: PipelineDenoiser) -> Tensor:
     return denoiser.forward(denoiser.module, x, torch.tensor([0.3, 0.9]), texts)
 
 
-def pictures(denoiser: PipelineDenoiser, steps: int = STEPS) -> np.ndarray:
+def images(denoiser: PipelineDenoiser, steps: int = STEPS) -> np.ndarray:
     return denoiser.to_pixels(latents(denoiser, steps)).numpy()
 
 
 @pytest.mark.parametrize("family", SOME)
-def test_a_smaller_student_is_exported_and_diffusers_draws_the_same_picture(family: str, tmp_path: Path) -> None:
+def test_a_smaller_student_is_exported_and_diffusers_draws_the_same_image(family: str, tmp_path: Path) -> None:
     denoiser = student_of(family, SMALLER[family])
     export_pipeline(denoiser, tmp_path / "export", averaged=weights_of(denoiser), raw=None)
     pipe = diffusers.DiffusionPipeline.from_pretrained(str(tmp_path / "export"), use_safetensors=True)
@@ -96,7 +96,7 @@ def test_a_smaller_student_is_exported_and_diffusers_draws_the_same_picture(fami
     assert sum(weight.numel() for weight in pipe.transformer.parameters()) == sum(
         weight.numel() for weight in denoiser.module.parameters()
     )
-    mine = pictures(denoiser)
+    mine = images(denoiser)
     theirs = plain(pipe, specs("a red cat", steps=STEPS, guidance_scale=1.0))[0]
     assert np.abs(mine[0].astype(int) - theirs[0].astype(int)).max() <= 1
     assert mine.std() > 1
@@ -106,7 +106,7 @@ def test_a_smaller_student_is_exported_and_diffusers_draws_the_same_picture(fami
 def test_a_description_and_the_trained_weights_make_the_same_student_again(family: str) -> None:
     denoiser = student_of(family, SMALLER[family], init="random")
     description = json.loads(json.dumps(denoiser.describe()))
-    again = build(description)
+    again = build_denoiser(description)
     assert isinstance(again, PipelineDenoiser)
     assert again.describe() == description
     load_weights(again, weights_of(denoiser), source="a checkpoint")
@@ -139,14 +139,14 @@ def test_random_students_differ_by_seed_alone_and_leave_the_global_generator() -
 
 @pytest.mark.parametrize("family", ["wan", pytest.param("sd3", marks=pytest.mark.slow)])
 def test_adapters_learn_over_a_copy_of_the_teacher_and_are_merged_in_the_export(family: str, tmp_path: Path) -> None:
-    denoiser = student_of(family, lora=Lora(rank=2))
+    denoiser = student_of(family, lora=LoraSettings(rank=2))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, weight in denoiser.module.named_parameters():
             assert weight.requires_grad == ("lora_" in name)
             if weight.requires_grad:
                 weight.add_(0.1 * torch.randn(weight.shape, generator=generator))
-    again = build(json.loads(json.dumps(denoiser.describe())))
+    again = build_denoiser(json.loads(json.dumps(denoiser.describe())))
     assert isinstance(again, PipelineDenoiser)
     load_weights(again, weights_of(denoiser), source="a checkpoint")
     assert torch.equal(answer(again), answer(denoiser))
@@ -155,7 +155,7 @@ def test_adapters_learn_over_a_copy_of_the_teacher_and_are_merged_in_the_export(
     pipe = diffusers.DiffusionPipeline.from_pretrained(str(tmp_path / "export"), use_safetensors=True)
     pipe.set_progress_bar_config(disable=True)
     theirs = plain(pipe, specs("a red cat", steps=STEPS, guidance_scale=1.0))[0]
-    assert np.abs(pictures(denoiser)[0].astype(int) - theirs[0].astype(int)).max() <= 1
+    assert np.abs(images(denoiser)[0].astype(int) - theirs[0].astype(int)).max() <= 1
 
 
 def test_an_export_of_a_student_of_two_experts_knows_no_second_one(tmp_path: Path) -> None:
@@ -177,9 +177,9 @@ def test_an_export_of_a_student_of_two_experts_knows_no_second_one(tmp_path: Pat
 
 def test_what_cannot_be_a_student_is_refused(denoiser: DiTDenoiser) -> None:
     with pytest.raises(InputError, match="--student_init random"):
-        student_of("sd3", lora=Lora(rank=2), init="random")
+        student_of("sd3", lora=LoraSettings(rank=2), init="random")
     with pytest.raises(InputError, match=r"another shape \(width 16, heads 2\)"):
-        student_of("sd3", {"width": 16, "heads": 2}, lora=Lora(rank=2))
+        student_of("sd3", {"width": 16, "heads": 2}, lora=LoraSettings(rank=2))
     with pytest.raises(InputError, match="the student has 16 latent channels, the teacher 4"):
         student_of("sd3", {"latent_channels": 16})
     with pytest.raises(InputError, match="cannot be trained here"):
@@ -188,7 +188,7 @@ def test_what_cannot_be_a_student_is_refused(denoiser: DiTDenoiser) -> None:
         student_of(Path("/nowhere"))
     common: dict[str, Any] = {"init": "teacher", "seed": 0, "dtype": "fp32", "weights_dtype": "fp32"}
     with pytest.raises(InputError, match="DiT of Halation"):
-        open_student(denoiser, StudentConfig(), lora=Lora(rank=2), height=16, width=16, **common)
+        open_student(denoiser, StudentConfig(), lora=LoraSettings(rank=2), height=16, width=16, **common)
     with pytest.raises(InputError, match="32 x 16"):
         open_student(denoiser, StudentConfig(), lora=None, height=32, width=16, **common)
     with pytest.raises(TypeError, match="number of steps"):
@@ -213,9 +213,9 @@ def test_folders_that_cannot_have_such_a_student_are_refused(tmp_path: Path) -> 
 
 def test_a_number_of_steps_that_a_students_scheduler_cannot_make_is_refused() -> None:
     denoiser = student_of("sd3")
-    sheet = Sheet(specs=tuple(specs("a red cat", steps=1, guidance_scale=1.0)), num_real=1)
+    batch = SampleBatch(specs=tuple(specs("a red cat", steps=1, guidance_scale=1.0)), num_real=1)
     with pytest.raises(InputError, match="--num_inference_steps 1 with FlowMatchEulerDiscreteScheduler"):
-        denoiser.prepare(sheet, "cpu")
+        denoiser.prepare(batch, "cpu")
 
 
 def test_a_student_of_a_dit_describes_itself_whole(denoiser: DiTDenoiser) -> None:
@@ -231,11 +231,11 @@ def test_a_student_of_a_dit_describes_itself_whole(denoiser: DiTDenoiser) -> Non
         width=16,
         few_steps=STEPS,
     )
-    again = build(json.loads(json.dumps(student.describe())))
+    again = build_denoiser(json.loads(json.dumps(student.describe())))
     load_weights(again, dict(student.module.named_parameters()), source="a checkpoint")
     assert isinstance(again, DiTDenoiser)
     assert isinstance(student, DiTDenoiser)
     x, t = torch.zeros(1, 3, 16, 16), torch.ones(1)
     condition = denoiser.encode_prompts(["a red car"])
     assert torch.equal(again.predict(x, t, condition), student.predict(x, t, condition))
-    assert student.flops_per_picture() < denoiser.flops_per_picture() / 4
+    assert student.flops_per_image() < denoiser.flops_per_image() / 4

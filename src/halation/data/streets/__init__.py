@@ -1,9 +1,9 @@
 """The embedded data set: small street scenes with captions, drawn from their number."""
 
-from halation.data.streets.attributes import CAR_COLOURS, PLACES, TIMES, WEATHERS, Attributes, scene
 from halation.data.streets.captions import DRIVING_PROMPTS, Mentioned, caption, mentioned
 from halation.data.streets.dataset import Streets
-from halation.data.streets.places import draw
+from halation.data.streets.scene_attributes import CAR_COLOURS, PLACES, TIMES, WEATHERS, Attributes, scene
+from halation.data.streets.scene_layouts import draw
 
 __all__ = [
     "CAR_COLOURS",

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
-from halation.data.streets.attributes import Time, Weather
+from halation.data.streets.scene_attributes import TimeOfDay, Weather
 
 Point = tuple[float, float]
 Rgb = tuple[int, int, int]
@@ -20,10 +20,10 @@ Paint = Rgb | tuple[int, int, int, int]
 
 OVERSAMPLING = 4
 OVERSAMPLING_LARGE = 2
-"""Above `LARGE` pixels: the steps of an edge are too small to see by then, and four times the pixels cost time."""
-LARGE = 256
+"""Above `LARGE_SIZE` pixels: the steps of an edge are too small to see by then, and four times the pixels cost time."""
+LARGE_SIZE = 256
 
-_SKY: dict[tuple[Time, Weather], tuple[Rgb, Rgb]] = {
+_SKY: dict[tuple[TimeOfDay, Weather], tuple[Rgb, Rgb]] = {
     ("day", "dry"): ((62, 138, 226), (196, 228, 250)),
     ("day", "wet"): ((138, 150, 164), (206, 212, 218)),
     ("dusk", "dry"): ((84, 58, 128), (255, 158, 84)),
@@ -31,7 +31,7 @@ _SKY: dict[tuple[Time, Weather], tuple[Rgb, Rgb]] = {
     ("night", "dry"): ((6, 9, 32), (34, 42, 84)),
     ("night", "wet"): ((16, 18, 30), (48, 52, 72)),
 }
-_AMBIENT: dict[tuple[Time, Weather], tuple[float, float, float]] = {
+_AMBIENT: dict[tuple[TimeOfDay, Weather], tuple[float, float, float]] = {
     ("day", "dry"): (1.0, 1.0, 1.0),
     ("day", "wet"): (0.80, 0.83, 0.88),
     ("dusk", "dry"): (0.74, 0.56, 0.56),
@@ -42,7 +42,7 @@ _AMBIENT: dict[tuple[Time, Weather], tuple[float, float, float]] = {
 
 
 @lru_cache(maxsize=32)
-def _sky(time: Time, weather: Weather, side: int) -> Image.Image:
+def _draw_sky_gradient(time: TimeOfDay, weather: Weather, side: int) -> Image.Image:
     """An empty canvas with the sky's gradient, deepest at 60 % of the height, where no horizon lies below it."""
     top, bottom = (np.array(colour, dtype=np.float64) for colour in _SKY[time, weather])
     depth = np.minimum(np.linspace(0.0, 1.0, side) / 0.5, 1.0)[:, None]
@@ -53,60 +53,60 @@ def _sky(time: Time, weather: Weather, side: int) -> Image.Image:
 class Canvas:
     """A square of side 1, y down, drawn large and made small once at the end, so that edges come out clean."""
 
-    def __init__(self, size: int, time: Time, weather: Weather) -> None:
+    def __init__(self, size: int, time: TimeOfDay, weather: Weather) -> None:
         self.size = size
         self.time = time
         self.weather = weather
-        self.dark = time != "day"
-        self.side = size * (OVERSAMPLING if size <= LARGE else OVERSAMPLING_LARGE)
-        self.image = _sky(time, weather, self.side).copy()
+        self.is_dark = time != "day"
+        self.side = size * (OVERSAMPLING if size <= LARGE_SIZE else OVERSAMPLING_LARGE)
+        self.image = _draw_sky_gradient(time, weather, self.side).copy()
         self._ambient = _AMBIENT[time, weather]
-        self._solid = ImageDraw.Draw(self.image)
-        self._film = ImageDraw.Draw(self.image, "RGBA")
+        self._opaque_draw = ImageDraw.Draw(self.image)
+        self._blending_draw = ImageDraw.Draw(self.image, "RGBA")
 
-    def _brush(self, paint: Paint) -> tuple[ImageDraw.ImageDraw, tuple[int, ...]]:
+    def _resolve_paint(self, paint: Paint) -> tuple[ImageDraw.ImageDraw, tuple[int, ...]]:
         if len(paint) == 4:
-            return (self._solid, paint[:3]) if paint[3] == 255 else (self._film, paint)
+            return (self._opaque_draw, paint[:3]) if paint[3] == 255 else (self._blending_draw, paint)
         red, green, blue = self._ambient
-        return self._solid, (int(paint[0] * red), int(paint[1] * green), int(paint[2] * blue))
+        return self._opaque_draw, (int(paint[0] * red), int(paint[1] * green), int(paint[2] * blue))
 
-    def fill(self, points: Sequence[Point], paint: Paint) -> None:
-        brush, colour = self._brush(paint)
+    def draw_polygon(self, points: Sequence[Point], paint: Paint) -> None:
+        brush, colour = self._resolve_paint(paint)
         side = self.side
         brush.polygon([(x * side, y * side) for x, y in points], fill=colour)
 
-    def box(self, left: float, top: float, right: float, bottom: float, paint: Paint) -> None:
-        brush, colour = self._brush(paint)
+    def draw_rectangle(self, left: float, top: float, right: float, bottom: float, paint: Paint) -> None:
+        brush, colour = self._resolve_paint(paint)
         x, y = round(left * self.side), round(top * self.side)
         # Pillow counts the last row and column in.
         far_x, far_y = max(x, round(right * self.side) - 1), max(y, round(bottom * self.side) - 1)
         brush.rectangle((x, y, far_x, far_y), fill=colour)
 
-    def disc(self, x: float, y: float, radius_x: float, radius_y: float, paint: Paint) -> None:
-        brush, colour = self._brush(paint)
+    def draw_ellipse(self, x: float, y: float, radius_x: float, radius_y: float, paint: Paint) -> None:
+        brush, colour = self._resolve_paint(paint)
         side = self.side
         brush.ellipse(
             ((x - radius_x) * side, (y - radius_y) * side, (x + radius_x) * side, (y + radius_y) * side), fill=colour
         )
 
-    def line(self, start: Point, end: Point, thickness: float, paint: Paint) -> None:
-        brush, colour = self._brush(paint)
+    def draw_line(self, start: Point, end: Point, thickness: float, paint: Paint) -> None:
+        brush, colour = self._resolve_paint(paint)
         side = self.side
         points = (start[0] * side, start[1] * side, end[0] * side, end[1] * side)
         brush.line(points, fill=colour, width=max(1, round(thickness * side)))
 
-    def lamplit(self, paint: Rgb) -> Paint:
+    def apply_lamp_light(self, paint: Rgb) -> Paint:
         """A surface near street lamps: dimmed less than the rest, so that a car's colour can be told at night."""
         red, green, blue = (0.45 + 0.55 * part for part in self._ambient)
         return int(paint[0] * red), int(paint[1] * green), int(paint[2] * blue), 255
 
-    def glow(self, x: float, y: float, radius: float, colour: Rgb) -> None:
+    def draw_glow(self, x: float, y: float, radius: float, colour: Rgb) -> None:
         """A halo around a lamp, where it is dark enough to see one."""
-        if self.dark:
+        if self.is_dark:
             for share, opacity in ((1.0, 28), (0.65, 40), (0.35, 60)):
-                self.disc(x, y, radius * share, radius * share, (*colour, opacity))
+                self.draw_ellipse(x, y, radius * share, radius * share, (*colour, opacity))
 
-    def mirror(self, road: Sequence[Point], horizon: float, strength: int) -> None:
+    def draw_reflection(self, road: Sequence[Point], horizon: float, strength: int) -> None:
         """What stands above the horizon, upside down on a wet road."""
         side = self.side
         line = round(horizon * side)
@@ -122,25 +122,27 @@ class Canvas:
 
 
 @dataclass(frozen=True, kw_only=True)
-class View:
-    """A level camera: ground positions are (across, near), with near 1 at the picture's lower edge and 0 far away."""
+class RoadCamera:
+    """A level camera: ground positions are (across, near), with near 1 at the image's lower edge and 0 far away."""
 
     horizon: float
-    vanish: float
+    vanishing_x: float
     bend: float = 0.0
     """How far the road swings sideways in the middle distance."""
 
-    def at(self, across: float, near: float, height: float = 0.0) -> Point:
-        x = self.vanish + across * near + self.bend * near * (1.0 - near)
+    def project(self, across: float, near: float, height: float = 0.0) -> Point:
+        x = self.vanishing_x + across * near + self.bend * near * (1.0 - near)
         return x, self.horizon + (1.0 - self.horizon) * near - height * near
 
-    def strip(self, left: float, right: float, far: float = 0.0, near: float = 1.0) -> list[Point]:
+    def ground_strip(self, left: float, right: float, far: float = 0.0, near: float = 1.0) -> list[Point]:
         """A band of ground along the road between two distances."""
         steps = (0.0, 1.0) if self.bend == 0.0 else (0.0, 0.15, 0.3, 0.45, 0.6, 0.8, 1.0)
         depths = [far + (near - far) * step for step in steps]
-        return [self.at(left, depth) for depth in depths] + [self.at(right, depth) for depth in reversed(depths)]
+        return [self.project(left, depth) for depth in depths] + [
+            self.project(right, depth) for depth in reversed(depths)
+        ]
 
-    def upright(self, across: float, far: float, near: float, low: float, high: float) -> list[Point]:
+    def wall_polygon(self, across: float, far: float, near: float, low: float, high: float) -> list[Point]:
         """A piece of a wall that runs along the road."""
         corners = ((far, low), (far, high), (near, high), (near, low))
-        return [self.at(across, depth, height) for depth, height in corners]
+        return [self.project(across, depth, height) for depth, height in corners]

@@ -5,7 +5,16 @@ from __future__ import annotations
 import re
 from typing import TypedDict
 
-from halation.data.streets.attributes import CAR_COLOURS, TOPIC_CAPTION, Attributes, Colour, Dice, Place, Time, Weather
+from halation.data.streets.scene_attributes import (
+    CAPTION_STREAM,
+    CAR_COLOURS,
+    Attributes,
+    Colour,
+    SceneRng,
+    StreetPlace,
+    TimeOfDay,
+    Weather,
+)
 
 DRIVING_PROMPTS: tuple[str, ...] = (
     "A residential street scene with wet roads and parked cars during daytime",
@@ -21,7 +30,7 @@ DRIVING_PROMPTS: tuple[str, ...] = (
 MAX_CARS = 5
 """No scene has more."""
 
-_HEADS: dict[Place, str] = {
+_PLACE_PHRASES: dict[StreetPlace, str] = {
     "residential": "A residential street scene",
     "urban intersection": "An urban intersection",
     "highway": "A highway scene",
@@ -32,7 +41,7 @@ _HEADS: dict[Place, str] = {
     "rural": "A rural road",
 }
 # What every scene of the place has, in the sets it is told in; a parking lot says all with its cars.
-_ALWAYS: dict[Place, tuple[tuple[str, ...], ...]] = {
+_FIXED_DETAILS: dict[StreetPlace, tuple[tuple[str, ...], ...]] = {
     "residential": (("houses on both sides",),),
     "urban intersection": (("traffic lights",), ("traffic lights",), ("traffic lights", "buildings")),
     "highway": (("clear lane markings",),),
@@ -47,7 +56,7 @@ _ALWAYS: dict[Place, tuple[tuple[str, ...], ...]] = {
     "rural": (("natural scenery",),),
 }
 # The words a place uses for its cars: for one, and for any other number.
-_CAR_WORDS: dict[Place, tuple[str, str]] = {
+_CAR_WORDS: dict[StreetPlace, tuple[str, str]] = {
     "residential": ("parked car", "parked cars"),
     "urban intersection": ("vehicle", "vehicles"),
     "highway": ("distant car", "distant cars"),
@@ -57,31 +66,31 @@ _CAR_WORDS: dict[Place, tuple[str, str]] = {
     "city crossing": ("vehicle", "vehicles"),
     "rural": ("car", "cars"),
 }
-_NUMBERS = ("no", "one", "two", "three", "four", "five")
+_NUMBER_WORDS = ("no", "one", "two", "three", "four", "five")
 # Words that stand for a range of counts. The prompts' own wordings are here, so each is what training saw.
-_AMOUNTS: dict[str, range] = {
+_AMOUNT_RANGES: dict[str, range] = {
     "minimal traffic": range(0, 2),
     "multiple vehicles": range(3, MAX_CARS + 1),
     "various parked vehicles": range(3, MAX_CARS + 1),
     "parked cars": range(2, MAX_CARS + 1),
     "distant cars": range(2, MAX_CARS + 1),
 }
-_AMOUNTS_OF: dict[Place, str] = {
+_PLACE_AMOUNTS: dict[StreetPlace, str] = {
     "residential": "parked cars",
     "urban intersection": "multiple vehicles",
     "highway": "distant cars",
     "parking lot": "various parked vehicles",
     "rural": "minimal traffic",
 }
-_TIMES: dict[Time, str] = {"day": "during daytime", "dusk": "at dusk", "night": "at night"}
-_ROADS: dict[Weather, str] = {"dry": "dry roads", "wet": "wet roads"}
+_TIME_PHRASES: dict[TimeOfDay, str] = {"day": "during daytime", "dusk": "at dusk", "night": "at night"}
+_ROAD_PHRASES: dict[Weather, str] = {"dry": "dry roads", "wet": "wet roads"}
 
 
 class Mentioned(TypedDict):
     """What a caption says of its scene, None where it is silent."""
 
-    place: Place | None
-    time: Time | None
+    place: StreetPlace | None
+    time: TimeOfDay | None
     weather: Weather | None
     cars: range | None
     """The numbers of cars it allows."""
@@ -91,77 +100,77 @@ class Mentioned(TypedDict):
 
 def caption(attributes: Attributes) -> str:
     """The scene in words: its place always, the rest now and then, and nothing that is not so."""
-    dice = Dice(TOPIC_CAPTION, attributes.variation)
-    always = _ALWAYS[attributes.place]
+    rng = SceneRng(CAPTION_STREAM, attributes.variation)
+    fixed_details = _FIXED_DETAILS[attributes.place]
     details = []
-    if _tells_road(attributes, dice):
-        details.append(_ROADS[attributes.weather])
+    if _should_mention_road(attributes, rng):
+        details.append(_ROAD_PHRASES[attributes.weather])
     # A residential street has houses in every scene but its prompt does not say so, hence only now and then.
-    if always and dice.chance(0.3 if attributes.place == "residential" else 0.85):
-        details += dice.pick(always)
-    if dice.chance(0.95 if attributes.place == "parking lot" else 0.7):
-        details.append(_cars(attributes, dice))
-    if attributes.place in ("residential", "urban intersection") and attributes.num_pedestrians and dice.chance(0.5):
+    if fixed_details and rng.chance(0.3 if attributes.place == "residential" else 0.85):
+        details += rng.choose(fixed_details)
+    if rng.chance(0.95 if attributes.place == "parking lot" else 0.7):
+        details.append(_describe_cars(attributes, rng))
+    if attributes.place in ("residential", "urban intersection") and attributes.num_pedestrians and rng.chance(0.5):
         details.append("pedestrians")
-    words = [_HEADS[attributes.place]]
+    words = [_PLACE_PHRASES[attributes.place]]
     if details:
-        words += ["with", _listed(details)]
-    if dice.chance(0.6):
-        words.append(_TIMES[attributes.time])
+        words += ["with", _join_details(details)]
+    if rng.chance(0.6):
+        words.append(_TIME_PHRASES[attributes.time])
     return " ".join(words)
 
 
-def _tells_road(attributes: Attributes, dice: Dice) -> bool:
+def _should_mention_road(attributes: Attributes, rng: SceneRng) -> bool:
     """A rainy street's road goes without saying; the prompt of a residential one is about its road."""
     if attributes.place == "rainy street":
         return False
-    return dice.chance(0.7 if attributes.place == "residential" else 0.4)
+    return rng.chance(0.7 if attributes.place == "residential" else 0.4)
 
 
-def _listed(details: list[str]) -> str:
+def _join_details(details: list[str]) -> str:
     """ "a", "a and b", "a, b and c"."""
     if len(details) == 1:
         return details[0]
     return f"{', '.join(details[:-1])} and {details[-1]}"
 
 
-def _cars(attributes: Attributes, dice: Dice) -> str:
+def _describe_cars(attributes: Attributes, rng: SceneRng) -> str:
     """The cars by their number, by their amount, or, of a single one, by its colour."""
     one, many = _CAR_WORDS[attributes.place]
     num = attributes.num_cars
-    amount = _AMOUNTS_OF.get(attributes.place)
-    if amount is not None and num in _AMOUNTS[amount] and dice.chance(0.6):
+    amount = _PLACE_AMOUNTS.get(attributes.place)
+    if amount is not None and num in _AMOUNT_RANGES[amount] and rng.chance(0.6):
         return amount
     if num == 1:
-        return f"a {attributes.car_colours[0]} {one}" if dice.chance(0.6) else f"one {one}"
-    return f"{_NUMBERS[num]} {many}"
+        return f"a {attributes.car_colours[0]} {one}" if rng.chance(0.6) else f"one {one}"
+    return f"{_NUMBER_WORDS[num]} {many}"
 
 
-_COUNTED = re.compile(rf"\b({'|'.join(_NUMBERS)}) (?:parked |distant )?(?:cars?|vehicles?)\b")
-_COLOURED = re.compile(rf"\ba ({'|'.join(CAR_COLOURS)}) (?:parked |distant )?(?:car|vehicle)\b")
+_COUNT_PATTERN = re.compile(rf"\b({'|'.join(_NUMBER_WORDS)}) (?:parked |distant )?(?:cars?|vehicles?)\b")
+_COLOUR_PATTERN = re.compile(rf"\ba ({'|'.join(CAR_COLOURS)}) (?:parked |distant )?(?:car|vehicle)\b")
 
 
 def mentioned(text: str) -> Mentioned:
     """What a caption says; the opposite of `caption`, for captions and for prompts in the same words."""
-    place = next((place for place, head in _HEADS.items() if text.startswith(head)), None)
-    weather = next((weather for weather, road in _ROADS.items() if road in text), None)
-    cars, colours = _mentioned_cars(text)
+    place = next((place for place, head in _PLACE_PHRASES.items() if text.startswith(head)), None)
+    weather = next((weather for weather, road in _ROAD_PHRASES.items() if road in text), None)
+    cars, colours = _parse_cars(text)
     return {
         "place": place,
-        "time": next((time for time, words in _TIMES.items() if words in text), None),
+        "time": next((time for time, words in _TIME_PHRASES.items() if words in text), None),
         "weather": "wet" if weather is None and place == "rainy street" else weather,
         "cars": cars,
         "car_colours": colours,
     }
 
 
-def _mentioned_cars(text: str) -> tuple[range | None, tuple[Colour, ...] | None]:
-    coloured = _COLOURED.search(text)
+def _parse_cars(text: str) -> tuple[range | None, tuple[Colour, ...] | None]:
+    coloured = _COLOUR_PATTERN.search(text)
     if coloured:
         colour = next(colour for colour in CAR_COLOURS if colour == coloured[1])
         return range(1, 2), (colour,)
-    counted = _COUNTED.search(text)
+    counted = _COUNT_PATTERN.search(text)
     if counted:
-        num = _NUMBERS.index(counted[1])
+        num = _NUMBER_WORDS.index(counted[1])
         return range(num, num + 1), None
-    return next((numbers for words, numbers in _AMOUNTS.items() if words in text), None), None
+    return next((numbers for words, numbers in _AMOUNT_RANGES.items() if words in text), None), None

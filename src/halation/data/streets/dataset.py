@@ -4,43 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from halation.data.dataset import JSON, Picture
-from halation.data.streets.attributes import Part, scene
+from halation.data.dataset_protocol import JSON, CaptionedImage
 from halation.data.streets.captions import caption
-from halation.data.streets.places import draw
+from halation.data.streets.scene_attributes import Split, scene
+from halation.data.streets.scene_layouts import draw
 from halation.errors import InputError
 
 VERSION = 1
 """Goes up with every change that changes a pixel or a caption."""
 
-SMALLEST, LARGEST = 32, 512
-NUM_TRAIN, NUM_HELDOUT = 50_000, 2_000
-_NUM_SAMPLE_CAPTIONS = 4_000
+MIN_SIZE, MAX_SIZE = 32, 512
+NUM_TRAIN, NUM_VALIDATION = 50_000, 2_000
+_MAX_CAPTIONS = 4_000
 
 
 class Streets:
-    """Street scenes as a source of pictures; picture k of a part is a pure function of the part, k and the size."""
+    """Street scenes as a source of images; image k of a part is a pure function of the part, k and the size."""
 
     name = "streets"
     class_names: tuple[str, ...] = ()
 
-    def __init__(self, height: int, width: int, num_train: int = NUM_TRAIN, num_heldout: int = NUM_HELDOUT) -> None:
-        if height != width or not SMALLEST <= height <= LARGEST:
+    def __init__(
+        self, height: int, width: int, num_train: int = NUM_TRAIN, num_validation: int = NUM_VALIDATION
+    ) -> None:
+        if height != width or not MIN_SIZE <= height <= MAX_SIZE:
             raise InputError(
                 f"streets at {height} x {width} pixels",
-                f"a square size from {SMALLEST} to {LARGEST}",
+                f"a square size from {MIN_SIZE} to {MAX_SIZE}",
                 "pass --image_size 64 64, or another square size in that range",
             )
-        if num_train < 1 or num_heldout < 0:
+        if num_train < 1 or num_validation < 0:
             raise InputError(
-                f"streets with {num_train} train and {num_heldout} held-out pictures",
+                f"streets with {num_train} train and {num_validation} validation images",
                 "at least 1 to train on and 0 held out",
-                "ask for more pictures",
+                "ask for more images",
             )
         self.height = height
         self.width = width
         self.num_train = num_train
-        self.num_heldout = num_heldout
+        self.num_validation = num_validation
 
     @property
     def fingerprint(self) -> dict[str, JSON]:
@@ -50,24 +52,24 @@ class Streets:
             "height": self.height,
             "width": self.width,
             "num_train": self.num_train,
-            "num_heldout": self.num_heldout,
+            "num_heldout": self.num_validation,
         }
 
-    def train(self, index: int) -> Picture:
-        return self._picture("train", index, self.num_train)
+    def train(self, index: int) -> CaptionedImage:
+        return self._draw_image("train", index, self.num_train)
 
-    def heldout(self, index: int) -> Picture:
-        return self._picture("heldout", index, self.num_heldout)
+    def validation(self, index: int) -> CaptionedImage:
+        return self._draw_image("heldout", index, self.num_validation)
 
     def captions(self) -> Iterable[str]:
-        return (caption(scene("train", index)) for index in range(min(self.num_train, _NUM_SAMPLE_CAPTIONS)))
+        return (caption(scene("train", index)) for index in range(min(self.num_train, _MAX_CAPTIONS)))
 
-    def every_caption(self) -> Iterable[str]:
-        sizes: tuple[tuple[Part, int], ...] = (("train", self.num_train), ("heldout", self.num_heldout))
+    def all_captions(self) -> Iterable[str]:
+        sizes: tuple[tuple[Split, int], ...] = (("train", self.num_train), ("heldout", self.num_validation))
         return (caption(scene(part, index)) for part, num in sizes for index in range(num))
 
-    def _picture(self, part: Part, index: int, num: int) -> Picture:
+    def _draw_image(self, split: Split, index: int, num: int) -> CaptionedImage:
         if not 0 <= index < num:
-            raise IndexError(f"picture {index} of the {part} part, which has {num}")
-        attributes = scene(part, index)
-        return Picture(pixels=draw(attributes, self.height), caption=caption(attributes))
+            raise IndexError(f"image {index} of the {split} part, which has {num}")
+        attributes = scene(split, index)
+        return CaptionedImage(pixels=draw(attributes, self.height), caption=caption(attributes))

@@ -11,30 +11,30 @@ from torch import Tensor
 
 log = logging.getLogger(__name__)
 
-_BLOCK = 1 << 30  # torch rounds pinned memory up to a power of two
-_ALIGNED = 256
+_BLOCK_BYTES = 1 << 30  # torch rounds pinned memory up to a power of two
+_ALIGNMENT_BYTES = 256
 
 
-class HostCopies:
+class PinnedCopies:
     """Copies by name, in memory that stays. Pinned where they come from a GPU: taking such memory is far slower than using it."""
 
     def __init__(self) -> None:
         self.buffers: dict[str, Tensor] = {}
         self._blocks: list[Tensor] = []
-        self._used = 0
-        self._taking: threading.Thread | None = None
+        self._used_bytes = 0
+        self._reserve_thread: threading.Thread | None = None
 
     def reserve(self, sizes: Iterable[int]) -> None:
         """Begin to take pinned memory for tensors of so many bytes, behind the back of whoever goes on."""
-        blocks, room = [], 0
+        blocks, num_free = [], 0
         for size in sizes:
-            size = _rounded(size)
-            if size > room:
-                blocks.append(max(_BLOCK, size))
-                room = blocks[-1]
-            room -= size
+            size = _round_up(size)
+            if size > num_free:
+                blocks.append(max(_BLOCK_BYTES, size))
+                num_free = blocks[-1]
+            num_free -= size
 
-        def take() -> None:
+        def allocate_blocks() -> None:
             try:
                 for size in blocks:
                     self._blocks.append(torch.empty(size, dtype=torch.uint8, pin_memory=True))
@@ -44,36 +44,36 @@ class HostCopies:
             ) as error:  # the first save then takes what it needs itself, or says that it cannot
                 log.warning("no pinned memory ahead of the first checkpoint: %s", str(error).splitlines()[0])
 
-        self._taking = threading.Thread(target=take, name="halation-host-memory", daemon=True)
-        self._taking.start()
+        self._reserve_thread = threading.Thread(target=allocate_blocks, name="halation-host-memory", daemon=True)
+        self._reserve_thread.start()
 
-    def ready(self) -> None:
+    def wait_reserved(self) -> None:
         """Until the memory is there that was asked for."""
-        if self._taking is not None:
-            self._taking.join()
-            self._taking = None
+        if self._reserve_thread is not None:
+            self._reserve_thread.join()
+            self._reserve_thread = None
 
     def copy(self, name: str, source: Tensor) -> Tensor:
         """Begin to copy; a GPU's copy is there when its stream has come so far."""
-        self.ready()
+        self.wait_reserved()
         buffer = self.buffers.get(name)
         if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
-            buffer = self._new(source)
+            buffer = self._allocate(source)
             self.buffers[name] = buffer
         buffer.copy_(source, non_blocking=True)
         return buffer
 
-    def _new(self, source: Tensor) -> Tensor:
+    def _allocate(self, source: Tensor) -> Tensor:
         size = source.numel() * source.element_size()
-        while self._blocks and self._used + size > len(self._blocks[0]):
+        while self._blocks and self._used_bytes + size > len(self._blocks[0]):
             self._blocks.pop(0)
-            self._used = 0
+            self._used_bytes = 0
         if not self._blocks or not source.is_cuda or not size:
             return torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
-        room = self._blocks[0][self._used : self._used + size]
-        self._used += _rounded(size)
-        return room.view(source.dtype).view(source.shape)
+        memory = self._blocks[0][self._used_bytes : self._used_bytes + size]
+        self._used_bytes += _round_up(size)
+        return memory.view(source.dtype).view(source.shape)
 
 
-def _rounded(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED
+def _round_up(size: int) -> int:
+    return -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class TensorShard:
     """This rank's rows of a tensor: `start` is the first of them in the whole, whose shape is `shape`.
 
     A flat piece is a range of the whole's elements in one row: `local` has one dimension and `start` counts elements.
@@ -28,7 +28,7 @@ class Piece:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Stored:
+class _StoredShard:
     """Where a piece of a tensor lies: as in Piece, with a file instead of memory."""
 
     start: int
@@ -37,7 +37,7 @@ class _Stored:
     shape: tuple[int, ...]
 
 
-class Reader:
+class CheckpointReader:
     """Tensors of a committed checkpoint by part and name, whatever number of ranks wrote them."""
 
     def __init__(self, folder: Path, prefix: str = "") -> None:
@@ -45,58 +45,58 @@ class Reader:
         self.folder = folder
         self.prefix = prefix
         self.state: dict[str, Any] = json.loads((folder / "state.json").read_bytes())
-        self._places: dict[str, dict[str, list[_Stored]]] = {}
+        self._layouts: dict[str, dict[str, list[_StoredShard]]] = {}
 
-    def seen_as(self, prefix: str) -> Reader:
+    def with_prefix(self, prefix: str) -> CheckpointReader:
         """The same checkpoint for whoever saved under a prefix."""
-        return self if prefix == self.prefix else Reader(self.folder, prefix)
+        return self if prefix == self.prefix else CheckpointReader(self.folder, prefix)
 
-    def rank_state(self, rank: int) -> dict[str, Any] | None:
+    def read_rank_state(self, rank: int) -> dict[str, Any] | None:
         path = self.folder / f"rank_state_{rank}.json"
         return json.loads(path.read_bytes()) if path.exists() else None
 
     def names(self, part: str) -> list[str]:
-        return list(self._layout(part))
+        return list(self._read_layout(part))
 
     def shapes(self, part: str) -> dict[str, tuple[int, ...]]:
         """The whole shape of every tensor."""
-        return {name: tuple(stored[0].shape) for name, stored in self._layout(part).items()}
+        return {name: tuple(stored[0].shape) for name, stored in self._read_layout(part).items()}
 
-    def has(self, part: str) -> bool:
-        return bool(self._layout(part))
+    def has_part(self, part: str) -> bool:
+        return bool(self._read_layout(part))
 
     def read(self, part: str, name: str, start: int = 0, rows: int | None = None) -> Tensor:
         """Rows [start, start + rows) of a tensor along its first dimension, or all of it."""
-        stored = self._layout(part)[name]
+        stored = self._read_layout(part)[name]
         if stored[0].flat:
             shape = stored[0].shape
             row = math.prod(shape[1:])
             first, last = (0, math.prod(shape)) if rows is None else (start * row, (start + rows) * row)
-            values = self.elements(part, name, first, last - first)
+            values = self.read_elements(part, name, first, last - first)
             return values.reshape(shape) if rows is None else values.reshape(rows, *shape[1:])
         pieces = []
-        for place in stored:
-            with safe_open(place.path, framework="pt") as file:
+        for shard in stored:
+            with safe_open(shard.path, framework="pt") as file:
                 part_slice = file.get_slice(name)
                 shape = part_slice.get_shape()
                 if not shape:
                     return file.get_tensor(name)
-                low = max(start - place.start, 0)
-                high = shape[0] if rows is None else min(start + rows - place.start, shape[0])
+                low = max(start - shard.start, 0)
+                high = shape[0] if rows is None else min(start + rows - shard.start, shape[0])
                 if low < high:
                     pieces.append(part_slice[low:high])
                 elif not pieces and (rows == 0 or 0 in shape):
                     empty = file.get_tensor(name)[:0]
         return torch.cat(pieces) if len(pieces) > 1 else (pieces[0] if pieces else empty)
 
-    def elements(self, part: str, name: str, start: int, num: int) -> Tensor:
+    def read_elements(self, part: str, name: str, start: int, num: int) -> Tensor:
         """Elements [start, start + num) of a tensor laid out in one row, of which no more is read than their pieces' rows."""
         pieces = []
-        for place in self._layout(part)[name]:
-            row = 1 if place.flat else math.prod(place.shape[1:])
-            with safe_open(place.path, framework="pt") as file:
+        for shard in self._read_layout(part)[name]:
+            row = 1 if shard.flat else math.prod(shard.shape[1:])
+            with safe_open(shard.path, framework="pt") as file:
                 part_slice = file.get_slice(name)
-                low, high = start - place.start * row, start + num - place.start * row
+                low, high = start - shard.start * row, start + num - shard.start * row
                 high = min(high, math.prod(part_slice.get_shape()))
                 low = max(low, 0)
                 if low < high:
@@ -107,43 +107,46 @@ class Reader:
                     pieces.append(file.get_tensor(name).flatten()[:0])
         return torch.cat(pieces)
 
-    def piece(self, part: str, name: str, like: Piece) -> Tensor:
+    def read_shard(self, part: str, name: str, like: TensorShard) -> Tensor:
         """What belongs where `like` lies."""
         if like.flat:
-            return self.elements(part, name, like.start, like.local.numel())
+            return self.read_elements(part, name, like.start, like.local.numel())
         return self.read(part, name, like.start, like.local.shape[0] if like.local.ndim else None)
 
-    def part(self, part: str) -> Mapping[str, Tensor]:
+    def lazy_part(self, part: str) -> Mapping[str, Tensor]:
         """The tensors of a part by name, each read when it is asked for."""
-        return _Part(self, part)
+        return _LazyPart(self, part)
 
-    def whole(self, part: str) -> Iterator[tuple[str, Tensor]]:
+    def read_part(self, part: str) -> Iterator[tuple[str, Tensor]]:
         return ((name, self.read(part, name)) for name in self.names(part))
 
-    def _layout(self, part: str) -> dict[str, list[_Stored]]:
-        if part not in self._places:
-            layout: dict[str, list[_Stored]] = {}
+    def _read_layout(self, part: str) -> dict[str, list[_StoredShard]]:
+        if part not in self._layouts:
+            layout: dict[str, list[_StoredShard]] = {}
             saved = f"{self.prefix}{part}"
             paths = [self.folder / f"{saved}.safetensors", *sorted(self.folder.glob(f"{saved}-*-of-*.safetensors"))]
             for path in paths:
                 if not path.exists():
                     continue
                 with safe_open(path, framework="pt") as file:
-                    words = json.loads((file.metadata() or {}).get("halation", "{}"))
+                    layouts = json.loads((file.metadata() or {}).get("halation", "{}"))
                     for name in file.keys():  # noqa: SIM118 - not a mapping
-                        word = words.get(name, {})
-                        shape = word.get("shape") or file.get_slice(name).get_shape()
+                        stored = layouts.get(name, {})
+                        shape = stored.get("shape") or file.get_slice(name).get_shape()
                         layout.setdefault(name, []).append(
-                            _Stored(
-                                start=word.get("start", 0), path=path, flat=word.get("flat", False), shape=tuple(shape)
+                            _StoredShard(
+                                start=stored.get("start", 0),
+                                path=path,
+                                flat=stored.get("flat", False),
+                                shape=tuple(shape),
                             )
                         )
-            self._places[part] = {name: sorted(places, key=lambda s: s.start) for name, places in layout.items()}
-        return self._places[part]
+            self._layouts[part] = {name: sorted(places, key=lambda s: s.start) for name, places in layout.items()}
+        return self._layouts[part]
 
 
-class _Part(Mapping[str, Tensor]):
-    def __init__(self, reader: Reader, part: str) -> None:
+class _LazyPart(Mapping[str, Tensor]):
+    def __init__(self, reader: CheckpointReader, part: str) -> None:
         self._reader, self._part = reader, part
 
     def __getitem__(self, name: str) -> Tensor:

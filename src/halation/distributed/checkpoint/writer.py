@@ -25,46 +25,81 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from halation.distributed.checkpoint import safetensors_writer
-from halation.distributed.checkpoint.pinned_copies import HostCopies
-from halation.distributed.checkpoint.reader import Piece
+from halation.distributed.checkpoint.pinned_copies import PinnedCopies
+from halation.distributed.checkpoint.reader import TensorShard
 from halation.distributed.world import World
 from halation.errors import HalationError, RankFailure
-from halation.faults import fault_point
-from halation.runs.folder import COMMIT, publish, publish_json, sync_folder
+from halation.fault_injection import fault_point
+from halation.runs.run_record import COMMIT_FILE, sync_folder, write_atomic, write_json_atomic
+
+_CHUNK = 1 << 26
+_DTYPE_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.02
-AGAIN_S = 0.2
-HURRY_S = 3.0
-Parts = Mapping[str, Mapping[str, Piece]]
+RETRY_DELAY_S = 0.2
+ABORT_TIMEOUT_S = 3.0
+ShardsByPart = Mapping[str, Mapping[str, TensorShard]]
 Result = TypeVar("Result")
 
 
-def digest(path: Path) -> str:
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    """Write and return the SHA-256 of the file's bytes. The library's own writer copies every tensor first, and holds the GIL while
+    a training waits for it; a hash taken afterwards reads everything once more."""
+    digest = hashlib.sha256()
+    with open(path, "wb", buffering=0) as file, ThreadPoolExecutor(1, thread_name_prefix="halation-hash") as threads:
+        for chunk in _safetensors_chunks(tensors, metadata):
+            hashed = threads.submit(digest.update, chunk)
+            rest = chunk
+            while rest:
+                rest = rest[os.write(file.fileno(), rest) :]
+            hashed.result()
+    return digest.hexdigest()
+
+
+def _safetensors_chunks(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[memoryview]:
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    start = 0
+    for name, tensor in tensors.items():
+        end = start + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        start = end
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)  # numbers then lie where a mapped file can be read as numbers
+    yield memoryview(len(encoded).to_bytes(8, "little") + encoded)
+    for tensor in tensors.values():
+        flat: memoryview = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+        for at in range(0, len(flat), _CHUNK):
+            yield flat[at : at + _CHUNK]
+
+
+def file_sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def seal(commit: Mapping[str, Any]) -> str:
+def commit_sha256(commit: Mapping[str, Any]) -> str:
     """The SHA-256 of a commit file's own words: a flipped bit there could otherwise move a step or hide a part."""
-    words = {name: value for name, value in commit.items() if name != "seal"}
-    return hashlib.sha256(json.dumps(words, sort_keys=True).encode()).hexdigest()
+    sealed = {name: value for name, value in commit.items() if name != "seal"}
+    return hashlib.sha256(json.dumps(sealed, sort_keys=True).encode()).hexdigest()
 
 
-def twice(action: Callable[[], Result]) -> Result:
+def retry_once(action: Callable[[], Result]) -> Result:
     """Do it once more where the disk refuses the first time: a full quota or a network disk may have a short moment."""
     try:
         return action()
     except (OSError, SafetensorError) as error:  # safetensors tells of a full disk with an error of its own
         log.warning("the disk refused (%s); trying once more", error)
-        time.sleep(AGAIN_S)
+        time.sleep(RETRY_DELAY_S)
         return action()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class CommittedCheckpoint:
     """A committed checkpoint."""
 
     folder: Path
@@ -72,7 +107,7 @@ class Found:
     kind: str
 
 
-class Checkpoints:
+class CheckpointWriter:
     """The checkpoints of one run as its ranks write them."""
 
     def __init__(self, world: World, folder: Path, *, keep_last: int, sharded: bool) -> None:
@@ -80,265 +115,271 @@ class Checkpoints:
         self.folder = folder
         self.keep_last = keep_last
         self.sharded = sharded
-        self.copies = HostCopies()
+        self.copies = PinnedCopies()
         self.pending: threading.Thread | None = None
         self.error: str | None = None
         self.blocked_s = 0.0
         self.queued_s = 0.0
-        self._stream: torch.cuda.Stream | None = None
-        self._copied: torch.cuda.Event | None = None
-        self._latest_end = math.inf
+        self._copy_stream: torch.cuda.Stream | None = None
+        self._copy_event: torch.cuda.Event | None = None
+        self._commit_deadline = math.inf
         folder.mkdir(parents=True, exist_ok=True)
-        if world.first:
+        if world.is_rank_zero:
             for leftover in (*folder.glob(".saving_*"), *folder.glob("*.removing")):
                 shutil.rmtree(leftover, ignore_errors=True)
         # One word for all saves of this start, so that leftovers of a killed one cannot be taken for ours. Ranks get it when rank 0 has
         # tidied up: a quick one could otherwise begin a save that is taken for a leftover.
-        self.token = str(world.from_first(os.urandom(6).hex()))
+        self.token = str(world.broadcast_from_rank_zero(os.urandom(6).hex()))
 
     def reserve(self, sizes: Iterable[int]) -> None:
         """Take the memory that saves of tensors of so many bytes will need while there is something else to do."""
-        if self.world.device.type == "cuda" and (self.sharded or self.world.first):
+        if self.world.device.type == "cuda" and (self.sharded or self.world.is_rank_zero):
             self.copies.reserve(sizes)
 
-    def save(self, step: int, kind: str, parts: Parts, state: Mapping[str, Any], rank_state: Mapping[str, Any]) -> None:
+    def save(
+        self, step: int, kind: str, parts: ShardsByPart, state: Mapping[str, Any], rank_state: Mapping[str, Any]
+    ) -> None:
         """Copy now, write later. A save that is still being written is waited for first: two never race for the disk."""
         began = time.perf_counter()
         self.wait()
         self.queued_s = time.perf_counter() - began
         began = time.perf_counter()
         fault_point("checkpoint.copy")
-        copied: dict[str, dict[str, Piece]] = {}
-        if self.sharded or self.world.first:
-            with self._beside_the_step():
+        copied: dict[str, dict[str, TensorShard]] = {}
+        if self.sharded or self.world.is_rank_zero:
+            with self._use_copy_stream():
                 for part, pieces in parts.items():
                     copied[part] = {
-                        name: replace(p, local=self._copy(f"{part}/{name}", p)) for name, p in pieces.items()
+                        name: replace(p, local=self._copy_shard(f"{part}/{name}", p)) for name, p in pieces.items()
                     }
         self.blocked_s = time.perf_counter() - began
-        words = (step, kind, copied, dict(state), dict(rank_state), self._copied)
-        self.pending = threading.Thread(target=self._write, args=words, name="halation-checkpoint", daemon=True)
+        arguments = (step, kind, copied, dict(state), dict(rank_state), self._copy_event)
+        self.pending = threading.Thread(
+            target=self._write_checkpoint, args=arguments, name="halation-checkpoint", daemon=True
+        )
         self.pending.start()
 
     @contextlib.contextmanager
-    def _beside_the_step(self) -> Iterator[None]:
+    def _use_copy_stream(self) -> Iterator[None]:
         """On a GPU, copies run on a stream of their own: they begin when what is computed now is done, and need not be waited for."""
         if self.world.device.type != "cuda":
             yield
             return
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self.world.device)
-        self._stream.wait_stream(torch.cuda.current_stream(self.world.device))
-        with torch.cuda.stream(self._stream):
+        if self._copy_stream is None:
+            self._copy_stream = torch.cuda.Stream(self.world.device)
+        self._copy_stream.wait_stream(torch.cuda.current_stream(self.world.device))
+        with torch.cuda.stream(self._copy_stream):
             yield
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+            self._copy_event = torch.cuda.Event()
+            self._copy_event.record()
 
-    def _copy(self, name: str, piece: Piece) -> Tensor:
-        source = piece.local.detach()
-        if self._stream is not None and source.is_cuda:
-            source.record_stream(self._stream)  # one that is made for this save alone stays until it is copied
+    def _copy_shard(self, name: str, shard: TensorShard) -> Tensor:
+        source = shard.local.detach()
+        if self._copy_stream is not None and source.is_cuda:
+            source.record_stream(self._copy_stream)  # one that is made for this save alone stays until it is copied
         return self.copies.copy(name, source)
 
-    def let_change(self) -> None:
+    def wait_for_copy(self) -> None:
         """Called before anything that was saved is written to again: the GPU, and not this thread, waits for the copy."""
-        if self._copied is not None:
-            torch.cuda.current_stream(self.world.device).wait_event(self._copied)
-            self._copied = None
+        if self._copy_event is not None:
+            torch.cuda.current_stream(self.world.device).wait_event(self._copy_event)
+            self._copy_event = None
 
-    def wait(self, beat: Callable[[], None] | None = None) -> None:
-        """Until this rank's part of the last save is on disk (and, on rank 0, committed); `beat` is called meanwhile."""
+    def wait(self, heartbeat: Callable[[], None] | None = None) -> None:
+        """Until this rank's part of the last save is on disk (and, on rank 0, committed); `heartbeat` is called meanwhile."""
         if self.pending is not None:
             while self.pending.is_alive():
                 self.pending.join(0.5)
-                if beat:
-                    beat()
+                if heartbeat:
+                    heartbeat()
             self.pending = None
 
-    def hurry(self) -> None:
+    def shorten_timeout(self) -> None:
         """The run ends with an error: a save may still be finished, but not wait long for ranks that are perhaps gone."""
-        self._latest_end = time.monotonic() + HURRY_S
+        self._commit_deadline = time.monotonic() + ABORT_TIMEOUT_S
 
-    def raise_error(self) -> None:
+    def raise_if_failed(self) -> None:
         if self.error is not None:
             raise HalationError(self.error)
 
-    def _write(
+    def _write_checkpoint(
         self,
         step: int,
         kind: str,
-        copied: Parts,
+        copied: ShardsByPart,
         state: dict[str, Any],
         rank_state: dict[str, Any],
-        is_copied: torch.cuda.Event | None,
+        copy_event: torch.cuda.Event | None,
     ) -> None:
-        """Write this rank's files; then, on rank 0, commit. Whatever fails is kept for `raise_error`: nobody sees a thread die."""
+        """Write this rank's files; then, on rank 0, commit. Whatever fails is kept for `raise_if_failed`: nobody sees a thread die."""
         name = f"step_{step:07d}"
-        place = self.folder / f".saving_{name}_{self.token}"
-        word: dict[str, Any] = {"files": {}, "error": None}
+        temporary = self.folder / f".saving_{name}_{self.token}"
+        report: dict[str, Any] = {"files": {}, "error": None}
         advice = "; free some space or mend the disk, then run the same command again"
         try:
-            if is_copied is not None:
-                is_copied.synchronize()
-            word["files"] = twice(lambda: self._write_files(place, copied, state, rank_state))
+            if copy_event is not None:
+                copy_event.synchronize()
+            report["files"] = retry_once(lambda: self._write_files(temporary, copied, state, rank_state))
         except Exception as error:  # noqa: BLE001
-            word["error"] = f"cannot save checkpoint {name} in {self.folder}: {_reason(error)}"
+            report["error"] = f"cannot save checkpoint {name} in {self.folder}: {_describe_error(error)}"
         try:
-            twice(lambda: publish_json(place / f"rank_{self.world.rank}.json", word))
-            if self.world.first:
-                self._commit(name, step, kind, place)
+            retry_once(lambda: write_json_atomic(temporary / f"rank_{self.world.rank}.json", report))
+            if self.world.is_rank_zero:
+                self._commit(name, step, kind, temporary)
         except Exception as error:  # noqa: BLE001
-            self.error = word["error"] or f"cannot commit checkpoint {name} in {self.folder}: {_reason(error)}"
-            if isinstance(error, RankFailure) and not word["error"]:
+            self.error = (
+                report["error"] or f"cannot commit checkpoint {name} in {self.folder}: {_describe_error(error)}"
+            )
+            if isinstance(error, RankFailure) and not report["error"]:
                 advice = ""  # no disk is at fault, and whoever looks after the ranks says what became of that one
-        if word["error"] or self.error:
-            self.error = f"{self.error or word['error']}{advice}"
+        if report["error"] or self.error:
+            self.error = f"{self.error or report['error']}{advice}"
             log.error("%s", self.error)
-            if self.world.first:
-                shutil.rmtree(place, ignore_errors=True)
+            if self.world.is_rank_zero:
+                shutil.rmtree(temporary, ignore_errors=True)
 
     def _write_files(
-        self, place: Path, copied: Parts, state: Mapping[str, Any], rank_state: Mapping[str, Any]
+        self, temporary: Path, copied: ShardsByPart, state: Mapping[str, Any], rank_state: Mapping[str, Any]
     ) -> dict[str, str]:
         files = {}
-        place.mkdir(exist_ok=True)
+        temporary.mkdir(exist_ok=True)
         for part, pieces in copied.items():
             suffix = f"-{self.world.rank + 1:05d}-of-{self.world.size:05d}" if self.sharded else ""
-            path = place / f"{part}{suffix}.safetensors"
+            path = temporary / f"{part}{suffix}.safetensors"
             fault_point("checkpoint.part")
             layout = {name: {"start": p.start, "shape": p.shape, "flat": p.flat} for name, p in pieces.items()}
             tensors = {name: p.local for name, p in pieces.items()}
-            files[path.name] = safetensors_writer.write(path, tensors, {"halation": json.dumps(layout)})
+            files[path.name] = write_safetensors(path, tensors, {"halation": json.dumps(layout)})
             fault_point("checkpoint.fsync")
             with open(path, "rb+") as file:
                 os.fsync(file.fileno())
         written = {f"rank_state_{self.world.rank}.json": rank_state}
-        if self.world.first:
+        if self.world.is_rank_zero:
             written["state.json"] = state
         for name, value in written.items():
-            publish_json(place / name, value)
-            files[name] = digest(place / name)
+            write_json_atomic(temporary / name, value)
+            files[name] = file_sha256(temporary / name)
         return files
 
-    def _commit(self, name: str, step: int, kind: str, place: Path) -> None:
-        files = self._gathered(place)
+    def _commit(self, name: str, step: int, kind: str, temporary: Path) -> None:
+        files = self._gather_files(temporary)
         commit = {
             "step": step,
             "kind": kind,
             "world_size": self.world.size,
             "sharded": self.sharded,
             "sha256": files,
-            "bytes": {file: (place / file).stat().st_size for file in files},
+            "bytes": {file: (temporary / file).stat().st_size for file in files},
         }
 
         def publish_commit() -> None:
             fault_point("checkpoint.commit")
-            publish_json(place / COMMIT, commit | {"seal": seal(commit)})
+            write_json_atomic(temporary / COMMIT_FILE, commit | {"seal": commit_sha256(commit)})
 
-        twice(publish_commit)
-        twice(lambda: _take_name(place, self.folder / name))
+        retry_once(publish_commit)
+        retry_once(lambda: _rename_committed(temporary, self.folder / name))
         try:  # the checkpoint stands; what follows may fail without harm to it
-            twice(lambda: self._tell_latest(name))
-            twice(lambda: self._rotate(step))
+            retry_once(lambda: self._write_latest(name))
+            retry_once(lambda: self._rotate(step))
         except OSError as error:
             log.error("checkpoint %s is saved, but older ones could not be tidied up: %s", name, error)
 
-    def _gathered(self, place: Path) -> dict[str, str]:
+    def _gather_files(self, temporary: Path) -> dict[str, str]:
         """The files of all ranks with their sums, as soon as every rank has left its list, or the first error among them."""
         began = time.monotonic()
         deadline = began + self.world.timeout_s
-        waiting = [place / f"rank_{rank}.json" for rank in range(self.world.size)]
+        waiting = [temporary / f"rank_{rank}.json" for rank in range(self.world.size)]
         files: dict[str, str] = {}
         while waiting:
             for path in [path for path in waiting if path.exists()]:
-                word = json.loads(path.read_bytes())
-                if word["error"]:
-                    raise HalationError(word["error"])
-                files |= word["files"]
+                report = json.loads(path.read_bytes())
+                if report["error"]:
+                    raise HalationError(report["error"])
+                files |= report["files"]
                 path.unlink()
                 waiting.remove(path)
-            if waiting and time.monotonic() > min(deadline, self._latest_end):
+            if waiting and time.monotonic() > min(deadline, self._commit_deadline):
                 missing = ", ".join(path.stem.removeprefix("rank_") for path in waiting)
                 raise RankFailure(f"no word from rank {missing} within {time.monotonic() - began:.0f} s")
             if waiting:
                 time.sleep(POLL_S)
         return files
 
-    def _tell_latest(self, name: str) -> None:
+    def _write_latest(self, name: str) -> None:
         fault_point("checkpoint.latest")
-        publish(self.folder / "latest", f"{name}\n".encode())
+        write_atomic(self.folder / "latest", f"{name}\n".encode())
 
     def _rotate(self, newest: int) -> None:
         """Remove what is no longer wanted; never the checkpoint that was just committed, nor one that came after."""
         fault_point("checkpoint.rotate")
-        everything = committed(self.folder)
+        everything = list_committed(self.folder)
         found = [item for item in everything if item.step < newest]
         kept = [item for item in everything if item.kind == "kept"]
         surplus = kept[: -self.keep_last] if self.keep_last else []
         for item in found:
             if item.kind == "latest" or item in surplus:
                 fault_point("checkpoint.remove")
-                _remove(item.folder)
+                _remove_checkpoint(item.folder)
 
 
-def _take_name(place: Path, final: Path) -> None:
+def _rename_committed(temporary: Path, final: Path) -> None:
     """Give a committed folder its name; a folder of that name (a damaged one, as a good one is never saved again) makes way."""
-    if place.exists():  # not there where only the fsync below is tried again
+    if temporary.exists():  # not there where only the fsync below is tried again
         if final.exists():
-            _remove(final)
+            _remove_checkpoint(final)
         fault_point("checkpoint.rename")
-        os.rename(place, final)
+        os.rename(temporary, final)
     sync_folder(final.parent)
 
 
-def _reason(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     if isinstance(error, OSError):
         return error.strerror or str(error)
     return str(error) if isinstance(error, HalationError | SafetensorError) else f"{type(error).__name__}: {error}"
 
 
-def _remove(folder: Path) -> None:
+def _remove_checkpoint(folder: Path) -> None:
     """Take the name away first, so that a half-removed checkpoint is never one."""
-    doomed = folder.with_name(f".{folder.name}.{os.urandom(3).hex()}.removing")
-    os.rename(folder, doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    trash = folder.with_name(f".{folder.name}.{os.urandom(3).hex()}.removing")
+    os.rename(folder, trash)
+    shutil.rmtree(trash, ignore_errors=True)
 
 
 def read_commit(folder: Path) -> dict[str, Any]:
     """The commit file of a checkpoint; ValueError where it is not the one that was written."""
     try:
-        commit: dict[str, Any] = json.loads((folder / COMMIT).read_bytes())
-        if commit["seal"] != seal(commit):
+        commit: dict[str, Any] = json.loads((folder / COMMIT_FILE).read_bytes())
+        if commit["seal"] != commit_sha256(commit):
             raise ValueError("its words do not have the seal they were written with")
         return commit
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{COMMIT} cannot be trusted ({type(error).__name__}: {error})") from error
+        raise ValueError(f"{COMMIT_FILE} cannot be trusted ({type(error).__name__}: {error})") from error
 
 
-def committed(folder: Path) -> list[Found]:
+def list_committed(folder: Path) -> list[CommittedCheckpoint]:
     """Checkpoints with a good commit file, oldest first; their parts are not looked at yet."""
     found = []
     for path in folder.glob("step_*"):
         with contextlib.suppress(ValueError):
             commit = read_commit(path)
-            found.append(Found(folder=path, step=int(commit["step"]), kind=str(commit["kind"])))
+            found.append(CommittedCheckpoint(folder=path, step=int(commit["step"]), kind=str(commit["kind"])))
     return sorted(found, key=lambda item: item.step)
 
 
-def damage(folder: Path) -> str | None:
+def find_damage(folder: Path) -> str | None:
     """What is wrong with a checkpoint, or None where every part has the bytes it was committed with."""
     try:
         sums: dict[str, str] = read_commit(folder)["sha256"]
     except ValueError as error:
         return str(error)
     if not sums:
-        return f"{COMMIT} lists no files"
+        return f"{COMMIT_FILE} lists no files"
     missing = [name for name in sums if not (folder / name).is_file()]
     if missing:
         return f"{missing[0]} is missing"
     try:
         with ThreadPoolExecutor(max_workers=4) as pool:
-            for name, found in zip(sums, pool.map(lambda name: digest(folder / name), sums), strict=True):
+            for name, found in zip(sums, pool.map(lambda name: file_sha256(folder / name), sums), strict=True):
                 if found != sums[name]:
                     return f"{name} does not have the SHA-256 it was saved with"
     except OSError as error:
@@ -346,16 +387,18 @@ def damage(folder: Path) -> str | None:
     return None
 
 
-def newest_good(folder: Path, on_damage: Callable[[Found, str], None] | None = None) -> Found | None:
+def find_newest_valid(
+    folder: Path, on_damage: Callable[[CommittedCheckpoint, str], None] | None = None
+) -> CommittedCheckpoint | None:
     """The newest checkpoint whose every byte checks; damaged ones are reported, and handed to `on_damage`."""
     named = [path for path in folder.glob("step_*") if path.name.removeprefix("step_").isdigit()]
     for path in sorted(named, key=lambda path: int(path.name.removeprefix("step_")), reverse=True):
-        problem = damage(path)
+        problem = find_damage(path)
         if problem is None:
-            return next(item for item in committed(folder) if item.folder == path)
+            return next(item for item in list_committed(folder) if item.folder == path)
         if not path.exists():  # a run that is still training has removed it meanwhile
             continue
         log.error("checkpoint %s is damaged: %s; looking for an older one", path, problem)
         if on_damage:
-            on_damage(Found(folder=path, step=int(path.name.removeprefix("step_")), kind=""), problem)
+            on_damage(CommittedCheckpoint(folder=path, step=int(path.name.removeprefix("step_")), kind=""), problem)
     return None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from halation.distributed.checkpoint.reader import Piece, Reader
+from halation.distributed.checkpoint.reader import CheckpointReader, TensorShard
 from halation.distributed.world import World
 
 if TYPE_CHECKING:
@@ -32,29 +32,29 @@ class EngineSettings:
     deepspeed_config: str = ""
     global_batch: int = 1
     num_micro_batches: int = 1
-    rows: int = 1
+    micro_batch_size: int = 1
     grad_clip: float = 0.0
     dtype: str = "fp32"
     bf16_weights: bool = False
 
 
-def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
+def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
     """Asked by its methods: importing DTensor and FSDP takes two seconds, which ranks that do not shard need not wait for."""
     return hasattr(tensor, "to_local")
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """The memory this rank holds of a tensor, sharded or not."""
-    return tensor.to_local() if is_sharded(tensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
-def piece(tensor: Tensor) -> Piece:
-    if not is_sharded(tensor):
-        return Piece(local=tensor, start=0, shape=tuple(tensor.shape))
+def local_shard(tensor: Tensor) -> TensorShard:
+    if not is_dtensor(tensor):
+        return TensorShard(local=tensor, start=0, shape=tuple(tensor.shape))
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return Piece(local=tensor.to_local(), start=offset[0] if offset else 0, shape=tuple(tensor.shape))
+    return TensorShard(local=tensor.to_local(), start=offset[0] if offset else 0, shape=tuple(tensor.shape))
 
 
 class Engine:
@@ -66,17 +66,17 @@ class Engine:
     name = "single"
     sharded = False
     """Every forward is a collective: one rank that runs fewer of them leaves the others hanging."""
-    saves_pieces = False
+    saves_shards = False
     """Every rank has something of its own to save; otherwise rank 0 has everything."""
     optimizer: torch.optim.Optimizer
 
     def __init__(self, world: World, module: nn.Module) -> None:
         self.world = world
         self.module = module
-        self.trained: nn.Module = module
+        self.wrapped_module: nn.Module = module
         # Counted now: what is sharded later may say that it is empty.
         self.num_parameters = sum(parameter.numel() for parameter in module.parameters())
-        self.num_trained = sum(parameter.numel() for _, parameter in self.named_parameters())
+        self.num_trainable = sum(parameter.numel() for _, parameter in self.named_parameters())
         self.shapes = {name: tuple(parameter.shape) for name, parameter in self.named_parameters()}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -84,11 +84,11 @@ class Engine:
 
     def prepare_optimizer(self, lr: float, betas: tuple[float, float], weight_decay: float) -> None:
         """Called once, before the first pass; the optimizer is the engine's own from then on."""
-        self.optimizer = adamw([parameter for _, parameter in self.named_parameters()], lr, betas, weight_decay)
+        self.optimizer = build_adamw([parameter for _, parameter in self.named_parameters()], lr, betas, weight_decay)
 
     # -- a step
 
-    def settle(self, loss: Tensor) -> None:
+    def warm_up(self, loss: Tensor) -> None:
         """Run one backward pass whose gradients are thrown away, before the first step.
 
         DDP orders its buckets anew after its first backward, which changes the order of additions on three ranks and more.
@@ -98,7 +98,7 @@ class Engine:
         self.zero_grad()
 
     @contextlib.contextmanager
-    def accumulating(self, last: bool) -> Iterator[None]:
+    def accumulate(self, last: bool) -> Iterator[None]:
         """Around a micro-batch's forward and backward: gradients meet only after the last one."""
         yield
 
@@ -106,7 +106,7 @@ class Engine:
         """Gradients become the mean over ranks."""
         loss.backward()
 
-    def grad_norm(self, max_norm: float, scale: float = 1.0) -> Tensor:
+    def clip_grad_norm(self, max_norm: float, scale: float = 1.0) -> Tensor:
         """Norm of the whole gradient, which is divided by the loss scale first, and clipped to `max_norm` where that is positive."""
         gradients = [parameter.grad for _, parameter in self.named_parameters() if parameter.grad is not None]
         if scale != 1.0:  # a power of two, so dividing is exact
@@ -125,7 +125,7 @@ class Engine:
             group["lr"] = lr
 
     def step(self) -> None:
-        """Move the weights by the gradient that `grad_norm` has looked at."""
+        """Move the weights by the gradient that `clip_grad_norm` has looked at."""
         self.optimizer.step()
 
     def zero_grad(self) -> None:
@@ -134,63 +134,63 @@ class Engine:
 
     # -- weights
 
-    def masters(self) -> dict[str, Tensor]:
+    def master_weights(self) -> dict[str, Tensor]:
         """What steps change, by name: the tensors an average is kept of, and the ones it changes places with."""
         return dict(self.named_parameters())
 
-    def weights_changed(self) -> None:
-        """Called after something other than a step wrote to `masters`: what the module computes with follows them."""
+    def sync_master_weights(self) -> None:
+        """Called after something other than a step wrote to `master_weights`: what the module computes with follows them."""
 
-    def at_rest(self) -> None:
+    def reshard(self) -> None:
         """Bring parameters back to where the optimizer and the EMA expect them after forwards without backward."""
 
-    def parameters_agree(self) -> Iterator[tuple[str, Tensor]]:
+    def replicated_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Tensors that must hold the same bits on every rank."""
         return ((name, parameter.detach()) for name, parameter in self.named_parameters())
 
     # -- state
 
-    def pieces(self) -> dict[str, dict[str, Piece]]:
-        """This rank's part of everything that is saved: `model`, laid out like `masters`, and `optimizer`, as KEY/NAME."""
-        model = {name: piece(parameter.detach()) for name, parameter in self.named_parameters()}
+    def state_shards(self) -> dict[str, dict[str, TensorShard]]:
+        """This rank's part of everything that is saved: `model`, laid out like `master_weights`, and `optimizer`, as KEY/NAME."""
+        model = {name: local_shard(parameter.detach()) for name, parameter in self.named_parameters()}
         optimizer = {
-            f"{key}/{name}": piece(value)
+            f"{key}/{name}": local_shard(value)
             for name, parameter in self.named_parameters()
             for key, value in self.optimizer.state.get(parameter, {}).items()
         }
         return {"model": model, "optimizer": optimizer}
 
     @torch.no_grad()
-    def fill(self, reader: Reader) -> None:
+    def load_checkpoint(self, reader: CheckpointReader) -> None:
         """Take weights and optimizer from a checkpoint, whatever number of ranks wrote it."""
-        has_optimizer = reader.has("optimizer")  # none before the first step that counted
+        has_optimizer = reader.has_part("optimizer")  # none before the first step that counted
         for name, parameter in self.named_parameters():
-            mine = piece(parameter.detach())
-            mine.local.copy_(reader.piece("model", name, mine))
+            shard = local_shard(parameter.detach())
+            shard.local.copy_(reader.read_shard("model", name, shard))
             if not has_optimizer:
                 continue
-            place = mine.local.device
-            state: dict[str, Tensor] = {"step": reader.read("optimizer", f"step/{name}").to(place)}
+            device = shard.local.device
+            state: dict[str, Tensor] = {"step": reader.read("optimizer", f"step/{name}").to(device)}
             for key in ("exp_avg", "exp_avg_sq"):
                 state[key] = torch.empty_like(parameter)
-                local(state[key]).copy_(reader.piece("optimizer", f"{key}/{name}", mine))
+                local_tensor(state[key]).copy_(reader.read_shard("optimizer", f"{key}/{name}", shard))
             self.optimizer.state[parameter] = state
 
-    def reserve(self) -> list[Tensor]:
+    def reserve_optimizer_memory(self) -> list[Tensor]:
         """Memory the optimizer will take at its first step, taken now, for as long as the caller holds it."""
         if self.optimizer.state:
             return []
-        return [torch.empty_like(local(p.detach())) for _, p in self.named_parameters() for _ in range(2)]
+        return [torch.empty_like(local_tensor(p.detach())) for _, p in self.named_parameters() for _ in range(2)]
 
     @contextlib.contextmanager
-    def parked(self) -> Iterator[None]:
+    def offload_optimizer_state(self) -> Iterator[None]:
         """The optimizer's state waits in host memory meanwhile; every bit comes back, into the same tensors."""
-        tensors = [local(value) for state in self.optimizer.state.values() for value in state.values()]
-        with host_memory([tensor for tensor in tensors if tensor.device.type == self.world.device.type]):
+        tensors = [local_tensor(value) for state in self.optimizer.state.values() for value in state.values()]
+        with offload_to_host([tensor for tensor in tensors if tensor.device.type == self.world.device.type]):
             yield
 
 
-class Ddp(Engine):
+class DDPEngine(Engine):
     """Every rank holds everything; gradients are averaged while the backward pass still runs."""
 
     name = "ddp"
@@ -201,22 +201,22 @@ class Ddp(Engine):
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
             module, [name for name, _ in module.named_buffers()]
         )
-        places = [world.device.index] if world.device.type == "cuda" else None
-        self.trained = DistributedDataParallel(module, device_ids=places, gradient_as_bucket_view=True)
+        device_ids = [world.device.index] if world.device.type == "cuda" else None
+        self.wrapped_module = DistributedDataParallel(module, device_ids=device_ids, gradient_as_bucket_view=True)
 
     @contextlib.contextmanager
-    def accumulating(self, last: bool) -> Iterator[None]:
-        assert isinstance(self.trained, DistributedDataParallel)
-        with contextlib.nullcontext() if last else self.trained.no_sync():
+    def accumulate(self, last: bool) -> Iterator[None]:
+        assert isinstance(self.wrapped_module, DistributedDataParallel)
+        with contextlib.nullcontext() if last else self.wrapped_module.no_sync():
             yield
 
 
-class Fsdp(Engine):
+class FSDPEngine(Engine):
     """Weights, gradients and what is derived from them live in shards; a unit is whole only while it computes."""
 
     name = "fsdp"
     sharded = True
-    saves_pieces = True
+    saves_shards = True
 
     def __init__(self, world: World, module: nn.Module, units: Sequence[nn.Module], offload: bool = False) -> None:
         from torch.distributed.device_mesh import init_device_mesh
@@ -233,31 +233,31 @@ class Fsdp(Engine):
         fully_shard(module, mesh=mesh, offload_policy=policy)
 
     @contextlib.contextmanager
-    def accumulating(self, last: bool) -> Iterator[None]:
+    def accumulate(self, last: bool) -> Iterator[None]:
         cast("FSDPModule", self.module).set_requires_gradient_sync(last)
         yield
 
     def _total_norm(self, gradients: list[Tensor]) -> Tensor:
         total = super()._total_norm(gradients)
-        if not is_sharded(total):
+        if not is_dtensor(total):
             return total
-        mine = total.to_local()
-        if mine.device == self.world.device:
+        local_norm = total.to_local()
+        if local_norm.device == self.world.device:
             return total.full_tensor()
         # The group of the GPUs cannot add up what lies in host memory.
-        return self.world.sum(mine.to(self.world.device) ** 2).sqrt().to(mine.device)
+        return self.world.all_reduce_sum(local_norm.to(self.world.device) ** 2).sqrt().to(local_norm.device)
 
-    def at_rest(self) -> None:
+    def reshard(self) -> None:
         """After a forward without backward the root stays whole: the EMA would meet whole tensors instead of shards."""
         for submodule in self.module.modules():
             if hasattr(submodule, "reshard"):
                 cast("FSDPModule", submodule).reshard()
 
-    def parameters_agree(self) -> Iterator[tuple[str, Tensor]]:
+    def replicated_parameters(self) -> Iterator[tuple[str, Tensor]]:
         return iter(())
 
 
-def adamw(
+def build_adamw(
     parameters: Sequence[nn.Parameter], lr: float, betas: tuple[float, float], weight_decay: float
 ) -> torch.optim.AdamW:
     """Fused AdamW; vectors (biases, norms, embeddings of one row) are not decayed."""
@@ -268,18 +268,18 @@ def adamw(
 
 
 @contextlib.contextmanager
-def host_memory(tensors: Sequence[Tensor]) -> Iterator[None]:
+def offload_to_host(tensors: Sequence[Tensor]) -> Iterator[None]:
     """These tensors' contents wait in host memory while their own storage is given back; nobody may use them meanwhile."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
-    kept = []
+    copies = []
     for storage in storages.values():
         if not storage.resizable():  # somebody else looks at this memory too
             continue
-        kept.append((storage, torch.UntypedStorage(storage.size()).copy_(storage)))
+        copies.append((storage, torch.UntypedStorage(storage.size()).copy_(storage)))
         storage.resize_(0)
     try:
         yield
     finally:
-        for storage, copy in kept:
+        for storage, copy in copies:
             storage.resize_(copy.size())
             storage.copy_(copy)

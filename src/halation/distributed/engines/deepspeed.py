@@ -20,22 +20,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halation.distributed.checkpoint.reader import Piece, Reader
+from halation.distributed.checkpoint.reader import CheckpointReader, TensorShard
 from halation.distributed.engines import deepspeed_config
-from halation.distributed.engines.ddp_fsdp import Engine, EngineSettings, adamw
+from halation.distributed.engines.ddp_fsdp import Engine, EngineSettings, build_adamw
 from halation.distributed.world import World
 from halation.errors import InputError
 
 log = logging.getLogger(__name__)
 
-KINDS = {"DeepSpeedZeroOptimizer": (1, 2), "DeepSpeedZeroOptimizer_Stage3": (3,)}
+SUPPORTED_OPTIMIZERS = {"DeepSpeedZeroOptimizer": (1, 2), "DeepSpeedZeroOptimizer_Stage3": (3,)}
 MOMENTS = ("exp_avg", "exp_avg_sq")
-INVALID = -1.0
+INVALID_NORM = -1.0
 """DeepSpeed's word for a norm that is not finite: a step with it throws the gradient away."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fragment:
+class PartitionFragment:
     """`num` elements of a parameter from `start` on, which lie in partition `group` from `offset` on."""
 
     group: int
@@ -44,122 +44,132 @@ class Fragment:
     num: int
 
 
-class DeepSpeed(Engine):
+class DeepSpeedEngine(Engine):
     """Optimizer (1), gradients too (2), weights too (3) live in partitions."""
 
     name = "deepspeed"
-    saves_pieces = True
+    saves_shards = True
 
     def __init__(self, world: World, module: nn.Module, settings: EngineSettings) -> None:
         super().__init__(world, module)
-        self.library = load(world)
+        self.library = import_deepspeed(world)
         self.settings = settings
-        self.given = deepspeed_config.read(settings.deepspeed_config)
-        self.stage = deepspeed_config.stage(self.given, settings.zero_stage)
+        self.user_config = deepspeed_config.read_config(settings.deepspeed_config)
+        self.stage = deepspeed_config.resolve_zero_stage(self.user_config, settings.zero_stage)
         self.sharded = self.stage == 3
-        self._norm = torch.tensor(INVALID)
+        self._norm = torch.tensor(INVALID_NORM)
         self._has_gradient = False
 
     def prepare_optimizer(self, lr: float, betas: tuple[float, float], weight_decay: float) -> None:
-        deepspeed_config.check_optimizer(self.given, lr=lr, betas=betas, weight_decay=weight_decay)
+        deepspeed_config.check_optimizer(self.user_config, lr=lr, betas=betas, weight_decay=weight_decay)
         parameters = [parameter for _, parameter in self.named_parameters()]
         bf16_weights = all(parameter.dtype == torch.bfloat16 for parameter in parameters)
         settings = replace(self.settings, bf16_weights=bf16_weights)
-        config = config_of(self.given, settings, pin=self.world.device.type == "cuda")
-        self.offloads = deepspeed_config.offloads(config)
-        self.optimizer = adamw(parameters, lr, betas, weight_decay)
-        with _quiet(), _as_local_rank(self.world):
-            self.deepspeed, *_ = self.library.initialize(
+        config = build_config(self.user_config, settings, pin_memory=self.world.device.type == "cuda")
+        self.offloads_optimizer = deepspeed_config.offloads_optimizer(config)
+        self.optimizer = build_adamw(parameters, lr, betas, weight_decay)
+        with _ignore_warnings(), _override_local_rank(self.world):
+            self.ds_engine, *_ = self.library.initialize(
                 model=self.module, optimizer=self.optimizer, config=config, dist_init_required=False
             )
-        self.trained = self.deepspeed
-        self.zero = self.deepspeed.optimizer
-        if self.stage not in KINDS.get(type(self.zero).__name__, ()):
+        self.wrapped_module = self.ds_engine
+        self.zero_optimizer = self.ds_engine.optimizer
+        if self.stage not in SUPPORTED_OPTIMIZERS.get(type(self.zero_optimizer).__name__, ()):
             raise InputError(
-                f"--deepspeed_config makes DeepSpeed use {type(self.zero).__name__}",
+                f"--deepspeed_config makes DeepSpeed use {type(self.zero_optimizer).__name__}",
                 "plain ZeRO 1, 2 or 3",
                 "take what asks for it out of the file (Halation could not save its state)",
             )
-        self._take_over()
+        self._override_deepspeed()
         self.fragments = self._find_fragments()
 
-    def _take_over(self) -> None:
+    def _override_deepspeed(self) -> None:
         """What the loop decides is not decided a second time: precision, the norm, and whether a gradient counts."""
-        wanted = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.settings.dtype)
-        if wanted is not None:  # the engine would switch off an autocast that it was not told of
-            self.deepspeed.torch_autocast_enabled = lambda: True
-            self.deepspeed.torch_autocast_dtype = lambda: wanted
-        self._global_norm = self.zero._get_norm_groups if self.sharded else self.zero.scaled_global_norm
+        autocast_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.settings.dtype)
+        if autocast_dtype is not None:  # the engine would switch off an autocast that it was not told of
+            self.ds_engine.torch_autocast_enabled = lambda: True
+            self.ds_engine.torch_autocast_dtype = lambda: autocast_dtype
+        self._compute_global_norm = (
+            self.zero_optimizer._get_norm_groups if self.sharded else self.zero_optimizer.scaled_global_norm
+        )
         if self.sharded:
-            self.zero._get_norm_groups = lambda: [self._norm]
+            self.zero_optimizer._get_norm_groups = lambda: [self._norm]
         else:
-            self.zero.scaled_global_norm = lambda norm_type=2: self._norm
-            self.zero.check_grad_overflow = self.zero.dtype == torch.bfloat16
-        self.deepspeed.set_gradient_accumulation_boundary(True)
+            self.zero_optimizer.scaled_global_norm = lambda norm_type=2: self._norm
+            self.zero_optimizer.check_grad_overflow = self.zero_optimizer.dtype == torch.bfloat16
+        self.ds_engine.set_gradient_accumulation_boundary(True)
 
     # -- a step
 
     @contextlib.contextmanager
-    def accumulating(self, last: bool) -> Iterator[None]:
-        self.deepspeed.set_gradient_accumulation_boundary(last)
+    def accumulate(self, last: bool) -> Iterator[None]:
+        self.ds_engine.set_gradient_accumulation_boundary(last)
         yield
 
     def backward(self, loss: Tensor) -> None:
         self._has_gradient = True
-        self.deepspeed.backward(loss, scale_wrt_gas=False)
+        self.ds_engine.backward(loss, scale_wrt_gas=False)
 
-    def grad_norm(self, max_norm: float, scale: float = 1.0) -> Tensor:
+    def clip_grad_norm(self, max_norm: float, scale: float = 1.0) -> Tensor:
         """The gradient itself is divided and clipped by the step."""
-        self.zero.clip_grad = max_norm
-        self.zero.custom_loss_scaler = scale != 1.0
-        self.zero.external_loss_scale = scale
-        found = self._global_norm()
+        self.zero_optimizer.clip_grad = max_norm
+        self.zero_optimizer.custom_loss_scaler = scale != 1.0
+        self.zero_optimizer.external_loss_scale = scale
+        total = self._compute_global_norm()
         if self.sharded:
-            found = torch.stack([torch.as_tensor(norm, device=self.world.device) for norm in found])
-            found = torch.where((found < 0).any(), torch.full_like(found[0], INVALID), torch.linalg.vector_norm(found))
-        self._norm = torch.as_tensor(found, dtype=torch.float32, device=self.world.device)
+            total = torch.stack([torch.as_tensor(norm, device=self.world.device) for norm in total])
+            total = torch.where(
+                (total < 0).any(), torch.full_like(total[0], INVALID_NORM), torch.linalg.vector_norm(total)
+            )
+        self._norm = torch.as_tensor(total, dtype=torch.float32, device=self.world.device)
         return torch.where(self._norm < 0, torch.inf, self._norm / scale)
 
     def step(self) -> None:
-        self.deepspeed.step()
+        self.ds_engine.step()
         self._has_gradient = False
 
     def zero_grad(self) -> None:
         if self._has_gradient:
-            self._norm = torch.tensor(INVALID, device=self.world.device)
-            with _silent():  # whoever throws a gradient away says why
+            self._norm = torch.tensor(INVALID_NORM, device=self.world.device)
+            with _disable_logger():  # whoever throws a gradient away says why
                 self.step()
-        self.zero.custom_loss_scaler = False
+        self.zero_optimizer.custom_loss_scaler = False
 
     # -- weights
 
     @functools.cached_property
     def _partitions(self) -> list[Tensor]:
-        found = self.zero.fp32_partitioned_groups_flat if self.sharded else self.zero.single_partition_of_fp32_groups
+        found = (
+            self.zero_optimizer.fp32_partitioned_groups_flat
+            if self.sharded
+            else self.zero_optimizer.single_partition_of_fp32_groups
+        )
         return list(found)
 
-    def _find_fragments(self) -> dict[str, Fragment]:
+    def _find_fragments(self) -> dict[str, PartitionFragment]:
         """Where this rank's elements of each parameter lie; a parameter of which it has none is left out."""
         found = {}
         for name, parameter in self.named_parameters():
-            fragment = self._shard(parameter) if self.sharded else self._range(parameter)
+            fragment = self._stage3_fragment(parameter) if self.sharded else self._stage12_fragment(parameter)
             if fragment is not None:
                 found[name] = fragment
         return found
 
-    def _shard(self, parameter: Any) -> Fragment | None:
-        group, offset, size = self.zero.grad_position[self.zero.get_param_id(parameter)]
+    def _stage3_fragment(self, parameter: Any) -> PartitionFragment | None:
+        group, offset, size = self.zero_optimizer.grad_position[self.zero_optimizer.get_param_id(parameter)]
         start = self.world.rank * size
         num = min(parameter.ds_numel - start, size)
-        return Fragment(group=group, offset=offset, start=start, num=num) if num > 0 else None
+        return PartitionFragment(group=group, offset=offset, start=start, num=num) if num > 0 else None
 
-    def _range(self, parameter: Any) -> Fragment | None:
+    def _stage12_fragment(self, parameter: Any) -> PartitionFragment | None:
         mapping = parameter._hp_mapping
         if mapping is None:
             return None
         whole, mine = mapping.lp_fragment_address, mapping.hp_fragment_address
-        group = next(i for i, group in enumerate(self.zero.bit16_groups) if any(p is parameter for p in group))
-        fragment = Fragment(group=group, offset=mine.start, start=whole.start, num=whole.numel)
+        group = next(
+            i for i, group in enumerate(self.zero_optimizer.bit16_groups) if any(p is parameter for p in group)
+        )
+        fragment = PartitionFragment(group=group, offset=mine.start, start=whole.start, num=whole.numel)
         values = self._partitions[group].detach()[mine.start : mine.start + mine.numel]
         expected = parameter.detach().flatten()[whole.start : whole.start + whole.numel]
         if not torch.equal(values.to(expected), expected):
@@ -170,50 +180,52 @@ class DeepSpeed(Engine):
             )
         return fragment
 
-    def masters(self) -> dict[str, Tensor]:
+    def master_weights(self) -> dict[str, Tensor]:
         """Averages are kept of this rank's elements alone, beside the partition that steps change."""
-        return {name: _cut(self._partitions[f.group].detach(), f) for name, f in self.fragments.items()}
+        return {name: _fragment_view(self._partitions[f.group].detach(), f) for name, f in self.fragments.items()}
 
     @torch.no_grad()
-    def weights_changed(self) -> None:
+    def sync_master_weights(self) -> None:
         if not self.sharded:
-            self.zero.update_lp_params()
+            self.zero_optimizer.update_lp_params()
             return
-        self.at_rest()
+        self.reshard()
         for group in range(len(self._partitions)):
-            self.zero._reassign_or_swap_out_partitioned_parameters(group)
-        if self.zero.persistent_parameters:
-            self.zero.persistent_parameters[0].all_gather(self.zero.persistent_parameters)
-        self.zero.invalidate_secondary_tensor()
+            self.zero_optimizer._reassign_or_swap_out_partitioned_parameters(group)
+        if self.zero_optimizer.persistent_parameters:
+            self.zero_optimizer.persistent_parameters[0].all_gather(self.zero_optimizer.persistent_parameters)
+        self.zero_optimizer.invalidate_secondary_tensor()
 
-    def at_rest(self) -> None:
+    def reshard(self) -> None:
         if self.sharded:
-            self.zero._partition_all_parameters()
+            self.zero_optimizer._partition_all_parameters()
 
-    def parameters_agree(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(()) if self.sharded else super().parameters_agree()
+    def replicated_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(()) if self.sharded else super().replicated_parameters()
 
     # -- state
 
-    def pieces(self) -> dict[str, dict[str, Piece]]:
+    def state_shards(self) -> dict[str, dict[str, TensorShard]]:
         model, optimizer = {}, {}
         for name, fragment in self.fragments.items():
             shape, partition = self.shapes[name], self._partitions[fragment.group]
-            model[name] = Piece(local=_cut(partition.detach(), fragment), start=fragment.start, shape=shape, flat=True)
+            model[name] = TensorShard(
+                local=_fragment_view(partition.detach(), fragment), start=fragment.start, shape=shape, flat=True
+            )
             state = self.optimizer.state.get(partition, {})
             for key in MOMENTS if state else ():
-                local = _cut(state[key], fragment)
-                optimizer[f"{key}/{name}"] = Piece(local=local, start=fragment.start, shape=shape, flat=True)
+                local = _fragment_view(state[key], fragment)
+                optimizer[f"{key}/{name}"] = TensorShard(local=local, start=fragment.start, shape=shape, flat=True)
             if state:
-                optimizer[f"step/{name}"] = Piece(local=state["step"], start=0, shape=())
+                optimizer[f"step/{name}"] = TensorShard(local=state["step"], start=0, shape=())
         return {"model": model, "optimizer": optimizer}
 
     @torch.no_grad()
-    def fill(self, reader: Reader) -> None:
-        pieces = self.pieces()["model"]
-        for name, piece in pieces.items():
-            piece.local.copy_(reader.piece("model", name, piece))
-        if reader.has("optimizer"):
+    def load_checkpoint(self, reader: CheckpointReader) -> None:
+        shards = self.state_shards()["model"]
+        for name, shard in shards.items():
+            shard.local.copy_(reader.read_shard("model", name, shard))
+        if reader.has_part("optimizer"):
             # Every partition gets a state, also one that holds nothing but padding.
             step = reader.read("optimizer", f"step/{next(iter(self.shapes))}")
             for partition in self._partitions:
@@ -222,45 +234,49 @@ class DeepSpeed(Engine):
             for name, fragment in self.fragments.items():
                 state = self.optimizer.state[self._partitions[fragment.group]]
                 for key in MOMENTS:
-                    _cut(state[key], fragment).copy_(reader.piece("optimizer", f"{key}/{name}", pieces[name]))
-        self.weights_changed()
+                    _fragment_view(state[key], fragment).copy_(
+                        reader.read_shard("optimizer", f"{key}/{name}", shards[name])
+                    )
+        self.sync_master_weights()
 
-    def reserve(self) -> list[Tensor]:
-        if self.optimizer.state or self.offloads:
+    def reserve_optimizer_memory(self) -> list[Tensor]:
+        if self.optimizer.state or self.offloads_optimizer:
             return []
         return [torch.empty_like(partition) for partition in self._partitions for _ in MOMENTS]
 
     @contextlib.contextmanager
-    def parked(self) -> Iterator[None]:
-        if self.offloads:
+    def offload_optimizer_state(self) -> Iterator[None]:
+        if self.offloads_optimizer:
             log.info("--sample_offload has nothing to do: the optimizer's state lies in host memory already")
             yield
             return
-        with super().parked():
+        with super().offload_optimizer_state():
             yield
 
 
-def _cut(partition: Tensor, fragment: Fragment) -> Tensor:
+def _fragment_view(partition: Tensor, fragment: PartitionFragment) -> Tensor:
     return partition.narrow(0, fragment.offset, fragment.num)
 
 
-def config_of(given: deepspeed_config.Config, settings: EngineSettings, *, pin: bool) -> deepspeed_config.Config:
+def build_config(
+    user_config: deepspeed_config.ConfigDict, settings: EngineSettings, *, pin_memory: bool
+) -> deepspeed_config.ConfigDict:
     """What DeepSpeed is told, from the user's file and the flags; contradictions are refused."""
-    return deepspeed_config.merged(
-        given,
-        zero_stage=deepspeed_config.stage(given, settings.zero_stage),
+    return deepspeed_config.merge_config(
+        user_config,
+        zero_stage=deepspeed_config.resolve_zero_stage(user_config, settings.zero_stage),
         offload=settings.offload_optimizer,
         num_micro_batches=settings.num_micro_batches,
-        rows=settings.rows,
+        micro_batch_size=settings.micro_batch_size,
         global_batch=settings.global_batch,
         grad_clip=settings.grad_clip,
         dtype=settings.dtype,
         bf16_weights=settings.bf16_weights,
-        pin=pin,
+        pin_memory=pin_memory,
     )
 
 
-def load(world: World) -> Any:
+def import_deepspeed(world: World) -> Any:
     """Import DeepSpeed for this rank's device; it joins the process group that stands, and compiles nothing for it."""
     if importlib.util.find_spec("deepspeed") is None:
         raise InputError(
@@ -269,22 +285,22 @@ def load(world: World) -> Any:
             "pip install 'halation[deepspeed]', or use --engine fsdp",
         )
     os.environ.setdefault("DS_ACCELERATOR", world.device.type)
-    with _quiet():
+    with _ignore_warnings():
         library = importlib.import_module("deepspeed")
     # DeepSpeed calls collectives by names that newer versions of torch are about to drop.
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\..*is deprecated", category=FutureWarning)
-    words = logging.getLogger("DeepSpeed")
-    words.handlers.clear()
-    words.parent = logging.getLogger("halation")
-    words.propagate = True
-    words.setLevel(logging.WARNING)
+    logger = logging.getLogger("DeepSpeed")
+    logger.handlers.clear()
+    logger.parent = logging.getLogger("halation")
+    logger.propagate = True
+    logger.setLevel(logging.WARNING)
     # An extra road between ranks of one machine, which would have to be compiled: gloo and NCCL are there.
     library.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    _forget_earlier(library)
+    _reset_library_state(library)
     return library
 
 
-def _forget_earlier(library: Any) -> None:
+def _reset_library_state(library: Any) -> None:
     """What an earlier engine of this process left: its groups are gone, and ranks compare numbers that count from the first one."""
     library.comm.comm.cdb = None
     library.utils.groups._release_process_group_references()
@@ -294,30 +310,30 @@ def _forget_earlier(library: Any) -> None:
 
 
 @contextlib.contextmanager
-def _as_local_rank(world: World) -> Iterator[None]:
+def _override_local_rank(world: World) -> Iterator[None]:
     """DeepSpeed takes the GPU that this variable counts, which is another one where ranks share GPUs or leave some out."""
-    known = os.environ.get("LOCAL_RANK")
+    previous = os.environ.get("LOCAL_RANK")
     os.environ["LOCAL_RANK"] = str(world.local_rank if world.device.index is None else world.device.index)
     try:
         yield
     finally:
         os.environ.pop("LOCAL_RANK")
-        if known is not None:
-            os.environ["LOCAL_RANK"] = known
+        if previous is not None:
+            os.environ["LOCAL_RANK"] = previous
 
 
 @contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    words = logging.getLogger("DeepSpeed")
-    words.disabled = True
+def _disable_logger() -> Iterator[None]:
+    logger = logging.getLogger("DeepSpeed")
+    logger.disabled = True
     try:
         yield
     finally:
-        words.disabled = False
+        logger.disabled = False
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _ignore_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -11,8 +11,8 @@ from typing import Any
 from halation.errors import InputError
 
 AUTO = "auto"
-Config = dict[str, Any]
-KNOWN = frozenset(
+ConfigDict = dict[str, Any]
+KNOWN_KEYS = frozenset(
     """
     activation_checkpointing aio amp autotuning bf16 bfloat16 checkpoint comms_logger communication_data_type compile
     compression_training csv_monitor curriculum_learning data_efficiency data_types dataloader_drop_last
@@ -29,7 +29,7 @@ KNOWN = frozenset(
 """Keys that DeepSpeed reads; it passes over all others in silence."""
 
 
-def read(path: str) -> Config:
+def read_config(path: str) -> ConfigDict:
     """The user's file, or nothing."""
     if not path:
         return {}
@@ -50,21 +50,21 @@ def read(path: str) -> Config:
     return config
 
 
-def unknown_keys(config: Mapping[str, Any]) -> list[str]:
+def find_unknown_keys(config: Mapping[str, Any]) -> list[str]:
     """Keys that DeepSpeed has no use for, or has learned since; one that is nearly a known key is a slip and refused."""
-    unknown = [key for key in config if key not in KNOWN]
+    unknown = [key for key in config if key not in KNOWN_KEYS]
     for key in unknown:
-        near = difflib.get_close_matches(key, KNOWN, n=1, cutoff=0.85)
+        near = difflib.get_close_matches(key, KNOWN_KEYS, n=1, cutoff=0.85)
         if near:
             raise InputError(f"{key!r} in --deepspeed_config", "DeepSpeed's keys", f"did you mean {near[0]!r}?")
     return unknown
 
 
-def stage(config: Mapping[str, Any], asked: int) -> int:
+def resolve_zero_stage(config: Mapping[str, Any], default_stage: int) -> int:
     """The file's ZeRO stage before the flag's."""
     found = _section(config, "zero_optimization").get("stage", AUTO)
     if found == AUTO:
-        return asked
+        return default_stage
     if found not in (1, 2, 3) or isinstance(found, bool):
         raise InputError(
             f"zero_optimization.stage {found!r} in --deepspeed_config",
@@ -74,40 +74,40 @@ def stage(config: Mapping[str, Any], asked: int) -> int:
     return int(found)
 
 
-def merged(
+def merge_config(
     config: Mapping[str, Any],
     *,
     zero_stage: int,
     offload: bool,
     num_micro_batches: int,
-    rows: int,
+    micro_batch_size: int,
     global_batch: int,
     grad_clip: float,
     dtype: str,
     bf16_weights: bool,
-    pin: bool,
-) -> Config:
+    pin_memory: bool,
+) -> ConfigDict:
     """What DeepSpeed is given: keys that are the flags' business are checked and replaced, all others pass as they are."""
-    _agree(config, "train_batch_size", global_batch, "the product of --batch_size, --accumulate and ranks")
-    _agree(config, "train_micro_batch_size_per_gpu", rows, "--batch_size")
-    _agree(config, "gradient_accumulation_steps", num_micro_batches, "--accumulate")
-    _agree(config, "gradient_clipping", grad_clip, "--grad_clip")
-    _refuse_precision(config, dtype)
+    _check_agrees(config, "train_batch_size", global_batch, "the product of --batch_size, --accumulate and ranks")
+    _check_agrees(config, "train_micro_batch_size_per_gpu", micro_batch_size, "--batch_size")
+    _check_agrees(config, "gradient_accumulation_steps", num_micro_batches, "--accumulate")
+    _check_agrees(config, "gradient_clipping", grad_clip, "--grad_clip")
+    _check_precision(config, dtype)
     if "scheduler" in config:
         raise InputError(
             "a scheduler in --deepspeed_config",
             "the learning rate by flags",
             "use --warmup_steps and --decay_steps, and take the section out",
         )
-    ours = {"train_batch_size", "optimizer", "gradient_clipping", "fp16", "amp", "torch_autocast"}
-    given = {key: value for key, value in config.items() if key not in ours}
+    flag_keys = {"train_batch_size", "optimizer", "gradient_clipping", "fp16", "amp", "torch_autocast"}
+    other_settings = {key: value for key, value in config.items() if key not in flag_keys}
     zero = {key: value for key, value in _section(config, "zero_optimization").items() if value != AUTO}
     if offload:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": pin} | _section(zero, "offload_optimizer")
-    _refuse_offload(zero)
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": pin_memory} | _section(zero, "offload_optimizer")
+    _check_offload(zero)
     bf16 = {key: value for key, value in _section(config, "bf16").items() if value != AUTO}
-    return given | {
-        "train_micro_batch_size_per_gpu": rows,
+    return other_settings | {
+        "train_micro_batch_size_per_gpu": micro_batch_size,
         "gradient_accumulation_steps": num_micro_batches,
         "gradient_clipping": grad_clip,
         # Its own linear layer would be put into torch for the whole process, whoever calls it.
@@ -133,8 +133,8 @@ def check_optimizer(config: Mapping[str, Any], *, lr: float, betas: tuple[float,
         ("weight_decay", "--weight_decay", weight_decay),
         ("eps", "eps", 1e-8),
     ):
-        _agree(params, key, value, flag)
-    _agree(
+        _check_agrees(params, key, value, flag)
+    _check_agrees(
         {"betas": list(params.get("betas", AUTO))} if params.get("betas", AUTO) != AUTO else {},
         "betas",
         list(betas),
@@ -142,19 +142,19 @@ def check_optimizer(config: Mapping[str, Any], *, lr: float, betas: tuple[float,
     )
 
 
-def offloads(config: Mapping[str, Any]) -> bool:
+def offloads_optimizer(config: Mapping[str, Any]) -> bool:
     device = _section(_section(config, "zero_optimization"), "offload_optimizer").get("device", "none")
     return bool(device not in ("none", None))
 
 
-def _section(config: Mapping[str, Any], name: str) -> Config:
+def _section(config: Mapping[str, Any], name: str) -> ConfigDict:
     found = config.get(name) or {}
     if not isinstance(found, Mapping):
         raise InputError(f"{name} in --deepspeed_config is {found!r}", "a JSON object", "mend the file")
     return dict(found)
 
 
-def _agree(config: Mapping[str, Any], key: str, value: Any, flag: str) -> None:
+def _check_agrees(config: Mapping[str, Any], key: str, value: Any, flag: str) -> None:
     found = config.get(key, AUTO)
     if found not in (AUTO, value):
         raise InputError(
@@ -164,7 +164,7 @@ def _agree(config: Mapping[str, Any], key: str, value: Any, flag: str) -> None:
         )
 
 
-def _refuse_precision(config: Mapping[str, Any], dtype: str) -> None:
+def _check_precision(config: Mapping[str, Any], dtype: str) -> None:
     for name in ("fp16", "amp", "torch_autocast"):
         if _section(config, name).get("enabled", False) is True:
             raise InputError(
@@ -178,7 +178,7 @@ def _refuse_precision(config: Mapping[str, Any], dtype: str) -> None:
         )
 
 
-def _refuse_offload(zero: Mapping[str, Any]) -> None:
+def _check_offload(zero: Mapping[str, Any]) -> None:
     for name in ("offload_optimizer", "offload_param"):
         section = _section(zero, name)
         device = section.get("device", "none")

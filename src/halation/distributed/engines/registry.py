@@ -9,14 +9,14 @@ import torch.distributed as dist
 from torch import nn
 
 from halation.distributed.engines import deepspeed_config
-from halation.distributed.engines.ddp_fsdp import Ddp, Engine, EngineSettings, Fsdp
+from halation.distributed.engines.ddp_fsdp import DDPEngine, Engine, EngineSettings, FSDPEngine
 from halation.distributed.world import World
 from halation.errors import InputError
 
 log = logging.getLogger(__name__)
 
 
-def spread(
+def build_engine(
     name: str,
     world: World,
     module: nn.Module,
@@ -24,31 +24,31 @@ def spread(
     settings: EngineSettings = EngineSettings(),  # noqa: B008 - frozen
 ) -> Engine:
     """The engine of this name over this module; `auto` is ddp for several ranks and single for one."""
-    check(name, world, settings)
-    name = _settled(name, world)
+    check_engine_settings(name, world, settings)
+    name = _resolve_name(name, world)
     if name == "single":
         return Engine(world, module)
     if name == "ddp":
-        return Ddp(world, module) if dist.is_initialized() else Engine(world, module)
+        return DDPEngine(world, module) if dist.is_initialized() else Engine(world, module)
     if name == "fsdp":
-        return Fsdp(world, module, units, settings.offload_optimizer)
-    from halation.distributed.engines.deepspeed import DeepSpeed
+        return FSDPEngine(world, module, units, settings.offload_optimizer)
+    from halation.distributed.engines.deepspeed import DeepSpeedEngine
 
-    unknown = deepspeed_config.unknown_keys(deepspeed_config.read(settings.deepspeed_config))
-    if unknown and world.first:
+    unknown = deepspeed_config.find_unknown_keys(deepspeed_config.read_config(settings.deepspeed_config))
+    if unknown and world.is_rank_zero:
         log.warning("--deepspeed_config: DeepSpeed may not know %s, and then ignores it", ", ".join(unknown))
-    return DeepSpeed(world, module, settings)
+    return DeepSpeedEngine(world, module, settings)
 
 
-def _settled(name: str, world: World) -> str:
+def _resolve_name(name: str, world: World) -> str:
     if name != "auto":
         return name
     return "ddp" if world.size > 1 else "single"
 
 
-def check(name: str, world: World, settings: EngineSettings) -> None:
+def check_engine_settings(name: str, world: World, settings: EngineSettings) -> None:
     """Refuse what does not go together, before data and model cost anything."""
-    name = _settled(name, world)
+    name = _resolve_name(name, world)
     if name == "single" and world.size > 1:
         raise InputError(
             f"--engine single with {world.size} ranks",
@@ -72,9 +72,9 @@ def check(name: str, world: World, settings: EngineSettings) -> None:
             "add it, or leave the stage away",
         )
     if name == "deepspeed":
-        from halation.distributed.engines.deepspeed import config_of, load
+        from halation.distributed.engines.deepspeed import build_config, import_deepspeed
 
-        load(world)
-        given = deepspeed_config.read(settings.deepspeed_config)
-        deepspeed_config.unknown_keys(given)
-        config_of(given, settings, pin=False)
+        import_deepspeed(world)
+        user_config = deepspeed_config.read_config(settings.deepspeed_config)
+        deepspeed_config.find_unknown_keys(user_config)
+        build_config(user_config, settings, pin_memory=False)

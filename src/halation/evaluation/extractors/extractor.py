@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halation.evaluation.extractors.preparation import Preparation
+from halation.evaluation.extractors.resize import ImageTransform
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Extractor(ABC):
-    """A frozen network on a device that turns prepared pictures into features.
+    """A frozen network on a device that turns prepared images into features.
 
-    At a fixed batch shape the features of a picture do not depend on its neighbours or its place among them.
+    At a fixed batch shape the features of an image do not depend on its neighbours or its place among them.
     """
 
     name: str
@@ -30,12 +30,12 @@ class Extractor(ABC):
     num_features: int
     facts: dict[str, Any]
     """JSON for the result's provenance: weights and their hash, dtype, resize rule, input size, library."""
-    preparation: Preparation
+    transform: ImageTransform
     device: torch.device
 
     def __call__(self, batch: Tensor) -> dict[str, Tensor]:
-        """Stacked results of `preparation`, on the device, to float32 `features` (B, D) and what else the network gives."""
-        assert tuple(batch.shape[1:]) == self.preparation.shape, f"{tuple(batch.shape)} is no batch of {self.name}"
+        """Stacked results of `transform`, on the device, to float32 `features` (B, D) and what else the network gives."""
+        assert tuple(batch.shape[1:]) == self.transform.shape, f"{tuple(batch.shape)} is no batch of {self.name}"
         with torch.inference_mode(), full_precision():
             return {name: output.float() for name, output in self._outputs(batch).items()}
 

@@ -7,9 +7,9 @@ from typing import get_args
 
 from halation.errors import InputError
 from halation.evaluation.extractors.extractor import DTYPES, Extractor
-from halation.evaluation.extractors.preparation import Rule
+from halation.evaluation.extractors.resize import ResizeRule
 
-NAMES = ("inception", "dinov2", "clip", "streets")
+EXTRACTOR_NAMES = ("inception", "dinov2", "clip", "streets")
 
 
 def open_extractor(
@@ -17,7 +17,7 @@ def open_extractor(
     *,
     device: str,
     dtype: str = "fp32",
-    resize: Rule = "clean",
+    resize: ResizeRule = "clean",
     weights: str = "",
     flag: str = "--weights",
 ) -> Extractor:
@@ -25,13 +25,13 @@ def open_extractor(
 
     `flag` is where a person gives those weights, for messages that tell them to.
     """
-    _check(dtype, resize)
+    _check_settings(dtype, resize)
     if name == "inception":
         from halation.evaluation.extractors.inception import InceptionExtractor
 
         return InceptionExtractor(weights, device=device, dtype=dtype, rule=resize, flag=flag)
     if name == "streets":
-        from halation.evaluation.extractors.streets import StreetsExtractor
+        from halation.evaluation.extractors.streets_classifier import StreetsExtractor
 
         if weights:
             raise InputError(
@@ -40,19 +40,21 @@ def open_extractor(
                 "leave it out",
             )
         return StreetsExtractor(device=device, dtype=dtype)
-    if name in NAMES or Path(name).is_dir():
-        from halation.evaluation.extractors.transformers import open_transformer
+    if name in EXTRACTOR_NAMES or Path(name).is_dir():
+        from halation.evaluation.extractors.transformers import open_transformers_extractor
 
-        return open_transformer(name, weights, device=device, dtype=dtype, rule=resize, flag=flag)
+        return open_transformers_extractor(name, weights, device=device, dtype=dtype, rule=resize, flag=flag)
     raise InputError(
         f"the extractor {name!r} is neither a known name nor a folder",
-        f"{', '.join(NAMES)}, or the folder of a DINOv2 or CLIP model",
+        f"{', '.join(EXTRACTOR_NAMES)}, or the folder of a DINOv2 or CLIP model",
         "check --extractor",
     )
 
 
-def _check(dtype: str, resize: str) -> None:
+def _check_settings(dtype: str, resize: str) -> None:
     if dtype not in DTYPES:
         raise InputError(f"dtype {dtype!r} for an extractor", ", ".join(DTYPES), "choose one of them")
-    if resize not in get_args(Rule):
-        raise InputError(f"the resize rule {resize!r}", ", ".join(get_args(Rule)), "choose one of them by --resize")
+    if resize not in get_args(ResizeRule):
+        raise InputError(
+            f"the resize rule {resize!r}", ", ".join(get_args(ResizeRule)), "choose one of them by --resize"
+        )

@@ -1,4 +1,4 @@
-"""Pictures to the square size a feature extractor wants, by the rule of a reference implementation; numpy and Pillow, no torch.
+"""Images to the square size a feature extractor wants, by the rule of a reference implementation; numpy and Pillow, no torch.
 
 The rules differ enough to move a Frechet distance by whole points, so a result always names the one it was made with:
 
@@ -9,64 +9,74 @@ The rules differ enough to move a Frechet distance by whole points, so a result 
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-Rule = Literal["clean", "tf", "torch"]
-VERSION = 1
+ResizeRule = Literal["clean", "tf", "torch"]
+RESIZE_VERSION = 1
 """Counts changes that change a float; part of what features are known by."""
-RULES: tuple[Rule, ...] = get_args(Rule)
+RESIZE_RULES: tuple[ResizeRule, ...] = get_args(ResizeRule)
 Floats = npt.NDArray[np.float32]
+Bytes = npt.NDArray[np.uint8]
+CROP_VERSION = 1
+"""Counts changes of ShortestEdgeCrop that change a byte; those of resize rules are counted where they are."""
+LARGEST_INTERMEDIATE = 1 << 24
+"""Pixels of a resized image that is cropped afterwards; only aspect ratios beyond 1:300 make more of CLIP's 224."""
+_MAX_FILTER_RADIUS = 3.0
+"""Lanczos looks so many pixels to either side."""
 
 
-def resized(picture: npt.NDArray[np.uint8], size: int, rule: Rule) -> Floats:
+def resize_to_square(image: npt.NDArray[np.uint8], size: int, rule: ResizeRule) -> Floats:
     """(size, size, 3) between 0 and 255, not rounded, from (height, width, 3) bytes."""
-    if picture.ndim != 3 or picture.shape[2] != 3 or picture.dtype != np.uint8 or 0 in picture.shape:
-        raise ValueError(
-            f"a picture is (height, width, 3) uint8 and not empty, this is {picture.shape} {picture.dtype}"
-        )
+    if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8 or 0 in image.shape:
+        raise ValueError(f"an image is (height, width, 3) uint8 and not empty, this is {image.shape} {image.dtype}")
     if rule == "clean":
-        return _bicubic(picture, size)
+        return _bicubic(image, size)
     if rule == "tf":
-        return _bilinear(picture, _corners(picture.shape[0], size), _corners(picture.shape[1], size))
+        return _bilinear(
+            image, _corner_aligned_positions(image.shape[0], size), _corner_aligned_positions(image.shape[1], size)
+        )
     if rule == "torch":
-        return _bilinear(picture, _centres(picture.shape[0], size), _centres(picture.shape[1], size))
-    raise ValueError(f"the resize rules are {', '.join(RULES)}, not {rule!r}")
+        return _bilinear(
+            image, _center_aligned_positions(image.shape[0], size), _center_aligned_positions(image.shape[1], size)
+        )
+    raise ValueError(f"the resize rules are {', '.join(RESIZE_RULES)}, not {rule!r}")
 
 
-def _bicubic(picture: npt.NDArray[np.uint8], size: int) -> Floats:
-    whole = np.empty((size, size, 3), np.float32)
+def _bicubic(image: npt.NDArray[np.uint8], size: int) -> Floats:
+    result = np.empty((size, size, 3), np.float32)
     for channel in range(3):
-        plane = Image.fromarray(picture[:, :, channel].astype(np.float32))
-        # Bicubic weights are negative in places, so that edges overshoot what a picture can hold.
-        np.clip(np.asarray(plane.resize((size, size), Image.Resampling.BICUBIC)), 0, 255, out=whole[:, :, channel])
-    return whole
+        plane = Image.fromarray(image[:, :, channel].astype(np.float32))
+        # Bicubic weights are negative in places, so that edges overshoot what an image can hold.
+        np.clip(np.asarray(plane.resize((size, size), Image.Resampling.BICUBIC)), 0, 255, out=result[:, :, channel])
+    return result
 
 
 # Positions in the source for each position of the result, in float32 because the references round there too.
 
 
-def _corners(length: int, size: int) -> Floats:
+def _corner_aligned_positions(length: int, size: int) -> Floats:
     return np.arange(size, dtype=np.float32) * np.float32(length / size)
 
 
-def _centres(length: int, size: int) -> Floats:
+def _center_aligned_positions(length: int, size: int) -> Floats:
     # torch multiplies and subtracts with one rounding; in float64 the product is exact, and the result is rounded once.
     scale = np.float64(np.float32(length) / np.float32(size))
     return np.maximum(scale * (np.arange(size) + 0.5) - 0.5, 0).astype(np.float32)
 
 
-def _bilinear(picture: npt.NDArray[np.uint8], vertical: Floats, horizontal: Floats) -> Floats:
+def _bilinear(image: npt.NDArray[np.uint8], vertical: Floats, horizontal: Floats) -> Floats:
     """Across first, then down, as both references do: float32 sums in another order have other bits."""
-    top, bottom, down = _neighbours(vertical, picture.shape[0])
-    left, right, across = _neighbours(horizontal, picture.shape[1])
+    top, bottom, down = _neighbours(vertical, image.shape[0])
+    left, right, across = _neighbours(horizontal, image.shape[1])
     rows, places = np.unique(np.concatenate([top, bottom]), return_inverse=True)
-    source = picture[rows]
-    stretched = _between(source[:, left], source[:, right], across[None, :, None])
-    return _between(stretched[places[: len(top)]], stretched[places[len(top) :]], down[:, None, None])
+    source = image[rows]
+    stretched = _lerp(source[:, left], source[:, right], across[None, :, None])
+    return _lerp(stretched[places[: len(top)]], stretched[places[len(top) :]], down[:, None, None])
 
 
 def _neighbours(positions: Floats, length: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Floats]:
@@ -74,10 +84,124 @@ def _neighbours(positions: Floats, length: int) -> tuple[npt.NDArray[np.int64], 
     return first, np.minimum(first + 1, length - 1), positions - first.astype(np.float32)
 
 
-def _between(one: npt.NDArray[np.generic], other: npt.NDArray[np.generic], share: Floats) -> Floats:
+def _lerp(one: npt.NDArray[np.generic], other: npt.NDArray[np.generic], weight: Floats) -> Floats:
     start = one.astype(np.float32)
     step = other.astype(np.float32)
     step -= start
-    step *= share
+    step *= weight
     step += start
     return step
+
+
+class ImageTransform(Protocol):
+    """(height, width, 3) bytes of any size to one shape per extractor; picklable."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of every result."""
+
+    def __call__(self, image: Bytes) -> Floats | Bytes:
+        """What the extractor's batch is stacked from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SquareResize:
+    """The whole image to a square by a resize rule: float32 between 0 and 255."""
+
+    size: int
+    rule: ResizeRule
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.size, self.size, 3
+
+    def __call__(self, image: Bytes) -> Floats:
+        return resize_to_square(image, self.size, self.rule)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShortestEdgeCrop:
+    """As CLIP's image processor: the shorter side (or both) to a size by Pillow, the middle cut out, bytes."""
+
+    shortest_edge: int | None
+    """The shorter side keeps the aspect ratio; None where `exact` is given."""
+    exact: tuple[int, int] | None
+    """Height and width without regard to the aspect ratio."""
+    crop: tuple[int, int] | None
+    """Height and width of the middle."""
+    resample: int
+    """Pillow's number of the filter."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        height, width = self.crop or self.exact or (0, 0)
+        return height, width, 3
+
+    def __call__(self, image: Bytes) -> Bytes:
+        height, width = self._resized_shape(image.shape[0], image.shape[1])
+        if self.crop is not None and height * width > LARGEST_INTERMEDIATE:
+            return _center_crop(self._resize_center(image, height, width, self.crop), *self.crop)
+        scaled = Image.fromarray(image).resize((width, height), Image.Resampling(self.resample))
+        pixels: Bytes = np.asarray(scaled)
+        return pixels if self.crop is None else _center_crop(pixels, *self.crop)
+
+    def _resize_center(self, image: Bytes, height: int, width: int, crop: tuple[int, int]) -> Bytes:
+        """Of the whole at height x width only what the crop keeps: a long thin image would take gigabytes."""
+        rows = _CropWindow.compute(image.shape[0], height, crop[0])
+        columns = _CropWindow.compute(image.shape[1], width, crop[1])
+        part = np.ascontiguousarray(image[rows.first : rows.end, columns.first : columns.end])
+        return np.asarray(
+            Image.fromarray(part).resize(
+                (columns.num, rows.num),
+                Image.Resampling(self.resample),
+                box=(columns.low, rows.low, columns.high, rows.high),
+            )
+        )
+
+    def _resized_shape(self, height: int, width: int) -> tuple[int, int]:
+        if self.shortest_edge is None:
+            assert self.exact is not None
+            return self.exact
+        longer = int(self.shortest_edge * max(height, width) / min(height, width))
+        return (longer, self.shortest_edge) if width <= height else (self.shortest_edge, longer)
+
+
+def describe_transform(transform: SquareResize | ShortestEdgeCrop) -> dict[str, Any]:
+    """JSON that differs wherever the results may: what it does, by its settings, and the version of who does it."""
+    settings = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(transform).items()}
+    version = RESIZE_VERSION if isinstance(transform, SquareResize) else CROP_VERSION
+    return {"kind": type(transform).__name__, "version": version, **settings}
+
+
+class _CropWindow(NamedTuple):
+    """Along one side: the source's pixels that the middle of the resized image is made of."""
+
+    first: int
+    end: int
+    low: float
+    """Where the middle begins, counted from `first`: Pillow keeps it in float32, too coarse to count from a far edge."""
+    high: float
+    num: int
+    """Pixels of the result."""
+
+    @classmethod
+    def compute(cls, length: int, resized_length: int, crop_size: int) -> _CropWindow:
+        start, num = max(0, (resized_length - crop_size) // 2), min(crop_size, resized_length)
+        scale = length / resized_length
+        low, high = start * scale, min((start + num) * scale, length)
+        margin = _MAX_FILTER_RADIUS * max(1.0, scale) + 1
+        first, end = max(0, int(low - margin)), min(length, int(high + margin) + 1)
+        return cls(first, end, low - first, min(high - first, end - first), num)
+
+
+def _center_crop(pixels: Bytes, height: int, width: int) -> Bytes:
+    """The middle of an image; where it is smaller than that, black around it."""
+    num_rows, num_columns = pixels.shape[:2]
+    top, left = (num_rows - height) // 2, (num_columns - width) // 2
+    if top >= 0 and left >= 0:
+        return np.ascontiguousarray(pixels[top : top + height, left : left + width])
+    before_row, before_column = max(0, -top), max(0, -left)
+    kept = pixels[max(0, top) : max(0, top) + height, max(0, left) : max(0, left) + width]
+    whole = np.zeros((height, width, 3), np.uint8)
+    whole[before_row : before_row + kept.shape[0], before_column : before_column + kept.shape[1]] = kept
+    return whole

@@ -10,38 +10,116 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from halation.errors import InputError
-from halation.evaluation.extractors.extractor import DTYPES, Extractor
-from halation.evaluation.extractors.model_folder import ClipInput, ModelFolder, clip_input, find_folder
-from halation.evaluation.extractors.preparation import Preparation, Rule, SquareResize, described
-from halation.evaluation.extractors.text_embedding import UNREADABLE, TextEmbedder
+from halation.evaluation.extractors.extractor import DTYPES, Extractor, full_precision
+from halation.evaluation.extractors.huggingface_resolver import (
+    ClipPreprocessing,
+    ModelFolder,
+    find_model_folder,
+    read_clip_preprocessing,
+)
+from halation.evaluation.extractors.resize import ImageTransform, ResizeRule, SquareResize, describe_transform
 
+LOAD_ERRORS = (ValueError, LookupError, TypeError, AttributeError, OSError, ImportError, RuntimeError, SafetensorError)
+"""What transformers raises over a folder that is not whole."""
+_TEXT_BATCH_SIZE = 64
+_VOCABULARY_FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"))
 logger = logging.getLogger(__name__)
-DEFAULTS = {"dinov2": "facebook/dinov2-large", "clip": "openai/clip-vit-large-patch14"}
+DEFAULT_MODELS = {"dinov2": "facebook/dinov2-large", "clip": "openai/clip-vit-large-patch14"}
 DINOV2_SIZE = 224
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 _TITLES = {"dinov2": "DINOv2", "clip": "CLIP"}
 
 
-def open_transformer(name: str, weights: str, *, device: str, dtype: str, rule: Rule, flag: str) -> Extractor:
-    """`name` is dinov2, clip, or a folder of either family; `weights` a folder or hub name given by `flag` instead of the default."""
-    known = DEFAULTS.get(name)
-    if known is None and weights:
-        raise InputError(f"--extractor {name} and {flag} {weights}", "one of them names the model", f"leave out {flag}")
-    folder = find_folder(weights or known or name, flag)
-    kind = _FAMILIES.get(folder.family)
-    if kind is None or (known and kind.family != name):
+class TextEmbedder:
+    """A CLIP model's text tower with its tokenizer; a text's embedding does not depend on its neighbours or their number."""
+
+    def __init__(self, model: Any, folder: Path) -> None:
+        self._model = model
+        self._tokenizer = _open_tokenizer(folder, vocab_size=int(model.config.text_config.vocab_size))
+        self.max_tokens = int(model.config.text_config.max_position_embeddings)
+        """How long a text may be, its begin and end included; several at once are padded to this."""
+        self._batch_size = 1 if model.device.type == "cpu" else _TEXT_BATCH_SIZE
+
+    def embed_texts(self, texts: Sequence[str]) -> Tensor:
+        """(N, D) float32 on the CPU, projected and not normalised; a text that is too long loses its end."""
+        starts = range(0, len(texts), self._batch_size)
+        parts = [self._embed_batch(texts[start : start + self._batch_size]) for start in starts]
+        return torch.cat(parts) if parts else torch.empty(0, int(self._model.config.projection_dim))
+
+    def find_truncated(self, texts: Sequence[str]) -> list[int]:
+        """The indices of texts that are longer than the model reads."""
+        if not texts:
+            return []
+        tokens = self._tokenizer(list(texts), truncation=False, padding=False, verbose=False)["input_ids"]
+        return [index for index, ids in enumerate(tokens) if len(ids) > self.max_tokens]
+
+    def _embed_batch(self, texts: Sequence[str]) -> Tensor:
+        # Always the same number of rows: other shapes may take other kernels, and then a text would depend on its neighbours.
+        padded = [*texts, *[""] * (self._batch_size - len(texts))]
+        # A text alone has none, so nothing is padded there: a third of the time.
+        padding = "max_length" if self._batch_size > 1 else False
+        tokens = self._tokenizer(
+            padded, padding=padding, truncation=True, max_length=self.max_tokens, return_tensors="pt"
+        ).to(self._model.device)
+        with torch.inference_mode(), full_precision():
+            output = self._model.get_text_features(
+                input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"]
+            )
+        embeddings: Tensor = output.pooler_output
+        return embeddings[: len(texts)].float().cpu()
+
+
+def _open_tokenizer(folder: Path, *, vocab_size: int) -> Any:
+    # transformers opens a tokenizer without its vocabulary, and every text is then the same few tokens.
+    if not any(all((folder / name).is_file() for name in names) for names in _VOCABULARY_FILES):
         raise InputError(
-            f"{folder.given} is a model of type {folder.family!r}",
-            f"a {name} model" if known else f"one of the types {', '.join(sorted(_FAMILIES))}",
-            f"check {flag}" if known else "check --extractor",
+            f"{folder} has no vocabulary: every text would be the same to the model",
+            "tokenizer.json, or vocab.json and merges.txt, beside the weights",
+            "download the whole model",
         )
-    called = name if known else Path(name).resolve().name
-    extractor = kind(folder, name=called, device=device, dtype=dtype, rule=rule)
-    title = _TITLES[name] if known else called
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+    except LOAD_ERRORS as error:
+        raise InputError(
+            f"{folder} has no tokenizer that can be opened: {type(error).__name__}: {error}",
+            "tokenizer files beside the weights",
+            "download the whole model",
+        ) from error
+    one, other = (tokenizer(text, verbose=False)["input_ids"] for text in ("a red car", "two blue birds"))
+    if one == other or max(*one, *other) >= vocab_size:
+        raise InputError(
+            f"{folder}: the tokenizer does not tell texts apart, or has more tokens than the model's {vocab_size}",
+            "the tokenizer the model was trained with",
+            "download the whole model",
+        )
+    return tokenizer
+
+
+def open_transformers_extractor(
+    name: str, weights: str, *, device: str, dtype: str, rule: ResizeRule, flag: str
+) -> Extractor:
+    """`name` is dinov2, clip, or a folder of either family; `weights` a folder or hub name given by `flag` instead of the default."""
+    default_model = DEFAULT_MODELS.get(name)
+    if default_model is None and weights:
+        raise InputError(f"--extractor {name} and {flag} {weights}", "one of them names the model", f"leave out {flag}")
+    folder = find_model_folder(weights or default_model or name, flag)
+    extractor_class = _FAMILIES.get(folder.model_type)
+    if extractor_class is None or (default_model and extractor_class.family != name):
+        raise InputError(
+            f"{folder.name_or_path} is a model of type {folder.model_type!r}",
+            f"a {name} model" if default_model else f"one of the types {', '.join(sorted(_FAMILIES))}",
+            f"check {flag}" if default_model else "check --extractor",
+        )
+    extractor_name = name if default_model else Path(name).resolve().name
+    extractor = extractor_class(folder, name=extractor_name, device=device, dtype=dtype, rule=rule)
+    title = _TITLES[name] if default_model else extractor_name
     extractor.fd_title, extractor.kid_title = f"FD-{title}", f"KID-{title}"
     return extractor
 
@@ -50,28 +128,28 @@ class _TransformerExtractor(Extractor):
     """What DINOv2 and CLIP have in common: a folder, its hash, a model in a dtype."""
 
     family: str
-    kind: Any
+    model_class: Any
 
-    def __init__(self, folder: ModelFolder, *, name: str, device: str, dtype: str, rule: Rule) -> None:
+    def __init__(self, folder: ModelFolder, *, name: str, device: str, dtype: str, rule: ResizeRule) -> None:
         self.name = name
         self.device = torch.device(device)
         self._dtype = DTYPES[dtype]
         self._folder = folder
-        self.preparation, preparing = self._prepared(rule)
-        self._model: Any = _loaded(self.kind, folder, self._dtype).to(self.device)
+        self.transform, transform_facts = self._build_transform(rule)
+        self._model: Any = _load_model(self.model_class, folder, self._dtype).to(self.device)
         self.facts = {
             "extractor": name,
-            "weights": folder.given,
-            "weights_sha256": folder.sha256(),
+            "weights": folder.name_or_path,
+            "weights_sha256": folder.weights_sha256(),
             "model_sha256": folder.model_sha256(),
             "dtype": dtype,
-            **preparing,
-            "input_size": list(self.preparation.shape[:2]),
+            **transform_facts,
+            "input_size": list(self.transform.shape[:2]),
             "library": f"transformers {transformers.__version__} on torch {torch.__version__}",
         }
 
     def _outputs(self, batch: Tensor) -> dict[str, Tensor]:
-        """One picture at a time on a CPU: its matrix products round a row by where it stands among the others, a GPU's do not."""
+        """One image at a time on a CPU: its matrix products round a row by where it stands among the others, a GPU's do not."""
         parts = batch.split(1 if self.device.type == "cpu" else len(batch))
         return {"features": torch.cat([self._features(part) for part in parts])}
 
@@ -80,10 +158,10 @@ class _TransformerExtractor(Extractor):
         """(B, D) in the model's dtype."""
 
     @abstractmethod
-    def _prepared(self, rule: Rule) -> tuple[Preparation, dict[str, Any]]:
+    def _build_transform(self, rule: ResizeRule) -> tuple[ImageTransform, dict[str, Any]]:
         """The preparation, and what to record about it."""
 
-    def _normalised(self, values: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    def _normalize(self, values: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
         """(B, H, W, 3) to (B, 3, H, W) in the model's dtype; the arithmetic is float32 whatever that is."""
         mean_, std_ = (torch.tensor(list(numbers), device=values.device) for numbers in (mean, std))
         return ((values - mean_) / std_).permute(0, 3, 1, 2).to(self._dtype).contiguous()
@@ -97,19 +175,19 @@ class Dinov2Extractor(_TransformerExtractor):
     """
 
     family = "dinov2"
-    kind: Any = transformers.Dinov2Model
+    model_class: Any = transformers.Dinov2Model
 
-    def __init__(self, folder: ModelFolder, *, name: str, device: str, dtype: str, rule: Rule) -> None:
+    def __init__(self, folder: ModelFolder, *, name: str, device: str, dtype: str, rule: ResizeRule) -> None:
         super().__init__(folder, name=name, device=device, dtype=dtype, rule=rule)
         self.num_features = int(self._model.config.hidden_size)
 
-    def _prepared(self, rule: Rule) -> tuple[Preparation, dict[str, Any]]:
-        preparation = SquareResize(size=DINOV2_SIZE, rule=rule)
+    def _build_transform(self, rule: ResizeRule) -> tuple[ImageTransform, dict[str, Any]]:
+        transform = SquareResize(size=DINOV2_SIZE, rule=rule)
         shown = {"mean": list(IMAGENET_MEAN), "std": list(IMAGENET_STD)}
-        return preparation, {"resize": rule, "preparation": {**described(preparation), **shown}}
+        return transform, {"resize": rule, "preparation": {**describe_transform(transform), **shown}}
 
     def _features(self, batch: Tensor) -> Tensor:
-        pixels = self._normalised(batch / 255, IMAGENET_MEAN, IMAGENET_STD)
+        pixels = self._normalize(batch / 255, IMAGENET_MEAN, IMAGENET_STD)
         features: Tensor = self._model(pixel_values=pixels).pooler_output
         return features
 
@@ -117,52 +195,52 @@ class Dinov2Extractor(_TransformerExtractor):
 class Dinov2RegistersExtractor(Dinov2Extractor):
     """DINOv2 with register tokens, otherwise the same."""
 
-    kind = transformers.Dinov2WithRegistersModel
+    model_class = transformers.Dinov2WithRegistersModel
 
 
 class ClipExtractor(_TransformerExtractor):
-    """CLIP's projected picture embeddings, not normalised; pictures are prepared as the model's own preprocessor_config.json says."""
+    """CLIP's projected image embeddings, not normalised; images are prepared as the model's own preprocessor_config.json says."""
 
     family = "clip"
-    kind = transformers.CLIPModel
-    _input: ClipInput
+    model_class = transformers.CLIPModel
+    _preprocessing: ClipPreprocessing
 
-    def __init__(self, folder: ModelFolder, *, name: str, device: str, dtype: str, rule: Rule) -> None:
+    def __init__(self, folder: ModelFolder, *, name: str, device: str, dtype: str, rule: ResizeRule) -> None:
         super().__init__(folder, name=name, device=device, dtype=dtype, rule=rule)
         self.num_features = int(self._model.config.projection_dim)
         # Bytes times the factor in float64, then float32: the numbers transformers' processor computes.
-        scaled = torch.arange(256, dtype=torch.float64) * self._input.rescale
-        self._scaled = scaled.float().to(self.device)
-        self._texts: TextEmbedder | None = None
+        scaled = torch.arange(256, dtype=torch.float64) * self._preprocessing.rescale
+        self._rescale_table = scaled.float().to(self.device)
+        self._embedder: TextEmbedder | None = None
 
-    def _prepared(self, rule: Rule) -> tuple[Preparation, dict[str, Any]]:
-        self._input = clip_input(self._folder)
+    def _build_transform(self, rule: ResizeRule) -> tuple[ImageTransform, dict[str, Any]]:
+        self._preprocessing = read_clip_preprocessing(self._folder)
         if rule != "clean":
-            logger.warning("--resize %s does not apply to CLIP, which prepares pictures as its own files say", rule)
-        facts = {"resize": "as the model's preprocessor_config.json", "preparation": self._input.description}
-        return self._input.preparation, facts
+            logger.warning("--resize %s does not apply to CLIP, which prepares images as its own files say", rule)
+        facts = {"resize": "as the model's preprocessor_config.json", "preparation": self._preprocessing.description}
+        return self._preprocessing.transform, facts
 
     def _features(self, batch: Tensor) -> Tensor:
-        features: Tensor = self._model.get_image_features(pixel_values=self.pixels(batch)).pooler_output
+        features: Tensor = self._model.get_image_features(pixel_values=self.pixel_values(batch)).pooler_output
         return features
 
-    def pixels(self, batch: Tensor) -> Tensor:
+    def pixel_values(self, batch: Tensor) -> Tensor:
         """What the model is shown: the bytes rescaled and normalised as transformers' processor does it."""
-        return self._normalised(self._scaled[batch.int()], self._input.mean, self._input.std)
+        return self._normalize(self._rescale_table[batch.int()], self._preprocessing.mean, self._preprocessing.std)
 
     def embed_texts(self, texts: Sequence[str]) -> Tensor:
-        """(N, D) float32 on the CPU, projected and not normalised; a text that is too long loses its end (see `truncated`)."""
+        """(N, D) float32 on the CPU, projected and not normalised; a text that is too long loses its end (see `find_truncated`)."""
         return self._text_embedder().embed_texts(texts)
 
-    def truncated(self, texts: Sequence[str]) -> list[int]:
+    def find_truncated(self, texts: Sequence[str]) -> list[int]:
         """The indices of texts that are longer than the model reads."""
-        return self._text_embedder().truncated(texts)
+        return self._text_embedder().find_truncated(texts)
 
     def _text_embedder(self) -> TextEmbedder:
-        """Opened when it is first needed: a distance between pictures needs no tokenizer."""
-        if self._texts is None:
-            self._texts = TextEmbedder(self._model, self._folder.path)
-        return self._texts
+        """Opened when it is first needed: a distance between images needs no tokenizer."""
+        if self._embedder is None:
+            self._embedder = TextEmbedder(self._model, self._folder.path)
+        return self._embedder
 
 
 _FAMILIES: dict[str, type[_TransformerExtractor]] = {
@@ -172,11 +250,11 @@ _FAMILIES: dict[str, type[_TransformerExtractor]] = {
 }
 
 
-def _loaded(kind: Any, folder: ModelFolder, dtype: torch.dtype) -> nn.Module:
-    bar_was_on = transformers.utils.logging.is_progress_bar_enabled()
+def _load_model(model_class: Any, folder: ModelFolder, dtype: torch.dtype) -> nn.Module:
+    had_progress_bar = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
     try:
-        model, info = kind.from_pretrained(
+        model, info = model_class.from_pretrained(
             str(folder.path),
             dtype=dtype,
             use_safetensors=True,
@@ -184,14 +262,14 @@ def _loaded(kind: Any, folder: ModelFolder, dtype: torch.dtype) -> nn.Module:
             trust_remote_code=False,
             output_loading_info=True,
         )
-    except UNREADABLE as error:
+    except LOAD_ERRORS as error:
         raise InputError(
-            f"{folder.path} cannot be opened as a {kind.__name__}: {type(error).__name__}: {error}",
+            f"{folder.path} cannot be opened as a {model_class.__name__}: {type(error).__name__}: {error}",
             "a whole model folder, as save_pretrained writes it",
             "copy the model again",
         ) from error
     finally:
-        if bar_was_on:
+        if had_progress_bar:
             transformers.utils.logging.enable_progress_bar()
     if missing := sorted(info["missing_keys"]):
         raise InputError(

@@ -22,45 +22,45 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from halation.errors import InputError
-from halation.runs.folder import cache_folder, publishing
+from halation.runs.run_record import cache_folder, open_atomic
 
 logger = logging.getLogger(__name__)
 FID_NAME = "pt_inception-2015-12-05-6726825d.pth"
 FID_URL = f"https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/{FID_NAME}"
 FID_SHA256 = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
-_BLOCK = 1 << 20
-_SILENCE_S = 60.0
-_SPEAK_EVERY_S = 5.0
+_BLOCK_BYTES = 1 << 20
+_READ_TIMEOUT_S = 60.0
+_LOG_INTERVAL_S = 5.0
 
 
-def default_weights(flag: str = "--weights") -> Path:
+def fetch_fid_weights(flag: str = "--weights") -> Path:
     """FID's Inception weights in the user's cache, downloaded the first time; the hash is checked every time."""
-    return fetched(FID_URL, cache_folder() / FID_NAME, FID_SHA256, flag)
+    return fetch_file(FID_URL, cache_folder() / FID_NAME, FID_SHA256, flag)
 
 
-def fetched(url: str, file: Path, sha256: str, flag: str = "--weights") -> Path:
+def fetch_file(url: str, file: Path, sha256: str, flag: str = "--weights") -> Path:
     """`file`, downloaded from `url` unless it is there; an InputError unless its hash is `sha256`; `flag` gives another file."""
     if not file.is_file():
         if is_offline():
-            raise _unreachable(url, file, sha256, flag, "the environment says to stay offline (HF_HUB_OFFLINE)")
-        _make_cache(file.parent, flag)
+            raise _download_error(url, file, sha256, flag, "the environment says to stay offline (HF_HUB_OFFLINE)")
+        _make_cache_folder(file.parent, flag)
         # Ranks that start together take turns, and all but the first find the file.
         with FileLock(file.with_name(f".{file.name}.lock")):
             if not file.is_file():
                 for leftover in file.parent.glob(f".{file.name}.*.tmp"):  # of a download that was killed
                     leftover.unlink(missing_ok=True)
                 _download(url, file, sha256, flag)
-    found = sha256_of([file])
-    if found != sha256:
+    digest = sha256_files([file])
+    if digest != sha256:
         raise InputError(
-            f"{file} has the SHA-256 {found}",
+            f"{file} has the SHA-256 {digest}",
             f"{sha256}, the file of {url}",
             f"remove it to have it downloaded again, or give a file of your own by {flag} FILE",
         )
     return file
 
 
-def _make_cache(folder: Path, flag: str) -> None:
+def _make_cache_folder(folder: Path, flag: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -75,7 +75,7 @@ def is_offline() -> bool:
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
-def _unreachable(url: str, file: Path, sha256: str, flag: str, why: str) -> InputError:
+def _download_error(url: str, file: Path, sha256: str, flag: str, why: str) -> InputError:
     return InputError(
         f"{file} is not there and cannot be downloaded: {why}",
         f"the file of {url} (SHA-256 {sha256})",
@@ -86,12 +86,12 @@ def _unreachable(url: str, file: Path, sha256: str, flag: str, why: str) -> Inpu
 def _download(url: str, file: Path, sha256: str, flag: str) -> None:
     logger.info("downloading %s to %s", url, file)
     try:
-        with urllib.request.urlopen(url, timeout=_SILENCE_S) as answer, publishing(file, "weights") as target:
-            found, num_bytes = _copied(answer, target)
-            announced = answer.headers.get("Content-Length")
-            if announced is not None and num_bytes != int(announced):
-                raise _unreachable(
-                    url, file, sha256, flag, f"the connection ended after {num_bytes} of {announced} bytes"
+        with urllib.request.urlopen(url, timeout=_READ_TIMEOUT_S) as response, open_atomic(file, "weights") as target:
+            found, num_bytes = _copy_response(response, target)
+            content_length = response.headers.get("Content-Length")
+            if content_length is not None and num_bytes != int(content_length):
+                raise _download_error(
+                    url, file, sha256, flag, f"the connection ended after {num_bytes} of {content_length} bytes"
                 )
             if found != sha256:
                 raise InputError(
@@ -101,39 +101,39 @@ def _download(url: str, file: Path, sha256: str, flag: str) -> None:
                 )
     except urllib.error.HTTPError as error:
         with error:  # it is also the answer, with an open connection
-            raise _unreachable(url, file, sha256, flag, f"{error.code} {error.reason}") from error
+            raise _download_error(url, file, sha256, flag, f"{error.code} {error.reason}") from error
     except urllib.error.URLError as error:
-        raise _unreachable(url, file, sha256, flag, str(error.reason)) from error
+        raise _download_error(url, file, sha256, flag, str(error.reason)) from error
     except (http.client.HTTPException, TimeoutError, ConnectionError) as error:
-        raise _unreachable(url, file, sha256, flag, f"{type(error).__name__}: {error}") from error
+        raise _download_error(url, file, sha256, flag, f"{type(error).__name__}: {error}") from error
 
 
-def _copied(answer: http.client.HTTPResponse, target: BinaryIO) -> tuple[str, int]:
+def _copy_response(response: http.client.HTTPResponse, target: BinaryIO) -> tuple[str, int]:
     digest = hashlib.sha256()
-    total = int(answer.headers.get("Content-Length") or 0)
-    num_bytes, spoke = 0, time.monotonic()
-    while block := answer.read(_BLOCK):
+    total = int(response.headers.get("Content-Length") or 0)
+    num_bytes, last_log_s = 0, time.monotonic()
+    while block := response.read(_BLOCK_BYTES):
         digest.update(block)
         target.write(block)
         num_bytes += len(block)
-        if time.monotonic() - spoke > _SPEAK_EVERY_S:
-            spoke = time.monotonic()
+        if time.monotonic() - last_log_s > _LOG_INTERVAL_S:
+            last_log_s = time.monotonic()
             share = f" of {total / 1e6:.0f}" if total else ""
             logger.info("downloaded %.0f%s MB", num_bytes / 1e6, share)
     return digest.hexdigest(), num_bytes
 
 
-def sha256_of(files: Iterable[Path]) -> str:
+def sha256_files(files: Iterable[Path]) -> str:
     """The hash of these files' bytes, one after the other; for one file its ordinary SHA-256."""
     digest = hashlib.sha256()
     for path in files:
         with path.open("rb") as file:
-            while block := file.read(_BLOCK):
+            while block := file.read(_BLOCK_BYTES):
                 digest.update(block)
     return digest.hexdigest()
 
 
-def read_tensors(file: Path, flag: str = "--weights") -> Mapping[str, Tensor]:
+def read_state_dict(file: Path, flag: str = "--weights") -> Mapping[str, Tensor]:
     """A state dict from safetensors or from torch.save; code in a pickle is refused, never run."""
     if not file.is_file():
         raise InputError(f"{file} is not a file", "weights as .safetensors or .pth", f"check {flag}")

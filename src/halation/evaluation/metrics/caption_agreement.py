@@ -1,4 +1,4 @@
-"""Prompt agreement: how much of what captions of street scenes say is found in their pictures."""
+"""Prompt agreement: how much of what captions of street scenes say is found in their images."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from halation.data.streets.attributes import PLACES, TIMES, WEATHERS
 from halation.data.streets.captions import Mentioned, mentioned
+from halation.data.streets.scene_attributes import PLACES, TIMES, WEATHERS
 from halation.errors import InputError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Agreement:
+class CaptionAgreement:
     """Shares of mentioned attributes that are found; a caption's silence counts neither way."""
 
     value: float
-    """Over all mentioned attributes of all pictures."""
+    """Over all mentioned attributes of all images."""
     by_attribute: dict[str, float | None]
     """None for an attribute that no caption mentions."""
     num_mentioned: dict[str, int]
@@ -27,7 +27,7 @@ class Agreement:
 
 
 # What a caption asks of the column that a head finds, or None where it does not ask.
-_ASKED: dict[str, Callable[[Mentioned], Sequence[int] | None]] = {
+_EXPECTED_COLUMNS: dict[str, Callable[[Mentioned], Sequence[int] | None]] = {
     "place": lambda says: None if says["place"] is None else (PLACES.index(says["place"]),),
     "time": lambda says: None if says["time"] is None else (TIMES.index(says["time"]),),
     "weather": lambda says: None if says["weather"] is None else (WEATHERS.index(says["weather"]),),
@@ -35,21 +35,23 @@ _ASKED: dict[str, Callable[[Mentioned], Sequence[int] | None]] = {
 }
 
 
-def says_something(captions: Sequence[str]) -> bool:
+def has_street_captions(captions: Sequence[str]) -> bool:
     """Whether any of these captions is in the words of the street scenes."""
-    return any(asked_by(mentioned(caption)) is not None for caption in captions for asked_by in _ASKED.values())
+    return any(
+        asked_by(mentioned(caption)) is not None for caption in captions for asked_by in _EXPECTED_COLUMNS.values()
+    )
 
 
-def agreement(outputs: Mapping[str, npt.NDArray[Any]], captions: Sequence[str]) -> Agreement:
-    """The agreement of pictures with their captions; `outputs` are the logits of the streets extractor, a row a picture."""
-    found = {attribute: _found(outputs, attribute, len(captions)) for attribute in _ASKED}
-    says = [mentioned(caption) for caption in captions]
-    hits: dict[str, list[bool]] = {attribute: [] for attribute in _ASKED}
-    for attribute, asked_by in _ASKED.items():
-        for column, sayings in zip(found[attribute].tolist(), says, strict=True):
-            asked = asked_by(sayings)
-            if asked is not None:
-                hits[attribute].append(column in asked)
+def caption_agreement(outputs: Mapping[str, npt.NDArray[Any]], captions: Sequence[str]) -> CaptionAgreement:
+    """The agreement of images with their captions; `outputs` are the logits of the streets extractor, a row an image."""
+    predicted = {attribute: _predicted_columns(outputs, attribute, len(captions)) for attribute in _EXPECTED_COLUMNS}
+    mentions = [mentioned(caption) for caption in captions]
+    hits: dict[str, list[bool]] = {attribute: [] for attribute in _EXPECTED_COLUMNS}
+    for attribute, expected_columns in _EXPECTED_COLUMNS.items():
+        for column, mention in zip(predicted[attribute].tolist(), mentions, strict=True):
+            expected = expected_columns(mention)
+            if expected is not None:
+                hits[attribute].append(column in expected)
     num_mentioned = {attribute: len(mine) for attribute, mine in hits.items()}
     if not any(num_mentioned.values()):
         example = f", such as {captions[0][:80]!r}" if captions else ""
@@ -58,14 +60,16 @@ def agreement(outputs: Mapping[str, npt.NDArray[Any]], captions: Sequence[str]) 
             'captions in the words of the embedded street scenes, such as "A rural road with dry roads and two cars at night"',
             "leave out the prompt agreement, which is for the embedded street captions; for other prompts ask for the CLIP score",
         )
-    return Agreement(
+    return CaptionAgreement(
         value=sum(map(sum, hits.values())) / sum(num_mentioned.values()),
         by_attribute={attribute: sum(mine) / len(mine) if mine else None for attribute, mine in hits.items()},
         num_mentioned=num_mentioned,
     )
 
 
-def _found(outputs: Mapping[str, npt.NDArray[Any]], attribute: str, num_captions: int) -> npt.NDArray[np.intp]:
+def _predicted_columns(
+    outputs: Mapping[str, npt.NDArray[Any]], attribute: str, num_captions: int
+) -> npt.NDArray[np.intp]:
     """The column with the highest logit in each row."""
     if attribute not in outputs:
         raise InputError(
@@ -76,15 +80,15 @@ def _found(outputs: Mapping[str, npt.NDArray[Any]], attribute: str, num_captions
     logits = outputs[attribute]
     if len(logits) != num_captions:
         raise InputError(
-            f"{len(logits)} pictures and {num_captions} captions",
-            "one caption for each picture, in the same order",
-            "give the prompts that the pictures were drawn from",
+            f"{len(logits)} images and {num_captions} captions",
+            "one caption for each image, in the same order",
+            "give the prompts that the images were drawn from",
         )
     if not np.isfinite(logits).all():
         broken = int(np.flatnonzero(~np.isfinite(logits).all(axis=1))[0])
         raise InputError(
-            f"logits for {attribute!r} that are not finite, the first of them of picture {broken}",
-            "finite numbers for every picture",
-            "look at that picture; if it is sound, evaluate on another device or in float32",
+            f"logits for {attribute!r} that are not finite, the first of them of image {broken}",
+            "finite numbers for every image",
+            "look at that image; if it is sound, evaluate on another device or in float32",
         )
     return np.argmax(logits, axis=1)

@@ -11,16 +11,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from halation.evaluation.metrics.moments import Features, checked
-from halation.evaluation.metrics.threads import one_thread
+from halation.evaluation.metrics.moments import Features, check_features, single_thread
 
 NUM_SUBSETS, SUBSET_SIZE, SEED = 100, 1000, 2020
-BLOCK_SIZE, PANEL = 1024, 250
+BLOCK_SIZE, PANEL_SIZE = 1024, 250
 """Rows of a block where all pairs are taken, and inside one subset."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Discrepancy:
+class KernelDistance:
     """The mean over subsets, and how far subsets differ from each other: less than 0 is possible, and means that nothing was found."""
 
     mean: float
@@ -37,27 +36,31 @@ def kernel_distance(
     subset_size: int = SUBSET_SIZE,
     seed: int = SEED,
     device: str = "cpu",
-) -> Discrepancy:
+) -> KernelDistance:
     """Subsets are drawn without replacement, one's before the other's, by the generator and the seed that other tools use too."""
     if one.shape[1:] != other.shape[1:]:
         raise ValueError(f"features of shapes {one.shape} and {other.shape}")
     if num_subsets < 1 or not 2 <= subset_size <= min(len(one), len(other)):
         raise ValueError(f"{num_subsets} subsets of {subset_size} rows from {len(one)} and {len(other)}")
-    rows_1, rows_2 = (torch.from_numpy(checked(rows).astype(np.float64)).to(device) for rows in (one, other))
-    chosen_1, chosen_2 = _subsets(len(one), len(other), num_subsets, subset_size, seed)
-    road = _sums_of_all if _num_pairs(len(one), len(other)) < num_subsets * 2 * subset_size**2 else _sums_of_each
-    with one_thread():
-        within_1, between, within_2 = road(rows_1, rows_2, chosen_1.to(device), chosen_2.to(device))
+    rows_1, rows_2 = (torch.from_numpy(check_features(rows).astype(np.float64)).to(device) for rows in (one, other))
+    chosen_1, chosen_2 = _draw_subsets(len(one), len(other), num_subsets, subset_size, seed)
+    sum_kernels = (
+        _sums_over_all_pairs
+        if _num_pairs(len(one), len(other)) < num_subsets * 2 * subset_size**2
+        else _sums_per_subset
+    )
+    with single_thread():
+        within_1, between, within_2 = sum_kernels(rows_1, rows_2, chosen_1.to(device), chosen_2.to(device))
     values = (within_1 + within_2) / (subset_size * (subset_size - 1)) - 2.0 * between / subset_size**2
     found = values.cpu().numpy()
     if not np.isfinite(found).all():
         raise ValueError("a kernel distance that is not finite")
-    return Discrepancy(
+    return KernelDistance(
         mean=float(np.mean(found)), std=float(np.std(found)), num_subsets=num_subsets, subset_size=subset_size
     )
 
 
-def _subsets(num_1: int, num_2: int, num_subsets: int, size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _draw_subsets(num_1: int, num_2: int, num_subsets: int, size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = np.random.RandomState(seed)
     drawn = [
         (generator.choice(num_1, size, replace=False), generator.choice(num_2, size, replace=False))
@@ -72,33 +75,41 @@ def _num_pairs(num_1: int, num_2: int) -> int:
     return (num_1 + num_2) ** 2 // 2
 
 
-Sums = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+KernelSums = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """For each subset: within the first set without a row's kernel with itself, between the sets, within the second."""
 
 
-def _sums_of_each(rows_1: torch.Tensor, rows_2: torch.Tensor, chosen_1: torch.Tensor, chosen_2: torch.Tensor) -> Sums:
+def _sums_per_subset(
+    rows_1: torch.Tensor, rows_2: torch.Tensor, chosen_1: torch.Tensor, chosen_2: torch.Tensor
+) -> KernelSums:
     sums = []
     for mine, theirs in zip(chosen_1, chosen_2, strict=True):
         one, other = rows_1[mine], rows_2[theirs]
-        sums.append(torch.stack([_within(one), _kernel(one, other).sum(), _within(other)]))
+        sums.append(torch.stack([_sum_within(one), _cubic_kernel(one, other).sum(), _sum_within(other)]))
     first, between, second = torch.stack(sums, dim=1)
     return first, between, second
 
 
-def _within(rows: torch.Tensor) -> torch.Tensor:
+def _sum_within(rows: torch.Tensor) -> torch.Tensor:
     """Over the pairs of different rows: a block and those above it once, then twice the sum."""
     total = torch.zeros((), dtype=rows.dtype, device=rows.device)
-    for start in range(0, len(rows), PANEL):
-        block = _kernel(rows[start : start + PANEL], rows[start:])
+    for start in range(0, len(rows), PANEL_SIZE):
+        block = _cubic_kernel(rows[start : start + PANEL_SIZE], rows[start:])
         size = len(block)
         inner = block[:, :size]
         total += inner.sum() - inner.diagonal().sum() + 2.0 * block[:, size:].sum()
     return total
 
 
-def _sums_of_all(rows_1: torch.Tensor, rows_2: torch.Tensor, chosen_1: torch.Tensor, chosen_2: torch.Tensor) -> Sums:
+def _sums_over_all_pairs(
+    rows_1: torch.Tensor, rows_2: torch.Tensor, chosen_1: torch.Tensor, chosen_2: torch.Tensor
+) -> KernelSums:
     one, other = _indicators(chosen_1, rows_1), _indicators(chosen_2, rows_2)
-    return _within_all(rows_1, one), _between_all(rows_1, rows_2, one, other), _within_all(rows_2, other)
+    return (
+        _sum_within_subsets(rows_1, one),
+        _sum_between_subsets(rows_1, rows_2, one, other),
+        _sum_within_subsets(rows_2, other),
+    )
 
 
 def _indicators(chosen: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -107,29 +118,29 @@ def _indicators(chosen: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return result.scatter_(0, chosen.T, 1.0)
 
 
-def _within_all(rows: torch.Tensor, member: torch.Tensor) -> torch.Tensor:
-    total = torch.zeros(member.shape[1], dtype=rows.dtype, device=rows.device)
+def _sum_within_subsets(rows: torch.Tensor, membership: torch.Tensor) -> torch.Tensor:
+    total = torch.zeros(membership.shape[1], dtype=rows.dtype, device=rows.device)
     for start in range(0, len(rows), BLOCK_SIZE):
         end = start + BLOCK_SIZE
-        block = _kernel(rows[start:end], rows[start:])
+        block = _cubic_kernel(rows[start:end], rows[start:])
         size = len(block)
         block.diagonal().zero_()
         block[:, size:] *= 2.0
-        total += (member[start:end] * (block @ member[start:])).sum(dim=0)
+        total += (membership[start:end] * (block @ membership[start:])).sum(dim=0)
     return total
 
 
-def _between_all(
+def _sum_between_subsets(
     one: torch.Tensor, other: torch.Tensor, member_1: torch.Tensor, member_2: torch.Tensor
 ) -> torch.Tensor:
     total = torch.zeros(member_1.shape[1], dtype=one.dtype, device=one.device)
     for start in range(0, len(one), BLOCK_SIZE):
         end = start + BLOCK_SIZE
-        total += (member_1[start:end] * (_kernel(one[start:end], other) @ member_2)).sum(dim=0)
+        total += (member_1[start:end] * (_cubic_kernel(one[start:end], other) @ member_2)).sum(dim=0)
     return total
 
 
-def _kernel(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def _cubic_kernel(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """A fresh matrix: (x y / d + 1)^3 for every pair."""
     product = (one @ other.T).div_(one.shape[1]).add_(1.0)
     return product * product.square()

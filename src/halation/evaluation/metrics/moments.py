@@ -8,15 +8,28 @@ whole to rounding, not to the bit.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 Features = npt.NDArray[np.floating]
-Vector = npt.NDArray[np.float64]
+FloatArray = npt.NDArray[np.float64]
 BLOCK_SIZE = 1024
+
+
+@contextmanager
+def single_thread() -> Iterator[None]:
+    """The number of threads changes the last bits of torch's sums, and ranks of a group have another number than a process alone."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -24,11 +37,11 @@ class Moments:
     """How many rows, their mean, and the sum of the outer products of their deviations from it."""
 
     num: int
-    mean: Vector
-    scatter: Vector
+    mean: FloatArray
+    scatter: FloatArray
 
     @property
-    def covariance(self) -> Vector:
+    def covariance(self) -> FloatArray:
         """Unbiased, as every implementation of FID takes it."""
         if self.num < 2:
             raise ValueError(f"a covariance of {self.num} rows")
@@ -39,8 +52,8 @@ class Moments:
 class Gaussian:
     """Statistics that somebody else saved: nobody knows of how many rows, so they can be compared and not merged."""
 
-    mean: Vector
-    covariance: Vector
+    mean: FloatArray
+    covariance: FloatArray
 
 
 def moments(features: Features | Iterable[Features]) -> Moments:
@@ -49,19 +62,19 @@ def moments(features: Features | Iterable[Features]) -> Moments:
     NaN and infinity are refused here, because a distance to them may well be a number.
     """
     parts = [features] if isinstance(features, np.ndarray) else features
-    blocks = map(_of_block, _blocks(parts))
+    blocks = map(_block_moments, _iter_blocks(parts))
     first = next(blocks, None)
     if first is None:
         raise ValueError("features of no rows")
     return reduce(_merge, blocks, first)
 
 
-def _blocks(parts: Iterable[Features]) -> Iterator[Vector]:
+def _iter_blocks(parts: Iterable[Features]) -> Iterator[FloatArray]:
     """Rows of all parts in blocks of one size, the last one shorter: a block knows nothing of where one part ended."""
     block = np.empty((0, 0))
     num = 0
     for part in parts:
-        values = checked(part)
+        values = check_features(part)
         while len(values):
             if not num:
                 block = np.empty((BLOCK_SIZE, values.shape[1]))
@@ -77,7 +90,7 @@ def _blocks(parts: Iterable[Features]) -> Iterator[Vector]:
         yield block[:num]
 
 
-def checked(features: Features) -> Features:
+def check_features(features: Features) -> Features:
     """The same features, known to be rows of finite numbers."""
     if features.ndim != 2 or not features.shape[1]:
         raise ValueError(f"features of shape {features.shape}, expected (rows, dimensions)")
@@ -86,13 +99,13 @@ def checked(features: Features) -> Features:
     return features
 
 
-def _of_block(values: Vector) -> Moments:
+def _block_moments(values: FloatArray) -> Moments:
     mean = values.mean(axis=0)
     values -= mean
     return Moments(num=len(values), mean=mean, scatter=values.T @ values)
 
 
-def merged(parts: Iterable[Moments]) -> Moments:
+def merge_moments(parts: Iterable[Moments]) -> Moments:
     """The moments of all rows of the parts, in this order (Chan, Golub and LeVeque 1979)."""
     return reduce(_merge, parts)
 

@@ -1,10 +1,10 @@
 """Precision, recall, density and coverage: who lies in whose neighbourhood (Kynkaanniemi et al. 2019, Naeem et al. 2020).
 
-A picture's ball reaches to its k-th nearest neighbour in its own set. Precision: the share of generated pictures in some ball of the reference;
-recall: the share of the reference in some ball of the generated; density: how many balls of the reference a generated picture lies in, on
-average, divided by k; coverage: the share of reference balls with a generated picture in them. The border belongs to the ball.
+An image's ball reaches to its k-th nearest neighbour in its own set. Precision: the share of generated images in some ball of the reference;
+recall: the share of the reference in some ball of the generated; density: how many balls of the reference a generated image lies in, on
+average, divided by k; coverage: the share of reference balls with a generated image in them. The border belongs to the ball.
 
-Distances are made a tile at a time in float64, so that fifty thousand pictures need no more memory than a thousand.
+Distances are made a tile at a time in float64, so that fifty thousand images need no more memory than a thousand.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from dataclasses import dataclass
 
 import torch
 
-from halation.evaluation.metrics.moments import Features, checked
+from halation.evaluation.metrics.moments import Features, check_features
 
 NEAREST_K = 3
-TILE = 2048
-ROUNDING = 1e-12
+TILE_SIZE = 2048
+BORDER_TOLERANCE = 1e-12
 """Of the squared lengths of two rows: what lies beyond the border by less lies on it, or copies of the reference would be out by chance."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Coverage:
+class PrdcScores:
     """Shares between 0 and 1, but for density, which may be larger."""
 
     precision: float
@@ -33,42 +33,48 @@ class Coverage:
     nearest_k: int
 
 
-def coverage(
-    reference: Features, generated: Features, *, nearest_k: int = NEAREST_K, device: str = "cpu", tile: int = TILE
-) -> Coverage:
-    """Of generated pictures against a reference; each set needs more than `nearest_k` rows."""
+def prdc(
+    reference: Features, generated: Features, *, nearest_k: int = NEAREST_K, device: str = "cpu", tile: int = TILE_SIZE
+) -> PrdcScores:
+    """Of generated images against a reference; each set needs more than `nearest_k` rows."""
     if reference.shape[1:] != generated.shape[1:]:
         raise ValueError(f"features of shapes {reference.shape} and {generated.shape}")
     if not 1 <= nearest_k < min(len(reference), len(generated)):
         raise ValueError(f"{nearest_k} neighbours in sets of {len(reference)} and {len(generated)} rows")
-    real, made = (Rows(checked(features), device, tile) for features in (reference, generated))
-    real_radius, made_radius = _squared_radii(real, nearest_k), _squared_radii(made, nearest_k)
-    made_in_real, real_in_made, reached = (
-        torch.zeros(num, dtype=torch.bool, device=device) for num in (made.num, real.num, real.num)
+    reference_tiles, generated_tiles = (
+        TiledFeatures(check_features(features), device, tile) for features in (reference, generated)
+    )
+    reference_radius, generated_radius = (
+        _squared_radii(reference_tiles, nearest_k),
+        _squared_radii(generated_tiles, nearest_k),
+    )
+    generated_in_reference, reference_in_generated, is_covered = (
+        torch.zeros(num, dtype=torch.bool, device=device)
+        for num in (generated_tiles.num, reference_tiles.num, reference_tiles.num)
     )
     num_inside = 0
-    for mine, rows, lengths in real.tiles():
-        for theirs, others, other_lengths in made.tiles():
-            distances = squared_distances(rows, others, lengths, other_lengths, 1.0 - ROUNDING)
-            inside = distances <= real_radius[mine, None]
-            made_in_real[theirs] |= inside.any(dim=0)
-            reached[mine] |= inside.any(dim=1)
+    for mine, rows, lengths in reference_tiles.tiles():
+        for theirs, others, other_lengths in generated_tiles.tiles():
+            distances = squared_distances(rows, others, lengths, other_lengths, 1.0 - BORDER_TOLERANCE)
+            inside = distances <= reference_radius[mine, None]
+            generated_in_reference[theirs] |= inside.any(dim=0)
+            is_covered[mine] |= inside.any(dim=1)
             num_inside += int(inside.sum())
-            real_in_made[mine] |= (distances <= made_radius[theirs]).any(dim=1)
-    return Coverage(
-        precision=_share(made_in_real),
-        recall=_share(real_in_made),
-        density=num_inside / (nearest_k * made.num),
-        coverage=_share(reached),
+            reference_in_generated[mine] |= (distances <= generated_radius[theirs]).any(dim=1)
+    return PrdcScores(
+        precision=_fraction(generated_in_reference),
+        recall=_fraction(reference_in_generated),
+        density=num_inside / (nearest_k * generated_tiles.num),
+        coverage=_fraction(is_covered),
         nearest_k=nearest_k,
     )
 
 
-def _share(flags: torch.Tensor) -> float:
+def _fraction(flags: torch.Tensor) -> float:
     return int(flags.sum()) / len(flags)
 
 
-class Rows:
+class TiledFeatures:
     """Features on a device in the precision they came in; a tile of them in float64."""
 
     def __init__(self, features: Features, device: str, tile: int) -> None:
@@ -83,11 +89,11 @@ class Rows:
             yield slice(start, start + len(rows)), rows, rows.square().sum(dim=1)
 
 
-def _squared_radii(rows: Rows, nearest_k: int) -> torch.Tensor:
+def _squared_radii(rows: TiledFeatures, nearest_k: int) -> torch.Tensor:
     """Of every row's ball. A tile serves the rows on both of its sides, so half of them are made."""
     nearest: dict[int, torch.Tensor] = {}
 
-    def offer(start: int, distances: torch.Tensor) -> None:
+    def update_nearest(start: int, distances: torch.Tensor) -> None:
         known = [nearest[start]] if start in nearest else []
         # A tile may have fewer columns than there are neighbours to keep: the smallest of all so far, however few.
         candidates = torch.cat([*known, _smallest(distances, nearest_k)], dim=1)
@@ -99,8 +105,8 @@ def _squared_radii(rows: Rows, nearest_k: int) -> torch.Tensor:
             if theirs.start == mine.start:
                 distances.fill_diagonal_(torch.inf)  # a row is no neighbour of itself
             else:
-                offer(theirs.start, distances.T)
-            offer(mine.start, distances)
+                update_nearest(theirs.start, distances.T)
+            update_nearest(mine.start, distances)
     return torch.cat([nearest[start][:, -1] for start in sorted(nearest)])
 
 
@@ -114,8 +120,8 @@ def squared_distances(
     other: torch.Tensor,
     one_lengths: torch.Tensor,
     other_lengths: torch.Tensor,
-    share_of_lengths: float = 1.0,
+    length_scale: float = 1.0,
 ) -> torch.Tensor:
     """Of every pair of rows, never below 0; to rounding of the lengths, so those of equal rows are only nearly 0."""
-    lengths = (one_lengths[:, None] + other_lengths).mul_(share_of_lengths)
+    lengths = (one_lengths[:, None] + other_lengths).mul_(length_scale)
     return lengths.addmm_(one, other.T, alpha=-2.0).clamp_(min=0.0)

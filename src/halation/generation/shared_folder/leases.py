@@ -1,8 +1,8 @@
-"""Who draws what where several commands share a folder: ranges of sheets, claimed by lease, with no engine and no clock in common.
+"""Who draws what where several commands share a folder: ranges of batches, claimed by lease, with no engine and no clock in common.
 
 A lease is a name in `leases/` that only one process can create; it is a hard link to its owner's card, so touching the card keeps
 all of an owner's leases alive at once. One that was not touched for `lease_s` is taken over. Should its owner only have slept, a
-sheet is drawn twice, to the same bits.
+batch is drawn twice, to the same bits.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from halation.faults import fault_point
-from halation.generation.shared_folder.ledger import SharedLedger, link_once
-from halation.plan import Sheets
+from halation.fault_injection import fault_point
+from halation.generation.shared_folder.shared_ledger import SharedLedger, link_once
+from halation.sample_batching import BatchPlan
 
 log = logging.getLogger(__name__)
 
@@ -33,34 +33,34 @@ MAX_RANGES = 4096
 POLL_S = 1.0
 
 
-class Ranges:
-    """Sheets cut into at most 4096 ranges by number: a function of the plan alone, so that all processes mean the same ones."""
+class BatchRanges:
+    """Batches cut into at most 4096 ranges by number: a function of the plan alone, so that all processes mean the same ones."""
 
-    def __init__(self, sheets: Sheets) -> None:
-        self.num_sheets = len(sheets)
-        self.size = max(1, math.ceil(self.num_sheets / MAX_RANGES))
-        rows = [sheets.rows(sheet) for sheet in range(self.num_sheets)]
+    def __init__(self, batches: BatchPlan) -> None:
+        self.num_batches = len(batches)
+        self.size = max(1, math.ceil(self.num_batches / MAX_RANGES))
+        rows = [batches.rows(batch) for batch in range(self.num_batches)]
         lengths = [len(row) for row in rows]
         self._range_of_row = np.zeros(sum(lengths), dtype=np.int64)
         if rows:
-            self._range_of_row[np.concatenate(rows)] = np.repeat(np.arange(self.num_sheets) // self.size, lengths)
+            self._range_of_row[np.concatenate(rows)] = np.repeat(np.arange(self.num_batches) // self.size, lengths)
 
     def __len__(self) -> int:
-        return -(-self.num_sheets // self.size)
+        return -(-self.num_batches // self.size)
 
-    def sheets(self, number: int) -> range:
-        return range(number * self.size, min((number + 1) * self.size, self.num_sheets))
+    def batches(self, number: int) -> range:
+        return range(number * self.size, min((number + 1) * self.size, self.num_batches))
 
-    def name(self, number: int) -> str:
-        """By its first and last sheet: a later command with a longer plan may cut other ranges."""
-        sheets = self.sheets(number)
-        return f"{sheets.start:07d}-{sheets.stop - 1:07d}.json"
+    def lease_name(self, number: int) -> str:
+        """By its first and last batch: a later command with a longer plan may cut other ranges."""
+        batches = self.batches(number)
+        return f"{batches.start:07d}-{batches.stop - 1:07d}.json"
 
-    def unfinished(self, ledger: SharedLedger) -> list[int]:
+    def unfinished_ranges(self, ledger: SharedLedger) -> list[int]:
         """Ranges with a row left to draw."""
-        return self.of_rows(ledger.unfinished())
+        return self.find_ranges(ledger.unfinished_indices())
 
-    def of_rows(self, rows: npt.ArrayLike) -> list[int]:
+    def find_ranges(self, rows: npt.ArrayLike) -> list[int]:
         """The ranges these rows are in, ascending, each once."""
         numbers = self._range_of_row[np.asarray(rows, dtype=np.int64)]
         found: list[int] = np.flatnonzero(np.bincount(numbers, minlength=len(self))).tolist()
@@ -68,11 +68,11 @@ class Ranges:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
+class LeaseInfo:
     """A lease as it was found: whose it is, when it was last touched, and how long a silence its owner asked others to bear."""
 
     token: str
-    touched: float
+    touched_at: float
     lease_s: float
 
 
@@ -82,80 +82,82 @@ class Leases:
     def __init__(
         self,
         ledger: SharedLedger,
-        ranges: Ranges,
+        ranges: BatchRanges,
         *,
         lease_s: float,
-        num_wanted: int,
+        num_batches_wanted: int,
         on_refresh: Callable[[], None] = lambda: None,
-        say: Callable[[str], None] = log.info,
+        print_line: Callable[[str], None] = log.info,
     ) -> None:
-        """`num_wanted` sheets keep this process's workers busy; `on_refresh` is called when others' outcomes were read."""
+        """`num_batches_wanted` batches keep this process's workers busy; `on_refresh` is called when others' outcomes were read."""
         self.ledger = ledger
         self.ranges = ranges
         self.lease_s = lease_s
-        self.num_wanted = num_wanted
+        self.num_batches_wanted = num_batches_wanted
         self.on_refresh = on_refresh
-        self.say = say
+        self.print_line = print_line
         self.process = ledger.process
-        self.held: set[int] = set()
+        self.held_ranges: set[int] = set()
         self.num_taken_over = 0
         self.folder = ledger.folder / "leases"
         self.folder.mkdir(exist_ok=True)
-        self._card = self.folder / f".{self.process.name}.card"
-        self._write_card()
-        self._touched = time.monotonic()
-        self._look_again = 0.0
-        self._waiting = False
+        self._owner_file = self.folder / f".{self.process.name}.card"
+        self._write_owner_file()
+        self._touched_at = time.monotonic()
+        self._next_poll_at = 0.0
+        self._is_waiting = False
         # Apart from each other, so that processes seldom meet; in order from there.
-        self._first = zlib.crc32(self.process.token.encode()) % max(1, len(ranges))
+        self._first_range = zlib.crc32(self.process.token.encode()) % max(1, len(ranges))
 
     # -- what the supervisor asks
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """Touch the card, and let go of what is finished or was taken over, four times in a lease."""
-        if time.monotonic() - self._touched < self.lease_s / 4:
+        if time.monotonic() - self._touched_at < self.lease_s / 4:
             return
         self._touch()
         self._refresh()
-        for number in sorted(self.held):
-            if self._owner(self._path(number)) != self.process.token:
-                self.held.discard(number)
-                log.warning("sheets %s were taken over: this process was silent for too long", self._path(number).stem)
-        self._let_go_of_finished()
+        for number in sorted(self.held_ranges):
+            if self._read_owner(self._lease_path(number)) != self.process.token:
+                self.held_ranges.discard(number)
+                log.warning(
+                    "batches %s were taken over: this process was silent for too long", self._lease_path(number).stem
+                )
+        self._release_finished()
 
-    def next(self) -> Sequence[int] | None:
-        """Sheets of ranges that are claimed now; none while others hold what is left; None where nothing is left."""
-        if time.monotonic() < self._look_again and self.ledger.unfinished().size:
+    def next_batches(self) -> Sequence[int] | None:
+        """Batches of ranges that are claimed now; none while others hold what is left; None where nothing is left."""
+        if time.monotonic() < self._next_poll_at and self.ledger.unfinished_indices().size:
             return ()
         self._refresh()
-        left = self._let_go_of_finished()
+        left = self._release_finished()
         if not left:
-            self._clear()
+            self._remove_stale_leases()
             return None
-        claimed = self._claim_some([number for number in left if number not in self.held])
+        claimed = self._claim_ranges([number for number in left if number not in self.held_ranges])
         if claimed:
             # A range that became free just now may hold what its last owner had finished by then.
             self._refresh()
         else:
-            self._wait(len(left))
-        return [sheet for number in claimed for sheet in self.ranges.sheets(number)]
+            self._schedule_poll(len(left))
+        return [batch for number in claimed for batch in self.ranges.batches(number)]
 
-    def _wait(self, num_left: int) -> None:
+    def _schedule_poll(self, num_left: int) -> None:
         """All that is left is being drawn, here or elsewhere."""
-        self._look_again = time.monotonic() + min(POLL_S, self.lease_s / 4)
-        if not self.held and not self._waiting:
-            self._waiting = True
-            self.say(
-                f"waiting: other processes draw the last {num_left} of {len(self.ranges)} ranges of sheets; "
+        self._next_poll_at = time.monotonic() + min(POLL_S, self.lease_s / 4)
+        if not self.held_ranges and not self._is_waiting:
+            self._is_waiting = True
+            self.print_line(
+                f"waiting: other processes draw the last {num_left} of {len(self.ranges)} ranges of batches; "
                 f"one that is silent for {self.lease_s:g} s is taken over"
             )
 
     def release(self) -> None:
         """Let go of everything."""
-        for number in sorted(self.held):
-            self._let_go(number)
+        for number in sorted(self.held_ranges):
+            self._release_range(number)
         with contextlib.suppress(OSError):
-            self._card.unlink()
+            self._owner_file.unlink()
 
     # -- the files
 
@@ -163,108 +165,110 @@ class Leases:
         if self.ledger.refresh():
             self.on_refresh()
 
-    def _let_go_of_finished(self) -> list[int]:
+    def _release_finished(self) -> list[int]:
         """Its outcomes are on disk before its lease is gone; returns the ranges that are not finished."""
-        left = self.ranges.unfinished(self.ledger)
-        for number in sorted(self.held.difference(left)):
-            self._let_go(number)
+        left = self.ranges.unfinished_ranges(self.ledger)
+        for number in sorted(self.held_ranges.difference(left)):
+            self._release_range(number)
         return left
 
-    def _clear(self) -> None:
-        """Nothing is left: a lease on pictures that are all there is a dead process's, and in nobody's way but the reader's."""
-        failed = [row.request.spec.index for row in self.ledger.failures()]
-        kept = {self.ranges.name(number) for number in self.ranges.of_rows(failed)}
-        for name in {self.ranges.name(number) for number in range(len(self.ranges))}.intersection(
+    def _remove_stale_leases(self) -> None:
+        """Nothing is left: a lease on images that are all there is a dead process's, and in nobody's way but the reader's."""
+        failed = [row.request.spec.index for row in self.ledger.failed_rows()]
+        kept_names = {self.ranges.lease_name(number) for number in self.ranges.find_ranges(failed)}
+        for name in {self.ranges.lease_name(number) for number in range(len(self.ranges))}.intersection(
             os.listdir(self.folder)
         ):
-            if name not in kept:
+            if name not in kept_names:
                 (self.folder / name).unlink(missing_ok=True)
 
-    def _let_go(self, number: int) -> None:
-        path = self._path(number)
-        self.held.discard(number)
-        if self._owner(path) == self.process.token:
+    def _release_range(self, number: int) -> None:
+        path = self._lease_path(number)
+        self.held_ranges.discard(number)
+        if self._read_owner(path) == self.process.token:
             fault_point("lease.unlink")
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
 
-    def _claim_some(self, free: list[int]) -> list[int]:
+    def _claim_ranges(self, free: list[int]) -> list[int]:
         claimed: list[int] = []
         now: float | None = None
-        for number in sorted(free, key=lambda number: (number - self._first) % len(self.ranges)):
-            if len(claimed) * self.ranges.size >= self.num_wanted:
+        for number in sorted(free, key=lambda number: (number - self._first_range) % len(self.ranges)):
+            if len(claimed) * self.ranges.size >= self.num_batches_wanted:
                 break
-            path = self._path(number)
+            path = self._lease_path(number)
             fault_point("lease.link")
-            if not link_once(self._card, path):
+            if not link_once(self._owner_file, path):
                 now = now or self._touch()
                 if not self._take_over(path, now):
                     continue
             fault_point("lease.linked")
-            self.held.add(number)
+            self.held_ranges.add(number)
             claimed.append(number)
         return claimed
 
     def _take_over(self, path: Path, now: float) -> bool:
         """Move an expired lease away and create it anew. `now` is the file system's time, so machines' clocks need not agree."""
-        seen = look(path)
-        silent_s = now - seen.touched
-        if silent_s <= (seen.lease_s or self.lease_s) and seen.token != self.process.token:
+        lease = read_lease(path)
+        silent_s = now - lease.touched_at
+        if silent_s <= (lease.lease_s or self.lease_s) and lease.token != self.process.token:
             return False
-        away = path.with_name(f".{path.name}.{self.process.name}.tmp")
+        moved_path = path.with_name(f".{path.name}.{self.process.name}.tmp")
         try:
             fault_point("lease.rename")
-            os.rename(path, away)
+            os.rename(path, moved_path)
             fault_point("lease.renamed")
         except FileNotFoundError:
             return False
         try:
-            if self._owner(away) != seen.token:  # another took it over since we looked: this is its new lease
-                link_once(away, path)
+            if (
+                self._read_owner(moved_path) != lease.token
+            ):  # another took it over since we looked: this is its new lease
+                link_once(moved_path, path)
                 return False
         finally:
-            away.unlink(missing_ok=True)
-        if not link_once(self._card, path):
+            moved_path.unlink(missing_ok=True)
+        if not link_once(self._owner_file, path):
             return False
-        if seen.token != self.process.token:  # its own name where it holds nothing: the answer to creating it was lost
+        if lease.token != self.process.token:  # its own name where it holds nothing: the answer to creating it was lost
             self.num_taken_over += 1
-            log.warning("sheets %s are taken over: their owner was silent for %.0f s", path.stem, silent_s)
+            log.warning("batches %s are taken over: their owner was silent for %.0f s", path.stem, silent_s)
         return True
 
-    def _path(self, number: int) -> Path:
-        return self.folder / self.ranges.name(number)
+    def _lease_path(self, number: int) -> Path:
+        return self.folder / self.ranges.lease_name(number)
 
     def _touch(self) -> float:
         """Keep this process's leases alive; returns the time the file system gave."""
-        self._touched = time.monotonic()
+        self._touched_at = time.monotonic()
         if (
-            not self._card.exists()
+            not self._owner_file.exists()
         ):  # swept as a dead process's, while this one slept: its leases are links to another file
-            self.held.clear()
-            self._write_card()
-        with open(self._card, "rb") as file:
+            self.held_ranges.clear()
+            self._write_owner_file()
+        with open(self._owner_file, "rb") as file:
             os.utime(file.fileno())
             return os.fstat(file.fileno()).st_mtime
 
-    def _write_card(self) -> None:
+    def _write_owner_file(self) -> None:
         process = self.process
         owner = {"host": process.host, "pid": process.pid, "token": process.token, "lease_s": self.lease_s}
-        self._card.write_text(json.dumps(owner))
+        self._owner_file.write_text(json.dumps(owner))
 
-    def _owner(self, path: Path) -> str:
-        return look(path).token
+    def _read_owner(self, path: Path) -> str:
+        return read_lease(path).token
 
 
-def look(path: Path) -> Seen:
+def read_lease(path: Path) -> LeaseInfo:
     """What stands there; opened, because NFS may answer from memory what is only asked by name."""
     try:
         with open(path, "rb") as file:
-            touched = os.fstat(file.fileno()).st_mtime
+            touched_at = os.fstat(file.fileno()).st_mtime
             values = json.loads(file.read())
-            return Seen(token=str(values["token"]), touched=touched, lease_s=float(values["lease_s"]))
+            return LeaseInfo(token=str(values["token"]), touched_at=touched_at, lease_s=float(values["lease_s"]))
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ESTALE):
             raise
-        return Seen(token="", touched=math.inf, lease_s=0.0)
+        return LeaseInfo(token="", touched_at=math.inf, lease_s=0.0)
     except (ValueError, KeyError, TypeError):  # nobody's: it expires
-        return Seen(token="?", touched=touched, lease_s=0.0)
+        return LeaseInfo(token="?", touched_at=touched_at, lease_s=0.0)

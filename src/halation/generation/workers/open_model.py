@@ -1,4 +1,4 @@
-"""The worker's side of the settings: from the orders of a `halation generate` to a model on a device, and an easel around it."""
+"""The worker's side of the settings: from the orders of a `halation generate` to a model on a device, and a runner around it."""
 
 from __future__ import annotations
 
@@ -7,80 +7,80 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from halation.distributed.launcher import computes_on
-from halation.generation.image_writer import Parcel, Store, Style
-from halation.generation.workers.async_runner import Easel
-from halation.generation.workers.model_runner import Model
+from halation.distributed.launcher import describe_device
+from halation.generation.image_writer import EncodedImage, EncodeOptions, ImageStore
+from halation.generation.workers.async_runner import AsyncRunner
+from halation.generation.workers.model_runner import ImageModel
 
-MAX_ENCODERS = 4
+MAX_ENCODER_THREADS = 4
 
 
-def open_easel(order: Mapping[str, Any], deliver: Callable[[Parcel], None] | None = None) -> Easel:
-    """An easel as ordered; `deliver` takes finished parcels, by default into the folder of the run."""
-    return Easel(
-        lambda: open_model(order),
-        Style(**order["style"]),
-        order["label"],
-        deliver or Store(Path(order["folder"])),
-        min(MAX_ENCODERS, os.cpu_count() or 1),
+def open_runner(settings: Mapping[str, Any], store: Callable[[EncodedImage], None] | None = None) -> AsyncRunner:
+    """A runner as ordered; `store` takes finished encoded images, by default into the folder of the run."""
+    return AsyncRunner(
+        lambda: open_model(settings),
+        EncodeOptions(**settings["style"]),
+        settings["label"],
+        store or ImageStore(Path(settings["folder"])),
+        min(MAX_ENCODER_THREADS, os.cpu_count() or 1),
     )
 
 
-def open_model(order: Mapping[str, Any]) -> Model:
+def open_model(settings: Mapping[str, Any]) -> ImageModel:
     """The model, on its device; called on the thread that will draw with it."""
-    model = order["model"]
+    model = settings["model"]
     if model["kind"] == "testcard":
-        from halation.models.test_pattern import Pace, TestCard
+        from halation.models.test_pattern import PatternTiming, TestPatternModel
 
-        return TestCard(Pace(**{name: value for name, value in model.items() if name != "kind"}))
+        return TestPatternModel(PatternTiming(**{name: value for name, value in model.items() if name != "kind"}))
     import torch
 
-    device = order["device"]
+    device = settings["device"]
     if device == "cpu":
-        torch.set_num_threads(order["threads"])
+        torch.set_num_threads(settings["threads"])
     else:
         torch.cuda.set_device(device)
-    opened: Model = _open_pipeline(order) if model["kind"] == "pipeline" else _open_checkpoint(order)
-    opened.facts["computes on"] = computes_on(device)
-    return opened
+    loaded_model: ImageModel = _open_pipeline(settings) if model["kind"] == "pipeline" else _open_checkpoint(settings)
+    loaded_model.facts["computes on"] = describe_device(device)
+    return loaded_model
 
 
-def _open_pipeline(order: Mapping[str, Any]) -> Model:
-    from halation.models.pipelines.library_messages import silence
+def _open_pipeline(settings: Mapping[str, Any]) -> ImageModel:
+    from halation.models.pipelines.load import filter_library_warnings
 
-    silence()
-    from halation.models.pipelines.runner import open_pipeline
+    filter_library_warnings()
+    from halation.models.pipelines.pipeline_model import open_pipeline
 
     return open_pipeline(
-        Path(order["model"]["path"]),
-        dtype=order["dtype"],
-        device=order["device"],
-        scheduler=order["scheduler"],
-        offload=order["offload"],
-        compile=order["compile"],
-        arguments=order["arguments"],
-        cfg_truncation_step=order["cfg_truncation_step"],
-        half_frame=order["half_frame"],
+        Path(settings["model"]["path"]),
+        dtype=settings["dtype"],
+        device=settings["device"],
+        scheduler=settings["scheduler"],
+        offload=settings["offload"],
+        compile=settings["compile"],
+        arguments=settings["arguments"],
+        cfg_truncation_step=settings["cfg_truncation_step"],
+        half_frame=settings["half_frame"],
     )
 
 
-def _open_checkpoint(order: Mapping[str, Any]) -> Model:
-    from halation.generation.workers.dit_model import CheckpointModel
-    from halation.models.bundled import embedded_folder
+def _open_checkpoint(settings: Mapping[str, Any]) -> ImageModel:
+    from halation.models.bundled_models import bundled_folder
     from halation.models.checkpoints import load_denoiser
+    from halation.models.denoise_and_decode import DiTModel
 
-    model = order["model"]
+    model = settings["model"]
     # On another machine the package, and what comes with it, may lie elsewhere.
-    folder = embedded_folder(model["embedded"] or "") or Path(model["path"])
-    denoiser = load_denoiser(folder, raw=order["raw"], checked=True).to(order["device"])
-    denoiser.hold_encoders()
-    return CheckpointModel(
+    folder = bundled_folder(model["embedded"] or "") or Path(model["path"])
+    denoiser = load_denoiser(folder, raw=settings["raw"], checked=True).to(settings["device"])
+    denoiser.keep_text_encoders()
+    return DiTModel(
         denoiser,
-        device=order["device"],
-        dtype=order["dtype"],
-        sampler=order["scheduler"] or model["sampler"],
+        device=settings["device"],
+        dtype=settings["dtype"],
+        sampler=settings["scheduler"] or model["sampler"],
         time_shift=model["time_shift"],
-        truncate_from=order["cfg_truncation_step"],
-        compile=order["compile"],
+        truncate_from=settings["cfg_truncation_step"],
+        compile=settings["compile"],
         own_sampler=model["sampler"],
     )

@@ -21,23 +21,23 @@ from typing import Any
 
 from halation.errors import InputError
 from halation.generation.config import GenerateConfig
-from halation.generation.workers.ray import Berth, RayCrew, berths
+from halation.generation.workers.ray_pool import RaySlot, RayWorkerPool, assign_slots
 
 log = logging.getLogger(__name__)
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-KNOCK_S = 10.0
-SCRATCH = "halation_ray_"
+CONNECT_TIMEOUT_S = 10.0
+TEMPORARY_PREFIX = "halation_ray_"
 LOOPBACK = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
 """Some of Ray's processes take 127.0.0.1 for a mistake and listen on the machine's public address instead."""
 
 
-def by_ray(cluster: str) -> bool:
+def uses_ray(cluster: str) -> bool:
     return cluster in ("ray", "auto") or cluster.startswith("ray://")
 
 
-def check(config: GenerateConfig) -> None:
+def check_config(config: GenerateConfig) -> None:
     """What can be refused without looking at anything but the flags."""
-    if not by_ray(config.cluster):
+    if not uses_ray(config.cluster):
         if config.cluster not in ("local", "files"):
             raise InputError(
                 f"--cluster {config.cluster}", "local, files, ray, auto or ray://HOST:PORT", "choose one of these"
@@ -54,86 +54,88 @@ def check(config: GenerateConfig) -> None:
 
 
 @contextlib.contextmanager
-def joined(config: GenerateConfig) -> Iterator[tuple[list[Berth], Callable[[Mapping[str, Any]], RayCrew]]]:
-    """While entered, this process is a driver of the cluster; given are the workers' places there, and how to make them a crew."""
-    from halation.generation.workers.open_model import open_easel
+def open_cluster(
+    config: GenerateConfig,
+) -> Iterator[tuple[list[RaySlot], Callable[[Mapping[str, Any]], RayWorkerPool]]]:
+    """While entered, this process is a driver of the cluster; given are the workers' places there, and how to make them a worker pool."""
+    from halation.generation.workers.open_model import open_runner
 
     logs = config.output_dir / "logs"
-    with _own_cluster(logs) if config.cluster == "ray" else _running_cluster(config.cluster):
+    with _start_cluster(logs) if config.cluster == "ray" else _join_cluster(config.cluster):
         import ray
 
-        places = berths(ray.nodes(), config.nproc, config.oversubscribe)
-        log.info("%d workers on %d nodes of Ray", len(places), len({place.node for place in places}))
-        yield places, lambda orders: RayCrew(places, orders, logs, open_easel)
+        slots = assign_slots(ray.nodes(), config.nproc, config.oversubscribe)
+        log.info("%d workers on %d nodes of Ray", len(slots), len({slot.node for slot in slots}))
+        yield slots, lambda settings: RayWorkerPool(slots, settings, logs, open_runner)
 
 
 @contextlib.contextmanager
-def _own_cluster(logs: Path) -> Iterator[None]:
+def _start_cluster(logs: Path) -> Iterator[None]:
     """A Ray of this command's own, behind a secret that nobody else is told, gone with the command."""
     secret = (
         {} if "RAY_AUTH_MODE" in os.environ else {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     )
-    sweep()
-    folder = Path(tempfile.mkdtemp(prefix=SCRATCH))
-    mine = os.open(folder, os.O_RDONLY)
-    fcntl.flock(mine, fcntl.LOCK_EX)
+    remove_stale_folders()
+    folder = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX))
+    lock_fd = os.open(folder, os.O_RDONLY)
+    fcntl.flock(lock_fd, fcntl.LOCK_EX)
     settings = {"include_dashboard": False, "_node_ip_address": LOOPBACK, "_temp_dir": str(folder)}
     try:
-        with _environment({**secret, "RAY_USAGE_STATS_ENABLED": "0"}), _initialised(address="local", **settings):
+        with _set_environment({**secret, "RAY_USAGE_STATS_ENABLED": "0"}), _init_ray(address="local", **settings):
             yield
     finally:
-        _keep_words(folder, logs / "ray")
+        _copy_worker_errors(folder, logs / "ray")
         shutil.rmtree(folder, ignore_errors=True)
-        os.close(mine)
+        os.close(lock_fd)
 
 
-def sweep() -> None:
+def remove_stale_folders() -> None:
     """Remove what killed commands left of theirs in the folder for temporary files: one that lives holds its lock."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{SCRATCH}*"):
+    for folder in Path(tempfile.gettempdir()).glob(f"{TEMPORARY_PREFIX}*"):
         with contextlib.suppress(OSError):  # held, somebody else's, or gone already
-            found = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
+            lock_fd = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
             try:
-                fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
             finally:
-                os.close(found)
+                os.close(lock_fd)
 
 
 @contextlib.contextmanager
-def _running_cluster(cluster: str) -> Iterator[None]:
+def _join_cluster(cluster: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         try:
-            _knock(os.environ.get("RAY_ADDRESS", "") if cluster == "auto" else cluster)
-            stack.enter_context(_initialised(address=cluster))
+            _check_listening(os.environ.get("RAY_ADDRESS", "") if cluster == "auto" else cluster)
+            stack.enter_context(_init_ray(address=cluster))
         except (OSError, RuntimeError, ValueError) as error:
             where = "RAY_ADDRESS or on this machine" if cluster == "auto" else cluster
             raise InputError(
-                f"no Ray cluster to join at {where}: {_gist(error)}",
+                f"no Ray cluster to join at {where}: {_short_message(error)}",
                 "a running cluster of the same Ray and Python versions, and the token it was started with (RAY_AUTH_TOKEN)",
                 "start one with `ray start --head` and give RAY_ADDRESS=HOST:6379 with --cluster auto, or use --cluster ray",
             ) from error
         yield
 
 
-def _gist(error: BaseException) -> str:
+def _short_message(error: BaseException) -> str:
     """The first line of what Ray says and, where a traceback follows it, the last."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return lines[0] if len(lines) < 3 else f"{lines[0]} {lines[-1]}"
 
 
-def _knock(address: str) -> None:
+def _check_listening(address: str) -> None:
     """Whether anything listens there: Ray itself asks for minutes before it says no."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if colon and port.isdigit():
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_S):
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S):
             pass
 
 
 @contextlib.contextmanager
-def _initialised(**settings: Any) -> Iterator[None]:
+def _init_ray(**settings: Any) -> Iterator[None]:
     """Connected to Ray; one that was connected before stays so. The answer to Ctrl+C and SIGTERM stays this command's."""
     # Ray tells of every restart on standard output, between our lines; it reads this when it is imported.
-    with _environment({"RAY_DEDUP_LOGS_SKIP_REGEX": "."}):
+    with _set_environment({"RAY_DEDUP_LOGS_SKIP_REGEX": "."}):
         import ray
     if ray.is_initialized():
         yield
@@ -167,7 +169,7 @@ def _connect(ray: types.ModuleType, settings: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
+def _set_environment(values: Mapping[str, str]) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -180,7 +182,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _keep_words(folder: Path, logs: Path) -> None:
+def _copy_worker_errors(folder: Path, logs: Path) -> None:
     """What workers wrote outside of any log, for instance a crash in native code, lies in Ray's folder, which does not stay."""
     for path in sorted(folder.glob("session_2*/logs/worker-*.err")):
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()

@@ -10,27 +10,27 @@ import torch
 from torch import Tensor, nn
 
 from halation.errors import InputError
-from halation.flow.paths import Straight
+from halation.flow.paths import RectifiedFlowPath
 from halation.flow.samplers import schedule
-from halation.models import sampling
-from halation.models.autoencoder import PixelSpace, Space
-from halation.models.denoiser import Condition, Guides, Habits, Solver
-from halation.models.dit.network import DiT, DiTConfig, sized
+from halation.models import denoise_and_decode
+from halation.models.autoencoder import ImageSpace, PixelSpace
+from halation.models.denoiser import Condition, FamilyDefaults, GuidanceKind, SolverSettings
+from halation.models.dit.network import DiT, DiTConfig, config_for_size
 from halation.models.dit.tokenizer import WordTokenizer
-from halation.specs import Sheet
+from halation.sample_specs import SampleBatch
 
 
 class DiTDenoiser:
     """A DiT with what it needs to read prompts and to make pixels."""
 
     name = "Halation DiT"
-    guides: Guides = "pair"
+    guidance_kind: GuidanceKind = "pair"
 
     def __init__(
         self,
         *,
         config: DiTConfig,
-        space: Space,
+        space: ImageSpace,
         tokenizer: WordTokenizer | None = None,
         class_names: Sequence[str] = (),
     ) -> None:
@@ -48,29 +48,29 @@ class DiTDenoiser:
         self.class_names = tuple(class_names)
         self._class_ids = {name: index for index, name in enumerate(self.class_names)}
         self._flops = module.flops()
-        self.path = Straight()
-        self.habits = Habits()
+        self.noise_path = RectifiedFlowPath()
+        self.defaults = FamilyDefaults()
         self.downsample = space.downsample
         self.hidden = config.hidden
         self.depth = config.depth
 
-    def initialise(self, seed: int) -> DiTDenoiser:
+    def init_weights(self, seed: int) -> DiTDenoiser:
         """Fresh weights on the CPU from a seed."""
         assert isinstance(self.module, DiT)
-        self.module.initialise(seed)
+        self.module.init_weights(seed)
         return self
 
     def encode_prompts(self, prompts: Sequence[str]) -> Condition:
         if self.tokenizer is not None:
             return self.tokenizer.encode_batch(prompts)
-        return {"label": torch.tensor([self._class_of(prompt) for prompt in prompts], dtype=torch.int64)}
+        return {"label": torch.tensor([self._class_id(prompt) for prompt in prompts], dtype=torch.int64)}
 
     def encode_captions(self, captions: Sequence[str], labels: Sequence[int]) -> Condition:
         if self.tokenizer is not None:
             return self.tokenizer.encode_batch(captions)
         return {"label": torch.tensor(list(labels), dtype=torch.int64)}
 
-    def _class_of(self, prompt: str) -> int:
+    def _class_id(self, prompt: str) -> int:
         """A class by its name, or by its number; the empty prompt is no class at all."""
         name = prompt.strip()
         if not name:
@@ -86,7 +86,7 @@ class DiTDenoiser:
             f"use one of its classes, such as {', '.join(near)}",
         )
 
-    def truncated(self, prompts: Sequence[str]) -> list[bool]:
+    def truncation_flags(self, prompts: Sequence[str]) -> list[bool]:
         if self.tokenizer is None:
             return [False] * len(prompts)
         return [self.tokenizer.encode(prompt).truncated for prompt in prompts]
@@ -98,7 +98,7 @@ class DiTDenoiser:
         config, factor = self.config, self.space.downsample
         if (height, width) != (config.height * factor, config.width * factor):
             raise InputError(
-                f"a picture of {height} x {width}",
+                f"an image of {height} x {width}",
                 f"{config.height * factor} x {config.width * factor}, the size this model was made for",
                 "ask for that size, or train a model for the other one",
             )
@@ -117,32 +117,34 @@ class DiTDenoiser:
     def predict(self, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
         return self.forward(self.module, x, t, condition)
 
-    def tell_guidance(self, scale: float) -> None:
+    def set_guidance(self, scale: float) -> None:
         """Its guidance is a null branch."""
 
-    def placed(self, condition: Condition, originals: Tensor, height: int, width: int) -> Condition:
+    def add_size_condition(self, condition: Condition, original_sizes: Tensor, height: int, width: int) -> Condition:
         return condition
 
     def times(self, num_steps: int, height: int, width: int, shift: float) -> tuple[float, ...]:
         return tuple(schedule(num_steps, shift).tolist())
 
-    def prepare(self, sheet: Sheet, device: torch.device | str) -> sampling.NoiseInputs:
-        return sampling.prepare(self, sheet, device)
+    def prepare(self, batch: SampleBatch, device: torch.device | str) -> denoise_and_decode.NoiseInputs:
+        return denoise_and_decode.prepare(self, batch, device)
 
-    def filler(self, sheet: Sheet, device: torch.device | str) -> sampling.NoiseInputs:
-        return sampling.filler(self, sheet, device)
+    def dummy_inputs(self, batch: SampleBatch, device: torch.device | str) -> denoise_and_decode.NoiseInputs:
+        return denoise_and_decode.dummy_inputs(self, batch, device)
 
-    def sample(self, inputs: sampling.NoiseInputs, solver: Solver, on_step: Callable[[], None]) -> Tensor:
+    def sample(
+        self, inputs: denoise_and_decode.NoiseInputs, solver: SolverSettings, on_step: Callable[[], None]
+    ) -> Tensor:
         x = inputs.noise
-        for x in sampling.denoise(self, inputs, solver):  # noqa: B007 - the last state is the result
+        for x in denoise_and_decode.denoise(self, inputs, solver):  # noqa: B007 - the last state is the result
             on_step()
         return x
 
-    def hold_encoders(self) -> None:
+    def keep_text_encoders(self) -> None:
         """A tokenizer is always there."""
 
-    def keep_no_activations(self) -> None:
-        self.module.checkpointing = True  # type: ignore[assignment]
+    def enable_gradient_checkpointing(self) -> None:
+        self.module.gradient_checkpointing = True  # type: ignore[assignment]
 
     def shard_units(self) -> list[nn.Module]:
         text = getattr(self.module, "text", None)
@@ -159,7 +161,7 @@ class DiTDenoiser:
             "space": self.space.describe(),
         }
 
-    def flops_per_picture(self) -> int:
+    def flops_per_image(self) -> int:
         return self._flops
 
     def to(self, device: torch.device | str, *, module: bool = True) -> DiTDenoiser:
@@ -169,37 +171,37 @@ class DiTDenoiser:
         return self
 
 
-def default_patch_size(space: Space, height: int) -> int:
+def default_patch_size(space: ImageSpace, height: int) -> int:
     """2 in latents as in DiT; in pixels 4 up to 64, then 8, which keeps the sequence near 256 tokens."""
     if space.downsample > 1:
         return 2
     return 4 if height <= 64 else 8
 
 
-def new_dit(
+def create_dit(
     size: str,
     *,
     height: int,
     width: int,
     captions: Iterable[str] = (),
     class_names: Sequence[str] = (),
-    space: Space | None = None,
+    space: ImageSpace | None = None,
     patch_size: int | None = None,
     num_register_tokens: int = 0,
 ) -> DiTDenoiser:
-    """A DiT of a named size for pictures of `height` x `width` pixels, conditioned on classes where there are any.
+    """A DiT of a named size for images of `height` x `width` pixels, conditioned on classes where there are any.
 
-    Its module is on the meta device: call `initialise(seed)`, or load weights.
+    Its module is on the meta device: call `init_weights(seed)`, or load weights.
     """
     space = PixelSpace() if space is None else space
     if height % space.downsample or width % space.downsample:
         raise InputError(
-            f"a picture of {height} x {width}",
+            f"an image of {height} x {width}",
             f"multiples of {space.downsample}, the factor of the autoencoder",
             "change the image size",
         )
     tokenizer = None if class_names else WordTokenizer.from_captions(captions)
-    config = sized(
+    config = config_for_size(
         size,
         height=height // space.downsample,
         width=width // space.downsample,

@@ -52,7 +52,7 @@ class DiTConfig:
             raise InputError(
                 f"a size of {self.height} x {self.width} that patches of {self.patch_size} do not divide",
                 f"height and width that are multiples of {self.patch_size}",
-                f"use {_multiple(self.height, self.patch_size)} x {_multiple(self.width, self.patch_size)}, or another patch size",
+                f"use {_nearest_multiple(self.height, self.patch_size)} x {_nearest_multiple(self.width, self.patch_size)}, or another patch size",
             )
         if self.hidden % self.heads or self.hidden % 4 or self.text_hidden % TEXT_HEADS:
             raise InputError(
@@ -78,11 +78,11 @@ class DiTConfig:
         return asdict(self)
 
 
-def _multiple(size: int, patch: int) -> int:
+def _nearest_multiple(size: int, patch: int) -> int:
     return max(1, round(size / max(1, patch))) * max(1, patch)
 
 
-def sized(name: str, **shape: Any) -> DiTConfig:
+def config_for_size(name: str, **shape: Any) -> DiTConfig:
     """The config of a named size; everything the size does not decide comes by keyword."""
     if name not in SIZES:
         raise InputError(f"model size {name!r}", f"one of {', '.join(SIZES)}", "pick one of these sizes")
@@ -101,7 +101,7 @@ def _modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     return x * (1 + scale) + shift
 
 
-def _norm(x: Tensor) -> Tensor:
+def _layer_norm(x: Tensor) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], eps=1e-6)
 
 
@@ -111,7 +111,7 @@ class Attention(nn.Module):
     def __init__(self, hidden: int, heads: int, context_hidden: int | None = None) -> None:
         super().__init__()
         self.heads = heads
-        self.crosses = context_hidden is not None
+        self.is_cross_attention = context_hidden is not None
         if context_hidden is None:
             self.projections = nn.ModuleDict({"qkv": nn.Linear(hidden, 3 * hidden)})
         else:
@@ -122,11 +122,11 @@ class Attention(nn.Module):
         self.k_scale = nn.Parameter(torch.empty(hidden // heads))
         self.out = nn.Linear(hidden, hidden)
 
-    def _heads(self, x: Tensor) -> Tensor:
+    def _split_heads(self, x: Tensor) -> Tensor:
         return x.reshape(*x.shape[:2], self.heads, -1).transpose(1, 2)
 
     @staticmethod
-    def _rms(x: Tensor, scale: Tensor) -> Tensor:
+    def _rms_norm(x: Tensor, scale: Tensor) -> Tensor:
         # In float32 whatever autocast does: a bf16 mean of squares would undo the point of the norm.
         return F.rms_norm(x.float(), x.shape[-1:], scale.float(), eps=1e-6).to(x.dtype)
 
@@ -136,9 +136,9 @@ class Attention(nn.Module):
         else:
             q = self.projections["q"](x)
             k, v = self.projections["kv"](context).chunk(2, dim=-1)
-        q, k, v = self._heads(q), self._heads(k), self._heads(v)
+        q, k, v = self._split_heads(q), self._split_heads(k), self._split_heads(v)
         mixed = F.scaled_dot_product_attention(
-            self._rms(q, self.q_scale), self._rms(k, self.k_scale), v, attn_mask=mask
+            self._rms_norm(q, self.q_scale), self._rms_norm(k, self.k_scale), v, attn_mask=mask
         )
         result: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return result
@@ -157,7 +157,7 @@ class Mlp(nn.Module):
         return result
 
 
-class Block(nn.Module):
+class DiTBlock(nn.Module):
     """One transformer layer; `c` modulates it, `text` is attended to where the model reads text.
 
     Checkpointing happens in here, so that sharding and `block.compile()` wrap the whole block from outside.
@@ -165,7 +165,7 @@ class Block(nn.Module):
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
-        self.checkpointing = False
+        self.gradient_checkpointing = False
         self.modulation = nn.Linear(config.hidden, 6 * config.hidden)
         self.attention = Attention(config.hidden, config.heads)
         self.cross = (
@@ -173,21 +173,21 @@ class Block(nn.Module):
         )
         self.mlp = Mlp(config.hidden)
 
-    def _layers(self, x: Tensor, c: Tensor, text: Tensor | None, text_mask: Tensor | None) -> Tensor:
+    def _forward_block(self, x: Tensor, c: Tensor, text: Tensor | None, text_mask: Tensor | None) -> Tensor:
         shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self.modulation(F.silu(c)).unsqueeze(1).chunk(6, dim=-1)
-        x = x + gate_a * self.attention(_modulate(_norm(x), shift_a, scale_a))
+        x = x + gate_a * self.attention(_modulate(_layer_norm(x), shift_a, scale_a))
         if self.cross is not None:
-            x = x + self.cross(_norm(x), text, text_mask)
-        result: Tensor = x + gate_m * self.mlp(_modulate(_norm(x), shift_m, scale_m))
+            x = x + self.cross(_layer_norm(x), text, text_mask)
+        result: Tensor = x + gate_m * self.mlp(_modulate(_layer_norm(x), shift_m, scale_m))
         return result
 
     def forward(self, x: Tensor, c: Tensor, text: Tensor | None = None, text_mask: Tensor | None = None) -> Tensor:
-        if self.checkpointing and torch.is_grad_enabled():
+        if self.gradient_checkpointing and torch.is_grad_enabled():
             result: Tensor = checkpoint(
-                self._layers, x, c, text, text_mask, use_reentrant=False, preserve_rng_state=False
+                self._forward_block, x, c, text, text_mask, use_reentrant=False, preserve_rng_state=False
             )
             return result
-        return self._layers(x, c, text, text_mask)
+        return self._forward_block(x, c, text, text_mask)
 
 
 class TextLayer(nn.Module):
@@ -199,8 +199,8 @@ class TextLayer(nn.Module):
         self.mlp = Mlp(hidden)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        x = x + self.attention(_norm(x), None, mask)
-        result: Tensor = x + self.mlp(_norm(x))
+        x = x + self.attention(_layer_norm(x), None, mask)
+        result: Tensor = x + self.mlp(_layer_norm(x))
         return result
 
 
@@ -219,7 +219,7 @@ class TextEncoder(nn.Module):
         keys = mask[:, None, None, :]
         for layer in self.layers:
             x = layer(x, keys)
-        x = _norm(x)
+        x = _layer_norm(x)
         weight = mask.unsqueeze(-1).to(x.dtype)
         mean = (x * weight).sum(dim=1) / weight.sum(dim=1)
         return x, self.pooled(mean)
@@ -228,7 +228,7 @@ class TextEncoder(nn.Module):
 class DiT(nn.Module):
     """The module that is trained: `module(x, t, condition)` gives the velocity.
 
-    It is made on the meta device, without memory and without touching any generator; `initialise(seed)` or `materialise()` and
+    It is made on the meta device, without memory and without touching any generator; `init_weights(seed)` or `materialize()` and
     a state dict give it weights.
     """
 
@@ -247,24 +247,24 @@ class DiT(nn.Module):
             self.time = nn.Sequential(nn.Linear(_TIME_CHANNELS, hidden), nn.SiLU(), nn.Linear(hidden, hidden))
             self.text = TextEncoder(config) if config.conditioning == "text" else None
             self.labels = nn.Embedding(config.num_classes + 1, hidden) if config.conditioning == "class" else None
-            self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
+            self.blocks = nn.ModuleList(DiTBlock(config) for _ in range(config.depth))
             self.head_modulation = nn.Linear(hidden, 2 * hidden)
             self.head = nn.Linear(hidden, config.channels * patch * patch)
             self.register_buffer("positions", torch.empty(config.num_patches, hidden), persistent=False)
             self.register_buffer("frequencies", torch.empty(_TIME_CHANNELS // 2), persistent=False)
 
     @property
-    def checkpointing(self) -> bool:
+    def gradient_checkpointing(self) -> bool:
         """Whether blocks recompute their activations in the backward pass instead of keeping them."""
-        return any(getattr(block, "checkpointing", False) for block in self.blocks)
+        return any(getattr(block, "gradient_checkpointing", False) for block in self.blocks)
 
-    @checkpointing.setter
-    def checkpointing(self, value: bool) -> None:
+    @gradient_checkpointing.setter
+    def gradient_checkpointing(self, value: bool) -> None:
         for block in self.blocks:
-            setattr(block, "checkpointing", value)  # noqa: B010  nn.Module's own typing knows tensors and modules only
+            setattr(block, "gradient_checkpointing", value)  # noqa: B010  nn.Module's own typing knows tensors and modules only
 
     @torch.no_grad()
-    def materialise(self, device: torch.device | str = "cpu") -> DiT:
+    def materialize(self, device: torch.device | str = "cpu") -> DiT:
         """Give every tensor memory; parameters hold nothing useful yet, the fixed buffers are filled."""
         config = self.config
         self.to_empty(device=device)
@@ -275,33 +275,33 @@ class DiT(nn.Module):
         return self
 
     @torch.no_grad()
-    def initialise(self, seed: int, device: torch.device | str = "cpu") -> DiT:
+    def init_weights(self, seed: int, device: torch.device | str = "cpu") -> DiT:
         """Weights as a function of the seed and each parameter's name alone, so that registers leave all the others as they were."""
-        self.materialise(device)
+        self.materialize(device)
         for name, parameter in self.named_parameters():
             digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
             generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-            parameter.copy_(_initial(name, tuple(parameter.shape), generator))
+            parameter.copy_(_init_parameter(name, tuple(parameter.shape), generator))
         return self
 
-    def _to_patches(self, x: Tensor) -> Tensor:
+    def _patchify(self, x: Tensor) -> Tensor:
         config, patch = self.config, self.config.patch_size
         x = x.reshape(-1, config.channels, config.height // patch, patch, config.width // patch, patch)
         return x.permute(0, 2, 4, 1, 3, 5).reshape(-1, config.num_patches, config.channels * patch * patch)
 
-    def _from_patches(self, tokens: Tensor) -> Tensor:
+    def _unpatchify(self, tokens: Tensor) -> Tensor:
         config, patch = self.config, self.config.patch_size
         rows, columns = config.height // patch, config.width // patch
         x = tokens.reshape(-1, rows, columns, config.channels, patch, patch)
         return x.permute(0, 3, 1, 4, 2, 5).reshape(-1, config.channels, config.height, config.width)
 
-    def _time(self, t: Tensor) -> Tensor:
+    def _embed_time(self, t: Tensor) -> Tensor:
         angles = 1000.0 * t.to(torch.float32).unsqueeze(1) * self.frequencies
         result: Tensor = self.time(torch.cat([angles.cos(), angles.sin()], dim=1))
         return result
 
     def forward(self, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
-        c = self._time(t)
+        c = self._embed_time(t)
         text: Tensor | None = None
         text_mask: Tensor | None = None
         if self.text is not None:
@@ -310,7 +310,7 @@ class DiT(nn.Module):
             text_mask = condition["mask"][:, None, None, :]
         elif self.labels is not None:
             c = c + self.labels(condition["label"])
-        tokens = self.patches(self._to_patches(x)) + self.positions
+        tokens = self.patches(self._patchify(x)) + self.positions
         num_registers = self.config.num_register_tokens
         if self.registers is not None:
             tokens = torch.cat([self.registers.to(tokens.dtype).expand(tokens.shape[0], -1, -1), tokens], dim=1)
@@ -318,30 +318,30 @@ class DiT(nn.Module):
             tokens = block(tokens, c, text, text_mask)
         tokens = tokens[:, num_registers:]
         shift, scale = self.head_modulation(F.silu(c)).unsqueeze(1).chunk(2, dim=-1)
-        return self._from_patches(self.head(_modulate(_norm(tokens), shift, scale)))
+        return self._unpatchify(self.head(_modulate(_layer_norm(tokens), shift, scale)))
 
     def flops(self) -> int:
-        """Operations of one forward of one picture: twice the multiply-adds of all matrix products."""
+        """Operations of one forward of one image: twice the multiply-adds of all matrix products."""
         config = self.config
         d, tokens = config.hidden, config.num_patches + config.num_register_tokens
         patch_values = config.channels * config.patch_size**2
         block = 12 * d * d * tokens + 2 * tokens * tokens * d + 6 * d * d
-        around = 2 * config.num_patches * patch_values * d + _TIME_CHANNELS * d + d * d + 2 * d * d
+        outside_blocks = 2 * config.num_patches * patch_values * d + _TIME_CHANNELS * d + d * d + 2 * d * d
         if config.conditioning == "text":
             e, length = config.text_hidden, config.max_tokens
             block += 2 * d * d * tokens + 2 * d * e * length + 2 * tokens * length * d
-            around += config.text_depth * (12 * e * e * length + 2 * length * length * e) + e * d
-        return 2 * (config.depth * block + around)
+            outside_blocks += config.text_depth * (12 * e * e * length + 2 * length * length * e) + e * d
+        return 2 * (config.depth * block + outside_blocks)
 
 
-_ZERO = ("modulation.weight", "head_modulation.weight", "head.weight", "cross.out.weight")
+_ZERO_INIT = ("modulation.weight", "head_modulation.weight", "head.weight", "cross.out.weight")
 
 
-def _initial(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+def _init_parameter(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """DiT's initial values: every block is the identity and the output is zero until training moves them."""
     if name.endswith(("q_scale", "k_scale")):
         return torch.ones(shape)
-    if name.endswith("bias") or name.endswith(_ZERO):
+    if name.endswith("bias") or name.endswith(_ZERO_INIT):
         return torch.zeros(shape)
     if name.startswith(("time.", "labels.")) or name.endswith(("registers", "tokens.weight", "positions")):
         return torch.randn(shape, generator=generator) * 0.02

@@ -10,54 +10,58 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from halation.runs.folder import COMMIT
+from halation.runs.run_record import COMMIT_FILE
 
 if TYPE_CHECKING:
     from halation.models.dit.tokenizer import WordTokenizer
 
-MOST_PROMPTS = 10_000
+MAX_PROMPTS = 10_000
 """Looked at: the beginning of a long list tells enough, and a million rows are not to wait for it."""
-MOST_WORDS = 8
-LONGEST_WORD = 24
+MAX_WORDS = 8
+MAX_WORD_LENGTH = 24
 
 
-def remarks(folder: Path, name: str, prompts: Iterable[str], *, lengths: bool = True) -> Iterator[str]:
+def find_prompt_warnings(
+    folder: Path, name: str, prompts: Iterable[str], *, check_lengths: bool = True
+) -> Iterator[str]:
     """A sentence about unknown words and, unless somebody else says so, one about prompts that are too long, where there are such."""
-    tokenizer = _tokenizer(folder)
+    tokenizer = _load_tokenizer(folder)
     if tokenizer is None:
         return
-    looked_at = list(islice(prompts, MOST_PROMPTS + 1))
-    several = len(looked_at) > MOST_PROMPTS
-    looked_at = looked_at[:MOST_PROMPTS]
-    total = f"{'the first ' if several else ''}{len(looked_at):,} prompt{'s' if len(looked_at) != 1 else ''}"
-    unknown, num_with = _unknown(tokenizer, looked_at)
+    checked = list(islice(prompts, MAX_PROMPTS + 1))
+    is_limited = len(checked) > MAX_PROMPTS
+    checked = checked[:MAX_PROMPTS]
+    total = f"{'the first ' if is_limited else ''}{len(checked):,} prompt{'s' if len(checked) != 1 else ''}"
+    unknown, num_affected = _count_unknown_words(tokenizer, checked)
     if unknown:
-        rest = f" and {len(unknown) - MOST_WORDS} more" if len(unknown) > MOST_WORDS else ""
-        shown = ", ".join(word[:LONGEST_WORD] for word in unknown[:MOST_WORDS])
-        yield f"{name} does not know: {shown}{rest} (in {num_with:,} of {total}); it cannot draw what they mean"
-    num_long = sum(tokenizer.encode(prompt).truncated for prompt in looked_at) if lengths else 0
+        rest = f" and {len(unknown) - MAX_WORDS} more" if len(unknown) > MAX_WORDS else ""
+        shown = ", ".join(word[:MAX_WORD_LENGTH] for word in unknown[:MAX_WORDS])
+        yield f"{name} does not know: {shown}{rest} (in {num_affected:,} of {total}); it cannot draw what they mean"
+    num_long = sum(tokenizer.encode(prompt).truncated for prompt in checked) if check_lengths else 0
     if num_long:
         yield f"{num_long:,} of {total} {'is' if num_long == 1 else 'are'} longer than {name} reads: the end has no effect"
 
 
-def _unknown(tokenizer: WordTokenizer, prompts: Iterable[str]) -> tuple[list[str], int]:
+def _count_unknown_words(tokenizer: WordTokenizer, prompts: Iterable[str]) -> tuple[list[str], int]:
     """The words, the most frequent first, and the number of prompts that have one; a mark between words is none."""
-    from halation.models.dit.tokenizer import pieces
+    from halation.models.dit.tokenizer import split_words
 
-    known, counts, num_with = set(tokenizer.words), Counter[str](), 0
+    known, counts, num_affected = set(tokenizer.words), Counter[str](), 0
     for prompt in prompts:
         # The parts of an emoji that nobody sees (marks, joiners) and half of one are no words either.
         found = {
-            piece for piece in pieces(prompt) if piece not in known and unicodedata.category(piece[0])[0] not in "PMC"
+            piece
+            for piece in split_words(prompt)
+            if piece not in known and unicodedata.category(piece[0])[0] not in "PMC"
         }
         counts.update(sorted(found, key=prompt.lower().find))
-        num_with += bool(found)
-    return [word for word, _number in counts.most_common()], num_with
+        num_affected += bool(found)
+    return [word for word, _number in counts.most_common()], num_affected
 
 
-def _tokenizer(folder: Path) -> WordTokenizer | None:
+def _load_tokenizer(folder: Path) -> WordTokenizer | None:
     """Of a checkpoint or an export; None for models that read otherwise. What cannot be read is for the loader to refuse."""
-    committed = (folder / COMMIT).exists()
+    committed = (folder / COMMIT_FILE).exists()
     try:
         value = json.loads((folder / ("state.json" if committed else "config.json")).read_bytes())
         description = (value["denoiser"] if committed else value).get("tokenizer")

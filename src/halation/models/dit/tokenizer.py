@@ -15,16 +15,16 @@ PAD, BEGIN, END = 0, 1, 2
 _FIRST_BYTE = 3
 _FIRST_WORD = _FIRST_BYTE + 256
 _SPACE = _FIRST_BYTE + ord(" ")
-_PIECES = re.compile(r"\w+|[^\w\s]")
+_WORD_PATTERN = re.compile(r"\w+|[^\w\s]")
 
 
-def pieces(text: str) -> Iterator[str]:
+def split_words(text: str) -> Iterator[str]:
     """Lower-cased words and single punctuation marks, in order; white space only separates."""
-    return (match.group() for match in _PIECES.finditer(text.lower()))
+    return (match.group() for match in _WORD_PATTERN.finditer(text.lower()))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Encoded:
+class EncodedPrompt:
     """A prompt as token ids padded to a fixed length, its mask, and whether some of it did not fit."""
 
     ids: tuple[int, ...]
@@ -47,7 +47,7 @@ class WordTokenizer:
     @classmethod
     def from_captions(cls, captions: Iterable[str], *, max_words: int = 4096, max_tokens: int = 48) -> WordTokenizer:
         """The most frequent words of the captions; equally frequent ones in the order of their code points."""
-        counts = Counter(piece for caption in captions for piece in pieces(caption))
+        counts = Counter(piece for caption in captions for piece in split_words(caption))
         ranked = sorted(counts, key=lambda word: (-counts[word], word))
         return cls(ranked[:max_words], max_tokens)
 
@@ -55,9 +55,9 @@ class WordTokenizer:
     def vocabulary_size(self) -> int:
         return _FIRST_WORD + len(self.words)
 
-    def _tokens(self, text: str) -> Iterator[int]:
+    def _token_ids(self, text: str) -> Iterator[int]:
         after_bytes = False
-        for piece in pieces(text):
+        for piece in split_words(text):
             known = self._ids.get(piece)
             if known is not None:
                 yield known
@@ -68,12 +68,12 @@ class WordTokenizer:
                 yield from (_FIRST_BYTE + byte for byte in piece.encode("utf-8", "surrogatepass"))
             after_bytes = known is None
 
-    def encode(self, text: str) -> Encoded:
+    def encode(self, text: str) -> EncodedPrompt:
         """Begin, tokens, end, padding: always `max_tokens` long, whatever the neighbours are."""
-        room = self.max_tokens - 2
+        max_body_tokens = self.max_tokens - 2
         body: list[int] = []
-        for token in self._tokens(text):
-            if len(body) == room:
+        for token in self._token_ids(text):
+            if len(body) == max_body_tokens:
                 truncated = True
                 break
             body.append(token)
@@ -81,7 +81,9 @@ class WordTokenizer:
             truncated = False
         ids = [BEGIN, *body, END]
         padding = self.max_tokens - len(ids)
-        return Encoded(ids=(*ids, *[PAD] * padding), mask=(*[True] * len(ids), *[False] * padding), truncated=truncated)
+        return EncodedPrompt(
+            ids=(*ids, *[PAD] * padding), mask=(*[True] * len(ids), *[False] * padding), truncated=truncated
+        )
 
     def encode_batch(self, texts: Sequence[str]) -> dict[str, Tensor]:
         """`tokens` (int64) and `mask` (bool), one row a text."""

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from halation.models.image_result import REHEARSING
+from halation.models.pending_images import DRY_RUN
 
 log = logging.getLogger(__name__)
 NUM_WARM_UPS = 2
 """Calls before the recording: what is compiled or chosen at a first call must be settled by then."""
-Key = tuple[Any, ...]
+GraphKey = tuple[Any, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recording:
+class CapturedGraph:
     """A graph with the tensors it reads and writes."""
 
     graph: torch.cuda.CUDAGraph
@@ -33,34 +33,34 @@ class Recording:
     outputs: tuple[Any, ...]
 
 
-class Replayed:
+class CudaGraphForward:
     """Calls `forward` until it is warm, then records it, then replays the recording; anything unusual is simply called."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         functools.update_wrapper(self, forward)
         self.forward = forward
-        self.calls: dict[Key, int] = {}
-        self.recordings: dict[Key, Recording] = {}
+        self.num_calls: dict[GraphKey, int] = {}
+        self.graphs: dict[GraphKey, CapturedGraph] = {}
         self.pool: Any = None
-        self.off = False
+        self.is_disabled = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, structure = pytree.tree_flatten((args, kwargs))
-        key = None if self.off or REHEARSING.get() else key_of(leaves, structure)
+        key = None if self.is_disabled or DRY_RUN.get() else graph_key(leaves, structure)
         if key is None:
             return self.forward(*args, **kwargs)
-        if key not in self.recordings:
-            self.calls[key] = self.calls.get(key, 0) + 1
-            if self.calls[key] <= NUM_WARM_UPS or not self._record(key, leaves, structure):
+        if key not in self.graphs:
+            self.num_calls[key] = self.num_calls.get(key, 0) + 1
+            if self.num_calls[key] <= NUM_WARM_UPS or not self._capture(key, leaves, structure):
                 return self.forward(*args, **kwargs)
-        recording = self.recordings[key]
-        for static, given in zip(recording.inputs, (leaf for leaf in leaves if isinstance(leaf, Tensor)), strict=True):
+        captured = self.graphs[key]
+        for static, given in zip(captured.inputs, (leaf for leaf in leaves if isinstance(leaf, Tensor)), strict=True):
             static.copy_(given)
-        recording.graph.replay()
+        captured.graph.replay()
         # The next replay writes into the same memory.
-        return tuple(value.clone() if isinstance(value, Tensor) else value for value in recording.outputs)
+        return tuple(value.clone() if isinstance(value, Tensor) else value for value in captured.outputs)
 
-    def _record(self, key: Key, leaves: list[Any], structure: Any) -> bool:
+    def _capture(self, key: GraphKey, leaves: list[Any], structure: Any) -> bool:
         """Record one call; a forward that cannot be recorded (it asks the GPU for a number, say) is called from now on."""
         static = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         args, kwargs = pytree.tree_unflatten(static, structure)
@@ -71,26 +71,26 @@ class Replayed:
             with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
                 outputs = self.forward(*args, **kwargs)
         except RuntimeError as error:
-            # Out of memory too: a recording holds its own, and without it the sheet may fit.
+            # Out of memory too: a recording holds its own, and without it the batch may fit.
             log.info("the forward is not replayed as a CUDA graph: %s", str(error).splitlines()[:1])
-            self._give_up()
+            self._disable()
             return False
         if not isinstance(outputs, tuple):
-            self._give_up()
+            self._disable()
             return False
         self.pool = self.pool or graph.pool()
         tensors = [leaf for leaf in static if isinstance(leaf, Tensor)]
-        self.recordings[key] = Recording(graph=graph, inputs=tensors, outputs=outputs)
+        self.graphs[key] = CapturedGraph(graph=graph, inputs=tensors, outputs=outputs)
         return True
 
-    def _give_up(self) -> None:
-        self.off = True
-        self.recordings.clear()
+    def _disable(self) -> None:
+        self.is_disabled = True
+        self.graphs.clear()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
 
-def key_of(leaves: list[Any], structure: Any) -> Key | None:
+def graph_key(leaves: list[Any], structure: Any) -> GraphKey | None:
     """What must be equal for a recording to fit; None where something may change that a recording would not notice."""
     parts: list[Any] = [structure]
     for leaf in leaves:

@@ -14,12 +14,12 @@ from typing import Any
 
 from halation.errors import InputError
 
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-LIBRARIES = ("diffusers", "transformers")
-_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
-_VARIANT = re.compile(r"\.(fp16|bf16|fp32)(-\d{5}-of-\d{5})?\.safetensors$")
-_MAX_HEADER = 100 * 2**20  # what the safetensors library itself allows
-_MAX_JSON = 64 * 2**20
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+TRUSTED_LIBRARIES = ("diffusers", "transformers")
+_NAME_PATTERN = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
+_VARIANT_PATTERN = re.compile(r"\.(fp16|bf16|fp32)(-\d{5}-of-\d{5})?\.safetensors$")
+_MAX_HEADER_BYTES = 100 * 2**20  # what the safetensors library itself allows
+_MAX_JSON_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,15 +30,15 @@ class PipelineFiles:
     class_name: str
     components: Mapping[str, tuple[str, str]]
     variant: str | None
-    empty: tuple[str, ...] = ()
+    omitted_components: tuple[str, ...] = ()
     """Components that it names and leaves out on purpose, such as one of several text encoders."""
 
 
-def inspect_folder(path: Path, pipeline_modules: frozenset[str]) -> PipelineFiles:
+def inspect_pipeline_folder(path: Path, pipeline_modules: frozenset[str]) -> PipelineFiles:
     """Read and check a pipeline folder. `pipeline_modules` are diffusers' own pipeline packages, where some components live."""
-    index = _model_index(path)
+    index = _read_model_index(path)
     class_name = index.get("_class_name")
-    if not isinstance(class_name, str) or not _NAME.fullmatch(class_name):
+    if not isinstance(class_name, str) or not _NAME_PATTERN.fullmatch(class_name):
         raise InputError(
             f"{path}: model_index.json asks for the pipeline {class_name!r}, which is code that comes with the folder",
             "the name of a pipeline class of diffusers",
@@ -49,11 +49,11 @@ def inspect_folder(path: Path, pipeline_modules: frozenset[str]) -> PipelineFile
     for name, value in index.items():
         if name.startswith("_") or not isinstance(value, list):
             continue
-        library, component = _component(path, name, value)
+        library, component = _parse_component(path, name, value)
         if library is None or component is None:
             empty.append(name)
             continue
-        _refuse_foreign_code(path, name, library, component, pipeline_modules)
+        _check_no_remote_code(path, name, library, component, pipeline_modules)
         components[name] = (library, component)
     if not components:
         raise InputError(
@@ -72,11 +72,11 @@ def inspect_folder(path: Path, pipeline_modules: frozenset[str]) -> PipelineFile
         class_name=class_name,
         components=components,
         variant=next(iter(variants)) if variants else None,
-        empty=tuple(empty),
+        omitted_components=tuple(empty),
     )
 
 
-def _model_index(path: Path) -> dict[str, Any]:
+def _read_model_index(path: Path) -> dict[str, Any]:
     file = path / "model_index.json"
     if not file.is_file():
         found = "is not a folder" if not path.is_dir() else "has no model_index.json"
@@ -93,17 +93,21 @@ def _model_index(path: Path) -> dict[str, Any]:
 
 def read_json(file: Path) -> Any:
     try:
-        if file.stat().st_size > _MAX_JSON:
+        if file.stat().st_size > _MAX_JSON_BYTES:
             raise ValueError("larger than 64 MiB")
         return json.loads(file.read_bytes())
     except (ValueError, RecursionError, OSError) as error:
         raise InputError(f"{file} cannot be read as JSON: {error}", "a JSON file", "copy the model again") from error
 
 
-def _component(path: Path, name: str, value: list[Any]) -> tuple[str | None, str | None]:
+def _parse_component(path: Path, name: str, value: list[Any]) -> tuple[str | None, str | None]:
     if value == [None, None]:
         return None, None
-    if len(value) < 2 or not all(isinstance(part, str) and part for part in value[:2]) or not _NAME.fullmatch(name):
+    if (
+        len(value) < 2
+        or not all(isinstance(part, str) and part for part in value[:2])
+        or not _NAME_PATTERN.fullmatch(name)
+    ):
         raise InputError(
             f"{path}: model_index.json describes the component {name!r} as {value!r}",
             "[library, class name]",
@@ -112,9 +116,11 @@ def _component(path: Path, name: str, value: list[Any]) -> tuple[str | None, str
     return value[0], value[1]
 
 
-def _refuse_foreign_code(path: Path, name: str, library: str, component: str, pipeline_modules: frozenset[str]) -> None:
-    known = library in LIBRARIES or library in pipeline_modules
-    if known and _NAME.fullmatch(component) and not (path / name / f"{library}.py").exists():
+def _check_no_remote_code(
+    path: Path, name: str, library: str, component: str, pipeline_modules: frozenset[str]
+) -> None:
+    known = library in TRUSTED_LIBRARIES or library in pipeline_modules
+    if known and _NAME_PATTERN.fullmatch(component) and not (path / name / f"{library}.py").exists():
         return
     raise InputError(
         f"{path}: the component {name!r} is {library}.{component}, which is code that does not come with diffusers or transformers",
@@ -137,7 +143,7 @@ def _check_component(path: Path, name: str) -> str | None:
         if file.suffix == ".json" and not file.name.startswith(("vocab", "added_tokens", "tokenizer.")):
             _check_config(file)
     weights = [file for file in files if file.suffix == ".safetensors"]
-    pickles = [file for file in files if file.suffix in PICKLES]
+    pickles = [file for file in files if file.suffix in PICKLE_SUFFIXES]
     if pickles and not weights:
         raise InputError(
             f"{folder} has weights only as {pickles[0].name}, a pickle, which can run any code when it is read",
@@ -147,12 +153,12 @@ def _check_component(path: Path, name: str) -> str | None:
         )
     for file in weights:
         check_safetensors(file)
-    return _variant(weights)
+    return _weights_variant(weights)
 
 
 def _check_config(file: Path) -> None:
     value = read_json(file)
-    for key, inner in _entries(value):
+    for key, inner in _walk_entries(value):
         if key == "auto_map" and inner:
             raise InputError(
                 f"{file} asks for code that comes with the model (auto_map)",
@@ -169,15 +175,15 @@ def _check_config(file: Path) -> None:
         _check_shards(file, value)
 
 
-def _entries(value: Any) -> Iterator[tuple[str, Any]]:
-    waiting = [value]
-    while waiting:
-        current = waiting.pop()
+def _walk_entries(value: Any) -> Iterator[tuple[str, Any]]:
+    stack = [value]
+    while stack:
+        current = stack.pop()
         if isinstance(current, dict):
             yield from current.items()
-            waiting.extend(current.values())
+            stack.extend(current.values())
         elif isinstance(current, list):
-            waiting.extend(current)
+            stack.extend(current)
 
 
 def _check_shards(file: Path, value: Any) -> None:
@@ -198,7 +204,7 @@ def check_safetensors(file: Path) -> None:
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
-        possible = 2 <= length <= min(_MAX_HEADER, size - 8)
+        possible = 2 <= length <= min(_MAX_HEADER_BYTES, size - 8)
         header = stream.read(length) if possible else b""
     if not possible:
         raise InputError(
@@ -221,8 +227,8 @@ def check_safetensors(file: Path) -> None:
         )
 
 
-def _variant(weights: list[Path]) -> str | None:
-    matches = [_VARIANT.search(file.name) for file in weights]
+def _weights_variant(weights: list[Path]) -> str | None:
+    matches = [_VARIANT_PATTERN.search(file.name) for file in weights]
     if not weights or not all(matches):
         return None
     return next(match.group(1) for match in matches if match)

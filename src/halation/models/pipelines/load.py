@@ -15,12 +15,19 @@ from safetensors import SafetensorError
 from torch import nn
 
 from halation.errors import InputError
-from halation.models.blocks import compile_units
+from halation.models.block_optimizations import compile_blocks
+from halation.models.pipelines.capabilities import DTYPES, PipelineOptions, check_text_only
 from halation.models.pipelines.folder_check import PipelineFiles
-from halation.models.pipelines.hooks import DENOISERS
-from halation.models.pipelines.options import DTYPES, Options, refuse_other_inputs
-from halation.models.pipelines.tokenizers import need_vocabulary
+from halation.models.pipelines.pipeline_hooks import DENOISER_COMPONENTS
+from halation.models.pipelines.tokenizer_checks import check_has_vocabulary
 
+_IGNORED_MESSAGES = (
+    "requires torchvision",  # image processors that no pipeline here calls
+    "Token indices sequence length is longer",  # said once by the tokenizer, though the pipeline cuts the text itself
+    "that should be kept in float32: []",  # a list of nothing
+    "Setting accelerator to CPU",  # said by DeepSpeed, which transformers imports wherever it is installed
+    "The following part of your input was truncated",  # said for every single caption; ours are counted
+)
 logger = logging.getLogger(__name__)
 _LOADING_ERRORS = (
     ValueError,
@@ -34,6 +41,24 @@ _LOADING_ERRORS = (
 )
 
 
+class _IgnoredMessageFilter(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        return not any(words in text for words in _IGNORED_MESSAGES)
+
+
+def filter_library_warnings() -> None:
+    """Keep these messages from the terminal; may be called twice."""
+    for library in (transformers.utils.logging, diffusers.utils.logging):
+        logger = library.get_logger(library.__name__.split(".")[0])
+        for handler in logger.handlers:
+            if not any(isinstance(each, _IgnoredMessageFilter) for each in handler.filters):
+                handler.addFilter(_IgnoredMessageFilter())
+    deepspeed_logger = logging.getLogger("DeepSpeed")  # its handlers come with its import, which may be still to come
+    if not any(isinstance(each, _IgnoredMessageFilter) for each in deepspeed_logger.filters):
+        deepspeed_logger.addFilter(_IgnoredMessageFilter())
+
+
 def pipeline_modules() -> frozenset[str]:
     """diffusers' own pipeline packages: some components (safety checkers) are found under these names."""
     names = diffusers.pipelines._import_structure
@@ -41,7 +66,7 @@ def pipeline_modules() -> frozenset[str]:
 
 
 def pipeline_class(files: PipelineFiles) -> type[Any]:
-    """The pipeline class a folder names, if it draws pictures or videos from text."""
+    """The pipeline class a folder names, if it draws images or videos from text."""
     kind = getattr(diffusers, files.class_name, None)
     if not isinstance(kind, type) or not issubclass(kind, diffusers.DiffusionPipeline):
         raise InputError(
@@ -49,21 +74,21 @@ def pipeline_class(files: PipelineFiles) -> type[Any]:
             "a pipeline class of the installed diffusers",
             "install the diffusers release the model asks for; Halation runs no code from a model folder",
         )
-    refuse_other_inputs(kind)
+    check_text_only(kind)
     for name, (library, class_name) in files.components.items():
-        home = {"diffusers": diffusers, "transformers": transformers}.get(library)
-        if home is not None and not isinstance(getattr(home, class_name, None), type):
+        library_module = {"diffusers": diffusers, "transformers": transformers}.get(library)
+        if library_module is not None and not isinstance(getattr(library_module, class_name, None), type):
             raise InputError(
                 f"{files.path}: the component {name!r} is a {class_name}, which the installed {library} does not have",
                 f"a class of {library}",
                 f"install the {library} release the model asks for",
             )
-        _need_weights(files, name, getattr(home, class_name, None))
-        need_vocabulary(files.path / name, getattr(home, class_name, None))
+        _check_has_weights(files, name, getattr(library_module, class_name, None))
+        check_has_vocabulary(files.path / name, getattr(library_module, class_name, None))
     return kind
 
 
-def _need_weights(files: PipelineFiles, name: str, kind: Any) -> None:
+def _check_has_weights(files: PipelineFiles, name: str, kind: Any) -> None:
     is_model = isinstance(kind, type) and issubclass(kind, nn.Module)
     if is_model and not any((files.path / name).glob("*.safetensors")):
         raise InputError(
@@ -73,58 +98,60 @@ def _need_weights(files: PipelineFiles, name: str, kind: Any) -> None:
         )
 
 
-class _Reports(logging.Handler):
+class _MissingWeightsHandler(logging.Handler):
     """What the libraries only mention in their logs: weights that the files do not hold and that were made up instead."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self.made_up: list[str] = []
+        self.missing_weights: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
         for names in re.findall(r"newly initialized: \[(.*?)\]", text):
-            self.made_up += [name.strip(" '") for name in names.split(",")]
-        self.made_up += re.findall(r"^\W*([\w.{}, ]+?)\s*\|\s*MISSING", text, flags=re.MULTILINE)
+            self.missing_weights += [name.strip(" '") for name in names.split(",")]
+        self.missing_weights += re.findall(r"^\W*([\w.{}, ]+?)\s*\|\s*MISSING", text, flags=re.MULTILINE)
 
 
 @contextmanager
-def _listening() -> Iterator[_Reports]:
+def _collect_missing_weights() -> Iterator[_MissingWeightsHandler]:
     """No bars of the libraries, since the run draws its own, and an ear for what they say about missing weights."""
-    reports = _Reports()
+    handler = _MissingWeightsHandler()
     libraries = (transformers.utils.logging, diffusers.utils.logging)
     levels = [library.get_verbosity() for library in libraries]
     for library in libraries:
         library.disable_progress_bar()
         library.set_verbosity(min(library.get_verbosity(), logging.WARNING))
-        library.get_logger(library.__name__.split(".")[0]).addHandler(reports)
+        library.get_logger(library.__name__.split(".")[0]).addHandler(handler)
     try:
-        yield reports
+        yield handler
     finally:
         for library, level in zip(libraries, levels, strict=True):
             library.set_verbosity(level)
-            library.get_logger(library.__name__.split(".")[0]).removeHandler(reports)
+            library.get_logger(library.__name__.split(".")[0]).removeHandler(handler)
 
 
-def load(files: PipelineFiles, options: Options) -> Any:
+def load_pipeline(files: PipelineFiles, options: PipelineOptions) -> Any:
     """The pipeline, its weights memory-mapped where they need no cast, or read straight onto the GPU."""
     on_gpu = torch.device(options.device).type == "cuda" and options.offload == "none"
-    placing = {"device_map": "cuda"} if on_gpu else {}
+    device_arguments = {"device_map": "cuda"} if on_gpu else {}
     with torch.cuda.device(options.device) if on_gpu else nullcontext():
-        return load_parts(files, dtype=DTYPES[options.dtype], **placing)
+        return load_components(files, dtype=DTYPES[options.dtype], **device_arguments)
 
 
-def load_parts(files: PipelineFiles, *, dtype: Any, absent: Iterable[str] = (), **placing: Any) -> Any:
+def load_components(
+    files: PipelineFiles, *, dtype: Any, absent: Iterable[str] = (), **from_pretrained_arguments: Any
+) -> Any:
     """The pipeline without the components named in `absent`; `dtype` may be a mapping by component."""
     # diffusers wants to be told once more that a text encoder is missing on purpose.
-    without = [*absent, *(name for name in files.empty if name.startswith(("text_encoder", "tokenizer")))]
+    without = [*absent, *(name for name in files.omitted_components if name.startswith(("text_encoder", "tokenizer")))]
     # Some models draw first numbers that the files' own replace; nobody's random numbers may depend on that.
-    with _listening() as reports, torch.random.fork_rng(devices=[]):
-        pipe = _read(files, dtype=dtype, **dict.fromkeys(without), **placing)
+    with _collect_missing_weights() as handler, torch.random.fork_rng(devices=[]):
+        pipe = _from_pretrained(files, dtype=dtype, **dict.fromkeys(without), **from_pretrained_arguments)
     # A text encoder's pooler is made up in several published models, and no pipeline looks at it.
-    made_up = [name for name in reports.made_up if "pooler" not in name]
-    if made_up:
+    missing_weights = [name for name in handler.missing_weights if "pooler" not in name]
+    if missing_weights:
         raise InputError(
-            f"{files.path} lacks {len(made_up)} weights, first {made_up[0]}; they would be random numbers",
+            f"{files.path} lacks {len(missing_weights)} weights, first {missing_weights[0]}; they would be random numbers",
             "weights for every part of the model",
             "download the whole model",
         )
@@ -136,7 +163,7 @@ def load_parts(files: PipelineFiles, *, dtype: Any, absent: Iterable[str] = (), 
     return pipe
 
 
-def take_over(module: nn.Module, *, own_memory: bool, dtype: torch.dtype | None) -> None:
+def prepare_weights(module: nn.Module, *, own_memory: bool, dtype: torch.dtype | None) -> None:
     """Make the weights that were read fit for training.
 
     In memory of their own, because they are a window on their file, which somebody may replace meanwhile. They also begin where the
@@ -150,7 +177,7 @@ def take_over(module: nn.Module, *, own_memory: bool, dtype: torch.dtype | None)
             tensor.data = tensor.data.clone()
 
 
-def _read(files: PipelineFiles, **settings: Any) -> Any:
+def _from_pretrained(files: PipelineFiles, **settings: Any) -> Any:
     # By its own class: through the base class, parts that are optional are loaded although they were left out.
     kind = getattr(diffusers, files.class_name)
     try:
@@ -172,21 +199,21 @@ def _read(files: PipelineFiles, **settings: Any) -> Any:
         ) from error
 
 
-def apply_offload(pipe: Any, options: Options) -> None:
+def apply_offload(pipe: Any, options: PipelineOptions) -> None:
     """Where the weights wait: on the GPU, or in host memory by whole models or by layers."""
     device = torch.device(options.device)
     if options.offload == "model":
         pipe.enable_model_cpu_offload(device=device)
     elif options.offload == "layers":
-        staying = _staying(pipe)
+        kept_on_device = _modules_kept_on_device(pipe)
         pipe.enable_group_offload(
-            onload_device=device, offload_type="leaf_level", use_stream=True, exclude_modules=list(staying)
+            onload_device=device, offload_type="leaf_level", use_stream=True, exclude_modules=list(kept_on_device)
         )
-        for module in staying.values():
+        for module in kept_on_device.values():
             module.to(device)
 
 
-def _staying(pipe: Any) -> dict[str, nn.Module]:
+def _modules_kept_on_device(pipe: Any) -> dict[str, nn.Module]:
     """The autoencoder, small as it is, for a second decoding in float32, and models whose layers cannot be moved one by one."""
     models = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
     whole = {
@@ -201,10 +228,10 @@ def _staying(pipe: Any) -> dict[str, nn.Module]:
 
 def apply_compile(pipe: Any) -> None:
     """Compile the block that repeats, never the whole model: seconds instead of minutes, and one graph for all layers."""
-    for name in DENOISERS:
+    for name in DENOISER_COMPONENTS:
         module = getattr(pipe, name, None)
         if isinstance(module, nn.Module):
-            compile_units(repeated_blocks(module))
+            compile_blocks(repeated_blocks(module))
 
 
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import math
 from typing import Any
 
 import diffusers
 import numpy as np
 
 from halation.errors import InputError
-from halation.models.pipelines.families import Family
+from halation.flow.paths import PREDICTION_TYPES, DDPMPath, RectifiedFlowPath
+from halation.models.pipelines.families import PipelineFamily
 
 SHORT_NAMES = {
     "ddim": "DDIMScheduler",
@@ -38,42 +40,162 @@ _WITH_FLOW_SIGMAS = (
 )
 
 
+def ddpm_path(scheduler: Any) -> DDPMPath:
+    """The scheduler's own table of signal shares and its prediction, for families trained with DDPM."""
+    prediction = scheduler.config.get("prediction_type")
+    alphas_cumprod = getattr(scheduler, "alphas_cumprod", None)
+    if alphas_cumprod is None or is_flow(scheduler) or prediction not in PREDICTION_TYPES:
+        raise InputError(
+            f"the scheduler {type(scheduler).__name__} with prediction_type {prediction!r}",
+            f"a scheduler with a table of noise levels that predicts one of {', '.join(PREDICTION_TYPES)}",
+            "put the scheduler that the model was published with into its scheduler folder",
+        )
+    return DDPMPath(alphas_cumprod, prediction)
+
+
+def rectified_flow_path(scheduler: Any) -> RectifiedFlowPath:
+    """The straight line of rectified flow, for families trained on it."""
+    if not is_flow(scheduler):
+        raise InputError(
+            f"the scheduler {type(scheduler).__name__}",
+            "a flow-matching scheduler, which is what this family is trained with",
+            "put the scheduler that the model was published with into its scheduler folder",
+        )
+    return RectifiedFlowPath()
+
+
+def time_shift_for_tokens(scheduler: Any, num_tokens: int) -> float:
+    """How far a flow scheduler moves its times towards noise for an image of so many tokens."""
+    config = scheduler.config
+    if not config.get("use_dynamic_shifting"):
+        return time_shift(scheduler)
+    amount = _dynamic_shift(config, num_tokens)
+    return math.exp(amount) if config.get("time_shift_type", "exponential") == "exponential" else amount
+
+
+def _dynamic_shift(config: Any, num_tokens: int) -> float:
+    """The line through two sizes of images that the pipelines draw, by default through those of FLUX."""
+    low, high = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
+    least, most = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
+    return float(least + (most - least) * (num_tokens - low) / (high - low))
+
+
+def few_step_scheduler(scheduler: Any, family: PipelineFamily, num_steps: int, num_tokens: int) -> Any:
+    """A first-order solver that goes from pure noise to the image in `num_steps` steps of equal (shifted) time.
+
+    Rectified flow is drawn by Euler at the shift the teacher has for this size; a table of noise levels by DDIM without noise of its
+    own, from the last level on.
+    """
+    if not is_flow(scheduler):
+        _check_steps_divide(num_steps, int(scheduler.config.num_train_timesteps))
+        return diffusers.DDIMScheduler.from_config(
+            scheduler.config,
+            timestep_spacing="trailing",
+            clip_sample=False,
+            thresholding=False,
+            set_alpha_to_one=True,
+            steps_offset=0,
+        )
+    levels = int(scheduler.config.num_train_timesteps)
+    shift = time_shift_for_tokens(scheduler, num_tokens)
+    settings: dict[str, Any] = {"shift": shift, "num_train_timesteps": levels}
+    if "sigmas" not in family.set_timesteps_arguments and num_steps > 1:
+        settings |= _terminal_shift_settings(shift, num_steps, levels)
+    return diffusers.FlowMatchEulerDiscreteScheduler(**settings)
+
+
+def _check_steps_divide(num_steps: int, levels: int) -> None:
+    """DDIM counts whole levels: steps that do not divide them land one level beside where the next one looks."""
+    if levels % num_steps:
+        even = [str(number) for number in range(1, 9) if levels % number == 0]
+        raise InputError(
+            f"--student_steps {num_steps} of a table of {levels} noise levels",
+            "steps that divide it, so that each lands where the next one begins",
+            f"use one of {', '.join(even)}",
+        )
+
+
+def _terminal_shift_settings(shift: float, num_steps: int, levels: int) -> dict[str, float]:
+    """Where the pipeline leaves the times to the scheduler, that one spreads them down to its lowest level, and its last step of
+    few would do nothing. Its own stretching puts that right: with the shift below, times that end at a K-th of the way, shifted,
+    are those that K equal steps go through.
+
+    Times u from 1 to m become 1 - (1 - T) / (1 - w(m)) * (1 - w(u)) with w(u) = a u / (1 + (a - 1) u). That is the wanted
+    s u' / (1 + (s - 1) u') at u' = 1 - r (1 - u), r = (K - 1) / K / (1 - m), for a = s / (s - (s - 1) r). The lowest level m depends
+    on a, by little: a few rounds settle it.
+    """
+    terminal = shift / num_steps / (1 + (shift - 1) / num_steps)
+    own = shift
+    for _ in range(20):
+        lowest = own / levels / (1 + (own - 1) / levels)
+        ratio = (num_steps - 1) / num_steps / (1 - lowest)
+        own = shift / (shift - (shift - 1) * ratio)
+    return {"shift": own, "shift_terminal": terminal}
+
+
+def sampling_times(scheduler: Any, family: PipelineFamily, num_steps: int, num_tokens: int) -> tuple[float, ...]:
+    """The times, from 1 to 0, that the pipeline's call goes through with this scheduler; one more than there are steps.
+
+    The first is 1 whatever the scheduler calls it: a pipeline begins with pure noise.
+    """
+    copy = type(scheduler).from_config(scheduler.config)
+    settings: dict[str, Any] = {}
+    if "sigmas" in family.set_timesteps_arguments and not copy.config.get("use_flow_sigmas"):
+        settings["sigmas"] = np.linspace(1.0, 1 / num_steps, num_steps)
+    if copy.config.get("use_dynamic_shifting"):
+        settings["mu"] = _dynamic_shift(copy.config, num_tokens)
+    copy.set_timesteps(num_steps, **settings)
+    if is_flow(copy):
+        found = [float(sigma) for sigma in copy.sigmas]
+    else:  # the middle of a level, which no rounding takes for its neighbour
+        found = [(int(level) + 0.5) / int(copy.config.num_train_timesteps) for level in copy.timesteps]
+    inner = [time for time in dict.fromkeys(found[1:]) if time > 0]
+    return (1.0, *inner, 0.0)
+
+
 def is_flow(scheduler: Any) -> bool:
-    """Whether the model predicts a velocity between noise and picture, and not noise."""
+    """Whether the model predicts a velocity between noise and image, and not noise."""
     return type(scheduler).__name__.startswith("FlowMatch") or bool(scheduler.config.get("use_flow_sigmas"))
 
 
-def shift_of(scheduler: Any) -> float:
+def time_shift(scheduler: Any) -> float:
     """How far a flow scheduler moves its times towards noise, which has two names; 1 where it does not."""
     return float(scheduler.config.get("shift", scheduler.config.get("flow_shift", 1.0)))
 
 
-def fitting(scheduler: Any, family: Family) -> list[str]:
+def compatible_schedulers(scheduler: Any, family: PipelineFamily) -> list[str]:
     """The class names that can stand in for this pipeline's scheduler."""
     if not is_flow(scheduler):
         names = {type(scheduler).__name__, *(kind.__name__ for kind in scheduler.compatibles)}
-        return sorted(name for name in names if _is_real(name))
+        return sorted(name for name in names if _is_available(name))
     names = {type(scheduler).__name__, *_FLOW_MATCHING, *_WITH_FLOW_SIGMAS}
-    return sorted(name for name in names if _is_real(name) and _takes(name, scheduler, family))
+    return sorted(name for name in names if _is_available(name) and _accepts_timesteps(name, scheduler, family))
 
 
-def _is_real(name: str) -> bool:
+def _is_available(name: str) -> bool:
     """Classes whose libraries are missing are placeholders; one draws its noise from no generator we could give it."""
     kind = getattr(diffusers, name, None)
     return isinstance(kind, type) and issubclass(kind, diffusers.SchedulerMixin) and name != "DPMSolverSDEScheduler"
 
 
-def _takes(name: str, scheduler: Any, family: Family) -> bool:
-    if name in _WITH_FLOW_SIGMAS and "mu" in family.timesteps_take and not scheduler.config.get("use_dynamic_shifting"):
+def _accepts_timesteps(name: str, scheduler: Any, family: PipelineFamily) -> bool:
+    if (
+        name in _WITH_FLOW_SIGMAS
+        and "mu" in family.set_timesteps_arguments
+        and not scheduler.config.get("use_dynamic_shifting")
+    ):
         return False
     parameters = inspect.signature(getattr(diffusers, name).set_timesteps).parameters
     # With flow sigmas of its own a scheduler is not handed the pipeline's.
-    return all(item in parameters or (item == "sigmas" and name in _WITH_FLOW_SIGMAS) for item in family.timesteps_take)
+    return all(
+        item in parameters or (item == "sigmas" and name in _WITH_FLOW_SIGMAS)
+        for item in family.set_timesteps_arguments
+    )
 
 
-def replaced(scheduler: Any, wanted: str, family: Family) -> Any:
+def make_scheduler(scheduler: Any, wanted: str, family: PipelineFamily) -> Any:
     """The scheduler a person asked for, with the config of the one the model came with."""
-    names = fitting(scheduler, family)
+    names = compatible_schedulers(scheduler, family)
     class_name = SHORT_NAMES.get(wanted, wanted)
     if is_flow(scheduler):
         class_name = _FLOW_NAMES.get(wanted, class_name)
@@ -90,20 +212,20 @@ def replaced(scheduler: Any, wanted: str, family: Family) -> Any:
         )
     if class_name == type(scheduler).__name__:
         return scheduler
-    return getattr(diffusers, class_name).from_config(scheduler.config, **_translated(scheduler, class_name))
+    return getattr(diffusers, class_name).from_config(scheduler.config, **_translate_config(scheduler, class_name))
 
 
-def _translated(scheduler: Any, class_name: str) -> dict[str, Any]:
+def _translate_config(scheduler: Any, class_name: str) -> dict[str, Any]:
     """Without the time shift another solver would walk another path of noise levels."""
     if not is_flow(scheduler):
         return {}
-    shift = shift_of(scheduler)
+    shift = time_shift(scheduler)
     if class_name in _WITH_FLOW_SIGMAS:
         return {"use_flow_sigmas": True, "prediction_type": "flow_prediction", "flow_shift": shift}
     return {"shift": shift}
 
 
-def trial(scheduler: Any, num_steps: int) -> Any:
+def copy_with_timesteps(scheduler: Any, num_steps: int) -> Any:
     """A copy of the scheduler with its timesteps set for `num_steps`; the scheduler itself is left alone."""
     copy = type(scheduler).from_config(scheduler.config)
     shifting = {"mu": 1.0} if scheduler.config.get("use_dynamic_shifting") else {}

@@ -14,20 +14,20 @@ from halation.models.students.config import StudentConfig
 
 if TYPE_CHECKING:
     from halation.models.pipelines.training.denoiser import PipelineDenoiser
-    from halation.models.pipelines.training.lora import Lora
+    from halation.models.pipelines.training.lora import LoraSettings
 
-Init = Literal["teacher", "random"]
+StudentInit = Literal["teacher", "random"]
 
 
 def open_student(
     teacher: str | Path | DiTDenoiser,
     shape: StudentConfig,
     *,
-    init: Init,
+    init: StudentInit,
     seed: int,
     dtype: str,
     weights_dtype: str,
-    lora: Lora | None,
+    lora: LoraSettings | None,
     height: int,
     width: int,
     few_steps: int = 0,
@@ -54,8 +54,8 @@ def open_student(
                 "leave --lora_rank out: a DiT's students are trained whole",
             )
         teacher.sample_shape(height, width)
-        return _dit(teacher, shape, init, seed)
-    return _pipeline(
+        return _open_dit_student(teacher, shape, init, seed)
+    return _open_pipeline_student(
         Path(teacher),
         shape,
         init=init,
@@ -70,55 +70,55 @@ def open_student(
     )
 
 
-def _dit(teacher: DiTDenoiser, shape: StudentConfig, init: Init, seed: int) -> DiTDenoiser:
+def _open_dit_student(teacher: DiTDenoiser, shape: StudentConfig, init: StudentInit, seed: int) -> DiTDenoiser:
     # Not at the top: the names of layers in a DiT need nothing of diffusers.
-    from halation.models.students.shapes import dit_config
-    from halation.models.students.shrink import Cut, shrunk
+    from halation.models.students.shrink import ShrinkPlan, shrink_weights
+    from halation.models.students.student_architecture import dit_config
 
     config, layers = dit_config(teacher.config, shape)
     student = DiTDenoiser(
         config=config, space=teacher.space, tokenizer=teacher.tokenizer, class_names=teacher.class_names
-    ).initialise(seed)
+    ).init_weights(seed)
     if init == "teacher":
         assert isinstance(student.module, DiT)
-        weights = shrunk(teacher.module, student.module, Cut.of_dits(teacher.config, config, layers))
+        weights = shrink_weights(teacher.module, student.module, ShrinkPlan.for_dits(teacher.config, config, layers))
         student.module.load_state_dict(weights)
     return student
 
 
-def _pipeline(
+def _open_pipeline_student(
     folder: Path,
     shape: StudentConfig,
     *,
-    init: Init,
+    init: StudentInit,
     seed: int,
     dtype: str,
     weights_dtype: str,
-    lora: Lora | None,
+    lora: LoraSettings | None,
     height: int,
     width: int,
     few_steps: int,
     stays_on_cpu: bool,
 ) -> PipelineDenoiser:
     # Here, because diffusers takes seconds to import, and a DiT does without it.
-    from halation.models.pipelines.library_messages import silence
+    from halation.models.pipelines.load import filter_library_warnings
 
-    silence()
-    from halation.models.pipelines.experts import transformer_names
-    from halation.models.pipelines.folder_check import inspect_folder
+    filter_library_warnings()
+    from halation.models.pipelines.folder_check import inspect_pipeline_folder
     from halation.models.pipelines.load import pipeline_class, pipeline_modules
     from halation.models.pipelines.training.denoiser import PipelineDenoiser
-    from halation.models.pipelines.training.family import trained_family
+    from halation.models.pipelines.training.family import get_trainable_family
+    from halation.models.pipelines.wan_experts import transformer_names
     from halation.models.students.pipeline_student import PipelineStudent
 
-    files = inspect_folder(folder, pipeline_modules())
+    files = inspect_pipeline_folder(folder, pipeline_modules())
     pipeline_class(files)
-    trained_family(files.class_name, folder)
-    transformer_names(files, experts=True)
-    student = PipelineStudent.planned(files, shape, few_steps=few_steps, init=init, seed=seed)
+    get_trainable_family(files.class_name, folder)
+    transformer_names(files, allow_experts=True)
+    student = PipelineStudent.from_teacher(files, shape, few_steps=few_steps, init=init, seed=seed)
     if lora is not None and not student.is_copy:
         raise InputError(
-            f"--lora_rank with a student of another shape ({_words(shape)})",
+            f"--lora_rank with a student of another shape ({_describe_shape(shape)})",
             "adapters on the teacher's own weights, and so its shape",
             "leave --lora_rank or --student_config out",
         )
@@ -135,6 +135,6 @@ def _pipeline(
     )
 
 
-def _words(shape: StudentConfig) -> str:
+def _describe_shape(shape: StudentConfig) -> str:
     said = dataclasses.asdict(shape)
     return ", ".join(f"{name} {value}" for name, value in said.items() if value is not None)

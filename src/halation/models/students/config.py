@@ -67,10 +67,10 @@ class StudentConfig:
         for key, entry in value.items():
             name = ALIASES.get(key, key)
             if name not in known:
-                raise _unknown(source, str(key), [*known, *ALIASES])
+                raise _unknown_key_error(source, str(key), [*known, *ALIASES])
             if name in found:
                 raise InputError(f"{source} has {name} twice ({key} is the same)", "it once", "take one of them out")
-            found[name] = None if entry is None else _checked(source, name, entry)
+            found[name] = None if entry is None else _check_value(source, name, entry)
         return cls(**found)
 
     @classmethod
@@ -99,7 +99,7 @@ class StudentConfig:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in said.items()}
 
 
-def _unknown(source: str, key: str, known: list[str]) -> InputError:
+def _unknown_key_error(source: str, key: str, known: list[str]) -> InputError:
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
     return InputError(
         f"{source} has the key {key!r}, which is none of a student's",
@@ -108,12 +108,12 @@ def _unknown(source: str, key: str, known: list[str]) -> InputError:
     )
 
 
-def _checked(source: str, name: str, entry: Any) -> Any:
-    fits, expected = _is_whole(entry, 1), "a whole number from 1 on"
+def _check_value(source: str, name: str, entry: Any) -> Any:
+    fits, expected = _is_integer(entry, 1), "a whole number from 1 on"
     if name == "family":
         fits, expected = isinstance(entry, str), "a word such as wan"
     elif name == "layers":
-        fits = isinstance(entry, (list, tuple)) and bool(entry) and all(_is_whole(item, 0) for item in entry)
+        fits = isinstance(entry, (list, tuple)) and bool(entry) and all(_is_integer(item, 0) for item in entry)
         expected = "a list of numbers from 0 on, such as [0, 4, 8]"
     elif name == "mlp_ratio":
         fits = isinstance(entry, (int, float)) and not isinstance(entry, bool) and 0 < entry < 1000
@@ -125,5 +125,5 @@ def _checked(source: str, name: str, entry: Any) -> Any:
     return tuple(entry) if name == "layers" else entry
 
 
-def _is_whole(value: Any, least: int) -> bool:
+def _is_integer(value: Any, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -11,17 +11,17 @@ import diffusers
 import torch
 from torch import nn
 
-from halation.models.pipelines.experts import has_two_experts
-from halation.models.pipelines.families import family_of
-from halation.models.pipelines.few_steps import few_step_scheduler
+from halation.models.pipelines.families import get_family
 from halation.models.pipelines.folder_check import PipelineFiles, read_json
-from halation.models.pipelines.load import load_parts
-from halation.models.pipelines.training.text_encoding import others
+from halation.models.pipelines.load import load_components
+from halation.models.pipelines.schedulers import few_step_scheduler
+from halation.models.pipelines.training.text_encoding import other_components
+from halation.models.pipelines.wan_experts import has_two_experts
 from halation.models.students.config import StudentConfig
-from halation.models.students.shapes import DIALECTS, refuse_other_patches, transformer_config
-from halation.models.students.shrink import Cut, shrunk
+from halation.models.students.shrink import ShrinkPlan, shrink_weights
+from halation.models.students.student_architecture import CONFIG_FORMATS, check_patch_size, transformer_config
 
-FirstWeights = Literal["teacher", "random", "none"]
+InitialWeights = Literal["teacher", "random", "none"]
 """A copy of the teacher's, cut to size; random ones; or, where a checkpoint follows, whatever comes."""
 
 
@@ -37,33 +37,38 @@ class PipelineStudent:
     """Whether its transformer has the shape of the base."""
     few_steps: int = 0
     """How many steps it is drawn in; 0 is as the teacher."""
-    cut: Cut | None = None
-    init: FirstWeights = "none"
+    shrink_plan: ShrinkPlan | None = None
+    init: InitialWeights = "none"
     seed: int = 0
 
     @classmethod
-    def planned(
-        cls, files: PipelineFiles, shape: StudentConfig, *, few_steps: int, init: FirstWeights, seed: int
+    def from_teacher(
+        cls, files: PipelineFiles, shape: StudentConfig, *, few_steps: int, init: InitialWeights, seed: int
     ) -> PipelineStudent:
         """The student of a teacher's folder. Of two experts it stands for the one of low noise, which draws what is seen."""
         base = "transformer_2" if has_two_experts(files) else "transformer"
-        own = read_json(files.path / base / "config.json")
-        usual = {
+        teacher_config = read_json(files.path / base / "config.json")
+        default_config = {
             name: parameter.default
-            for name, parameter in inspect.signature(_kind(files, base).__init__).parameters.items()
+            for name, parameter in inspect.signature(_transformer_class(files, base).__init__).parameters.items()
             if parameter.default is not inspect.Parameter.empty
         }
-        own.pop("_name_or_path", None)  # somebody's folder
-        whole = {name: list(value) if isinstance(value, tuple) else value for name, value in {**usual, **own}.items()}
+        teacher_config.pop("_name_or_path", None)  # somebody's folder
+        full_config = {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in {**default_config, **teacher_config}.items()
+        }
         if read_json(files.path / "model_index.json").get("expand_timesteps"):
-            refuse_other_patches(files.class_name, whole, shape)
-        config, layers = transformer_config(files.class_name, whole, shape)
+            check_patch_size(files.class_name, full_config, shape)
+        config, layers = transformer_config(files.class_name, full_config, shape)
         return cls(
             base=base,
             config=config,
-            is_copy=config == whole,
+            is_copy=config == full_config,
             few_steps=few_steps,
-            cut=Cut.between(DIALECTS[family_of(files.class_name).name], whole, config, layers),
+            shrink_plan=ShrinkPlan.for_transformers(
+                CONFIG_FORMATS[get_family(files.class_name).name], full_config, config, layers
+            ),
             init=init,
             seed=seed,
         )
@@ -87,56 +92,58 @@ class PipelineStudent:
         }
 
     @property
-    def replaces(self) -> set[str]:
+    def replaced_components(self) -> set[str]:
         """Components of the folder that are not the student's: it has its own, or none."""
         own = {"scheduler"} if self.few_steps else set()
         return own | {"transformer", self.base}
 
-    def opened(self, files: PipelineFiles, dtype: torch.dtype) -> Any:
+    def load_pipeline(self, files: PipelineFiles, dtype: torch.dtype) -> Any:
         """The teacher's pipeline with the student in it, without text encoders."""
-        transformer = self._transformer(files, dtype)
+        transformer = self._load_transformer(files, dtype)
         without = {"boundary_ratio": None} if self.base == "transformer_2" else {}
-        return load_parts(
+        return load_components(
             files,
             dtype=torch.float32,
-            absent=others(files, ("transformer", "vae")),
+            absent=other_components(files, ("transformer", "vae")),
             transformer=transformer,
             **without,
         )
 
-    def _transformer(self, files: PipelineFiles, dtype: torch.dtype) -> nn.Module:
+    def _load_transformer(self, files: PipelineFiles, dtype: torch.dtype) -> nn.Module:
         if self.init == "random" or (self.init == "none" and not self.is_copy):
-            return self._new(files)
+            return self._create_transformer(files)
         # A copy takes the teacher's even where a checkpoint follows: some have buffers, and adapters have a base.
-        parts = load_parts(files, dtype=dtype, absent=others(files, (self.base,)))
+        parts = load_components(files, dtype=dtype, absent=other_components(files, (self.base,)))
         teacher: nn.Module = getattr(parts, self.base)
         if self.is_copy:
             return teacher
-        assert self.cut is not None
-        student = self._new(files)
-        student.load_state_dict(shrunk(teacher, student, self.cut), strict=False)  # buffers are the student's own
+        assert self.shrink_plan is not None
+        student = self._create_transformer(files)
+        student.load_state_dict(
+            shrink_weights(teacher, student, self.shrink_plan), strict=False
+        )  # buffers are the student's own
         return student
 
-    def _new(self, files: PipelineFiles) -> nn.Module:
+    def _create_transformer(self, files: PipelineFiles) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            module: nn.Module = _kind(files, self.base).from_config(dict(self.config))
+            module: nn.Module = _transformer_class(files, self.base).from_config(dict(self.config))
         return module
 
-    def reschedule(self, pipe: Any, height: int, width: int) -> None:
+    def set_scheduler(self, pipe: Any, height: int, width: int) -> None:
         """Give the pipeline the scheduler of few steps, where the student is drawn in few."""
         if self.few_steps:
-            family = family_of(type(pipe).__name__)
+            family = get_family(type(pipe).__name__)
             tokens = num_tokens(pipe, height, width)
             pipe.scheduler = few_step_scheduler(pipe.scheduler, family, self.few_steps, tokens)
 
 
-def _kind(files: PipelineFiles, base: str) -> Any:
+def _transformer_class(files: PipelineFiles, base: str) -> Any:
     return getattr(diffusers, files.components[base][1])
 
 
 def num_tokens(pipe: Any, height: int, width: int) -> int:
-    """Patches of a picture, by which some pipelines shift their times."""
-    shape = DIALECTS[family_of(type(pipe).__name__).name].read(pipe.transformer.config)
+    """Patches of an image, by which some pipelines shift their times."""
+    shape = CONFIG_FORMATS[get_family(type(pipe).__name__).name].read(pipe.transformer.config)
     factor = getattr(pipe, "vae_scale_factor_spatial", None) or pipe.vae_scale_factor
     return (height // factor // shape.patch_size) * (width // factor // shape.patch_size)

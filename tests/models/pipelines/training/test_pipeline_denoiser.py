@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from halation.errors import InputError
+from halation.models.checkpoints import build_denoiser
 from halation.models.denoiser import Condition
-from halation.models.load import build
 from halation.models.pipelines.training.denoiser import PipelineDenoiser
-from halation.models.pipelines.training.lora import Lora
-from halation.specs import Sheet
+from halation.models.pipelines.training.lora import LoraSettings
+from halation.sample_specs import SampleBatch
 from support import tiny_pipelines
 from support.pipeline_specs import specs
 
@@ -83,9 +83,9 @@ def test_what_cannot_be_drawn_is_refused_before_the_module_runs() -> None:
     denoiser = opened(tiny_pipelines.built("flux"))
     wanted = specs("a cat", "a dog")
     with pytest.raises(InputError, match="negative prompt"):
-        denoiser.prepare(Sheet(specs=(replace(wanted[0], negative_prompt="blue"),), num_real=1), "cpu")
+        denoiser.prepare(SampleBatch(specs=(replace(wanted[0], negative_prompt="blue"),), num_real=1), "cpu")
     with pytest.raises(ValueError, match="one guidance scale"):
-        denoiser.prepare(Sheet(specs=(wanted[0], replace(wanted[1], guidance_scale=1.5)), num_real=2), "cpu")
+        denoiser.prepare(SampleBatch(specs=(wanted[0], replace(wanted[1], guidance_scale=1.5)), num_real=2), "cpu")
 
 
 class Noted(dict[str, Condition]):
@@ -97,25 +97,25 @@ class Noted(dict[str, Condition]):
 
 def test_texts_come_from_the_store_and_what_it_lacks_is_encoded_once() -> None:
     denoiser = opened(tiny_pipelines.built("hunyuan"))
-    with denoiser.encoders("cpu") as encode:
+    with denoiser.load_text_encoders("cpu") as encode:
         assert denoiser._pipe.text_encoder is not None
         both = encode(["a red car", "a dog"])
         alone = encode(["a dog"])
     assert denoiser._pipe.text_encoder is None
     assert denoiser._pipe.text_encoder_2 is None
     assert {name: row.shape[1:] for name, row in both.items()} == {
-        name: row.shape[1:] for name, row in denoiser.family.blank().items()
+        name: row.shape[1:] for name, row in denoiser.family.zero_condition().items()
     }
     for name, row in alone.items():
         assert torch.equal(both[name][1:], row)
         assert row.device.type == "cpu"
     marked = {name: torch.ones_like(row) for name, row in alone.items()}
-    denoiser.use_texts(Noted({"a dog": marked}))
+    denoiser.set_text_store(Noted({"a dog": marked}))
     rows = denoiser.encode_captions(["a dog", "a red car"], [0, 0])
     assert torch.equal(rows["t5"][0], marked["t5"][0])
     assert torch.equal(rows["t5"][1], both["t5"][0])
     assert denoiser.null_condition(3)["bert"].shape == (3, 77, 32)
-    assert denoiser.truncated(["a dog", "a dog " * 300]) == [False, True]
+    assert denoiser.truncation_flags(["a dog", "a dog " * 300]) == [False, True]
     assert torch.equal(denoiser.encode_prompts(["a dog"])["t5"], marked["t5"])
 
 
@@ -135,28 +135,28 @@ def test_other_text_encoders_or_another_dtype_have_another_fingerprint(tmp_path:
 
 def test_a_description_makes_the_same_denoiser_again_and_another_base_is_refused(tmp_path: Path) -> None:
     shutil.copytree(tiny_pipelines.built("pixart"), tmp_path / "model")
-    denoiser = opened(tmp_path / "model", lora=Lora(rank=2, targets=("to_q",)))
+    denoiser = opened(tmp_path / "model", lora=LoraSettings(rank=2, targets=("to_q",)))
     description = json.loads(json.dumps(denoiser.describe()))
-    again = build(description)
+    again = build_denoiser(description)
     assert again.describe() == description
     assert again.module.state_dict().keys() == denoiser.module.state_dict().keys()
     with pytest.raises(InputError, match="does not hold together"):
-        PipelineDenoiser.described({"family": "pipeline", "version": 1})
+        PipelineDenoiser.from_description({"family": "pipeline", "version": 1})
     other = diffusers.PixArtTransformer2DModel.from_pretrained(str(tmp_path / "model" / "transformer"))
     with torch.no_grad():
         other.proj_out.weight += 1
     other.save_pretrained(tmp_path / "model" / "transformer")
     with pytest.raises(InputError, match="is not the one this run was trained from"):
-        build(description)
+        build_denoiser(description)
 
 
 def test_a_forward_costs_what_its_matrices_say() -> None:
     small, large = opened(tiny_pipelines.built("hunyuan")), opened(tiny_pipelines.built("hunyuan"), height=64, width=64)
     weights = sum(weight.numel() for block in small.shard_units() for weight in block.parameters() if weight.ndim == 2)
-    assert small.flops_per_picture() > 2 * 4 * weights  # four tokens, a multiply-add each
-    assert small.flops_per_picture() < large.flops_per_picture() < 4 * small.flops_per_picture()
+    assert small.flops_per_image() > 2 * 4 * weights  # four tokens, a multiply-add each
+    assert small.flops_per_image() < large.flops_per_image() < 4 * small.flops_per_image()
     assert (small.hidden, small.depth, small.num_channels, small.downsample) == (32, 2, 4, 8)
     assert small.default_size == (32, 32)
-    assert small.habits.guidance_scale == 5.0
-    assert opened(tiny_pipelines.built("flux")).habits.guidance_scale == 3.5
-    assert opened(tiny_pipelines.built("sd3")).habits.time_shift == 3.0
+    assert small.defaults.guidance_scale == 5.0
+    assert opened(tiny_pipelines.built("flux")).defaults.guidance_scale == 3.5
+    assert opened(tiny_pipelines.built("sd3")).defaults.time_shift == 3.0

@@ -18,21 +18,21 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from halation.errors import HalationError
-from halation.models.denoiser import Solver
-from halation.models.pipelines.folder_check import inspect_folder
+from halation.models.denoiser import SolverSettings
+from halation.models.pipelines.folder_check import inspect_pipeline_folder
 from halation.models.pipelines.load import pipeline_modules
 from halation.models.pipelines.training import export
 from halation.models.pipelines.training.denoiser import PipelineDenoiser
 from halation.models.pipelines.training.export import LORA_FILE, export_pipeline
-from halation.models.pipelines.training.lora import Lora
-from halation.specs import Sheet
+from halation.models.pipelines.training.lora import LoraSettings
+from halation.sample_specs import SampleBatch
 from support import tiny_pipelines
 from support.pipeline_specs import drawn, plain, reopened, specs
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # diffusers' DPM-Solver
 
 
-def opened(folder: Path, lora: Lora | None = None, dtype: str = "fp32") -> PipelineDenoiser:
+def opened(folder: Path, lora: LoraSettings | None = None, dtype: str = "fp32") -> PipelineDenoiser:
     return PipelineDenoiser.open(folder, dtype=dtype, weights_dtype="fp32", lora=lora, height=32, width=32)
 
 
@@ -46,20 +46,20 @@ def trained(denoiser: PipelineDenoiser, amount: float = 0.02) -> dict[str, Tenso
     return {name: weight.detach().clone() for name, weight in weights.items()}
 
 
-def picture(denoiser: PipelineDenoiser, prompt: str = "a red cat") -> np.ndarray:
-    sheet = Sheet(specs=tuple(specs(prompt)), num_real=1)
-    return denoiser.to_pixels(denoiser.sample(denoiser.prepare(sheet, "cpu"), Solver(), lambda: None)).numpy()
+def image(denoiser: PipelineDenoiser, prompt: str = "a red cat") -> np.ndarray:
+    batch = SampleBatch(specs=tuple(specs(prompt)), num_real=1)
+    return denoiser.to_pixels(denoiser.sample(denoiser.prepare(batch, "cpu"), SolverSettings(), lambda: None)).numpy()
 
 
 def test_an_export_draws_what_the_training_draws_and_everything_else_is_a_copy(tmp_path: Path) -> None:
     base = tiny_pipelines.built("hunyuan")
     denoiser = opened(base)
-    before = picture(denoiser)
+    before = image(denoiser)
     weights = trained(denoiser)
     raw = {name: weight + 1 for name, weight in weights.items()}
     export_pipeline(denoiser, tmp_path / "export", averaged=weights, raw=raw)
-    inspect_folder(tmp_path / "export", pipeline_modules())
-    after = picture(denoiser)
+    inspect_pipeline_folder(tmp_path / "export", pipeline_modules())
+    after = image(denoiser)
     assert np.abs(after.astype(int) - before.astype(int)).max() > 3
     np.testing.assert_array_equal(drawn(reopened(tmp_path / "export"), specs("a red cat"))[0], after)
     pipe = diffusers.DiffusionPipeline.from_pretrained(str(tmp_path / "export"), use_safetensors=True)
@@ -75,9 +75,9 @@ def test_an_export_draws_what_the_training_draws_and_everything_else_is_a_copy(t
 
 def test_an_export_of_wan_draws_with_its_own_call_what_the_training_draws(tmp_path: Path) -> None:
     denoiser = opened(tiny_pipelines.built("wan_one"))
-    before = picture(denoiser)
+    before = image(denoiser)
     export_pipeline(denoiser, tmp_path / "export", averaged=trained(denoiser), raw=None)
-    after = picture(denoiser)
+    after = image(denoiser)
     assert np.abs(after.astype(int) - before.astype(int)).max() > 3
     pipe = diffusers.DiffusionPipeline.from_pretrained(str(tmp_path / "export"), use_safetensors=True)
     pipe.set_progress_bar_config(disable=True)
@@ -92,12 +92,12 @@ def test_an_export_of_wan_draws_with_its_own_call_what_the_training_draws(tmp_pa
     "family", ["sd3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("flux", "wan_one"))]
 )
 def test_adapters_are_merged_and_also_what_load_lora_weights_takes(family: str, tmp_path: Path) -> None:
-    denoiser = opened(tiny_pipelines.built(family), Lora(rank=2, alpha=6.0))
+    denoiser = opened(tiny_pipelines.built(family), LoraSettings(rank=2, alpha=6.0))
     weights = trained(denoiser, 0.2)
     export_pipeline(denoiser, tmp_path / "export", averaged=weights, raw=None)
-    after = picture(denoiser)
-    merged = picture(opened(tmp_path / "export"))
-    assert np.abs(after.astype(int) - picture(opened(tiny_pipelines.built(family))).astype(int)).max() > 3
+    after = image(denoiser)
+    merged = image(opened(tmp_path / "export"))
+    assert np.abs(after.astype(int) - image(opened(tiny_pipelines.built(family))).astype(int)).max() > 3
     assert np.abs(merged.astype(int) - after.astype(int)).max() <= 1
     pipe = diffusers.DiffusionPipeline.from_pretrained(str(tiny_pipelines.built(family)), use_safetensors=True)
     pipe.load_lora_weights(str(tmp_path / "export" / LORA_FILE))
@@ -123,7 +123,7 @@ def test_merged_weights_keep_the_dtype_of_the_base_and_hunyuan_has_its_adapters_
     diffusers.DiffusionPipeline.from_pretrained(
         str(tiny_pipelines.built("hunyuan")), dtype=torch.bfloat16
     ).save_pretrained(base)
-    denoiser = opened(base, Lora(rank=2), dtype="bf16")
+    denoiser = opened(base, LoraSettings(rank=2), dtype="bf16")
     export_pipeline(denoiser, tmp_path / "export", averaged=trained(denoiser, 0.3), raw=None)
     weights = load_file(tmp_path / "export" / "transformer" / "diffusion_pytorch_model.safetensors")
     before = load_file(base / "transformer" / "diffusion_pytorch_model.safetensors")
@@ -145,7 +145,7 @@ def test_a_base_in_one_variant_is_exported_under_plain_names(tmp_path: Path) -> 
     os.symlink(tmp_path / "elsewhere", tmp_path / "base" / "vae")
     denoiser = opened(tmp_path / "base")
     export_pipeline(denoiser, tmp_path / "export", averaged=trained(denoiser), raw=None)
-    np.testing.assert_array_equal(picture(opened(tmp_path / "export")), picture(denoiser))
+    np.testing.assert_array_equal(image(opened(tmp_path / "export")), image(denoiser))
     diffusers.DiffusionPipeline.from_pretrained(str(tmp_path / "export"), use_safetensors=True)
     names = {path.name for path in (tmp_path / "export").rglob("*")}
     assert not any(".fp16" in name or name.endswith(".bin") for name in names)
@@ -160,7 +160,7 @@ def test_weights_over_the_limit_lie_in_shards_that_diffusers_reads(
     denoiser = opened(tiny_pipelines.built("pixart"))
     export_pipeline(denoiser, tmp_path / "export", averaged=trained(denoiser), raw=None)
     assert len(list((tmp_path / "export" / "transformer").glob("*-of-*.safetensors"))) > 2
-    np.testing.assert_array_equal(picture(opened(tmp_path / "export")), picture(denoiser))
+    np.testing.assert_array_equal(image(opened(tmp_path / "export")), image(denoiser))
 
 
 def test_a_second_export_replaces_the_first_and_a_failed_one_leaves_it(tmp_path: Path) -> None:

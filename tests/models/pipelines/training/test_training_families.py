@@ -15,10 +15,10 @@ from diffusers.pipelines.hunyuandit.pipeline_hunyuandit import get_resize_crop_r
 from diffusers.training_utils import compute_loss_weighting_for_sd3
 from torch import Tensor
 
-from halation.models.denoiser import Condition, Solver
+from halation.models.denoiser import Condition, SolverSettings
 from halation.models.pipelines.training.denoiser import PipelineDenoiser
-from halation.specs import Sheet, Spec
-from halation.training.objectives import denoising
+from halation.sample_specs import SampleBatch, SampleSpec
+from halation.training.objectives import denoising_objective
 from support import tiny_pipelines
 from support.pipeline_specs import plain_pipe
 
@@ -37,24 +37,24 @@ def opened(family: str | Path, **changes: Any) -> PipelineDenoiser:
     return PipelineDenoiser.open(folder, **{**usual, **changes})
 
 
-def sheet(*prompts: str, **changes: Any) -> Sheet:
+def batch(*prompts: str, **changes: Any) -> SampleBatch:
     usual: dict[str, Any] = {"height": HEIGHT, "width": WIDTH, "steps": 3, "guidance_scale": 4.0}
     specs = tuple(
-        Spec(index=index, id=str(index), prompt=prompt, **{**usual, "seed": 7 + index, **changes})
+        SampleSpec(index=index, id=str(index), prompt=prompt, **{**usual, "seed": 7 + index, **changes})
         for index, prompt in enumerate(prompts)
     )
-    return Sheet(specs=specs, num_real=len(specs))
+    return SampleBatch(specs=specs, num_real=len(specs))
 
 
-def sampled(denoiser: PipelineDenoiser, wanted: Sheet, dtype: torch.dtype = torch.float32) -> Tensor:
-    return denoiser.sample(denoiser.prepare(wanted, "cpu"), Solver(dtype=dtype), lambda: None)
+def sampled(denoiser: PipelineDenoiser, wanted: SampleBatch, dtype: torch.dtype = torch.float32) -> Tensor:
+    return denoiser.sample(denoiser.prepare(wanted, "cpu"), SolverSettings(dtype=dtype), lambda: None)
 
 
 class Texts:
     """Embeddings made beforehand, all in one go."""
 
     def __init__(self, denoiser: PipelineDenoiser, texts: list[str]) -> None:
-        with denoiser.encoders("cpu") as encode:
+        with denoiser.load_text_encoders("cpu") as encode:
             self.rows = encode(texts)
         self.places = {text: place for place, text in enumerate(texts)}
 
@@ -75,11 +75,11 @@ class Rows:
         self.noise = torch.randn(shape, generator=generator)
         self.t = t
         condition = denoiser.encode_captions(CAPTIONS, [0, 0])
-        self.condition = denoiser.placed(condition, torch.tensor([[64, 48], [300, 640]]), HEIGHT, WIDTH)
+        self.condition = denoiser.add_size_condition(condition, torch.tensor([[64, 48], [300, 640]]), HEIGHT, WIDTH)
 
 
 def loss(denoiser: PipelineDenoiser, rows: Rows) -> Tensor:
-    return denoising(denoiser)(denoiser.module, rows)  # type: ignore[arg-type]
+    return denoising_objective(denoiser)(denoiser.module, rows)  # type: ignore[arg-type]
 
 
 # What diffusers' own code computes for the same noise and timesteps
@@ -227,7 +227,7 @@ def test_a_sample_is_what_the_pipeline_draws_from_the_same_prompt_and_seed(famil
     # As in training, the weights lie in memory of their own: where they begin decides how a single row is rounded.
     pipe.transformer = copy.deepcopy(pipe.transformer)
     steps: list[int] = []
-    ours = denoiser.sample(denoiser.prepare(sheet(CAPTIONS[1]), "cpu"), Solver(), lambda: steps.append(1))
+    ours = denoiser.sample(denoiser.prepare(batch(CAPTIONS[1]), "cpu"), SolverSettings(), lambda: steps.append(1))
     binning = {"use_resolution_binning": False}
     optional: dict[str, Any] = binning if family in ("hunyuan", "pixart", "pixart_sigma") else {}
     if family == "wan_one":
@@ -261,20 +261,20 @@ def test_a_sample_is_what_the_pipeline_draws_from_the_same_prompt_and_seed(famil
 def test_prompt_seed_steps_and_guidance_each_change_a_sample_and_neighbours_do_not(family: str) -> None:
     denoiser = opened(family)
     long = "three cats in a very long painting of a street " * 4
-    denoiser.use_texts(Texts(denoiser, ["", "a red car", "a dog", "a blue house", long]))
-    first = sampled(denoiser, sheet("a red car", "a dog"))
+    denoiser.set_text_store(Texts(denoiser, ["", "a red car", "a dog", "a blue house", long]))
+    first = sampled(denoiser, batch("a red car", "a dog"))
     for changed in (
-        sheet("a blue house", "a dog"),
-        sheet("a red car", "a dog", seed=99),
-        sheet("a red car", "a dog", steps=4),
-        sheet("a red car", "a dog", guidance_scale=1.5),
+        batch("a blue house", "a dog"),
+        batch("a red car", "a dog", seed=99),
+        batch("a red car", "a dog", steps=4),
+        batch("a red car", "a dog", guidance_scale=1.5),
     ):
         assert (sampled(denoiser, changed)[0] - first[0]).abs().max() > 1e-4
-    beside = sampled(denoiser, sheet("a red car", long))
+    beside = sampled(denoiser, batch("a red car", long))
     assert torch.equal(beside[0], first[0])
-    filler = denoiser.filler(sheet("a red car", "a dog"), "cpu")
-    assert denoiser.sample(filler, Solver(dtype=torch.bfloat16), lambda: None).isfinite().all()
-    one, other = denoiser.prepare(sheet("a dog", "a red car", "a dog"), "cpu").halves()
+    filler = denoiser.dummy_inputs(batch("a red car", "a dog"), "cpu")
+    assert denoiser.sample(filler, SolverSettings(dtype=torch.bfloat16), lambda: None).isfinite().all()
+    one, other = denoiser.prepare(batch("a dog", "a red car", "a dog"), "cpu").halves()
     assert (one.num_rows, other.num_rows, other.seeds) == (2, 1, (9,))
 
 
@@ -289,8 +289,8 @@ def test_recomputed_activations_give_the_same_gradients_and_half_precision_train
         return [parameter.grad.clone() for parameter in denoiser.module.parameters() if parameter.grad is not None]
 
     kept = gradients()
-    denoiser.keep_no_activations()
-    denoiser.keep_no_activations()
+    denoiser.enable_gradient_checkpointing()
+    denoiser.enable_gradient_checkpointing()
     again = gradients()
     assert len(kept) == len(list(denoiser.module.parameters()))
     assert all(torch.equal(one, other) for one, other in zip(kept, again, strict=True))
@@ -311,8 +311,8 @@ def test_weights_in_bfloat16_train_and_draw(family: str, text: str) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss(denoiser, rows).mean().backward()
     loss(denoiser, rows).mean().backward()
-    assert sampled(denoiser, sheet("a red car"), torch.bfloat16).dtype == torch.float32
-    assert sampled(denoiser, sheet("a red car")).isfinite().all()
+    assert sampled(denoiser, batch("a red car"), torch.bfloat16).dtype == torch.float32
+    assert sampled(denoiser, batch("a red car")).isfinite().all()
 
 
 def test_flux_without_distilled_guidance_trains_and_draws(tmp_path: Path) -> None:
@@ -320,7 +320,7 @@ def test_flux_without_distilled_guidance_trains_and_draws(tmp_path: Path) -> Non
     pipe = diffusers.DiffusionPipeline.from_pretrained(str(folder))
     denoiser = opened(folder)
     agrees("flux", pipe, denoiser)
-    assert sampled(denoiser, sheet("a red car")).isfinite().all()
+    assert sampled(denoiser, batch("a red car")).isfinite().all()
 
 
 def test_wan_with_a_time_for_each_token_trains_and_draws(tmp_path: Path) -> None:
@@ -339,7 +339,7 @@ def test_wan_with_a_time_for_each_token_trains_and_draws(tmp_path: Path) -> None
         num_frames=1,
         output_type="latent",
     )[0]
-    assert torch.equal(sampled(denoiser, sheet("a dog", steps=2, guidance_scale=5.0)), reference[:, :, 0])
+    assert torch.equal(sampled(denoiser, batch("a dog", steps=2, guidance_scale=5.0)), reference[:, :, 0])
 
 
 def test_sd3_without_its_t5_trains_and_draws(tmp_path: Path) -> None:
@@ -349,10 +349,10 @@ def test_sd3_without_its_t5_trains_and_draws(tmp_path: Path) -> None:
     plain.save_pretrained(tmp_path / "sd3")
     denoiser = opened(tmp_path / "sd3")
     agrees("sd3", plain, denoiser)
-    assert sampled(denoiser, sheet("a red car")).isfinite().all()
+    assert sampled(denoiser, batch("a red car")).isfinite().all()
 
 
-def test_pixart_is_told_the_size_of_the_picture_where_it_asks(tmp_path: Path) -> None:
+def test_pixart_is_told_the_size_of_the_image_where_it_asks(tmp_path: Path) -> None:
     pipe = diffusers.DiffusionPipeline.from_pretrained(str(tiny_pipelines.built("pixart")))
     sized = {"use_additional_conditions": True, "sample_size": 128, "attention_head_dim": 12, "cross_attention_dim": 48}
     config = {**pipe.transformer.config, **sized}
@@ -362,7 +362,7 @@ def test_pixart_is_told_the_size_of_the_picture_where_it_asks(tmp_path: Path) ->
     pipe.save_pretrained(tmp_path / "sized")
     denoiser = opened(tmp_path / "sized")
     rows = Rows(denoiser, torch.tensor([0.2005, 0.7005]))
-    noisy = denoiser.path.noised(rows.x0, rows.noise, rows.t)
+    noisy = denoiser.noise_path.add_noise(rows.x0, rows.noise, rows.t)
     told = {"resolution": torch.tensor([[32.0, 48.0]] * 2), "aspect_ratio": torch.tensor([[32 / 48]] * 2)}
     reference = denoiser.module(
         noisy,
@@ -373,4 +373,4 @@ def test_pixart_is_told_the_size_of_the_picture_where_it_asks(tmp_path: Path) ->
         return_dict=False,
     )[0][:, :4]
     assert torch.equal(denoiser.forward(denoiser.module, noisy, rows.t, rows.condition), reference)
-    assert sampled(denoiser, sheet("a red car")).isfinite().all()
+    assert sampled(denoiser, batch("a red car")).isfinite().all()

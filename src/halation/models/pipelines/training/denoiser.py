@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,33 +14,29 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from halation.errors import InputError
 from halation.flow import paths
-from halation.models.blocks import recompute
-from halation.models.denoiser import Condition, Guides, Habits, Solver
-from halation.models.frame_autoencoder import space_of
-from halation.models.pipelines.arguments import call_parameters
-from halation.models.pipelines.experts import Experts, trained_part, transformer_names
-from halation.models.pipelines.families import family_of
-from halation.models.pipelines.few_steps import visited
-from halation.models.pipelines.folder_check import PipelineFiles, inspect_folder
-from halation.models.pipelines.load import load_parts, pipeline_class, pipeline_modules, take_over
-from halation.models.pipelines.options import DTYPES, Checks, Options
-from halation.models.pipelines.tokenizers import check_tokenizers
-from halation.models.pipelines.training.drawing import (  # fmt: skip
-    InPipeline,
-    OnOneDevice,
-    PipelineInputs,
-    after_each_step,
-    cast,
-    standing_in,
-    weights_dtype_of,
+from halation.models.autoencoder import make_latent_space
+from halation.models.block_optimizations import apply_gradient_checkpointing
+from halation.models.denoiser import Condition, FamilyDefaults, GuidanceKind, SolverSettings
+from halation.models.pipelines.capabilities import DTYPES, PipelineChecker, PipelineOptions, call_parameters
+from halation.models.pipelines.families import get_family
+from halation.models.pipelines.folder_check import PipelineFiles, inspect_pipeline_folder
+from halation.models.pipelines.load import load_components, pipeline_class, pipeline_modules, prepare_weights
+from halation.models.pipelines.schedulers import sampling_times
+from halation.models.pipelines.tokenizer_checks import check_tokenizers
+from halation.models.pipelines.training.family import TrainableFamily, get_trainable_family
+from halation.models.pipelines.training.lora import LoraSettings, inject_lora
+from halation.models.pipelines.training.text_encoding import (
+    EncodeTexts,
+    PipelineTextEncoder,
+    TextStore,
+    components_fingerprint,
+    other_components,
 )
-from halation.models.pipelines.training.family import TrainedFamily, trained_family
-from halation.models.pipelines.training.lora import Lora, adapt
-from halation.models.pipelines.training.text_encoding import Encode, PipelineTexts, TextStore, fingerprint_of, others
+from halation.models.pipelines.wan_experts import ExpertPair, trained_module, transformer_names
 from halation.models.students.pipeline_student import PipelineStudent, num_tokens
-from halation.specs import Sheet
+from halation.sample_specs import SampleBatch
 
-_OPTIONS = Options(
+_DEFAULT_OPTIONS = PipelineOptions(
     dtype="fp32",
     device="cpu",
     scheduler="",
@@ -51,6 +48,112 @@ _OPTIONS = Options(
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class PipelineInputs:
+    """Everything the pipeline's call needs for one batch, on the device."""
+
+    condition: Condition
+    null: Condition
+    seeds: tuple[int, ...]
+    guidance_scale: float
+    num_steps: int
+    height: int
+    width: int
+    device: torch.device
+    truncated: tuple[bool, ...]
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.seeds)
+
+    def halves(self) -> tuple[PipelineInputs, PipelineInputs]:
+        middle = -(-self.num_rows // 2)
+        return self._slice_rows(slice(None, middle)), self._slice_rows(slice(middle, None))
+
+    def _slice_rows(self, rows: slice) -> PipelineInputs:
+        return replace(
+            self,
+            condition={name: value[rows] for name, value in self.condition.items()},
+            null={name: value[rows] for name, value in self.null.items()},
+            seeds=self.seeds[rows],
+            truncated=self.truncated[rows],
+        )
+
+
+class AutocastTransformer:
+    """The transformer as its pipeline sees it while a batch is drawn: called in the solver's dtype, with inputs in float32.
+
+    Only the transformer runs under autocast; the scheduler's own arithmetic keeps the precision of the latents.
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+        self._module = module
+        self._autocast_dtype = dtype
+        self._device = device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32 if self._autocast_dtype != torch.float32 else module_dtype(self._module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(
+            self._device.type, dtype=self._autocast_dtype, enabled=self._autocast_dtype != torch.float32
+        ):
+            return self._module(*args, **kwargs)
+
+
+def module_dtype(module: nn.Module) -> torch.dtype:
+    """What the weights are in, but for those that a family keeps in float32 whatever the others are in."""
+    fp32_modules = set(getattr(module, "_keep_in_fp32_modules", None) or ())
+    return next(
+        parameter.dtype
+        for name, parameter in module.named_parameters()
+        if parameter.is_floating_point() and fp32_modules.isdisjoint(name.split("."))
+    )
+
+
+@contextmanager
+def replace_transformer(pipe: Any, module: AutocastTransformer) -> Iterator[None]:
+    """This one in the place of the pipeline's transformer, or in the places of both where it has two."""
+    names = [name for name in ("transformer", "transformer_2") if getattr(pipe, name, None) is not None]
+    originals = {name: getattr(pipe, name) for name in names}
+    for name in names:
+        setattr(pipe, name, module)
+    try:
+        yield
+    finally:
+        for name in names:
+            setattr(pipe, name, originals[name])
+
+
+class FixedDevicePipeline:
+    """A pipeline that is told its device: that of its weights is another one where an engine keeps them in host memory."""
+
+    drawing_on = torch.device("cpu")
+
+    @property
+    def _execution_device(self) -> torch.device:
+        return self.drawing_on
+
+
+def step_callback_arguments(kind: type[Any], on_step: Callable[[], None]) -> dict[str, Any]:
+    if "callback_on_step_end" not in call_parameters(kind):
+        return {"callback": lambda _step, _time, _latents: on_step()}
+
+    def on_step_end(_pipe: Any, _step: int, _time: Any, values: dict[str, Any]) -> dict[str, Any]:
+        on_step()
+        return values
+
+    return {"callback_on_step_end": on_step_end}
+
+
+def cast_condition(condition: Condition, dtype: torch.dtype) -> Condition:
+    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in condition.items()}
+
+
 class PipelineDenoiser:
     """A pipeline folder as something to train: transformer, autoencoder, tokenizers and scheduler."""
 
@@ -59,11 +162,11 @@ class PipelineDenoiser:
         *,
         files: PipelineFiles,
         pipe: Any,
-        family: TrainedFamily,
+        family: TrainableFamily,
         size: tuple[int, int],
         dtype: str,
         weights_dtype: str,
-        lora: Lora | None,
+        lora: LoraSettings | None,
         student: PipelineStudent | None = None,
     ) -> None:
         self.files = files
@@ -71,14 +174,14 @@ class PipelineDenoiser:
         self.lora = lora
         self.student = student
         self.size = size
-        self.name = family_of(files.class_name).name
-        self.module = trained_part(pipe)
+        self.name = get_family(files.class_name).name
+        self.module = trained_module(pipe)
         self.config = pipe.transformer.config
-        self.space = space_of(pipe.vae, path=str((files.path / "vae").resolve()))
+        self.space = make_latent_space(pipe.vae, path=str((files.path / "vae").resolve()))
         self._dtypes = {"dtype": dtype, "weights_dtype": weights_dtype}
         self._pipe = pipe
-        self._checks = Checks(pipe=pipe, family=family_of(files.class_name), options=_OPTIONS)
-        self._texts = PipelineTexts(files=files, pipe=pipe, family=family, dtype=dtype)
+        self._checker = PipelineChecker(pipe=pipe, family=get_family(files.class_name), options=_DEFAULT_OPTIONS)
+        self._text_encoder = PipelineTextEncoder(files=files, pipe=pipe, family=family, dtype=dtype)
         self._device = torch.device("cpu")
         self._fingerprint = ""
         self._flops = 0
@@ -90,47 +193,49 @@ class PipelineDenoiser:
         *,
         dtype: str,
         weights_dtype: str,
-        lora: Lora | None,
+        lora: LoraSettings | None,
         height: int,
         width: int,
         seed: int = 0,
         stays_on_cpu: bool = True,
-        experts: bool = False,
+        allow_experts: bool = False,
         student: PipelineStudent | None = None,
     ) -> PipelineDenoiser:
-        """Check a folder and open what training needs of it, on the CPU; pictures will be `height` x `width` by default.
+        """Check a folder and open what training needs of it, on the CPU; images will be `height` x `width` by default.
 
         The weights that are trained are in `weights_dtype`. Under adapters nothing of the base is trained, and it lies in `dtype`.
-        A model that is not to be trained may have two `experts`, and keeps the few weights in float32 that its family keeps so.
+        A model that is not to be trained may have two `allow_experts`, and keeps the few weights in float32 that its family keeps so.
         A `student` has a transformer of its own in the place of the folder's.
         """
-        files = inspect_folder(Path(path), pipeline_modules())
+        files = inspect_pipeline_folder(Path(path), pipeline_modules())
         kind = pipeline_class(files)
-        family_kind = trained_family(files.class_name, files.path)
+        family_kind = get_trainable_family(files.class_name, files.path)
         wanted = DTYPES[dtype if lora is not None else weights_dtype]
-        transformers = ("transformer",) if student is not None else transformer_names(files, experts=experts)
+        transformers = (
+            ("transformer",) if student is not None else transformer_names(files, allow_experts=allow_experts)
+        )
         if student is not None:
-            pipe = student.opened(files, wanted)
+            pipe = student.load_pipeline(files, wanted)
         else:
-            pipe = load_parts(
+            pipe = load_components(
                 files,
                 dtype={**dict.fromkeys(transformers, wanted), "default": torch.float32},
-                absent=others(files, (*transformers, "vae")),
+                absent=other_components(files, (*transformers, "vae")),
             )
-        check_tokenizers(files.path, pipe, family_of(files.class_name))
+        check_tokenizers(files.path, pipe, get_family(files.class_name))
         for name in transformers:
-            take_over(
+            prepare_weights(
                 getattr(pipe, name),
                 # A GPU's copy is memory of its own, and ranks of one machine then share the file's pages until it is made.
                 own_memory=stays_on_cpu,
-                dtype=None if experts or lora is not None else wanted,
+                dtype=None if allow_experts or lora is not None else wanted,
             )
-        pipe.__class__ = type(kind.__name__, (OnOneDevice, kind), {})
+        pipe.__class__ = type(kind.__name__, (FixedDevicePipeline, kind), {})
         family = family_kind(pipe)
         if student is not None:
-            student.reschedule(pipe, height, width)
+            student.set_scheduler(pipe, height, width)
         if lora is not None:
-            adapt(pipe.transformer, lora, family.lora_targets, seed)
+            inject_lora(pipe.transformer, lora, family.lora_targets, seed)
         denoiser = cls(
             files=files,
             pipe=pipe,
@@ -141,12 +246,12 @@ class PipelineDenoiser:
             lora=lora,
             student=student,
         )
-        denoiser._checks.options_fit()
+        denoiser._checker.check_options()
         denoiser.sample_shape(height, width)
         return denoiser
 
     @classmethod
-    def described(cls, description: Mapping[str, Any]) -> PipelineDenoiser:
+    def from_description(cls, description: Mapping[str, Any]) -> PipelineDenoiser:
         """The denoiser that `describe` describes, with the weights of its base folder."""
         try:
             if description["version"] != 1:
@@ -156,10 +261,10 @@ class PipelineDenoiser:
                 Path(description["path"]),
                 dtype=description["dtype"],
                 weights_dtype=description["weights_dtype"],
-                lora=None if lora is None else Lora.from_json(lora),
+                lora=None if lora is None else LoraSettings.from_json(lora),
                 height=int(description["height"]),
                 width=int(description["width"]),
-                experts=bool(description.get("experts")),
+                allow_experts=bool(description.get("experts")),
                 student=None if student is None else PipelineStudent.from_json(student),
             )
         except (KeyError, TypeError, ValueError) as error:
@@ -179,12 +284,12 @@ class PipelineDenoiser:
     # What it is
 
     @property
-    def path(self) -> paths.Path:
-        return self.family.path
+    def noise_path(self) -> paths.NoisePath:
+        return self.family.noise_path
 
     @property
-    def habits(self) -> Habits:
-        return Habits(
+    def defaults(self) -> FamilyDefaults:
+        return FamilyDefaults(
             guidance_scale=self.default_guidance,
             time_sampling=self.family.time_sampling,
             time_shift=self.family.time_shift,
@@ -196,8 +301,8 @@ class PipelineDenoiser:
         return self._pipe.scheduler
 
     @property
-    def guides(self) -> Guides:
-        return self.family.guides
+    def guidance_kind(self) -> GuidanceKind:
+        return self.family.guidance_kind
 
     @property
     def default_guidance(self) -> float:
@@ -215,7 +320,7 @@ class PipelineDenoiser:
     @property
     def size_multiple(self) -> int:
         """What height and width must divide by."""
-        return self._checks.size_multiple
+        return self._checker.size_multiple
 
     @property
     def downsample(self) -> int:
@@ -234,16 +339,16 @@ class PipelineDenoiser:
         return len(self.shard_units())
 
     def shard_units(self) -> list[nn.Module]:
-        return self.family.units(self.module)
+        return self.family.shard_units(self.module)
 
-    def keep_no_activations(self) -> None:
+    def enable_gradient_checkpointing(self) -> None:
         for unit in self.shard_units():
-            recompute(unit)
+            apply_gradient_checkpointing(unit)
 
     def fingerprint(self) -> str:
         """A hash over the files of all components of the folder."""
         if not self._fingerprint:
-            self._fingerprint = fingerprint_of(self.files, tuple(self.files.components))
+            self._fingerprint = components_fingerprint(self.files, tuple(self.files.components))
         return self._fingerprint
 
     def describe(self) -> dict[str, Any]:
@@ -257,19 +362,19 @@ class PipelineDenoiser:
             "height": self.size[0],
             "width": self.size[1],
             **self._dtypes,
-            **({"experts": True} if isinstance(self.module, Experts) else {}),
+            **({"experts": True} if isinstance(self.module, ExpertPair) else {}),
             **({} if self.student is None else {"student": self.student.as_json()}),
         }
 
-    def flops_per_picture(self) -> int:
+    def flops_per_image(self) -> int:
         if not self._flops:
             with torch.device("meta"):
-                twin = type(self._pipe.transformer).from_config(self.config)
+                meta_module = type(self._pipe.transformer).from_config(self.config)
                 x = torch.zeros(1, *self.sample_shape(*self.size))
-                condition = {name: value.to("meta") for name, value in self.family.blank().items()}
+                condition = {name: value.to("meta") for name, value in self.family.zero_condition().items()}
                 t = torch.zeros(1)
             with FlopCounterMode(display=False) as counter, torch.no_grad():
-                self.family.answer(twin, x, t, condition)
+                self.family.predict(meta_module, x, t, condition)
             self._flops = int(counter.get_total_flops())
         return self._flops
 
@@ -280,10 +385,10 @@ class PipelineDenoiser:
         self._device = torch.device(device)
         return self
 
-    # Pictures and texts
+    # Images and texts
 
     def sample_shape(self, height: int, width: int) -> tuple[int, int, int]:
-        self._checks.size_fits(height, width)
+        self._checker.check_size(height, width)
         return (self.space.channels, height // self.downsample, width // self.downsample)
 
     def to_model(self, pixels: Tensor) -> Tensor:
@@ -292,85 +397,87 @@ class PipelineDenoiser:
     def to_pixels(self, x: Tensor) -> Tensor:
         return self.space.decode(x)
 
-    def encoders(self, device: torch.device | str) -> AbstractContextManager[Encode]:
+    def load_text_encoders(self, device: torch.device | str) -> AbstractContextManager[EncodeTexts]:
         """The text encoders on a device: texts to rows on the CPU. They are gone when it ends."""
-        return self._texts.encoders(device)
+        return self._text_encoder.load_encoders(device)
 
     def text_fingerprint(self) -> str:
         """Equal where the same texts become the same embeddings."""
-        return self._texts.fingerprint()
+        return self._text_encoder.fingerprint()
 
-    def use_texts(self, store: TextStore) -> None:
+    def set_text_store(self, store: TextStore) -> None:
         """Read embeddings from here; a text that is not in it is encoded when it is asked for."""
-        self._texts.store = store
+        self._text_encoder.store = store
 
-    def read_texts_of(self, other: PipelineDenoiser) -> None:
+    def share_text_store(self, other: PipelineDenoiser) -> None:
         """Read embeddings where another denoiser of the same folder does."""
-        self._texts.store = other._texts.store
+        self._text_encoder.store = other._text_encoder.store
 
-    def hold_encoders(self) -> None:
+    def keep_text_encoders(self) -> None:
         """Keep the text encoders on the device from now on, where prompts come one after the other."""
-        self._texts.hold(self._device)
+        self._text_encoder.keep_loaded(self._device)
 
     def encode_prompts(self, prompts: Sequence[str]) -> Condition:
-        return self._texts.rows(prompts, self._device)
+        return self._text_encoder.encode(prompts, self._device)
 
     def encode_captions(self, captions: Sequence[str], labels: Sequence[int]) -> Condition:
-        return self._texts.rows(captions, self._device)
+        return self._text_encoder.encode(captions, self._device)
 
     def null_condition(self, num: int) -> Condition:
         return {name: row.repeat(num, *(1,) * (row.ndim - 1)) for name, row in self.encode_prompts([""]).items()}
 
-    def truncated(self, prompts: Sequence[str]) -> list[bool]:
-        return [self._texts.cuts(prompt) for prompt in prompts]
+    def truncation_flags(self, prompts: Sequence[str]) -> list[bool]:
+        return [self._text_encoder.truncates(prompt) for prompt in prompts]
 
-    def tell_guidance(self, scale: float) -> None:
-        if self.guides == "embedded":
-            self.family.told_guidance = scale
+    def set_guidance(self, scale: float) -> None:
+        if self.guidance_kind == "embedded":
+            self.family.embedded_guidance = scale
 
-    def placed(self, condition: Condition, originals: Tensor, height: int, width: int) -> Condition:
-        return self.family.placed(condition, originals, height, width)
+    def add_size_condition(self, condition: Condition, original_sizes: Tensor, height: int, width: int) -> Condition:
+        return self.family.add_size_condition(condition, original_sizes, height, width)
 
     def forward(self, module: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
-        narrow = torch.is_autocast_enabled(x.device.type)
-        dtype = torch.float32 if narrow else weights_dtype_of(self.module)
-        return self.family.answer(module, x.to(dtype), t, cast(condition, dtype))
+        is_autocast = torch.is_autocast_enabled(x.device.type)
+        dtype = torch.float32 if is_autocast else module_dtype(self.module)
+        return self.family.predict(module, x.to(dtype), t, cast_condition(condition, dtype))
 
     # Drawing
 
     def times(self, num_steps: int, height: int, width: int, shift: float) -> tuple[float, ...]:
         tokens = num_tokens(self._pipe, height, width)
-        return visited(self._pipe.scheduler, family_of(self.files.class_name), num_steps, tokens)
+        return sampling_times(self._pipe.scheduler, get_family(self.files.class_name), num_steps, tokens)
 
-    def prepare(self, sheet: Sheet, device: torch.device | str) -> PipelineInputs:
+    def prepare(self, batch: SampleBatch, device: torch.device | str) -> PipelineInputs:
         """Everything the pipeline would refuse is refused here."""
-        prompts = [spec.prompt for spec in sheet.specs]
-        first = sheet.specs[0]
-        if any(spec.shape != first.shape or spec.guidance_scale != first.guidance_scale for spec in sheet.specs):
-            raise ValueError("the specs of one sheet have one shape and one guidance scale")
-        for spec in sheet.specs:
-            self._checks.spec_fits(spec)
-        null = self.encode_prompts([spec.negative_prompt for spec in sheet.specs])
-        return self._inputs(sheet, device, self.encode_prompts(prompts), null, tuple(self.truncated(prompts)))
+        prompts = [spec.prompt for spec in batch.specs]
+        first = batch.specs[0]
+        if any(spec.shape != first.shape or spec.guidance_scale != first.guidance_scale for spec in batch.specs):
+            raise ValueError("the specs of one batch have one shape and one guidance scale")
+        for spec in batch.specs:
+            self._checker.check_spec(spec)
+        null = self.encode_prompts([spec.negative_prompt for spec in batch.specs])
+        return self._make_inputs(
+            batch, device, self.encode_prompts(prompts), null, tuple(self.truncation_flags(prompts))
+        )
 
-    def filler(self, sheet: Sheet, device: torch.device | str) -> PipelineInputs:
-        num = len(sheet.specs)
-        blank = {name: row.repeat(num, *(1,) * (row.ndim - 1)) for name, row in self.family.blank().items()}
-        return self._inputs(sheet, device, blank, blank, (False,) * num)
+    def dummy_inputs(self, batch: SampleBatch, device: torch.device | str) -> PipelineInputs:
+        num = len(batch.specs)
+        blank = {name: row.repeat(num, *(1,) * (row.ndim - 1)) for name, row in self.family.zero_condition().items()}
+        return self._make_inputs(batch, device, blank, blank, (False,) * num)
 
-    def _inputs(
+    def _make_inputs(
         self,
-        sheet: Sheet,
+        batch: SampleBatch,
         device: torch.device | str,
         condition: Condition,
         null: Condition,
         truncated: tuple[bool, ...],
     ) -> PipelineInputs:
-        first = sheet.specs[0]
+        first = batch.specs[0]
         return PipelineInputs(
             condition={name: value.to(device) for name, value in condition.items()},
             null={name: value.to(device) for name, value in null.items()},
-            seeds=tuple(spec.seed for spec in sheet.specs),
+            seeds=tuple(spec.seed for spec in batch.specs),
             guidance_scale=first.guidance_scale,
             num_steps=first.steps,
             height=first.height,
@@ -380,12 +487,12 @@ class PipelineDenoiser:
         )
 
     @torch.no_grad()
-    def sample(self, inputs: PipelineInputs, solver: Solver, on_step: Callable[[], None]) -> Tensor:
+    def sample(self, inputs: PipelineInputs, solver: SolverSettings, on_step: Callable[[], None]) -> Tensor:
         """By the pipeline's own call: the latents that `pipe(prompt=..., generator=...)` would decode."""
         pipe, channels = self._pipe, self.sample_shape(inputs.height, inputs.width)
-        seen = InPipeline(self.module, solver.dtype, inputs.device)
+        transformer = AutocastTransformer(self.module, solver.dtype, inputs.device)
         pipe.drawing_on = inputs.device
-        with standing_in(pipe, seen):
+        with replace_transformer(pipe, transformer):
             output = pipe(
                 generator=[torch.Generator("cpu").manual_seed(seed) for seed in inputs.seeds],
                 num_inference_steps=inputs.num_steps,
@@ -393,7 +500,9 @@ class PipelineDenoiser:
                 height=inputs.height,
                 width=inputs.width,
                 output_type="latent",
-                **self.family.keywords(cast(inputs.condition, seen.dtype), cast(inputs.null, seen.dtype)),
-                **after_each_step(type(pipe), on_step),
+                **self.family.prompt_arguments(
+                    cast_condition(inputs.condition, transformer.dtype), cast_condition(inputs.null, transformer.dtype)
+                ),
+                **step_callback_arguments(type(pipe), on_step),
             )[0]
-        return self.family.unpacked(output, *channels[1:]).to(torch.float32)
+        return self.family.unpack_latents(output, *channels[1:]).to(torch.float32)

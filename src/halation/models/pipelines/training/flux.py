@@ -7,22 +7,22 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from halation.flow.paths import TimeKind
-from halation.models.denoiser import Condition, Guides
-from halation.models.pipelines.arguments import call_parameters
-from halation.models.pipelines.paths import straight_path
+from halation.flow.paths import TimeDistribution
+from halation.models.denoiser import Condition, GuidanceKind
+from halation.models.pipelines.capabilities import call_parameters
+from halation.models.pipelines.schedulers import rectified_flow_path
 
 _TRAINING_GUIDANCE = 3.5  # what diffusers' own training tells a model with distilled guidance
 
 
-def packed(x: Tensor) -> Tensor:
+def pack_latents(x: Tensor) -> Tensor:
     """NCHW to a sequence of two by two patches."""
     rows, channels, height, width = x.shape
     patches = x.reshape(rows, channels, height // 2, 2, width // 2, 2).permute(0, 2, 4, 1, 3, 5)
     return patches.reshape(rows, (height // 2) * (width // 2), channels * 4)
 
 
-def unpacked(patches: Tensor, height: int, width: int) -> Tensor:
+def unpack_latents(patches: Tensor, height: int, width: int) -> Tensor:
     """The way back, to a height and width in latents."""
     rows, _, channels = patches.shape
     grid = patches.reshape(rows, height // 2, width // 2, channels // 4, 2, 2).permute(0, 3, 1, 4, 2, 5)
@@ -37,50 +37,50 @@ class FluxFamily:
         *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
         *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
     )
-    time_sampling: ClassVar[TimeKind] = "logit_normal"
+    time_sampling: ClassVar[TimeDistribution] = "logit_normal"
     time_shift = 1.0
 
     def __init__(self, pipe: Any) -> None:
         self._config = pipe.transformer.config
-        self.guides: Guides = "embedded" if self._config.guidance_embeds else "none"
-        self.told_guidance = _TRAINING_GUIDANCE
-        self.path = straight_path(pipe.scheduler)
-        self._length = int(call_parameters(type(pipe))["max_sequence_length"].default)
-        self.lengths = {"tokenizer": int(pipe.tokenizer_max_length), "tokenizer_2": self._length}
+        self.guidance_kind: GuidanceKind = "embedded" if self._config.guidance_embeds else "none"
+        self.embedded_guidance = _TRAINING_GUIDANCE
+        self.noise_path = rectified_flow_path(pipe.scheduler)
+        self._max_sequence_length = int(call_parameters(type(pipe))["max_sequence_length"].default)
+        self.token_lengths = {"tokenizer": int(pipe.tokenizer_max_length), "tokenizer_2": self._max_sequence_length}
         self._positions: dict[tuple[int, int, torch.device], Tensor] = {}
 
-    def blank(self) -> Condition:
+    def zero_condition(self) -> Condition:
         return {
-            "t5": torch.zeros(1, self._length, self._config.joint_attention_dim),
+            "t5": torch.zeros(1, self._max_sequence_length, self._config.joint_attention_dim),
             "pooled": torch.zeros(1, self._config.pooled_projection_dim),
         }
 
     def encode(self, pipe: Any, text: str, device: torch.device) -> Condition:
-        embeds, pooled, _ = pipe.encode_prompt([text], device=device, max_sequence_length=self._length)
+        embeds, pooled, _ = pipe.encode_prompt([text], device=device, max_sequence_length=self._max_sequence_length)
         return {"t5": embeds, "pooled": pooled}
 
-    def placed(self, condition: Condition, originals: Tensor, height: int, width: int) -> Condition:
+    def add_size_condition(self, condition: Condition, original_sizes: Tensor, height: int, width: int) -> Condition:
         return condition
 
-    def answer(self, module: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
+    def predict(self, module: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
         guidance = None
         if self._config.guidance_embeds:
-            guidance = torch.full((len(x),), self.told_guidance, device=x.device)
+            guidance = torch.full((len(x),), self.embedded_guidance, device=x.device)
         height, width = x.shape[-2:]
         text = condition["t5"]
         answer: Tensor = module(
-            hidden_states=packed(x),
+            hidden_states=pack_latents(x),
             timestep=t.to(x.dtype),
             guidance=guidance,
             pooled_projections=condition["pooled"],
             encoder_hidden_states=text,
             txt_ids=torch.zeros(text.shape[1], 3, dtype=x.dtype, device=x.device),
-            img_ids=self._grid(height // 2, width // 2, x.device).to(x.dtype),
+            img_ids=self._position_ids(height // 2, width // 2, x.device).to(x.dtype),
             return_dict=False,
         )[0]
-        return unpacked(answer, height, width)
+        return unpack_latents(answer, height, width)
 
-    def _grid(self, height: int, width: int, device: torch.device) -> Tensor:
+    def _position_ids(self, height: int, width: int, device: torch.device) -> Tensor:
         """Row and column of each patch."""
         key = (height, width, device)
         if key not in self._positions:
@@ -89,13 +89,13 @@ class FluxFamily:
             self._positions[key] = places.reshape(-1, 3).to(device, torch.float32)
         return self._positions[key]
 
-    def keywords(self, condition: Condition, null: Condition) -> dict[str, Any]:
+    def prompt_arguments(self, condition: Condition, null: Condition) -> dict[str, Any]:
         return {"prompt_embeds": condition["t5"], "pooled_prompt_embeds": condition["pooled"]}
 
-    def unpacked(self, latents: Tensor, height: int, width: int) -> Tensor:
-        return unpacked(latents, height, width)
+    def unpack_latents(self, latents: Tensor, height: int, width: int) -> Tensor:
+        return unpack_latents(latents, height, width)
 
-    def units(self, module: nn.Module) -> list[nn.Module]:
+    def shard_units(self, module: nn.Module) -> list[nn.Module]:
         double: nn.ModuleList = module.transformer_blocks  # type: ignore[assignment]
         single: nn.ModuleList = module.single_transformer_blocks  # type: ignore[assignment]
         return [*double, *single]

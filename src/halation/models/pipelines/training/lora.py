@@ -19,7 +19,7 @@ _DOWN, _UP = f".lora_A.{_ADAPTER}.weight", f".lora_B.{_ADAPTER}.weight"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lora:
+class LoraSettings:
     """Adapters to train instead of a transformer's own weights: weight + alpha / rank * up @ down."""
 
     rank: int
@@ -44,11 +44,11 @@ class Lora:
         return {**dataclasses.asdict(self), "targets": list(self.targets)}
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Lora:
+    def from_json(cls, value: Mapping[str, Any]) -> LoraSettings:
         return cls(**{**value, "targets": tuple(value.get("targets", ()))})
 
 
-def adapt(module: nn.Module, lora: Lora, default_targets: Sequence[str], seed: int) -> None:
+def inject_lora(module: nn.Module, lora: LoraSettings, default_targets: Sequence[str], seed: int) -> None:
     """Put adapters into `module`, in place: float32, and the only parameters that ask for a gradient.
 
     The seed decides the first `down` matrices; `up` begins at zero, so that training begins at the base model.
@@ -60,7 +60,7 @@ def adapt(module: nn.Module, lora: Lora, default_targets: Sequence[str], seed: i
             f"LoRA adapters, but {error.name} is not installed", "the extra `train`", "pip install 'halation[train]'"
         ) from error
 
-    names = _layers(module, lora.targets or tuple(default_targets), default_targets)
+    names = _target_layers(module, lora.targets or tuple(default_targets), default_targets)
     settings: dict[str, Any] = {"r": lora.rank, "lora_alpha": lora.rank * lora.scale, "target_modules": names}
     config = LoraConfig(**settings, bias="none")
     with torch.random.fork_rng(devices=[]):  # peft draws first numbers, which are replaced below
@@ -79,13 +79,13 @@ def adapt(module: nn.Module, lora: Lora, default_targets: Sequence[str], seed: i
             parameter.data.zero_()
 
 
-def _layers(module: nn.Module, targets: Sequence[str], usual: Sequence[str]) -> list[str]:
+def _target_layers(module: nn.Module, targets: Sequence[str], usual: Sequence[str]) -> list[str]:
     linear = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
     chosen: list[str] = []
     for target in targets:
         found = [name for name in linear if name == target or name.endswith(f".{target}")]
         if not found:
-            endings = sorted({ending for name in linear for ending in _endings(name)})
+            endings = sorted({ending for name in linear for ending in _name_suffixes(name)})
             near = list(dict.fromkeys([*difflib.get_close_matches(target, endings, n=3), *usual]))[:8]
             raise InputError(
                 f"--lora_targets {target}: {type(module).__name__} has no linear layer of that name",
@@ -96,7 +96,7 @@ def _layers(module: nn.Module, targets: Sequence[str], usual: Sequence[str]) -> 
     return chosen
 
 
-def _endings(name: str) -> list[str]:
+def _name_suffixes(name: str) -> list[str]:
     """The last parts of a name that say something: a layer in a list is known by the list."""
     parts = name.split(".")
     cut = 1 if not parts[-1].isdigit() else 2
@@ -112,7 +112,7 @@ def base_name(name: str) -> str:
     return name.replace(".base_layer.", ".")
 
 
-def merged(name: str, weight: Tensor, adapters: Mapping[str, Tensor], scale: float) -> Tensor:
+def merge_adapter(name: str, weight: Tensor, adapters: Mapping[str, Tensor], scale: float) -> Tensor:
     """The weight of a transformer's file with its adapter added, in the weight's own dtype; as it is where it has none."""
     layer = name.removesuffix(".weight")
     down = adapters.get(f"{layer}{_DOWN}")
@@ -123,7 +123,7 @@ def merged(name: str, weight: Tensor, adapters: Mapping[str, Tensor], scale: flo
     return total.to(weight.dtype)
 
 
-def published(adapters: Mapping[str, Tensor], lora: Lora) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def to_diffusers_lora(adapters: Mapping[str, Tensor], lora: LoraSettings) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Names as `pipe.load_lora_weights` reads them, and the adapters' settings under the same prefix."""
     tensors = {f"transformer.{name.replace(f'.{_ADAPTER}.', '.')}": tensor for name, tensor in adapters.items()}
     layers = sorted({name.removesuffix(_DOWN) for name in adapters if name.endswith(_DOWN)})

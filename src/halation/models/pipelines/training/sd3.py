@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from halation.flow.paths import TimeKind
-from halation.models.denoiser import Condition, Guides
-from halation.models.pipelines.arguments import call_parameters
-from halation.models.pipelines.paths import straight_path
+from halation.flow.paths import TimeDistribution
+from halation.models.denoiser import Condition, GuidanceKind
+from halation.models.pipelines.capabilities import call_parameters
+from halation.models.pipelines.schedulers import rectified_flow_path
 
 
 class SD3Family:
@@ -21,26 +21,26 @@ class SD3Family:
         *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
         *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
     )
-    guides: Guides = "pair"
-    told_guidance = 1.0
-    time_sampling: ClassVar[TimeKind] = "logit_normal"
+    guidance_kind: GuidanceKind = "pair"
+    embedded_guidance = 1.0
+    time_sampling: ClassVar[TimeDistribution] = "logit_normal"
 
     def __init__(self, pipe: Any) -> None:
         self._config = pipe.transformer.config
-        self.path = straight_path(pipe.scheduler)
+        self.noise_path = rectified_flow_path(pipe.scheduler)
         self.time_shift = float(pipe.scheduler.config.get("shift", 1.0))
         self._num_timesteps = int(pipe.scheduler.config.num_train_timesteps)
-        self._length = int(call_parameters(type(pipe))["max_sequence_length"].default)
+        self._max_sequence_length = int(call_parameters(type(pipe))["max_sequence_length"].default)
         self._clip_length = int(pipe.tokenizer_max_length)
-        self.lengths = {
+        self.token_lengths = {
             "tokenizer": self._clip_length,
             "tokenizer_2": self._clip_length,
-            "tokenizer_3": self._length,
+            "tokenizer_3": self._max_sequence_length,
         }
 
-    def blank(self) -> Condition:
+    def zero_condition(self) -> Condition:
         return {
-            "text": torch.zeros(1, self._clip_length + self._length, self._config.joint_attention_dim),
+            "text": torch.zeros(1, self._clip_length + self._max_sequence_length, self._config.joint_attention_dim),
             "pooled": torch.zeros(1, self._config.pooled_projection_dim),
         }
 
@@ -51,14 +51,14 @@ class SD3Family:
             None,
             device=device,
             do_classifier_free_guidance=False,
-            max_sequence_length=self._length,
+            max_sequence_length=self._max_sequence_length,
         )
         return {"text": embeds, "pooled": pooled}
 
-    def placed(self, condition: Condition, originals: Tensor, height: int, width: int) -> Condition:
+    def add_size_condition(self, condition: Condition, original_sizes: Tensor, height: int, width: int) -> Condition:
         return condition
 
-    def answer(self, module: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
+    def predict(self, module: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
         answer: Tensor = module(
             hidden_states=x,
             timestep=t.float() * self._num_timesteps,
@@ -68,7 +68,7 @@ class SD3Family:
         )[0]
         return answer
 
-    def keywords(self, condition: Condition, null: Condition) -> dict[str, Any]:
+    def prompt_arguments(self, condition: Condition, null: Condition) -> dict[str, Any]:
         return {
             "prompt_embeds": condition["text"],
             "pooled_prompt_embeds": condition["pooled"],
@@ -76,9 +76,9 @@ class SD3Family:
             "negative_pooled_prompt_embeds": null["pooled"],
         }
 
-    def unpacked(self, latents: Tensor, height: int, width: int) -> Tensor:
+    def unpack_latents(self, latents: Tensor, height: int, width: int) -> Tensor:
         return latents
 
-    def units(self, module: nn.Module) -> list[nn.Module]:
+    def shard_units(self, module: nn.Module) -> list[nn.Module]:
         blocks: nn.ModuleList = module.transformer_blocks  # type: ignore[assignment]
         return list(blocks)

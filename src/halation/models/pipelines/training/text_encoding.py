@@ -14,17 +14,16 @@ import torch
 from torch import Tensor
 
 from halation.models.denoiser import Condition
-from halation.models.pipelines.arguments import call_parameters
-from halation.models.pipelines.families import family_of
+from halation.models.pipelines.capabilities import DTYPES, call_parameters
+from halation.models.pipelines.families import get_family
 from halation.models.pipelines.folder_check import PipelineFiles
-from halation.models.pipelines.load import load_parts
-from halation.models.pipelines.options import DTYPES
-from halation.models.pipelines.tokenizers import TextLimit, check_tokenizers
-from halation.models.pipelines.training.family import TrainedFamily
+from halation.models.pipelines.load import load_components
+from halation.models.pipelines.tokenizer_checks import PromptLengthCheck, check_tokenizers
+from halation.models.pipelines.training.family import TrainableFamily
 
-_MOST_KEPT = 64
+_MAX_CACHED_TEXTS = 64
 _NUM_WINDOWS, _WINDOW = 64, 1 << 14
-Encode = Callable[[Sequence[str]], Condition]
+EncodeTexts = Callable[[Sequence[str]], Condition]
 
 
 class TextStore(Protocol):
@@ -35,67 +34,73 @@ class TextStore(Protocol):
     def read(self, texts: Sequence[str]) -> Mapping[str, Tensor]: ...
 
 
-class PipelineTexts:
+class PipelineTextEncoder:
     """Texts to embeddings: from a store, from memory, or from encoders that are loaded for a moment."""
 
-    def __init__(self, *, files: PipelineFiles, pipe: Any, family: TrainedFamily, dtype: str) -> None:
+    def __init__(self, *, files: PipelineFiles, pipe: Any, family: TrainableFamily, dtype: str) -> None:
         self._files = files
         self._pipe = pipe
         self._family = family
         self._dtype = dtype
-        self._encoders = tuple(name for name in files.components if name.startswith("text_encoder"))
+        self._encoder_names = tuple(name for name in files.components if name.startswith("text_encoder"))
         defaults = {name: parameter.default for name, parameter in call_parameters(type(pipe)).items()}
-        self._limit = TextLimit(pipe, family_of(files.class_name), defaults, self._encoders)
+        self._length_check = PromptLengthCheck(pipe, get_family(files.class_name), defaults, self._encoder_names)
         self._fingerprint = ""
-        self._kept: dict[str, Condition] = {}
-        self._held: Encode | None = None
-        self._staying = ExitStack()
+        self._cache: dict[str, Condition] = {}
+        self._loaded_encode: EncodeTexts | None = None
+        self._exit_stack = ExitStack()
         self.store: TextStore | None = None
 
-    def rows(self, texts: Sequence[str], device: torch.device) -> Condition:
+    def encode(self, texts: Sequence[str], device: torch.device) -> Condition:
         """One row a text, on the CPU; what nobody has encoded yet is encoded now, on the device, and kept."""
-        missing = [text for text in dict.fromkeys(texts) if not self._knows(text)]
+        missing = [text for text in dict.fromkeys(texts) if not self._has_encoded(text)]
         if missing:
-            with self.encoders(device) if self._held is None else nullcontext(self._held) as encode:
+            with (
+                self.load_encoders(device)
+                if self._loaded_encode is None
+                else nullcontext(self._loaded_encode) as encode_texts
+            ):
                 for text in missing:
-                    self._kept[text] = encode([text])
-        if self.store is not None and not any(text in self._kept for text in texts):
+                    self._cache[text] = encode_texts([text])
+        if self.store is not None and not any(text in self._cache for text in texts):
             return dict(self.store.read(list(texts)))
-        each = [self._one(text) for text in texts]
-        while self._held is not None and len(self._kept) > _MOST_KEPT:
-            del self._kept[next(iter(self._kept))]
+        each = [self._read_row(text) for text in texts]
+        while self._loaded_encode is not None and len(self._cache) > _MAX_CACHED_TEXTS:
+            del self._cache[next(iter(self._cache))]
         return {name: torch.cat([row[name] for row in each]) for name in each[0]}
 
-    def hold(self, device: torch.device) -> None:
+    def keep_loaded(self, device: torch.device) -> None:
         """Keep the encoders on the device, for whoever draws prompts that come one after the other."""
-        if self._held is None:
-            self._held = self._staying.enter_context(self.encoders(device))
+        if self._loaded_encode is None:
+            self._loaded_encode = self._exit_stack.enter_context(self.load_encoders(device))
 
-    def _knows(self, text: str) -> bool:
-        return text in self._kept or (self.store is not None and text in self.store)
+    def _has_encoded(self, text: str) -> bool:
+        return text in self._cache or (self.store is not None and text in self.store)
 
-    def _one(self, text: str) -> Mapping[str, Tensor]:
-        if text in self._kept:
-            return self._kept[text]
+    def _read_row(self, text: str) -> Mapping[str, Tensor]:
+        if text in self._cache:
+            return self._cache[text]
         assert self.store is not None
         return self.store.read([text])
 
-    def cuts(self, text: str) -> bool:
-        return self._limit.cuts(text)
+    def truncates(self, text: str) -> bool:
+        return self._length_check.truncates(text)
 
     @contextmanager
-    def encoders(self, device: torch.device | str) -> Iterator[Encode]:
+    def load_encoders(self, device: torch.device | str) -> Iterator[EncodeTexts]:
         """The text encoders on a device; when this ends they are gone.
 
         Each text goes through alone, so that its embedding depends on nothing else; a text encoder that reads hundreds of tokens
         is busy enough with one.
         """
         pipe, place = self._pipe, torch.device(device)
-        loaded = load_parts(self._files, dtype=DTYPES[self._dtype], absent=others(self._files, self._encoders))
+        loaded = load_components(
+            self._files, dtype=DTYPES[self._dtype], absent=other_components(self._files, self._encoder_names)
+        )
         try:
-            for name in self._encoders:
+            for name in self._encoder_names:
                 setattr(pipe, name, getattr(loaded, name).to(place))
-            check_tokenizers(self._files.path, pipe, family_of(self._files.class_name))
+            check_tokenizers(self._files.path, pipe, get_family(self._files.class_name))
             del loaded
 
             @torch.no_grad()
@@ -109,7 +114,7 @@ class PipelineTexts:
 
             yield encode
         finally:
-            for name in self._encoders:
+            for name in self._encoder_names:
                 setattr(pipe, name, None)
             gc.collect()
             if place.type == "cuda":
@@ -119,20 +124,20 @@ class PipelineTexts:
         """Equal where the same texts become the same embeddings."""
         if not self._fingerprint:
             tokenizers = tuple(name for name in self._files.components if name.startswith("tokenizer"))
-            facts = [self._files.class_name, self._dtype, dict(self._family.lengths)]
+            facts = [self._files.class_name, self._dtype, dict(self._family.token_lengths)]
             digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
-            digest.update(fingerprint_of(self._files, (*self._encoders, *tokenizers)).encode())
+            digest.update(components_fingerprint(self._files, (*self._encoder_names, *tokenizers)).encode())
             self._fingerprint = digest.hexdigest()
         return self._fingerprint
 
 
-def others(files: PipelineFiles, wanted: Collection[str]) -> list[str]:
+def other_components(files: PipelineFiles, wanted: Collection[str]) -> list[str]:
     """The components that hold weights, besides those wanted; tokenizers and schedulers weigh nothing."""
     light = ("tokenizer", "scheduler")
     return [name for name in files.components if name not in wanted and not name.startswith(light)]
 
 
-def fingerprint_of(files: PipelineFiles, names: Collection[str]) -> str:
+def components_fingerprint(files: PipelineFiles, names: Collection[str]) -> str:
     """A hash over components' files: small ones whole, weights by size and many windows, the first over their header.
 
     Other weights differ nearly everywhere, so windows tell them apart in a moment where reading tens of gigabytes takes minutes; a
@@ -143,11 +148,11 @@ def fingerprint_of(files: PipelineFiles, names: Collection[str]) -> str:
         for file in sorted(path for path in (files.path / name).iterdir() if path.is_file()):
             if file.suffix in (".safetensors", ".json", ".txt", ".model", ".tiktoken"):
                 digest.update(f"{name}/{file.name} {file.stat().st_size}\n".encode())
-                _add(digest, file)
+                _hash_file(digest, file)
     return digest.hexdigest()
 
 
-def _add(digest: Any, file: Path) -> None:
+def _hash_file(digest: Any, file: Path) -> None:
     size = file.stat().st_size
     with file.open("rb") as stream:
         if size <= 4 * _NUM_WINDOWS * _WINDOW:

@@ -1,4 +1,4 @@
-"""Wan in training, for pictures: one frame of a video model, UMT5 texts, rectified flow, one transformer or two experts by noise."""
+"""Wan in training, for images: one frame of a video model, UMT5 texts, rectified flow, one transformer or two experts by noise."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from halation.flow.paths import TimeKind
-from halation.models.denoiser import Condition, Guides
-from halation.models.pipelines.arguments import call_parameters
-from halation.models.pipelines.experts import Experts
-from halation.models.pipelines.paths import straight_path
-from halation.models.pipelines.schedulers import shift_of
+from halation.flow.paths import TimeDistribution
+from halation.models.denoiser import Condition, GuidanceKind
+from halation.models.pipelines.capabilities import call_parameters
+from halation.models.pipelines.schedulers import rectified_flow_path, time_shift
+from halation.models.pipelines.wan_experts import ExpertPair
 
-_FRAME = 2  # the axis of frames in what the transformer and the pipeline see
-_TOKEN = 2  # latents on a side of what the pipeline counts as one token where each token has a time
+_FRAME_AXIS = 2  # the axis of frames in what the transformer and the pipeline see
+_TOKEN_SIZE = 2  # latents on a side of what the pipeline counts as one token where each token has a time
 
 
 class WanFamily:
@@ -23,52 +22,52 @@ class WanFamily:
 
     pipelines: ClassVar[tuple[str, ...]] = ("WanPipeline",)
     lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
-    guides: Guides = "pair"
-    told_guidance = 1.0
-    time_sampling: ClassVar[TimeKind] = "logit_normal"
+    guidance_kind: GuidanceKind = "pair"
+    embedded_guidance = 1.0
+    time_sampling: ClassVar[TimeDistribution] = "logit_normal"
 
     def __init__(self, pipe: Any) -> None:
         self._config = pipe.transformer.config
-        self.path = straight_path(pipe.scheduler)
-        self.time_shift = shift_of(pipe.scheduler)
+        self.noise_path = rectified_flow_path(pipe.scheduler)
+        self.time_shift = time_shift(pipe.scheduler)
         self._num_timesteps = int(pipe.scheduler.config.num_train_timesteps)
-        self._time_for_each_token = bool(pipe.config.get("expand_timesteps"))
-        self._length = int(call_parameters(type(pipe))["max_sequence_length"].default)
-        self.lengths = {"tokenizer": self._length}
+        self._has_time_per_token = bool(pipe.config.get("expand_timesteps"))
+        self._max_sequence_length = int(call_parameters(type(pipe))["max_sequence_length"].default)
+        self.token_lengths = {"tokenizer": self._max_sequence_length}
 
-    def blank(self) -> Condition:
-        return {"umt5": torch.zeros(1, self._length, self._config.text_dim)}
+    def zero_condition(self) -> Condition:
+        return {"umt5": torch.zeros(1, self._max_sequence_length, self._config.text_dim)}
 
     def encode(self, pipe: Any, text: str, device: torch.device) -> Condition:
         embeds, _ = pipe.encode_prompt(
-            [text], do_classifier_free_guidance=False, max_sequence_length=self._length, device=device
+            [text], do_classifier_free_guidance=False, max_sequence_length=self._max_sequence_length, device=device
         )
         return {"umt5": embeds}
 
-    def placed(self, condition: Condition, originals: Tensor, height: int, width: int) -> Condition:
+    def add_size_condition(self, condition: Condition, original_sizes: Tensor, height: int, width: int) -> Condition:
         return condition
 
-    def answer(self, module: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
+    def predict(self, module: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
         timestep = t.to(torch.float32) * self._num_timesteps  # embedded in float32 whatever the weights are in
-        if self._time_for_each_token:
+        if self._has_time_per_token:
             height, width = x.shape[-2:]
-            timestep = timestep[:, None].expand(-1, -(-height // _TOKEN) * -(-width // _TOKEN))
+            timestep = timestep[:, None].expand(-1, -(-height // _TOKEN_SIZE) * -(-width // _TOKEN_SIZE))
         answer: Tensor = module(
-            hidden_states=x.unsqueeze(_FRAME),
+            hidden_states=x.unsqueeze(_FRAME_AXIS),
             timestep=timestep,
             encoder_hidden_states=condition["umt5"],
             return_dict=False,
         )[0]
-        return answer.squeeze(_FRAME)
+        return answer.squeeze(_FRAME_AXIS)
 
-    def keywords(self, condition: Condition, null: Condition) -> dict[str, Any]:
+    def prompt_arguments(self, condition: Condition, null: Condition) -> dict[str, Any]:
         return {"prompt_embeds": condition["umt5"], "negative_prompt_embeds": null["umt5"], "num_frames": 1}
 
-    def unpacked(self, latents: Tensor, height: int, width: int) -> Tensor:
-        return latents.squeeze(_FRAME)
+    def unpack_latents(self, latents: Tensor, height: int, width: int) -> Tensor:
+        return latents.squeeze(_FRAME_AXIS)
 
-    def units(self, module: nn.Module) -> list[nn.Module]:
-        if isinstance(module, Experts):
-            return [*self.units(module.high), *self.units(module.low)]
+    def shard_units(self, module: nn.Module) -> list[nn.Module]:
+        if isinstance(module, ExpertPair):
+            return [*self.shard_units(module.high), *self.shard_units(module.low)]
         blocks: nn.ModuleList = module.blocks  # type: ignore[assignment]
         return list(blocks)

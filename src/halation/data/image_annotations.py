@@ -1,0 +1,280 @@
+"""What a folder or a table says of its images: file names with captions or classes, by columns or by subfolders."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from halation.csv_jsonl_reader import TableRow, csv_header, csv_rows, decode, error_at, json_rows
+from halation.data.decode import SUFFIXES
+from halation.errors import InputError
+
+METADATA_FILES = ("metadata.jsonl", "metadata.csv")
+FILE_COLUMNS = ("file_name", "filename", "file", "image", "image_path", "path")
+TEXT_COLUMNS = ("text", "caption", "prompt", "description")
+"""What the two columns of a table of images may be called; the first goes before the others."""
+VALIDATION_SPLITS = ("validation", "valid", "val", "test")
+_LAYOUT_ADVICE = (
+    "put a metadata.jsonl or metadata.csv with the columns file_name and text beside the images, "
+    "or the images of each class into a folder of their own"
+)
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class ImageEntry:
+    """One image as its folder lists it."""
+
+    name: str
+    """The path below the given folder, with slashes."""
+    num_bytes: int
+    caption: str
+    label: int = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class FolderListing:
+    """All images of a folder; `validation` is None where the folder has no split of its own."""
+
+    train: tuple[ImageEntry, ...]
+    validation: tuple[ImageEntry, ...] | None
+    class_names: tuple[str, ...]
+
+
+def read_folder(folder: Path) -> FolderListing:
+    """List a folder with metadata, or with one folder per class, itself or in `train/` (with `validation/` or `test/`)."""
+    if not folder.exists():
+        raise InputError(f"no such folder: {folder}", "a folder with images", "check the path")
+    if not folder.is_dir():
+        raise InputError(f"{folder} is a file", "a folder with images", "name the folder the images are in")
+    if not any(folder.iterdir()):
+        raise InputError(f"{folder} is empty", "a folder with images", _LAYOUT_ADVICE)
+    has_splits = _has_split(folder)
+    top = folder / "train" if has_splits else folder
+    names: tuple[str, ...] = ()
+    if _find_metadata(top) is not None:
+        train = _read_metadata(folder, top)
+    else:
+        train, names = _list_classes(folder, top)
+    validation_folder = (
+        next((folder / name for name in VALIDATION_SPLITS if (folder / name).is_dir()), None) if has_splits else None
+    )
+    validation = None if validation_folder is None else _list_validation(folder, validation_folder, names)
+    return FolderListing(train=train, validation=validation, class_names=names)
+
+
+class _Columns(NamedTuple):
+    """What the two columns are called."""
+
+    file: str
+    text: str
+
+
+_DEFAULT_COLUMNS = _Columns("file_name", "text")
+
+
+def is_table(path: Path) -> bool:
+    """Whether this names a CSV file of images, and not a folder of them."""
+    return path.suffix.lower() == ".csv" and not path.is_dir()
+
+
+def read_table(table: Path) -> FolderListing:
+    """List the images of a CSV file with a column of paths, from its own folder on, and one of captions."""
+    text = _read_table_text(table)
+    header = csv_header(str(table), text)
+    columns = _Columns(
+        _find_column(table, "files", FILE_COLUMNS, header), _find_column(table, "captions", TEXT_COLUMNS, header)
+    )
+    train = _read_entries(table.parent, table, csv_rows(str(table), text), columns)
+    return FolderListing(train=train, validation=None, class_names=())
+
+
+def has_file_column(table: Path) -> bool:
+    """Whether a CSV file has a column that could be one of images."""
+    return bool(_matching_columns(FILE_COLUMNS, csv_header(str(table), _read_table_text(table))))
+
+
+def _read_table_text(table: Path) -> str:
+    try:
+        return decode(str(table), table.read_bytes())
+    except FileNotFoundError:
+        raise InputError(f"no such file: {table}", "a CSV file of images and captions", "check the path") from None
+
+
+def _find_column(table: Path, what: str, names: Sequence[str], header: Sequence[str]) -> str:
+    if names[0] in header:
+        return names[0]
+    found = _matching_columns(names, header)
+    if len(found) == 1:
+        return found[0]
+    listed = ", ".join(map(repr, header)) or "none"
+    problem = (
+        f"{' and '.join(map(repr, found))} could each be the column of {what}" if found else f"no column of {what}"
+    )
+    other_separator = len(header) == 1 and re.search(r"[;\t|]", header[0])
+    action = "put commas between the columns" if other_separator else f"rename the right one to {names[0]!r}"
+    raise error_at(str(table), 1, 1, f"{problem} among {listed}", f"one column named {' or '.join(names)}", action)
+
+
+def _matching_columns(names: Sequence[str], header: Sequence[str]) -> list[str]:
+    plain = {name.replace("_", "") for name in names}
+    return [column for column in header if re.sub(r"[\s_-]", "", column.lower()) in plain]
+
+
+def _has_split(folder: Path) -> bool:
+    """A `train/` with metadata or classes in it is a split; one with bare images is a class of trains."""
+    train = folder / "train"
+    if _find_metadata(folder) is not None or not train.is_dir():
+        return False
+    return _find_metadata(train) is not None or any(path.is_dir() for path in train.iterdir())
+
+
+def _list_validation(folder: Path, other: Path, names: tuple[str, ...]) -> tuple[ImageEntry, ...]:
+    if not names:
+        return _read_metadata(folder, other)
+    entries, own = _list_classes(folder, other)
+    unknown = sorted(set(own) - set(names))
+    if unknown:
+        raise InputError(
+            f"{other} has classes that train/ has not: {', '.join(unknown[:10])}",
+            f"some of the {len(names)} classes of train/",
+            "rename or remove them",
+        )
+    return tuple(
+        ImageEntry(
+            name=entry.name, num_bytes=entry.num_bytes, caption=entry.caption, label=names.index(own[entry.label])
+        )
+        for entry in entries
+    )
+
+
+def _find_metadata(folder: Path) -> Path | None:
+    existing = [folder / name for name in METADATA_FILES if (folder / name).is_file()]
+    if len(existing) > 1:
+        raise InputError(
+            f"{folder} has both {' and '.join(METADATA_FILES)}", "one of them", "remove the one that is not meant"
+        )
+    return existing[0] if existing else None
+
+
+def _list_classes(folder: Path, top: Path) -> tuple[tuple[ImageEntry, ...], tuple[str, ...]]:
+    folders = sorted(path for path in top.iterdir() if path.is_dir() and not path.name.startswith("."))
+    found = {path.name: _find_images(path) for path in folders}
+    names = tuple(name for name, images in found.items() if images)
+    bare_splits = bool(names) and set(names) <= {"train", *VALIDATION_SPLITS}
+    if not names or bare_splits:
+        num_unlabeled = sum(path.suffix.lower() in SUFFIXES for path in _list_files(folder))
+        what = f"{num_unlabeled} images without captions or classes" if num_unlabeled else "no PNG, JPEG or WebP files"
+        raise InputError(
+            f"{top}: neither a metadata file nor class folders ({what})", "captions or classes", _LAYOUT_ADVICE
+        )
+    entries = [
+        ImageEntry(
+            name=path.relative_to(folder).as_posix(),
+            num_bytes=path.stat().st_size,
+            caption=name.replace("_", " "),
+            label=label,
+        )
+        for label, name in enumerate(names)
+        for path in found[name]
+    ]
+    return tuple(entries), names
+
+
+def _find_images(folder: Path) -> list[Path]:
+    return [path for path in _list_files(folder) if path.suffix.lower() in SUFFIXES]
+
+
+def _list_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if not path.name.startswith(".") and path.is_file())
+
+
+def _read_metadata(folder: Path, top: Path) -> tuple[ImageEntry, ...]:
+    metadata = _find_metadata(top)
+    if metadata is None:
+        raise InputError(f"{top} has no metadata file", " or ".join(METADATA_FILES), _LAYOUT_ADVICE)
+    text = decode(str(metadata), metadata.read_bytes())
+    is_csv = metadata.suffix == ".csv"
+    if is_csv:
+        _check_columns(metadata, 1, csv_header(str(metadata), text))
+    rows = csv_rows(str(metadata), text) if is_csv else json_rows(str(metadata), text)
+    return _read_entries(folder, metadata, rows, _DEFAULT_COLUMNS)
+
+
+def _read_entries(folder: Path, table: Path, rows: Iterable[TableRow], columns: _Columns) -> tuple[ImageEntry, ...]:
+    entries, missing = [], []
+    tops = tuple(f"{top}/" for top in (table.parent.absolute(), table.parent.resolve()))
+    for row in rows:
+        path = table.parent / _parse_file_name(table, row, columns, tops)
+        try:
+            num_bytes = path.stat().st_size
+        except OSError:
+            missing.append(row)
+            continue
+        name = path.relative_to(folder).as_posix()
+        entries.append(ImageEntry(name=name, num_bytes=num_bytes, caption=_parse_caption(table, row, columns)))
+    _check_files_exist(table, missing, columns)
+    if not entries:
+        raise InputError(f"{table} lists no images", "one line for each image", _LAYOUT_ADVICE)
+    return tuple(entries)
+
+
+def _check_files_exist(table: Path, missing: Sequence[TableRow], columns: _Columns) -> None:
+    if missing:
+        names = ", ".join(f"{row.values[columns.file]} (line {row.line})" for row in missing[:10])
+        raise InputError(
+            f"{table} names {len(missing)} files that are not there: {names}",
+            f"every {columns.file} to be a file in that folder",
+            "add the files, or remove their lines",
+        )
+
+
+def _check_columns(metadata: Path, line: int, columns: Iterable[str]) -> None:
+    columns = list(columns)
+    for expected, synonyms in (
+        ("file_name", ("filename", "file", "image", "path")),
+        ("text", ("caption", "prompt", "label")),
+    ):
+        if expected not in columns:
+            guess = _closest_column(expected, synonyms, columns)
+            hint = f"; the nearest is {guess!r}" if guess else ""
+            raise error_at(
+                str(metadata), line, 1, f"no column {expected!r} among {', '.join(map(repr, columns)) or 'none'}{hint}",
+                "the columns file_name and text", f"rename {repr(guess) if guess else 'the right one'} to {expected!r}",
+            )  # fmt: skip
+
+
+def _closest_column(expected: str, synonyms: Sequence[str], columns: Sequence[str]) -> str | None:
+    """The column that was probably meant: the same in other letters, a usual name for it, or one that contains it."""
+    rules = (
+        lambda column: column.lower().replace("_", "") == expected.replace("_", ""),
+        lambda column: column.lower() in synonyms,
+        lambda column: any(word in column.lower() for word in (expected, *synonyms)),
+    )
+    return next((column for rule in rules for column in columns if rule(column)), None)
+
+
+def _parse_file_name(table: Path, row: TableRow, columns: _Columns, tops: Sequence[str]) -> str:
+    """Below the table's folder; a whole path that leads into it (begins with one of `tops`) is taken from there on."""
+    if columns == _DEFAULT_COLUMNS:
+        _check_columns(table, row.line, row.values)
+    name = row.values[columns.file]
+    if not isinstance(name, str) or not name.strip():
+        found = f"{columns.file} is {name!r}"
+        raise error_at(str(table), row.line, 1, found, "the name of a file", "correct the line")
+    below = next((name.removeprefix(top) for top in tops if name.startswith(top)), name)
+    parts = below.replace("\\", "/").split("/")
+    if "" in parts[:1] or ".." in parts or "\0" in below or re.match(r"[A-Za-z]:[\\/]", below):
+        found = f"{columns.file} {name!r} leaves the folder"
+        action = f"move {table.name} into a folder above all its images, or put a link to their folder beside it"
+        raise error_at(str(table), row.line, 1, found, "a file in the folder or below it", action)
+    return below
+
+
+def _parse_caption(table: Path, row: TableRow, columns: _Columns) -> str:
+    text = row.values[columns.text]
+    if not isinstance(text, str):
+        raise error_at(str(table), row.line, 1, f"{columns.text} is {text!r}", "a caption", "correct the line")
+    return text

@@ -1,0 +1,317 @@
+"""The teacher of a run: opened, placed, asked for its images, and let go."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from halation.distillation import teacher_targets
+from halation.distillation.config import DistillConfig
+from halation.distillation.target_batches import TeacherInputs
+from halation.distributed.engines.ddp_fsdp import FSDPEngine
+from halation.distributed.launcher import is_lost_peer_message, num_gpus
+from halation.distributed.signals import StopSignals, exit_code
+from halation.distributed.world import HeartbeatMonitor, World, run_on_rank_zero, run_with_heartbeat
+from halation.errors import HalationError, InputError, Interrupted, RankFailure, os_error_message
+from halation.models.block_optimizations import compile_blocks
+from halation.models.checkpoints import load_denoiser
+from halation.models.denoiser import MIXED_PRECISION_DTYPES, Denoiser
+from halation.models.dit.denoiser import DiTDenoiser
+from halation.models.frozen_teacher import Teacher, split_across_devices
+from halation.runs.run_record import write_json_atomic
+from halation.sampling.denoiser_sampler import DenoiserSampler, SampleSettings
+from halation.sampling.sample_folder import SampleFolder, is_drawn
+from halation.training.setup import progress_bar
+
+if TYPE_CHECKING:
+    from halation.models.pipelines.training.denoiser import PipelineDenoiser
+
+
+log = logging.getLogger(__name__)
+
+DEFAULT_TEACHER_BATCH_SIZE = 8
+"""Items that the teacher takes at once on a CPU, and at least on a GPU, where no batch size was asked for."""
+MAX_TARGET_REPEATS = 50
+"""Times a teacher target is learned from, above which more of them would be better than more steps."""
+
+
+def open_dit(config: DistillConfig) -> DiTDenoiser:
+    """The DiT that is learned from, on the CPU."""
+    denoiser = load_denoiser(Path(config.teacher_path), raw=False)
+    if not isinstance(denoiser, DiTDenoiser):
+        raise InputError(
+            f"--teacher_path {config.teacher_path} is a run that fine-tuned a pipeline",
+            "a DiT of Halation, or a whole pipeline",
+            "give its export",
+        )
+    return denoiser
+
+
+def open_teacher(world: World, config: DistillConfig, student: Denoiser, guidance: float) -> Teacher:
+    """The teacher in its place on all ranks, or what keeps it from there on one of them."""
+    by_layers = config.teacher_placement == "layers" and world.device.type == "cuda"
+    spare_gpus = _spare_gpus(world) if by_layers else []
+    with HeartbeatMonitor(world, "opening the teacher", config.dist_timeout_s) as monitor:
+        error, teacher = "", None
+        try:
+            denoiser: Denoiser = run_with_heartbeat(
+                lambda: _open_pipeline(world, config, student) if config.model_path else open_dit(config),
+                monitor.heartbeat,
+            )
+            # Here and not in that thread: which GPU is meant is a matter of the thread.
+            teacher = _place_teacher(world, config, denoiser, guidance, spare_gpus)
+        except (torch.OutOfMemoryError, MemoryError):
+            error = _out_of_memory_message(world)
+        except InputError as problem:
+            error = str(problem)
+        _raise_first_error(monitor.gather_results(error))
+    assert teacher is not None
+    return teacher
+
+
+def _out_of_memory_message(world: World) -> str:
+    return (
+        f"the teacher does not fit into the memory of {world.device}; use --teacher_dtype bf16, --teacher_batch_size 1, "
+        "or --teacher_placement fsdp, layers or cpu"
+    )
+
+
+def _raise_first_error(errors: Sequence[str]) -> None:
+    """Any rank's problem is everybody's, and no reason to start all of them again."""
+    for message in errors:
+        if message:
+            failure = HalationError(message)
+            failure.exit_code = InputError.exit_code
+            raise failure
+
+
+def _place_teacher(
+    world: World, config: DistillConfig, denoiser: Denoiser, guidance: float, spare_gpus: list[torch.device]
+) -> Teacher:
+    device = torch.device("cpu") if config.teacher_placement == "cpu" else world.device
+    teacher = Teacher(
+        denoiser,
+        guidance=guidance,
+        device=device,
+        dtype=MIXED_PRECISION_DTYPES[config.teacher_dtype] or torch.float32,
+        batch_size=config.teacher_batch_size,
+    )
+    if config.feature_weight and hasattr(denoiser.module, "always_run_both"):
+        raise InputError(
+            f"--feature_weight with a teacher of two experts ({config.teacher_path})",
+            "a teacher with one transformer, whose middle can be compared with",
+            "leave --feature_weight out",
+        )
+    _move_to_devices(world, config, denoiser, device, spare_gpus)
+    if config.compile and device.type == "cuda":
+        compile_blocks(denoiser.shard_units())
+    return teacher
+
+
+def _open_pipeline(world: World, config: DistillConfig, student: Denoiser) -> PipelineDenoiser:
+    from halation.models.pipelines.training.denoiser import PipelineDenoiser
+
+    assert isinstance(student, PipelineDenoiser)
+    height, width = config.image_size
+    denoiser = PipelineDenoiser.open(
+        Path(config.model_path),
+        dtype=config.teacher_dtype,
+        weights_dtype=config.teacher_dtype,
+        lora=None,
+        height=height,
+        width=width,
+        stays_on_cpu=world.device.type == "cpu",
+        allow_experts=True,
+    )
+    denoiser.share_text_store(student)
+    return denoiser
+
+
+def _move_to_devices(
+    world: World, config: DistillConfig, denoiser: Denoiser, device: torch.device, spare_gpus: list[torch.device]
+) -> None:
+    module, units = denoiser.module, denoiser.shard_units()
+    if config.teacher_placement == "fsdp":
+        denoiser.to(device, module=False)
+        if hasattr(module, "always_run_both"):  # experts: ranks must ask for the shards of both equally often
+            module.always_run_both = True  # type: ignore[assignment]
+        FSDPEngine(world, module, units)
+    elif spare_gpus:
+        denoiser.to(device, module=False)
+        split_across_devices(module, units, [device, *spare_gpus])
+    else:
+        denoiser.to(device)
+
+
+def _spare_gpus(world: World) -> list[torch.device]:
+    """This rank's share of the GPUs that no rank computes on."""
+    used = world.all_gather_object(world.device.index or 0)
+    free = [number for number in range(num_gpus()) if number not in used]
+    return [torch.device("cuda", number) for number in free[world.local_rank :: len(set(used))]]
+
+
+def write_targets(
+    world: World,
+    config: DistillConfig,
+    teacher: Teacher,
+    teacher_inputs: TeacherInputs,
+    plan: teacher_targets.TargetPlan,
+    folder: Path,
+    fingerprint: dict[str, Any],
+    items: list[int],
+) -> None:
+    """Ask the teacher about these items, all ranks together. Asked to stop, they write what they have, and say so."""
+    sharded = config.teacher_placement == "fsdp"
+    signals = StopSignals()
+
+    def first_error(error: str) -> str:
+        return next((word for word in world.all_gather_object(error) if word), "")
+
+    with (
+        contextlib.nullcontext() if sharded else signals,  # ranks that go in step would not stop at one answer
+        HeartbeatMonitor(world, "asking the teacher", config.dist_timeout_s) as monitor,
+        progress_bar(world, config, "asking the teacher", monitor.heartbeat, "items") as update_progress,
+        _with_heartbeat(teacher, monitor.heartbeat),
+    ):
+        build = functools.partial(
+            teacher_targets.build,
+            plan,
+            folder,
+            items,
+            path=teacher.noise_path,
+            predict=teacher.predict,
+            condition=teacher_inputs.condition,
+            x0=teacher_inputs.x0 if plan.has_images else None,
+            prompt=teacher_inputs.prompt,
+            fingerprint=fingerprint,
+            device=world.device,
+            part=(world.rank, world.size),
+            encode_size=config.teacher_batch_size
+            or default_batch_size(teacher.device, world.device, config.batch_size),
+            agree=first_error if sharded else None,
+            on_progress=update_progress,
+            stop=lambda: signals.number > 0,
+        )
+        results = monitor.gather_results(_try_build(build, world, monitor, sharded=sharded))
+        _raise_first_error([error for error, _ in results])
+        stop = (
+            0 if sharded else max(world.all_gather_object(signals.number))
+        )  # one that was done may have heard it while it waited
+    if stop:
+        num_kept = len(teacher_inputs) - len(items) + sum(num for _, num in results)
+        message = f"asked to stop: {num_kept} of {len(teacher_inputs)} items are kept; the same command goes on"
+        raise Interrupted(message, exit_code(stop))
+
+
+def default_batch_size(teacher: torch.device, student: torch.device, batch_size: int) -> int:
+    """How many items the teacher takes where nobody said: on a GPU a batch, which is what keeps it busy; of a teacher that is on a CPU
+    for want of room an answer takes minutes."""
+    if teacher.type != "cpu":
+        return max(DEFAULT_TEACHER_BATCH_SIZE, batch_size)
+    return 1 if student.type != "cpu" else DEFAULT_TEACHER_BATCH_SIZE
+
+
+@contextlib.contextmanager
+def _with_heartbeat(teacher: Teacher, heartbeat: Callable[[], None]) -> Iterator[None]:
+    """While entered, the teacher gives a sign of life after every forward."""
+    before, teacher.heartbeat = teacher.heartbeat, heartbeat
+    try:
+        yield
+    finally:
+        teacher.heartbeat = before
+
+
+def _try_build(build: Callable[[], int], world: World, monitor: HeartbeatMonitor, *, sharded: bool) -> tuple[str, int]:
+    """What went wrong, and how many items were kept."""
+    try:
+        return "", build()
+    except (HalationError, OSError) as problem:
+        return os_error_message(problem) or str(problem), 0
+    except (torch.OutOfMemoryError, MemoryError) as problem:
+        error = _out_of_memory_message(world)
+        if sharded:  # the others wait inside a forward for this rank, and would not hear a word
+            monitor.report_failure(error)
+            raise RankFailure(error) from problem
+        return error, 0
+    except RuntimeError as problem:
+        if sharded and is_lost_peer_message(str(problem)):
+            raise RankFailure(
+                f"a sharded forward of the teacher could not be completed: {monitor.explain_failure()}"
+            ) from problem
+        raise
+
+
+def warn_if_few_targets(num_targets: int, num_rows: int) -> None:
+    """A student that sees the same few trajectories again and again learns them by heart."""
+    if num_rows > MAX_TARGET_REPEATS * num_targets:
+        log.warning(
+            "each of the %d teacher targets that are kept will be learned from %d times: more --trajectories are more to learn",
+            num_targets,
+            num_rows // num_targets,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class TeacherSamples:
+    """The teacher's own images for the prompts of the samples: drawn once, and drawn again for another teacher."""
+
+    world: World
+    config: DistillConfig
+    sample_folder: SampleFolder
+    settings: SampleSettings
+    teacher_fingerprint: str
+    """Its identity."""
+
+    @property
+    def made_by(self) -> dict[str, Any]:
+        """What decides the images, as JSON gives it back; which of them are wanted does not."""
+        settings = self.settings.as_json() | {"prompts": None}
+        words: dict[str, Any] = json.loads(json.dumps({"teacher": self.teacher_fingerprint, "settings": settings}))
+        return words
+
+    def has_missing(self) -> bool:
+        """Whether an image is missing; what somebody else drew is removed."""
+
+        def find_missing(heartbeat: Callable[[], None]) -> bool:
+            if self.sample_folder.read_index().get("made_by") != self.made_by:
+                self.sample_folder.clear()
+            return not run_with_heartbeat(
+                lambda: all(is_drawn(self.sample_folder, spec) for spec in self.settings.specs()), heartbeat
+            )
+
+        return bool(
+            run_on_rank_zero(self.world, "looking for the teacher's images", find_missing, self.config.dist_timeout_s)
+        )
+
+    def draw(self, teacher: Teacher) -> None:
+        if self.world.is_rank_zero:
+            with contextlib.suppress(OSError):  # a disk that cannot be written costs the samples, not the training
+                self.sample_folder.folder.mkdir(parents=True, exist_ok=True)
+                write_json_atomic(self.sample_folder.index_path, {"made_by": self.made_by})
+        sampler = DenoiserSampler(
+            dataclasses.replace(self.world, device=teacher.device),  # which need not be where the student computes
+            teacher.denoiser,
+            self.settings,
+            sharded=self.config.teacher_placement == "fsdp",
+            timeout_s=self.config.sample_timeout_s or self.config.dist_timeout_s,
+            stop=lambda: 0,
+        )
+        rows = sampler.run(self.sample_folder, "teacher")
+        failed = sum(row["state"] == "failed" for row in rows)
+        log.info("samples of the teacher: %d done, %d failed", len(rows) - failed, failed)
+
+
+def free_memory(device: torch.device) -> None:
+    """Give back what a teacher held, once nobody holds the teacher."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

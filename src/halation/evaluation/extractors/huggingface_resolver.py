@@ -1,0 +1,183 @@
+"""Where a DINOv2 or CLIP model lies: a local folder or a hub name, checked before transformers opens it, and how CLIP wants its images."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from PIL import Image
+
+from halation.errors import InputError
+from halation.evaluation.extractors.resize import ShortestEdgeCrop, describe_transform
+from halation.evaluation.extractors.weights import is_offline, sha256_files
+from halation.models.pipelines.folder_check import PICKLE_SUFFIXES, read_json
+
+# The library that the hub asks the network with changes with its versions; its own error is a kind of that library's.
+_NETWORK_ERROR: type[BaseException] = HfHubHTTPError.__bases__[0]
+_DOWNLOAD_PATTERNS = ("*.json", "*.txt", "*.safetensors")
+TOKENIZER_FILES = (
+    *("added_tokens.json", "merges.txt", "special_tokens_map.json"),
+    *("tokenizer.json", "tokenizer_config.json", "vocab.json"),
+)
+_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFolder:
+    """A model's files on this machine, known to hold safetensors."""
+
+    path: Path
+    name_or_path: str
+    """The folder or hub name a person gave."""
+    config: Mapping[str, Any]
+
+    @property
+    def model_type(self) -> str:
+        return str(self.config.get("model_type", ""))
+
+    def weights_sha256(self) -> str:
+        """Over all weight files, in the order of their names."""
+        return sha256_files(_weight_files(self.path))
+
+    def model_sha256(self) -> str:
+        """Over what makes a network, and a text's tokens, of the weights: names and contents, in the order of the names."""
+        digest = hashlib.sha256()
+        for name in ("config.json", *(TOKENIZER_FILES if self.model_type == "clip" else ())):
+            if (self.path / name).is_file():
+                digest.update(f"{name} {sha256_files([self.path / name])}\n".encode())
+        return digest.hexdigest()
+
+
+def find_model_folder(name_or_path: str, flag: str = "--weights") -> ModelFolder:
+    """The local folder of that name, or the hub's, downloaded once to the hub's own cache; `flag` names another."""
+    path = Path(name_or_path) if Path(name_or_path).is_dir() else _download_from_hub(name_or_path, flag)
+    if not (path / "config.json").is_file():
+        raise InputError(
+            f"{path} has no config.json", "the whole folder of a DINOv2 or CLIP model", "copy the model again"
+        )
+    config = read_json(path / "config.json")
+    if not isinstance(config, dict):
+        raise InputError(f"{path / 'config.json'} holds no JSON object", "a model's config", "copy the model again")
+    if not _weight_files(path):
+        pickles = [file.name for file in sorted(path.iterdir()) if file.suffix in PICKLE_SUFFIXES]
+        found = (
+            f"weights only as {pickles[0]}, a pickle, which can run any code when it is read"
+            if pickles
+            else "no weights"
+        )
+        raise InputError(
+            f"{path} has {found}",
+            "safetensors files beside config.json",
+            "use a copy with safetensors, or convert it where you trust the file: AutoModel.from_pretrained(...).save_pretrained(...)",
+        )
+    return ModelFolder(path=path, name_or_path=name_or_path, config=config)
+
+
+def _weight_files(path: Path) -> list[Path]:
+    return sorted(file for file in path.iterdir() if file.suffix == ".safetensors")
+
+
+def _download_from_hub(name: str, flag: str) -> Path:
+    why = "it is not in the hub's cache, and the environment says to stay offline (HF_HUB_OFFLINE)"
+    try:
+        # Subfolders hold the same weights for other runtimes.
+        folder = huggingface_hub.snapshot_download(
+            name, allow_patterns=list(_DOWNLOAD_PATTERNS), ignore_patterns=["*/*"], local_files_only=is_offline()
+        )
+        return Path(folder)
+    except HFValidationError as error:
+        raise InputError(
+            f"{name} is neither a folder nor a name on the hub",
+            "a local folder, or owner/name on the Hugging Face hub",
+            f"check {flag}",
+        ) from error
+    except (HfHubHTTPError, _NETWORK_ERROR) as error:
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+    except (LocalEntryNotFoundError, OSError) as error:
+        if not is_offline():
+            why = str(error).splitlines()[0] if str(error) else type(error).__name__
+    raise InputError(
+        f"the model {name!r} is neither a folder nor to be had from the hub: {why}",
+        "a local folder, or a name on the Hugging Face hub that can be reached",
+        f"on a machine with a network: `hf download {name} --local-dir FOLDER`, copy the folder here and give it by {flag} FOLDER",
+    ) from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipPreprocessing:
+    """What preprocessor_config.json says: the image's shape, then (bytes * rescale - mean) / std."""
+
+    transform: ShortestEdgeCrop
+    rescale: float
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """JSON that differs wherever what the model sees may."""
+        shown = {"rescale": self.rescale, "mean": list(self.mean), "std": list(self.std)}
+        return {**describe_transform(self.transform), **shown}
+
+
+def read_clip_preprocessing(folder: ModelFolder) -> ClipPreprocessing:
+    """CLIP's own preparation, from preprocessor_config.json or, as newer releases write it, inside processor_config.json."""
+    file, values = _read_processor_config(folder.path)
+    try:
+        transform = _parse_transform(values)
+        do_normalize = values.get("do_normalize", True)
+        return ClipPreprocessing(
+            transform=transform,
+            rescale=float(values.get("rescale_factor", 1 / 255)) if values.get("do_rescale", True) else 1.0,
+            mean=_three_floats(values.get("image_mean") or _CLIP_MEAN) if do_normalize else (0.0,) * 3,
+            std=_three_floats(values.get("image_std") or _CLIP_STD) if do_normalize else (1.0,) * 3,
+        )
+    except (TypeError, ValueError, KeyError) as error:
+        raise InputError(
+            f"{file} describes no preparation of images that is known: {type(error).__name__}: {error}",
+            "CLIP's: a resize to a shortest edge or a height and width, a crop of the middle, mean and standard deviation",
+            "copy the model again, or use another",
+        ) from error
+
+
+def _read_processor_config(path: Path) -> tuple[Path, dict[str, Any]]:
+    for name, key in (("processor_config.json", "image_processor"), ("preprocessor_config.json", "")):
+        file = path / name
+        values = read_json(file) if file.is_file() else None
+        values = values.get(key) if key and isinstance(values, dict) else values
+        if isinstance(values, dict):
+            return file, values
+    raise InputError(
+        f"{path} has no preprocessor_config.json",
+        "the file that says how the model wants its images",
+        "download the whole model",
+    )
+
+
+def _parse_transform(values: Mapping[str, Any]) -> ShortestEdgeCrop:
+    size = values.get("size", 224)
+    size = {"shortest_edge": size} if isinstance(size, int) else dict(size)
+    crop = values.get("crop_size", 224)
+    crop = {"height": crop, "width": crop} if isinstance(crop, int) else dict(crop)
+    do_center_crop = values.get("do_center_crop", True)
+    exact = None if "shortest_edge" in size else (int(size["height"]), int(size["width"]))
+    if not values.get("do_resize", True) or (exact is None and not do_center_crop) or size.get("longest_edge"):
+        raise ValueError("images would keep shapes of their own")
+    return ShortestEdgeCrop(
+        shortest_edge=int(size["shortest_edge"]) if exact is None else None,
+        exact=exact,
+        crop=(int(crop["height"]), int(crop["width"])) if do_center_crop else None,
+        resample=int(Image.Resampling(values.get("resample", 3))),
+    )
+
+
+def _three_floats(values: Any) -> tuple[float, ...]:
+    numbers = tuple(float(value) for value in values)
+    if len(numbers) != 3:
+        raise ValueError(f"{len(numbers)} numbers for three channels")
+    return numbers

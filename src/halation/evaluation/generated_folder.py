@@ -1,0 +1,178 @@
+"""What `--generated`, `--reference` and `--prompts` mean: sources of images, checked against their ledger and their prompts."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from halation.csv_jsonl_reader import decode, json_rows
+from halation.data.decode import SUFFIXES
+from halation.errors import InputError
+from halation.evaluation.image_sources import ImageFiles, find_image_files, read_stamps
+from halation.generation.image_requests import RequestDefaults, iter_requests
+from halation.generation.ledger import Ledger
+from halation.generation.result_files import METADATA_FILE, SUMMARY_FILE
+from halation.prompt_files import PromptFile
+from halation.runs.run_record import read_json
+
+LEDGER_FILE = "ledger.sqlite"
+SHARED_LEDGER_FOLDER = "ledger"
+NUM_SHOWN = 5
+_SEED_SUFFIX = re.compile(r"_seed\d+\Z")
+
+
+def open_generated(folder: Path) -> ImageFiles:
+    """The folder of a `halation generate`, which must hold what its ledger says and nothing else, or any folder of images."""
+    if not folder.is_dir():
+        found = f"{folder} is a file" if folder.exists() else f"there is no folder {folder}"
+        raise InputError(f"--generated: {found}", "a folder of images", "check --generated")
+    if (folder / LEDGER_FILE).is_file():
+        with Ledger(folder / LEDGER_FILE) as ledger:
+            return _open_run(folder, _ledger_rows(ledger))
+    if (folder / SHARED_LEDGER_FOLDER).is_dir() and (folder / METADATA_FILE).is_file():
+        return _open_run(folder, _metadata_rows(folder))
+    return find_image_files(folder, "--generated")
+
+
+def _ledger_rows(ledger: Ledger) -> Iterator[dict[str, Any]]:
+    counts = ledger.counts()
+    missing = counts["planned"] - counts["done"]
+    if missing or not counts["planned"]:
+        raise _unfinished_error(missing, counts["planned"], counts["failed"])
+    for row in ledger.done_rows():
+        spec = row.request.spec
+        yield {"name": row.request.name, "prompt": spec.prompt, "frames": spec.num_frames, "sha256": row.sha256}
+
+
+def _metadata_rows(folder: Path) -> Iterator[dict[str, Any]]:
+    """Of a folder that several processes shared: its lines are the images that are done, its summary says of how many."""
+    summary = read_json(folder / SUMMARY_FILE) if (folder / SUMMARY_FILE).is_file() else {}
+    rows = list(json_rows(METADATA_FILE, decode(METADATA_FILE, (folder / METADATA_FILE).read_bytes())))
+    planned = int(summary.get("planned", 0))
+    if len(rows) < planned or not rows:
+        raise _unfinished_error(planned - len(rows), planned, int(summary.get("failed", 0)))
+    for row in rows:
+        value = row.values
+        name = Path(value["file_name"]).stem
+        yield {"name": name, "prompt": value["prompt"], "frames": value["num_frames"], "sha256": value["sha256"]}
+
+
+def _unfinished_error(missing: int, planned: int, failed: int) -> InputError:
+    return InputError(
+        f"--generated: {missing} of {planned} images of that run are missing ({failed} of them failed)",
+        "a run whose every image is drawn",
+        "run the same `halation generate` again until it ends with exit code 0",
+    )
+
+
+def _open_run(folder: Path, rows: Iterator[dict[str, Any]]) -> ImageFiles:
+    names, prompts, digests = [], [], []
+    for row in rows:
+        if row["frames"] != 1:
+            raise InputError(
+                f"--generated: {row['name']} is a video of {row['frames']} frames",
+                "a run of images",
+                "draw with --num_frames 1",
+            )
+        names.append(f"{row['name']}.png")
+        prompts.append(row["prompt"])
+        digests.append(row["sha256"])
+    present = {name for name in os.listdir(folder) if name.lower().endswith(SUFFIXES) and not name.startswith(".")}
+    _raise_if_any(
+        sorted(set(names) - present), folder, "in its ledger and not in the folder", "run `halation generate` again"
+    )
+    unexpected = sorted(present - set(names) - {"grid.png"})
+    _raise_if_any(unexpected, folder, "in the folder and not in its ledger", "move them elsewhere")
+    return ImageFiles(
+        kind="run",
+        folder=folder,
+        names=tuple(names),
+        stamps=read_stamps(folder, names),
+        captions=tuple(prompts),
+        digests=tuple(digests),
+    )
+
+
+def _raise_if_any(names: Sequence[str], folder: Path, problem: str, action: str) -> None:
+    if names:
+        shown = ", ".join(names[:NUM_SHOWN]) + (" ..." if len(names) > NUM_SHOWN else "")
+        raise InputError(
+            f"--generated: {len(names)} images are {problem} ({folder}): {shown}",
+            "exactly the images that the run drew",
+            action,
+        )
+
+
+def match_prompts(files: ImageFiles, prompts: str, seed_start: int) -> ImageFiles:
+    """Captions from a prompt list, matched by file name: `{id}_seed{seed}`, `{id}`, or the number in it."""
+    prompt_file = PromptFile.open(prompts)
+    texts: dict[str, str] = {}
+    ids: dict[str, dict[str, str]] = {}
+    defaults = RequestDefaults(
+        seed_start=seed_start, height=1, width=1, num_frames=1, steps=1, guidance_scale=1.0, negative_prompt=""
+    )
+    rows = list(prompt_file.rows())
+    # A list without ids counts from 000001: a folder that counts from 0 must not be taken for one that is one off.
+    has_ids = any(row.image_id is not None for row in rows)
+    for request in iter_requests(rows, defaults, prompt_file.name):
+        texts[request.name] = request.spec.prompt
+        for name in _possible_names(request.spec.id) if has_ids else {request.spec.id}:
+            ids.setdefault(name, {})[request.name] = request.spec.prompt
+    ambiguous = _find_ambiguous(files.names, ids)
+    captions, unmatched = [], []
+    for name in files.names:
+        caption = None if Path(name).stem in ambiguous else _find_caption(Path(name).stem, texts, ids)
+        if caption is None:
+            unmatched.append(name)
+        captions.append(caption or "")
+    if unmatched:
+        shown = ", ".join(unmatched[:NUM_SHOWN]) + (" ..." if len(unmatched) > NUM_SHOWN else "")
+        raise InputError(
+            f"{len(unmatched)} of {len(files)} images cannot be matched to one prompt of {prompts}: {shown}",
+            "file names {image_id}_seed{seed}.png or {image_id}.png with ids of the list (six digits from 000001 where it has none)",
+            "give the list the images were drawn for and, where an id has several prompts, the --seed_start they were drawn with",
+        )
+    if files.captions is not None and files.kind == "run" and tuple(captions) != files.captions:
+        index = next(i for i, (one, other) in enumerate(zip(captions, files.captions, strict=True)) if one != other)
+        raise InputError(
+            f"{files.names[index]} was drawn for {files.captions[index][:60]!r}, and {prompts} says {captions[index][:60]!r}",
+            "the list the images were drawn for",
+            "leave --prompts out: the run has its own",
+        )
+    return replace(files, captions=tuple(captions))
+
+
+def _possible_names(image_id: str) -> set[str]:
+    """What an image of this id may be called; numbers with or without leading zeros."""
+    return {image_id, image_id.lstrip("0")} if image_id.isdigit() else {image_id}
+
+
+def _find_ambiguous(names: Sequence[str], ids: Mapping[str, Mapping[str, str]]) -> set[str]:
+    """Images of ids with several prompts whose seeds are not the first ones of the list: drawn from another --seed_start, it seems."""
+    by_id: dict[str, set[str]] = {}
+    for name in names:
+        by_id.setdefault(_SEED_SUFFIX.sub("", Path(name).stem), set()).add(Path(name).stem)
+    ambiguous: set[str] = set()
+    for image_id, listed in ids.items():
+        if len(set(listed.values())) > 1:
+            present = by_id.get(image_id, set())
+            if present != set(list(listed)[: len(present)]):
+                ambiguous |= present
+    return ambiguous
+
+
+def _find_caption(stem: str, texts: Mapping[str, str], ids: Mapping[str, Mapping[str, str]]) -> str | None:
+    if stem in texts:
+        return texts[stem]
+    for name in (stem, _SEED_SUFFIX.sub("", stem)):
+        for key in sorted(
+            _possible_names(name), key=len, reverse=True
+        ):  # an id with leading zeros before the bare number
+            found = set(ids.get(key, {}).values())
+            if len(found) == 1:
+                return next(iter(found))
+    return None

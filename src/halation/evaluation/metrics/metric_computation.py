@@ -1,0 +1,295 @@
+"""The numbers: from features of both sides to measurements that say what they are, of what, and whether to trust them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from halation.errors import HalationError, InputError
+from halation.evaluation.metrics.bootstrap import frechet_interval
+from halation.evaluation.metrics.caption_agreement import caption_agreement
+from halation.evaluation.metrics.frechet import frechet_distance, frechet_distance_from_features
+from halation.evaluation.metrics.inception_and_clip_score import NUM_SPLITS, clip_score, inception_score
+from halation.evaluation.metrics.kid import kernel_distance
+from halation.evaluation.metrics.moments import Features, Gaussian, Moments, single_thread
+from halation.evaluation.metrics.prdc import prdc
+
+MIN_IMAGES_FID = 2048
+MIN_IMAGES = 1000
+LOWER_IS_BETTER = ("fid", "fd", "kid")
+SUB_METRICS = {"prdc": ("precision", "recall", "density", "coverage")}
+"""Metrics that are several numbers."""
+NEEDS_REFERENCE = ("fid", "fd", "kid", "prdc")
+NEEDS_CAPTIONS = ("clip", "agreement")
+
+
+@dataclass(kw_only=True, eq=False)
+class FeatureSet:
+    """What one extractor made of one side."""
+
+    num: int | None
+    """None where saved statistics do not say."""
+    hash: str
+    moments: Moments | Gaussian | None = None
+    arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """features, and what else the extractor gives; empty where there are moments alone."""
+
+    @property
+    def features(self) -> Features | None:
+        return self.arrays.get("features")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricSettings:
+    """How the numbers are made."""
+
+    allow_few: bool = False
+    kid_subsets: int = 100
+    kid_subset_size: int = 1000
+    nearest_k: int = 3
+    bootstrap: int = 0
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricValue:
+    """A number, its spread, and what else is to be said of it."""
+
+    value: float
+    std: float | None = None
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricInputs:
+    """One metric to measure: both sides as its extractor sees them, and the facts of that extractor."""
+
+    metric: str
+    extractor: Mapping[str, Any]
+    generated: FeatureSet
+    reference: FeatureSet | None
+    captions: Sequence[str] | None = None
+
+
+def compute_metric(inputs: MetricInputs, settings: MetricSettings) -> dict[str, dict[str, Any]]:
+    """The metric's measurements by key: one, or several where it is several numbers."""
+    start_time = time.perf_counter()
+    num_images = {"generated": inputs.generated.num}
+    if inputs.reference is not None:
+        num_images["reference"] = inputs.reference.num
+    note = check_num_images(inputs.metric, inputs.extractor["num_features"], num_images, settings)
+    try:
+        with single_thread():
+            values = _METRICS[inputs.metric](inputs, settings)
+    except (ValueError, torch.linalg.LinAlgError) as error:
+        raise HalationError(f"{inputs.metric} cannot be computed: {error}") from error
+    broken = [name for name, one in values.items() if not np.isfinite(one.value)]
+    if broken:
+        raise HalationError(f"{broken[0]} came out as {values[broken[0]].value}, which is no measurement")
+    seconds = round(time.perf_counter() - start_time, 3)
+    return {name: _metric_record(name, one, inputs, note, seconds) for name, one in values.items()}
+
+
+def _metric_record(key: str, value: MetricValue, inputs: MetricInputs, note: str, seconds: float) -> dict[str, Any]:
+    """Everything a number needs to be compared with another one."""
+    extractor = inputs.extractor
+    reference = inputs.reference
+    return {
+        "metric": key,
+        "name": display_name(key, extractor),
+        "value": value.value,
+        "std": value.std,
+        "better": "lower" if key in LOWER_IS_BETTER else "higher",
+        "extractor": extractor["extractor"],
+        "weights": extractor["weights"],
+        "weights_sha256": extractor["weights_sha256"],
+        "resize": extractor["resize"],
+        "precision": extractor["dtype"],
+        "num_generated": inputs.generated.num,
+        "num_reference": reference.num if reference else 0,
+        "generated_hash": inputs.generated.hash,
+        "reference_hash": reference.hash if reference else "",
+        "few": bool(note),
+        "note": note,
+        "seconds": seconds,
+        **value.details,
+    }
+
+
+def display_name(key: str, extractor: Mapping[str, Any]) -> str:
+    """How the number is called: FID and KID only where they are what everybody means by these words."""
+    titles = {
+        "fid": extractor["fd_title"],
+        "fd": extractor["fd_title"],
+        "kid": extractor["kid_title"],
+        "is": "Inception score",
+        "clip": "CLIP score",
+        "agreement": "prompt agreement",
+    }
+    return titles.get(key) or f"{key} ({extractor['extractor']})"
+
+
+def min_num_images(metric: str, num_features: int, settings: MetricSettings) -> int:
+    """Images on each side below which the number says more about their count than about them."""
+    match metric:
+        case "fid":
+            return MIN_IMAGES_FID
+        case "fd":
+            return max(MIN_IMAGES, num_features)
+        case "kid":
+            return settings.kid_subset_size
+        case "is" | "prdc":
+            return MIN_IMAGES
+        case _:
+            return 1
+
+
+def check_num_images(
+    metric: str, num_features: int, num_images: Mapping[str, int | None], settings: MetricSettings
+) -> str:
+    """Empty, or why the number is marked; without --allow_few that is an error. `num_images` are numbers of images, where they are known."""
+    minimum = min_num_images(metric, num_features, settings)
+    too_few = {side: num for side, num in num_images.items() if num is not None and num < minimum}
+    if not too_few:
+        return ""
+    words = " and ".join(f"{num} {side} image{'s' if num != 1 else ''}" for side, num in too_few.items())
+    if settings.allow_few and min(too_few.values()) < 2:
+        raise InputError(f"{metric} of {words}", "at least 2 on each side", "draw or give more")
+    if not settings.allow_few:
+        raise InputError(
+            f"{metric} of {words}",
+            f"at least {minimum} on each side: with fewer the number is mostly bias",
+            "draw or give more, or pass --allow_few to get a marked number",
+        )
+    # Part of the report, whose sentences readers of earlier reports compare.
+    return f"few: {words.replace('image', 'picture')}, {minimum} are wanted"
+
+
+# -- each metric
+
+
+def _frechet(inputs: MetricInputs, settings: MetricSettings) -> dict[str, MetricValue]:
+    one, other = inputs.generated, inputs.reference
+    assert other is not None
+    assert one.moments is not None
+    assert other.moments is not None
+    if one.features is not None and other.features is not None and _are_few(one.features, other.features):
+        value = frechet_distance_from_features(one.features, other.features, device=settings.device)
+    else:
+        value = frechet_distance(one.moments, other.moments, device=settings.device)
+    details: dict[str, Any] = {"rank_deficient": any(_is_rank_deficient(side) for side in (one, other))}
+    if settings.bootstrap:
+        if one.features is None:
+            raise InputError(
+                "--bootstrap without features, of which there are too many to keep",
+                "features of the generated images",
+                "raise --keep_features",
+            )
+        interval = frechet_interval(
+            one.features, other.moments, num_draws=settings.bootstrap, seed=2020, device=settings.device
+        )
+        details["interval"] = list(interval.bias_corrected)
+        details["bootstrap_bias"] = interval.bias
+        details["bootstrap"] = settings.bootstrap
+    return {inputs.metric: MetricValue(value=value, details=details)}
+
+
+def _is_rank_deficient(feature_set: FeatureSet) -> bool:
+    """Whether there are so few images that the covariance has no inverse."""
+    assert feature_set.moments is not None
+    return feature_set.num is not None and feature_set.num <= len(feature_set.moments.mean)
+
+
+def _are_few(*feature_arrays: Features) -> bool:
+    return all(len(features) <= features.shape[1] for features in feature_arrays)
+
+
+def _kid(inputs: MetricInputs, settings: MetricSettings) -> dict[str, MetricValue]:
+    one, other = _require_features(inputs)
+    least = min(len(one), len(other))
+    size = (
+        settings.kid_subset_size if least >= settings.kid_subset_size else max(2, least // 2)
+    )  # subsets of all would not differ
+    found = kernel_distance(one, other, num_subsets=settings.kid_subsets, subset_size=size, device=settings.device)
+    details = {"subsets": found.num_subsets, "subset_size": found.subset_size}
+    return {"kid": MetricValue(value=found.mean, std=found.std, details=details)}
+
+
+def _prdc(inputs: MetricInputs, settings: MetricSettings) -> dict[str, MetricValue]:
+    one, other = _require_features(inputs)
+    if settings.nearest_k >= min(len(one), len(other)):
+        raise InputError(
+            f"--nearest_k {settings.nearest_k} with {min(len(one), len(other))} images",
+            "fewer neighbours than images",
+            "change --nearest_k, or give more images",
+        )
+    found = prdc(other, one, nearest_k=settings.nearest_k, device=settings.device)
+    details = {"nearest_k": settings.nearest_k}
+    return {name: MetricValue(value=float(getattr(found, name)), details=details) for name in SUB_METRICS["prdc"]}
+
+
+def _require_features(inputs: MetricInputs) -> tuple[Features, Features]:
+    one, other = inputs.generated.features, inputs.reference.features if inputs.reference else None
+    if one is None:
+        raise InputError(
+            f"{inputs.metric} without features, of which there are too many to keep",
+            "features of every image",
+            "raise --keep_features, or ask for fid or fd alone",
+        )
+    if other is None:
+        raise InputError(
+            f"{inputs.metric} against statistics without features",
+            "features of every reference image",
+            "give the folder of reference images, or statistics that --save_statistics wrote",
+        )
+    return one, other
+
+
+def _inception_score(inputs: MetricInputs, _settings: MetricSettings) -> dict[str, MetricValue]:
+    logits = _require_array(inputs, "logits")
+    found = inception_score(logits, num_splits=min(NUM_SPLITS, len(logits)))
+    return {"is": MetricValue(value=found.mean, std=found.std)}
+
+
+def _clip_score(inputs: MetricInputs, _settings: MetricSettings) -> dict[str, MetricValue]:
+    found = clip_score(_require_array(inputs, "features"), _require_array(inputs, "texts"))
+    error = found.std / np.sqrt(max(1, inputs.generated.num or 1))
+    return {"clip": MetricValue(value=found.mean, std=found.std, details={"standard_error": float(error)})}
+
+
+def _caption_agreement(inputs: MetricInputs, _settings: MetricSettings) -> dict[str, MetricValue]:
+    assert inputs.captions is not None
+    heads = {
+        name: array for name, array in inputs.generated.arrays.items() if name in ("place", "time", "weather", "cars")
+    }
+    found = caption_agreement(heads, inputs.captions)
+    details = {"by_attribute": found.by_attribute, "num_mentioned": found.num_mentioned}
+    real_agreement = inputs.extractor.get("agreement_of_real_pictures")
+    return {"agreement": MetricValue(value=found.value, details={**details, "of_real_pictures": real_agreement})}
+
+
+def _require_array(inputs: MetricInputs, name: str) -> np.ndarray:
+    array = inputs.generated.arrays.get(name)
+    if array is None:
+        raise InputError(
+            f"{inputs.metric} without features, of which there are too many to keep",
+            "features of every image",
+            "raise --keep_features",
+        )
+    return array
+
+
+_METRICS: dict[str, Callable[[MetricInputs, MetricSettings], dict[str, MetricValue]]] = {
+    "fid": _frechet,
+    "fd": _frechet,
+    "kid": _kid,
+    "prdc": _prdc,
+    "is": _inception_score,
+    "clip": _clip_score,
+    "agreement": _caption_agreement,
+}

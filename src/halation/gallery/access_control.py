@@ -1,0 +1,242 @@
+"""Who may see the page: a token in the link, then a cookie; requests that another page made, or that came by another name, are refused."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import json
+import re
+import secrets
+import urllib.parse
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from typing import Any
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+CONTENT_SECURITY_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+SECURITY_HEADERS = {
+    "Content-Security-Policy": CONTENT_SECURITY_POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+SECURITY_HEADERS_BYTES = [(name.lower().encode(), value.encode()) for name, value in SECURITY_HEADERS.items()]
+CONTROL_PATH = re.compile(r"/api/runs/[0-9a-f]{10}/control/(?:sample|save|stop)")
+AUTHORITY = re.compile(r"(\[[0-9a-f:.]{2,45}\]|[a-z0-9](?:[a-z0-9._-]{0,251}[a-z0-9])?)(?::([0-9]{1,5}))?")
+COOKIE_PREFIX = "halation"
+FORBIDDEN_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>Halation</title></head>
+<body><h1>This page needs its link</h1>
+<p>Open the link that <code>halation gallery</code> printed where it was started: it ends in <code>?token=</code> and a long word.</p>
+<p>A gallery that was started again has a new link.</p></body></html>
+"""
+# A page that was reached from another site does not get a SameSite=Strict cookie back in the redirect that set it. A
+# navigation this page makes itself does.
+REDIRECT_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta http-equiv="refresh" content="0; url=/"><title>Halation</title></head>
+<body><p><a href="/">Open the gallery</a></p></body></html>
+"""
+
+
+def new_token() -> str:
+    """256 random bits that can stand in a link."""
+    return secrets.token_urlsafe(32)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address or name can only mean the machine that asks."""
+    if host == "localhost":
+        return True
+    address = _parse_ip(host)
+    return address is not None and address.is_loopback
+
+
+def parse_authority(text: str) -> tuple[str, int] | None:
+    """Name (or address, without brackets) and port of a Host header; None where it is not one."""
+    match = AUTHORITY.fullmatch(text.lower())
+    if match is None:
+        return None
+    name, port = match[1].strip("[]"), int(match[2] or 80)
+    if port > 65535 or (match[1].startswith("[") and _parse_ip(name) is None):
+        return None
+    return name, port
+
+
+class AllowedHosts:
+    """Names this page is served by. A foreign name that was made to point here (DNS rebinding) is not among them.
+
+    Any port will do: through `ssh -L 9000:127.0.0.1:8642` the page is at port 9000. Where the network can reach the page it
+    may be by any address (containers and routers give machines addresses they do not know of), since nobody can point
+    an address elsewhere, but only by the machine's own names.
+    """
+
+    def __init__(self, listen_host: str, host_names: Iterable[str] = ()) -> None:
+        self.is_public = not is_loopback(listen_host.lower())
+        self.host_names = {name.lower() for name in host_names}
+        if self.is_public:
+            self.host_names.add(listen_host.lower())
+
+    def add(self, name: str) -> None:
+        """One more name of this machine, found later: asking the network for it may take seconds."""
+        self.host_names.add(name.lower())
+
+    def is_allowed(self, name: str) -> bool:
+        if is_loopback(name):
+            return True
+        return self.is_public and (_parse_ip(name) is not None or name in self.host_names)
+
+
+class AccessMiddleware:
+    """Stands before the app: refuses, lets in by the token, and gives every answer its headers.
+
+    The cookie's name holds the port that the browser sees, because browsers send cookies to all ports of a host, and two
+    galleries (or two tunnels) must not overwrite each other's.
+    """
+
+    def __init__(self, app: App, *, token: str, allowed_hosts: AllowedHosts, allow_control: bool) -> None:
+        self.app = app
+        self.allowed_hosts = allowed_hosts
+        self.allow_control = allow_control
+        self._token = token.encode()
+        # Not the token itself: cookies travel to whatever else this host serves on another port.
+        self._cookie_value = hashlib.blake2b(b"halation gallery cookie", key=self._token, digest_size=32).hexdigest()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":  # nobody listens to one, and none gets past the questions below
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        send = _add_security_headers(send)
+        refusal = self._refusal(scope)
+        if refusal is not None:
+            status, sentence = refusal
+            await _send_response(
+                send, status, json.dumps({"error": sentence}), "application/json", self._allow_header(status, scope)
+            )
+        elif scope["path"] == "/" and _query_values(scope, "token"):
+            await self._log_in(scope, send)
+        elif self._has_cookie(scope):
+            await self.app(scope, receive, send)
+        elif scope["path"] == "/":
+            await _send_response(send, 403, FORBIDDEN_PAGE, "text/html; charset=utf-8")
+        else:
+            sentence = "open the link that halation gallery printed"
+            await _send_response(send, 403, json.dumps({"error": sentence}), "application/json")
+
+    def _refusal(self, scope: Scope) -> tuple[int, str] | None:
+        """Status and sentence for what is refused before anybody asks who is there."""
+        hosts, origins = _header_values(scope, b"host"), _header_values(scope, b"origin")
+        here = parse_authority(hosts[0]) if len(hosts) == 1 else None
+        if here is None or not self.allowed_hosts.is_allowed(here[0]):
+            return 403, "this page is not served by that name; open the link as it was printed"
+        if any(not _is_same_origin(origin, hosts[0]) for origin in origins):
+            return 403, "another page asked for this"
+        method, is_control = scope["method"], self.allow_control and CONTROL_PATH.fullmatch(scope["path"]) is not None
+        if method not in ("GET", "HEAD") and not (method == "POST" and is_control):
+            return 405, "this page is only looked at"
+        if method == "POST" and not origins:
+            return 403, "a request that changes something has to say which page made it"
+        if not _is_allowed_fetch(scope):
+            return 403, "another page asked for this"
+        return None
+
+    def _allow_header(self, status: int, scope: Scope) -> list[tuple[bytes, bytes]]:
+        if status != 405:
+            return []
+        is_control = self.allow_control and CONTROL_PATH.fullmatch(scope["path"]) is not None
+        return [(b"allow", b"POST" if is_control else b"GET, HEAD")]
+
+    async def _log_in(self, scope: Scope, send: Send) -> None:
+        given = _query_values(scope, "token")
+        if not (_any_equal(given, self._token) or self._has_cookie(scope)):
+            await _send_response(send, 403, FORBIDDEN_PAGE, "text/html; charset=utf-8")
+            return
+        cookie = f"{self._cookie_name(scope)}={self._cookie_value}; HttpOnly; SameSite=Strict; Path=/"
+        headers = [(b"set-cookie", cookie.encode())]
+        if _header_values(scope, b"sec-fetch-site") in (["cross-site"], ["same-site"]):
+            await _send_response(send, 200, REDIRECT_PAGE, "text/html; charset=utf-8", headers)
+        else:
+            await _send_response(send, 303, "", "text/html; charset=utf-8", [*headers, (b"location", b"/")])
+
+    def _cookie_name(self, scope: Scope) -> str:
+        here = parse_authority(_header_values(scope, b"host")[0])
+        assert here is not None
+        return f"{COOKIE_PREFIX}_{here[1]}"
+
+    def _has_cookie(self, scope: Scope) -> bool:
+        name = self._cookie_name(scope)
+        pairs = [pair.strip().partition("=") for line in _header_values(scope, b"cookie") for pair in line.split(";")]
+        return _any_equal([value for key, _, value in pairs if key == name], self._cookie_value.encode())
+
+
+def _any_equal(given: Iterable[str], secret: bytes) -> bool:
+    """In a time that says nothing about how much of it was right."""
+    return any(hmac.compare_digest(value.encode("utf-8", "surrogateescape"), secret) for value in given)
+
+
+def _is_same_origin(origin: str, host: str) -> bool:
+    """Whether a page at `origin` is ours; a proxy may have put TLS before it."""
+    scheme, separator, rest = origin.lower().partition("://")
+    return bool(separator) and scheme in ("http", "https") and rest == host.lower()
+
+
+def _is_allowed_fetch(scope: Scope) -> bool:
+    """What browsers say about who asks; others say nothing. A link on another page may lead to ours, and to nothing else of it."""
+    sites = _header_values(scope, b"sec-fetch-site")
+    if all(site in ("same-origin", "none") for site in sites):
+        return True
+    is_navigation = _header_values(scope, b"sec-fetch-mode") == ["navigate"]
+    is_page = _header_values(scope, b"sec-fetch-dest") in ([], ["document"])
+    return is_navigation and is_page and scope["path"] == "/" and scope["method"] == "GET"
+
+
+def _header_values(scope: Scope, name: bytes) -> list[str]:
+    return [value.decode("latin-1").strip() for key, value in scope["headers"] if key == name]
+
+
+def _query_values(scope: Scope, name: str) -> list[str]:
+    query = scope["query_string"].decode("latin-1")
+    pairs = (pair.partition("=") for pair in query.split("&"))
+    return [urllib.parse.unquote(value, errors="surrogateescape") for key, _, value in pairs if key == name]
+
+
+def _parse_ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
+
+
+def _add_security_headers(send: Send) -> Send:
+    async def send_with_headers(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = list(message.get("headers", []))
+            present = {key.lower() for key, _ in headers}
+            headers += [(key, value) for key, value in SECURITY_HEADERS_BYTES if key not in present]
+            if b"cache-control" not in present:
+                headers.append((b"cache-control", b"no-store"))
+            message = {**message, "headers": headers}
+        await send(message)
+
+    return send_with_headers
+
+
+async def _send_response(
+    send: Send, status: int, text: str, content_type: str, headers: Iterable[tuple[bytes, bytes]] = ()
+) -> None:
+    body = text.encode()
+    own = [(b"content-type", content_type.encode()), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": [*own, *headers]})
+    await send({"type": "http.response.body", "body": body})

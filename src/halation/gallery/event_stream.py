@@ -1,0 +1,194 @@
+"""What changed, told to every page that is open: one thread looks at the disk, each page hears at its own pace."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from halation.gallery.access_control import Receive, Scope, Send
+from halation.gallery.run_catalog import READ_ERRORS
+
+log = logging.getLogger(__name__)
+
+POLL_EVERY_S = 1.0
+HEARTBEAT_S = 15.0
+RETRY_MS = 2000
+
+
+class VersionedEntry(Protocol):
+    @property
+    def version(self) -> int: ...
+
+
+class PolledCatalog(Protocol):
+    """What is looked at: the catalog of runs."""
+
+    def refresh(self) -> list[str]: ...
+
+    def get(self, id: str, /) -> VersionedEntry | None: ...
+
+
+class ChangeFeed:
+    """Numbers every change, and remembers only the last one of each run.
+
+    A page knows the number up to which it has heard. So a slow page, or one that was away, misses what has been overtaken and
+    never the last of anything, and needs no queue.
+    """
+
+    def __init__(
+        self,
+        catalog: PolledCatalog,
+        *,
+        refresh_extra: Callable[[], bool] = lambda: False,
+        poll_every_s: float = POLL_EVERY_S,
+        heartbeat_s: float = HEARTBEAT_S,
+    ) -> None:
+        self.catalog = catalog
+        self.refresh_extra = refresh_extra
+        """Looks at what belongs to no single run, after the catalog did; whether that changed."""
+        self.poll_every_s = poll_every_s
+        self.heartbeat_s = heartbeat_s
+        self.first_poll_done = threading.Event()
+        """Set once the first look is over."""
+        self.server_id = secrets.token_hex(4)
+        """Numbers of another server, from before it was started again, mean nothing here."""
+        self._number = 0
+        self._last_changes: dict[str, int] = {}
+        self._listeners: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._error_logged = False
+
+    @property
+    def num_listeners(self) -> int:
+        return len(self._listeners)
+
+    @property
+    def closed(self) -> bool:
+        return self._closed.is_set()
+
+    def start(self) -> None:
+        """Look every second from now on. A daemon, because a disk that hangs must not keep the command from ending."""
+        threading.Thread(target=self._poll_loop, name="gallery watcher", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop looking and end every page's stream."""
+        self._closed.set()
+        self._wake_listeners()
+
+    def publish(self, ids: list[str]) -> None:
+        with self._lock:
+            for id in ids:
+                self._number += 1
+                self._last_changes[id] = self._number
+        if ids:
+            self._wake_listeners()
+
+    def changes_since(self, number: int) -> tuple[int, list[str]]:
+        """The number of the newest change, and what changed after `number`, oldest first."""
+        with self._lock:
+            later = sorted((at, id) for id, at in self._last_changes.items() if at > number)
+            return self._number, [id for _, id in later]
+
+    def parse_event_id(self, last_event_id: str) -> int:
+        """The number a page has heard up to, by what its browser says when it connects: nothing the first time."""
+        server_id, _, number = last_event_id.partition(".")
+        if server_id == self.server_id and number.isascii() and number.isdigit() and len(number) < 16:
+            return int(number)
+        return 0 if last_event_id else self.changes_since(0)[0]
+
+    @contextlib.contextmanager
+    def subscribe(self) -> Iterator[asyncio.Event]:
+        """An event that is set at each change."""
+        listener = (asyncio.get_running_loop(), asyncio.Event())
+        with self._lock:
+            self._listeners.add(listener)
+        try:
+            yield listener[1]
+        finally:
+            with self._lock:
+                self._listeners.discard(listener)
+
+    def _poll_loop(self) -> None:
+        while not self.closed:
+            try:
+                changed = self.catalog.refresh()
+                self.publish(changed)
+                if self.refresh_extra() and "" not in changed:
+                    self.publish([""])
+            except READ_ERRORS:  # what one folder holds must not end the page; said once, not every second
+                if not self._error_logged:
+                    log.exception("could not look at the runs; trying again every second")
+                self._error_logged = True
+            self.first_poll_done.set()
+            self._closed.wait(self.poll_every_s)
+
+    def _wake_listeners(self) -> None:
+        with self._lock:
+            listeners = list(self._listeners)
+        for loop, event in listeners:
+            with contextlib.suppress(RuntimeError):  # its loop has ended since
+                loop.call_soon_threadsafe(event.set)
+
+
+class EventStream:
+    """The answer to GET /api/events. Ends when the page goes, at once, and when the server does."""
+
+    def __init__(self, change_feed: ChangeFeed, *, last_event_id: str, head_only: bool) -> None:
+        self.change_feed = change_feed
+        self.last_event_id = last_event_id
+        self.head_only = head_only
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"x-accel-buffering", b"no")]
+        # Before the page knows that it is heard: it looks once more then, and what changes after that look it is told.
+        number = self.change_feed.parse_event_id(self.last_event_id)
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        if not self.head_only:
+            disconnected = asyncio.ensure_future(_wait_for_disconnect(receive))
+            try:
+                with self.change_feed.subscribe() as wake_event:
+                    await self._send_events(send, number, wake_event, disconnected)
+            finally:
+                disconnected.cancel()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_events(self, send: Send, number: int, woken: asyncio.Event, left: asyncio.Future[Any]) -> None:
+        await _send_text(send, f"retry: {RETRY_MS}\nid: {self.change_feed.server_id}.{number}\n\n")
+        while not self.change_feed.closed and not left.done():
+            woken.clear()
+            number, ids = self.change_feed.changes_since(number)
+            for id in ids:
+                await _send_text(send, self._format_event(id, number if id == ids[-1] else None))
+            if ids or self.change_feed.closed:
+                continue
+            waiting: asyncio.Future[Any] = asyncio.ensure_future(woken.wait())
+            try:
+                done, _ = await asyncio.wait(
+                    {waiting, left}, timeout=self.change_feed.heartbeat_s, return_when=asyncio.FIRST_COMPLETED
+                )
+            finally:
+                waiting.cancel()
+            if not done:
+                await _send_text(send, ": still here\n\n")
+
+    def _format_event(self, id: str, number: int | None) -> str:
+        entry = self.change_feed.catalog.get(id) if id else None
+        data: dict[str, Any] = {"id": id} if entry is None else {"id": id, "version": entry.version}
+        # Numbered at the end of a batch only: a page that goes in the middle of it hears the whole batch again.
+        return f"event: change\n{'' if number is None else f'id: {self.change_feed.server_id}.{number}' + chr(10)}data: {json.dumps(data)}\n\n"
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _send_text(send: Send, text: str) -> None:
+    await send({"type": "http.response.body", "body": text.encode(), "more_body": True})

@@ -1,0 +1,384 @@
+"""Which runs there are below some folders: found, kept, looked at again; a run that cannot be read harms no other."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from halation.gallery.run_file_reader import read_json
+from halation.runs.lock import OWNER_FILE
+from halation.runs.run_record import CONFIG_FILE, METRICS_FILE
+
+log = logging.getLogger(__name__)
+
+
+# RuntimeError: too deep a recursion, and a link that leads to itself.
+READ_ERRORS = (
+    *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError),
+    *(RuntimeError, MemoryError, sqlite3.Error),
+)
+"""What reading files that hold anything at all can end in."""
+EMPTY_TRAINING_DETAIL: dict[str, Any] = {
+    name: [] for name in ("prompts", "variants", "steps", "checkpoints", "metrics", "scores")
+}
+EMPTY_GENERATION_DETAIL: dict[str, Any] = {
+    **{name: [] for name in ("workers", "reasons", "seeds", "size")},
+    "counts": dict.fromkeys(("planned", "open", "done", "failed"), 0),
+    "rate": None,
+    "left_s": None,
+    "model": "",
+    "video": False,
+}
+EMPTY_RESPONSES: dict[str, Any] = {
+    "metrics": {"reset": False, "next": 0, "rows": []},
+    "search": {"total": 0, "rows": []},
+    "spec": None,
+}
+"""What the questions that only some kinds answer are answered with."""
+Answer = TypeVar("Answer")
+RUN_KINDS = ("train", "distill", "sample", "generate", "watch")
+MAX_DEPTH = 6
+MAX_CHILDREN = 2_000
+MAX_ROOT_CHILDREN = 200_000
+"""A folder with more is one of images; not one that somebody named, which is looked through."""
+SCAN_EVERY_S = 3.0
+REFRESH_IDLE_EVERY_S = 5.0
+"""How often a run that is not running is looked at."""
+NON_RUN_FOLDERS = ("checkpoints", "samples", "logs", "export", "evaluation", "cache", "tensorboard", "wandb", "control")
+"""Folders of a training that hold no runs; any other one below it may be a run that somebody put there."""
+MTIME_SETTLE_S = 2.0
+"""A folder that changed so recently may change again within the same tick of its clock, so it is read once more."""
+
+
+class SafeRunEntry:
+    """An entry that never raises. Its summary is the one of the last look, so that a list of runs waits for none of them."""
+
+    def __init__(self, entry: RunEntry) -> None:
+        self._entry = entry
+        self.id = entry.id
+        self.folder: Path = entry.folder
+        self.kind = entry.kind
+        self.name = entry.name
+        self.parent = entry.parent
+        self.version = entry.version
+        self._num_error_changes = 0
+        """Changes of what cannot be read, which the entry does not count."""
+        self._read_error = ""
+        self._logged_errors: set[str] = set()
+        self._summary: dict[str, Any] | None = None
+
+    def refresh(self) -> bool:
+        changed, read_error = self._call(self._entry.refresh, False)
+        self._summary, summary_error = self._call(self._entry.summary, self._summary)
+        before, self._read_error = self._read_error, read_error or summary_error
+        self._num_error_changes += before != self._read_error
+        self.version = self._entry.version + self._num_error_changes
+        return changed or before != self._read_error
+
+    def summary(self) -> dict[str, Any]:
+        if self._summary is None:
+            self._summary, _ = self._call(self._entry.summary, None)
+        return self._add_error(self._summary or self._empty_summary(), self._read_error)
+
+    def _add_error(self, summary: dict[str, Any], read_error: str) -> dict[str, Any]:
+        return summary | {"reason": summary["reason"] or read_error, "version": self.version}
+
+    def _empty_summary(self) -> dict[str, Any]:
+        numbers = {"done": 0, "planned": 0, "failed": 0, "changed": 0.0}
+        unknown = dict.fromkeys(("started", "rate", "left_s", "last", "loss"))
+        about = {"id": self.id, "name": self.name, "kind": self.kind, "parent": self.parent, "title": ""}
+        unit = "pictures" if self.kind in ("generate", "sample") else "steps"
+        return {**about, **numbers, **unknown, "state": "stopped", "reason": "", "unit": unit, "spark": []}
+
+    def detail(self) -> dict[str, Any]:
+        empty = EMPTY_GENERATION_DETAIL if self.kind == "generate" else EMPTY_TRAINING_DETAIL
+        found, read_error = self._call(self._entry.detail, empty)
+        return found | {
+            "summary": self._add_error(found.get("summary") or self.summary(), self._read_error or read_error)
+        }
+
+    def image(self, key: str) -> Path | None:
+        return self._call(lambda: self._entry.image(key), None)[0]
+
+    def log(self, num_lines: int) -> list[str]:
+        empty: list[str] = []
+        return self._call(lambda: self._entry.log(num_lines), empty)[0]
+
+    def config(self) -> dict[str, Any]:
+        return self._call(self._entry.config, {"settings": {}, "fixed": {}, "changes": []})[0]
+
+    def __getattr__(self, name: str) -> Any:
+        """What only some kinds of runs can do."""
+        method = getattr(self._entry, name)
+        if name not in EMPTY_RESPONSES:
+            return method
+        return lambda *args: self._call(lambda: method(*args), EMPTY_RESPONSES[name])[0]
+
+    def _call(self, function: Callable[[], Answer], default: Answer) -> tuple[Answer, str]:
+        """An answer, and why there is none."""
+        try:
+            return function(), ""
+        except READ_ERRORS as error:
+            message = f"cannot be read: {type(error).__name__}: {str(error)[:200]}"
+            if message not in self._logged_errors and len(self._logged_errors) < 10:  # once, not every second
+                self._logged_errors.add(message)
+                log.exception("%s cannot be read", self.folder)
+            return default, message
+
+
+class RunEntry(Protocol):
+    """A run as a page sees it. Getters are called from other threads than `refresh`: each entry guards itself by a lock."""
+
+    id: str
+    folder: Path
+    kind: str
+    version: int
+    """Counts up whenever anything a page shows has changed."""
+    name: str
+    """Path relative to the folder it was found below; the catalog sets it, as it does `parent`, right after the entry was made."""
+    parent: str | None
+    """Id of the run it belongs to: the training of a watch inside it, the watch of its images."""
+
+    def refresh(self) -> bool:
+        """Look at the disk, by stats alone where nothing changed; whether anything a page shows has changed."""
+
+    def summary(self) -> dict[str, Any]: ...
+
+    def detail(self) -> dict[str, Any]: ...
+
+    def image(self, key: str) -> Path | None:
+        """The file of a key this entry has given out itself, never one outside of its folder."""
+
+    def log(self, num_lines: int) -> list[str]: ...
+
+    def config(self) -> dict[str, Any]: ...
+
+
+RunFactory = Callable[[Path, str], RunEntry]
+
+
+def make_run_id(folder: Path) -> str:
+    """Stable between restarts, and says nothing."""
+    return hashlib.blake2b(os.fsencode(folder.resolve()), digest_size=5).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunLocation:
+    """A run on the disk."""
+
+    folder: Path
+    kind: str
+    name: str
+    parent: str | None
+
+
+@dataclass(kw_only=True)
+class _FolderScan:
+    """What a folder held when it was last read."""
+
+    mtime_ns: int
+    is_settled: bool
+    children: tuple[str, ...] = ()
+    kind: str | None = None
+
+
+class RunCatalog:
+    """The runs below `roots`. One thread calls `refresh`, any thread the rest."""
+
+    def __init__(self, roots: Sequence[Path], factories: Mapping[str, RunFactory]) -> None:
+        self.roots = [root.resolve() for root in roots]
+        self._root_labels = _shortest_labels(self.roots)
+        self.factories = dict(factories)
+        self._scans: dict[Path, _FolderScan] = {}
+        self._entries: dict[str, RunEntry] = {}
+        self._refreshed_at: dict[str, float] = {}
+        self._owner_mtimes: dict[str, int] = {}
+        self._scanned_at = -float("inf")
+        self._lock = threading.Lock()
+
+    def refresh(self, now: float | None = None) -> list[str]:
+        """Ids of the runs that changed since the last call, and "" where the list itself did; `now` is a clock in seconds."""
+        now = time.monotonic() if now is None else now
+        changed = []
+        if now - self._scanned_at >= SCAN_EVERY_S:
+            self._scanned_at = now
+            if self._update_entries(self._scan()):
+                changed.append("")
+        for entry in list(self._entries.values()):
+            if self._is_due(entry, now):
+                self._refreshed_at[entry.id] = now
+                if entry.refresh():
+                    changed.append(entry.id)
+        return changed
+
+    def entries(self) -> list[RunEntry]:
+        """All of them, the newest change first."""
+        with self._lock:
+            entries = list(self._entries.values())
+        return sorted(entries, key=lambda entry: -float(entry.summary().get("changed") or 0))
+
+    def get(self, id: str) -> RunEntry | None:
+        with self._lock:
+            return self._entries.get(id)
+
+    def scanned_folders(self) -> list[Path]:
+        """The folders that were looked into for runs, those of runs included."""
+        return list(self._scans)
+
+    def _is_due(self, entry: RunEntry, now: float) -> bool:
+        """A run at rest is looked at now and then, but at once when a command takes it or lets it go."""
+        last, owner = self._refreshed_at.get(entry.id), _mtime_ns(entry.folder / OWNER_FILE)
+        owner_changed = self._owner_mtimes.get(entry.id) != owner
+        self._owner_mtimes[entry.id] = owner
+        return (
+            last is None
+            or owner_changed
+            or entry.summary().get("state") == "running"
+            or now - last >= REFRESH_IDLE_EVERY_S
+        )
+
+    def _update_entries(self, found: Mapping[str, RunLocation]) -> bool:
+        """Make entries of what is new and forget what is gone; whether there was either."""
+        gone = [id for id, entry in self._entries.items() if id not in found or found[id].kind != entry.kind]
+        new = {id: run for id, run in found.items() if id not in self._entries or id in gone}
+        created: dict[str, RunEntry] = {}
+        for id, run in new.items():
+            try:
+                entry = self.factories[run.kind](run.folder, id)
+            except READ_ERRORS:
+                log.exception("%s cannot be listed", run.folder)
+                continue
+            entry.name, entry.parent = run.name, run.parent
+            created[id] = SafeRunEntry(entry)
+        with self._lock:
+            for id in gone:
+                del self._entries[id]
+                self._refreshed_at.pop(id, None)
+                self._owner_mtimes.pop(id, None)
+            self._entries |= created
+        return bool(gone or created)
+
+    # -- finding
+
+    def _scan(self) -> dict[str, RunLocation]:
+        """All runs, by id; only folders whose time changed are read again."""
+        seen: set[Path] = set()
+        found: dict[str, RunLocation] = {}
+        for root in self.roots:
+            for run in self._find_runs(root, root, 0, None, seen):
+                if run.kind in self.factories:
+                    found.setdefault(make_run_id(run.folder), run)
+        for path in self._scans.keys() - seen:
+            del self._scans[path]
+        return found
+
+    def _find_runs(
+        self, folder: Path, root: Path, depth: int, enclosing: RunLocation | None, seen: set[Path]
+    ) -> Iterator[RunLocation]:
+        if folder in seen or depth > MAX_DEPTH:
+            return
+        seen.add(folder)
+        scan = self._scan_folder(folder)
+        if scan is None:
+            return
+        if scan.kind is not None:
+            belongs = enclosing is not None and "watch" in (scan.kind, enclosing.kind)
+            parent = make_run_id(enclosing.folder) if enclosing is not None and belongs else None
+            enclosing = RunLocation(folder=folder, kind=scan.kind, name=self._run_name(folder, root), parent=parent)
+            yield enclosing
+        for name in scan.children:
+            yield from self._find_runs(folder / name, root, depth + 1, enclosing, seen)
+
+    def _scan_folder(self, folder: Path) -> _FolderScan | None:
+        try:
+            mtime_ns = folder.stat().st_mtime_ns
+            known = self._scans.get(folder)
+            if known is not None and known.mtime_ns == mtime_ns and known.is_settled:
+                return known
+            max_children = MAX_ROOT_CHILDREN if folder in self.roots else MAX_CHILDREN
+            scan = _read_folder(folder, mtime_ns, max_children)
+        except (OSError, ValueError):
+            self._scans.pop(folder, None)
+            return None
+        self._scans[folder] = scan
+        return scan
+
+    def _run_name(self, folder: Path, root: Path) -> str:
+        below = folder.relative_to(root)
+        if below == Path():
+            return root.name or str(root)
+        return str(self._root_labels[root] / below if len(self._root_labels) > 1 else below)
+
+
+def _shortest_labels(roots: Sequence[Path]) -> dict[Path, Path]:
+    """The shortest ends by which folders differ from each other."""
+    distinct = dict.fromkeys(roots)
+    for length in range(1, max((len(root.parts) for root in distinct), default=0) + 1):
+        labels = {root: Path(*root.parts[-length:]) for root in distinct}
+        if len(set(labels.values())) == len(labels):
+            return labels
+    return {root: root for root in distinct}
+
+
+def _mtime_ns(path: Path) -> int:
+    """When a file was written; 0 where there is none."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def _read_folder(folder: Path, mtime_ns: int, max_children: int) -> _FolderScan:
+    """One pass over a folder; a run's own folders are not searched but where runs may be inside it."""
+    settled = time.time() - mtime_ns / 1e9 > MTIME_SETTLE_S
+    kind = read_run_kind(folder)
+    if kind in ("generate", "sample"):  # nothing but images, and these may be many
+        return _FolderScan(mtime_ns=mtime_ns, is_settled=settled, kind=kind)
+    children = []
+    with os.scandir(folder) as entries:
+        for number, entry in enumerate(entries):
+            if number >= max_children:
+                return _FolderScan(mtime_ns=mtime_ns, is_settled=settled, kind=kind)
+            if (
+                not entry.name.startswith(".")
+                and entry.is_dir(follow_symlinks=False)
+                and _can_hold_runs(kind, entry.name)
+            ):
+                children.append(entry.name)
+    return _FolderScan(mtime_ns=mtime_ns, is_settled=settled, children=tuple(sorted(children)), kind=kind)
+
+
+def _can_hold_runs(kind: str | None, name: str) -> bool:
+    return name.startswith("step_") if kind == "watch" else kind is None or name not in NON_RUN_FOLDERS
+
+
+def read_run_kind(folder: Path) -> str | None:
+    """What kind of run a folder is, by its record, and where that is damaged by its files; None for any other folder."""
+    try:
+        record = read_json(folder / CONFIG_FILE)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError):
+        return _guess_kind(folder)
+    job = record.get("job") if isinstance(record, dict) else None
+    return job if job in RUN_KINDS else None
+
+
+def _guess_kind(folder: Path) -> str | None:
+    marker_files = {
+        "generate": ("ledger.sqlite", "ledger"),
+        "watch": ("best_checkpoint",),
+        "train": (METRICS_FILE, "checkpoints"),
+        "sample": ("samples.json",),
+    }
+    return next(
+        (kind for kind, names in marker_files.items() if any(os.path.lexists(folder / name) for name in names)), None
+    )

@@ -1,0 +1,338 @@
+"""Files of a run as the gallery reads them, and the state of the run that they show."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import os
+import socket
+import stat
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from halation.runs.lock import ENDED_FILE, KILLED_REASON, OWNER_FILE, is_alive
+from halation.runs.run_record import CONFIG_FILE
+
+NUM_LOG_LINES = 300
+MAX_LOG_BYTES = 256 * 1024
+MAX_OBJECT_BYTES = 8 << 20
+MAX_LINE_BYTES = 4 << 20
+MAX_JSON_DEPTH = 64
+"""Of lists in lists: what is deeper could be read here and not be told to a page."""
+CHUNK_BYTES = 1 << 20
+STALE_AFTER_S = 300.0
+"""A command on another machine cannot be asked; one whose files did not change for so long is taken for gone."""
+END_STATES = ("finished", "stopped", "failed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileStamp:
+    """What tells whether a file or folder is what it was."""
+
+    inode: int
+    size: int
+    mtime_ns: int
+
+    @property
+    def mtime(self) -> float:
+        return self.mtime_ns / 1e9
+
+
+def read_stamp(path: Path) -> FileStamp | None:
+    """None where there is no file or folder that can be read.
+
+    It opens what it asks about, because a file system on a network answers stat() from memory.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except (OSError, ValueError):
+        return None
+    try:
+        status = os.fstat(descriptor)
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+    if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+        return None
+    return FileStamp(inode=status.st_ino, size=status.st_size, mtime_ns=status.st_mtime_ns)
+
+
+@contextlib.contextmanager
+def open_regular_file(path: Path, within: Path | None = None) -> Iterator[BinaryIO]:
+    """A plain file below the folder `within`, which is its own where none is given; OSError where it is something else.
+
+    A pipe or a device would keep its reader waiting for ever, and a link may lead to what is nobody's business.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except ValueError as error:  # a name that no file can have
+        raise FileNotFoundError(errno.ENOENT, str(error), repr(path)) from error
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is no plain file", str(path))
+        if not _is_below(_real_path(descriptor, path), within or path.parent):
+            raise PermissionError(errno.EPERM, "it is a link that leads out of the run", str(path))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    with open(descriptor, "rb") as file:
+        yield file
+
+
+def _real_path(descriptor: int, path: Path) -> str:
+    """Where an open file really is: Linux knows of the very one that is open, elsewhere its name is followed once more."""
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:
+        return os.path.realpath(path)
+
+
+def _is_below(real_path: str, folder: Path) -> bool:
+    return real_path.startswith(os.path.join(folder, "")) or real_path.startswith(
+        os.path.join(os.path.realpath(folder), "")
+    )
+
+
+def read_json(path: Path, within: Path | None = None) -> Any:
+    """What a file says. OSError or ValueError, in a few words, where it cannot be read."""
+    with open_regular_file(path, within) as file:
+        if os.fstat(file.fileno()).st_size > MAX_OBJECT_BYTES:
+            raise ValueError(f"it is larger than {MAX_OBJECT_BYTES >> 20} MiB")
+        data = file.read(MAX_OBJECT_BYTES)
+    try:
+        value = json.loads(data)
+    except RecursionError as error:
+        raise ValueError("it is too deep") from error
+    if _is_too_deep(data, value):
+        raise ValueError("it is too deep")
+    return value
+
+
+def read_json_object(path: Path, within: Path | None = None) -> dict[str, Any]:
+    """A JSON object; an empty one where the file is missing, damaged or something else."""
+    try:
+        return as_dict(read_json(path, within))
+    except (OSError, ValueError):
+        return {}
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """The config.json of a run; its parts are of the kinds they should be, whatever it says."""
+    record = read_json_object(folder / CONFIG_FILE)
+    changes = record.get("changes")
+    parts = {name: as_dict(record.get(name)) for name in ("settings", "fixed")}
+    return record | parts | {"changes": changes if isinstance(changes, list) else []}
+
+
+def find_read_error(path: Path) -> str:
+    """Why the object in a file cannot be read, in a sentence; empty where it can or there is none."""
+    try:
+        value = read_json(path)
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return f"cannot be read: {path.name}: {error.strerror or error}"
+    except ValueError as error:
+        return f"cannot be read: {path.name}: {str(error)[:200]}"
+    return "" if isinstance(value, dict) else f"cannot be read: {path.name} holds something else"
+
+
+def as_dict(value: object) -> dict[str, Any]:
+    """The value itself if it is an object, an empty one instead of anything else."""
+    return value if isinstance(value, dict) else {}
+
+
+def is_number(value: object) -> bool:
+    """A number that a page can be told: finite, and not larger than its numbers go."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -1e308 <= value <= 1e308
+
+
+def replace_non_finite(value: Any) -> Any:
+    """The same for a page: what is not finite, which JSON has no word for, is null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): replace_non_finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [replace_non_finite(item) for item in value]
+    return value
+
+
+def is_int64(value: object) -> bool:
+    """A whole number as steps, seeds and sizes are."""
+    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
+
+
+def _is_too_deep(data: bytes, value: object) -> bool:
+    if data.count(b"[") + data.count(b"{") <= MAX_JSON_DEPTH:
+        return False
+    level = [value]
+    for _ in range(MAX_JSON_DEPTH):
+        inner = [each for each in level if isinstance(each, dict | list)]
+        level = [item for each in inner for item in (each.values() if isinstance(each, dict) else each)]
+    return bool(level)
+
+
+class JsonlTailReader:
+    """JSON objects of a file that others append to, each of them given once."""
+
+    def __init__(self, path: Path, within: Path | None = None, must_contain: bytes = b"") -> None:
+        """Only lines in which `must_contain` occurs are looked into: of a long file it is most of the work."""
+        self.path = path
+        self.within = within
+        self.must_contain = must_contain
+        self.stamp: FileStamp | None = None
+        self.offset = 0
+        self.last_bytes = b""
+        self._has_unread = False
+
+    def read_new(self) -> tuple[bool, list[dict[str, Any]]]:
+        """Whether the file was rewritten, so that all it gave before is void, and the whole lines it has not given yet.
+
+        A line that is no JSON object is left out; one that has no end yet is given when it has.
+        """
+        return self.poll(), list(self.iter_rows())
+
+    def poll(self) -> bool:
+        """Whether the file was rewritten; to be called before `iter_rows`."""
+        stamp = read_stamp(self.path)
+        if stamp == self.stamp:
+            return False
+        rewritten = self._is_rewritten(stamp)
+        if rewritten:
+            self.offset, self.last_bytes = 0, b""
+        self.stamp = stamp
+        self._has_unread = stamp is not None
+        return rewritten
+
+    def iter_rows(self) -> Iterator[dict[str, Any]]:
+        """What came since the last look, a piece of the file at a time: all of a long one would be much."""
+        if not self._has_unread:
+            return
+        self._has_unread = False
+        try:
+            with open_regular_file(self.path, self.within) as file:
+                file.seek(self.offset)
+                rest = b""
+                while (chunk := file.read(CHUNK_BYTES)) and len(rest) < MAX_LINE_BYTES:
+                    *lines, rest = (rest + chunk).split(b"\n")
+                    if lines:
+                        self.offset += sum(len(line) + 1 for line in lines)
+                        self.last_bytes = (lines[-1] + b"\n")[-64:]
+                    yield from (
+                        row for line in lines if self.must_contain in line and (row := _parse_object(line)) is not None
+                    )
+        except OSError:
+            self.stamp = None  # looked at again next time
+
+    def _is_rewritten(self, stamp: FileStamp | None) -> bool:
+        if self.stamp is None or not self.offset:
+            return False
+        if stamp is None or stamp.inode != self.stamp.inode or stamp.size < self.offset:
+            return True
+        try:
+            with open_regular_file(self.path, self.within) as file:
+                # Written over in place by something longer: what was last read is not there.
+                file.seek(self.offset - len(self.last_bytes))
+                return file.read(len(self.last_bytes)) != self.last_bytes
+        except OSError:
+            return True
+
+
+def _parse_object(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and not _is_too_deep(line, row) else None
+
+
+def read_last_lines(path: Path, num_lines: int, within: Path | None = None) -> list[str]:
+    """The end of a log, as text whatever its bytes are."""
+    try:
+        with open_regular_file(path, within) as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - MAX_LOG_BYTES))
+            data = file.read(MAX_LOG_BYTES)
+    except OSError:
+        return []
+    lines = data.decode("utf-8", "replace").splitlines()
+    if size > MAX_LOG_BYTES:
+        lines = lines[1:]
+    return lines[-num_lines:] if num_lines > 0 else []
+
+
+def read_first_line(path: Path, within: Path | None = None) -> str:
+    """The beginning of a log; empty where there is none."""
+    try:
+        with open_regular_file(path, within) as file:
+            return file.readline(200).decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """`status` is running, finished, stopped or failed."""
+
+    status: str
+    reason: str = ""
+    command: str = ""
+    since: float | None = None
+
+
+def read_run_state(
+    folder: Path, last_modified: float, lease_files: Sequence[Path] = (), is_complete: bool | None = None
+) -> RunState:
+    """The state of a run whose newest file is of the time `last_modified`.
+
+    `lease_files` are files that processes which hold nothing keep touching (leases); `is_complete` says whether all that was planned
+    is there, for runs that recorded no end.
+    """
+    owner = read_json_object(folder / OWNER_FILE)
+    ended = read_json_object(folder / ENDED_FILE)
+    if owner:
+        state = _owner_state(owner, last_modified)
+        if state.status == "running" or ended.get("state") not in END_STATES:
+            return state
+    lease_mtime = max((stamp.mtime for path in lease_files if (stamp := read_stamp(path)) is not None), default=0.0)
+    if time.time() - lease_mtime < STALE_AFTER_S:
+        return RunState(status="running")
+    if ended.get("state") in END_STATES:
+        return RunState(
+            status=ended["state"], reason=str(ended.get("reason") or ""), command=str(ended.get("command") or "")
+        )
+    if is_complete:
+        return RunState(status="finished")
+    return RunState(status="stopped", reason="" if is_complete is None else "not all of it is there")
+
+
+def _owner_state(owner: dict[str, object], last_modified: float) -> RunState:
+    command, host, pid = str(owner.get("command") or ""), owner.get("host"), owner.get("pid")
+    since = _parse_time(owner.get("since"))
+    if host == socket.gethostname() and isinstance(pid, int):
+        alive = is_alive(pid, owner.get("start"))
+        return RunState(
+            status="running" if alive else "stopped",
+            reason="" if alive else KILLED_REASON,
+            command=command,
+            since=since,
+        )
+    newest = max(last_modified, since or 0.0)
+    if time.time() - newest < STALE_AFTER_S:
+        return RunState(status="running", command=command, since=since)
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(newest))
+    return RunState(status="stopped", reason=f"silent since {when}", command=command, since=since)
+
+
+def _parse_time(text: object) -> float | None:
+    try:
+        return time.mktime(time.strptime(str(text), "%Y-%m-%d %H:%M:%S"))
+    except (ValueError, OverflowError):
+        return None

@@ -1,0 +1,196 @@
+"""From prompt rows to requests: which image each row asks for, and under which file name it can be kept anywhere.
+
+An id is text from somebody's file. Only ids that are safe on every file system become part of a name; the others are mapped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import re
+import unicodedata
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from halation.csv_jsonl_reader import error_at
+from halation.errors import InputError
+from halation.prompt_files import NUM_SEEDS, PromptRow
+from halation.sample_specs import SampleSpec
+
+NUM_LISTED = 10
+_MAX_ID_LENGTH = 100
+_MAX_STEM_LENGTH = 60
+_NUM_HASH_DIGITS = 10
+_RESERVED_NAMES = r"(?:CON|PRN|AUX|NUL|COM[0-9]|LPT[0-9])(?:\.|\Z)"
+_SAFE_ID = re.compile(rf"(?!(?i:{_RESERVED_NAMES}))[A-Za-z0-9][A-Za-z0-9._-]{{0,{_MAX_ID_LENGTH - 1}}}(?<!\.)\Z")
+_UNSAFE_CHARACTER = re.compile(r"[^A-Za-z0-9_-]")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageRequest:
+    """One image that is asked for, and the name it will have."""
+
+    spec: SampleSpec
+    name: str
+    """File stem, safe on every file system: `{id}_seed{seed}` where the id is safe, else mapped."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestDefaults:
+    """What a row that says nothing gets."""
+
+    seed_start: int
+    """The seed of the file's first row; the next rows count on from it."""
+    height: int
+    width: int
+    num_frames: int
+    steps: int
+    guidance_scale: float
+    negative_prompt: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RenamedId:
+    """A request whose file name is not made of its id as it stands."""
+
+    index: int
+    line: int
+    id: str
+    name: str
+    why: str
+
+
+def iter_requests(rows: Iterable[PromptRow], defaults: RequestDefaults, source: str) -> RequestIterator:
+    """The requests of a file's rows in their order; `source` is the file's name for messages."""
+    return RequestIterator(rows, defaults, source)
+
+
+class RequestIterator(Iterator[ImageRequest]):
+    """Requests, made one by one as they are asked for; a request depends on its row and those before it, never on later ones.
+
+    The same id with the same seed twice would be one file for two rows: no request after the first such row is given, and
+    the end is an InputError that lists them.
+    """
+
+    def __init__(self, rows: Iterable[PromptRow], defaults: RequestDefaults, source: str) -> None:
+        self.renamed_ids: list[RenamedId] = []
+        """Renamed requests, in order; whoever writes them down on the way may empty the list."""
+        self.num_renamed = 0
+        self._source = source
+        # Digests, so that a million long ids take no more room than short ones. At 128 bits equal digests mean equal text.
+        self._line_by_name: dict[int, int] = {}
+        self._other_names: set[int] = set()
+        self._ids: set[int] = set()
+        self._shared_ids: set[int] = set()
+        self._repetitions: list[str] = []
+        self._num_repetitions = 0
+        self._iterator = self._make_requests(rows, defaults)
+
+    @property
+    def num_shared_ids(self) -> int:
+        """How many ids had come more than once so far, each time with another seed."""
+        return len(self._shared_ids)
+
+    def __next__(self) -> ImageRequest:
+        return next(self._iterator)
+
+    def _make_requests(self, rows: Iterable[PromptRow], defaults: RequestDefaults) -> Iterator[ImageRequest]:
+        for index, row in enumerate(rows):
+            spec = _make_spec(index, row, defaults, self._source)
+            preferred_name = f"{spec.id}_seed{spec.seed}"
+            key = _digest(preferred_name)
+            if key in self._line_by_name:
+                self._record_repetition(spec, row.line, self._line_by_name[key])
+                continue
+            name = self._choose_name(spec, preferred_name, key, row.line)
+            self._line_by_name[key] = row.line
+            self._record_id(spec.id)
+            if not self._num_repetitions:
+                yield ImageRequest(spec=spec, name=name)
+        if self._num_repetitions:
+            raise self._repetition_error()
+
+    def _choose_name(self, spec: SampleSpec, preferred_name: str, key: int, line: int) -> str:
+        if not _SAFE_ID.match(spec.id):
+            name, why = self._make_safe_name(spec), "the id is not a safe part of a file name"
+        else:
+            folded = preferred_name.lower()
+            folded_key = key if folded == preferred_name else _digest(folded)
+            if not self._is_taken(folded_key):
+                if folded_key != key:
+                    self._other_names.add(folded_key)
+                return preferred_name
+            name, why = (
+                self._make_safe_name(spec),
+                "an earlier row has this name, or one that differs only in its capitals",
+            )
+        self.num_renamed += 1
+        self.renamed_ids.append(RenamedId(index=spec.index, line=line, id=spec.id, name=name, why=why))
+        return name
+
+    def _is_taken(self, folded_key: int) -> bool:
+        # A safe id without capitals has its own text as its folded name; an unsafe id's text is never anybody's name.
+        return folded_key in self._line_by_name or folded_key in self._other_names
+
+    def _make_safe_name(self, spec: SampleSpec) -> str:
+        start = _readable_stem(spec.id)
+        for attempt in itertools.count():
+            text = spec.id if attempt == 0 else f"{spec.id}\0{attempt}"
+            digits = hashlib.sha256(text.encode()).hexdigest()[:_NUM_HASH_DIGITS]
+            name = f"{start}-{digits}_seed{spec.seed}"
+            folded_key = _digest(name.lower())
+            if not self._is_taken(folded_key):
+                self._other_names.add(folded_key)
+                return name
+        raise AssertionError("counting never ends")
+
+    def _record_id(self, id: str) -> None:
+        key = _digest(id)
+        (self._shared_ids if key in self._ids else self._ids).add(key)
+
+    def _record_repetition(self, spec: SampleSpec, line: int, first_line: int) -> None:
+        self._num_repetitions += 1
+        if self._num_repetitions <= NUM_LISTED:
+            shown = spec.id if len(spec.id) <= _MAX_STEM_LENGTH else spec.id[:_MAX_STEM_LENGTH] + "..."
+            self._repetitions.append(f"{shown!r} with seed {spec.seed}: lines {first_line} and {line}")
+
+    def _repetition_error(self) -> InputError:
+        more = self._num_repetitions - len(self._repetitions)
+        listed = "; ".join(self._repetitions) + (f"; and {more} more" if more else "")
+        return InputError(
+            f"{self._source}: the same image_id and seed twice: {listed}",
+            "each image_id once for each seed, because the file name is made of the two",
+            "remove the repeated rows, or give them a seed or an image_id of their own",
+        )
+
+
+def _make_spec(index: int, row: PromptRow, defaults: RequestDefaults, source: str) -> SampleSpec:
+    seed = row.seed
+    if seed is None:
+        seed = defaults.seed_start + index
+        if not 0 <= seed < NUM_SEEDS:
+            found = f"the seed would be {defaults.seed_start} + {index} = {seed}"
+            raise error_at(source, row.line, 1, found, "a seed from 0 to 2**63 - 1", "choose another --seed_start")
+    return SampleSpec(
+        index=index,
+        id=row.image_id or f"{index + 1:06d}",
+        prompt=row.prompt,
+        seed=seed,
+        height=defaults.height if row.height is None else row.height,
+        width=defaults.width if row.width is None else row.width,
+        steps=defaults.steps if row.steps is None else row.steps,
+        guidance_scale=defaults.guidance_scale if row.guidance_scale is None else row.guidance_scale,
+        negative_prompt=defaults.negative_prompt if row.negative_prompt is None else row.negative_prompt,
+        num_frames=defaults.num_frames,
+    )
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "big")
+
+
+def _readable_stem(id: str) -> str:
+    """What of an id can stand in any file name: letters without their accents, digits, dashes; the rest as underscores."""
+    plain = unicodedata.normalize("NFKD", id[:_MAX_STEM_LENGTH])
+    plain = "".join(character for character in plain if not unicodedata.combining(character))
+    return _UNSAFE_CHARACTER.sub("_", plain)[:_MAX_STEM_LENGTH].lstrip("_-") or "id"

@@ -1,0 +1,297 @@
+"""What a generation leaves beside its images: metadata.jsonl, failed_prompts_gpu{k}.txt, summary.json; and whether all is still there.
+
+Metadata holds what follows from the specs alone, so that any number of workers leaves the same bytes; what depends on workers and
+time stands in the summary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import stat
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from halation.generation.ledger import LedgerRow
+from halation.runs.run_record import open_atomic, write_json_atomic
+
+METADATA_FILE = "metadata.jsonl"
+SUMMARY_FILE = "summary.json"
+FAILURES_FILE = "failed_prompts_gpu{worker}.txt"
+FAILURES_HEADER = "# index\tid\tseed\tprompt\treason (text is escaped as inside a JSON string)\n"
+MAX_REASONS = 100
+MAX_THREADS = 8
+_encoder = json.JSONEncoder(ensure_ascii=False)  # json.dumps would make one for each of a million lines
+
+
+def file_names(name: str, num_frames: int) -> list[str]:
+    """The files of one result, relative to the folder: an image, or a video and its frames."""
+    if num_frames == 1:
+        return [f"{name}.png"]
+    return [f"{name}.mp4", *(f"{name}/frame_{number:04d}.png" for number in range(num_frames))]
+
+
+def combined_digest(files: Sequence[bytes]) -> str:
+    """The SHA-256 a ledger keeps for a result whose files, in the order of `file_names`, hold these bytes."""
+    return _combine_digests([hashlib.sha256(file).hexdigest() for file in files])
+
+
+def digest_files(folder: Path, name: str, num_frames: int) -> str:
+    """The same of files on disk."""
+    digests = []
+    for file_name in file_names(name, num_frames):
+        with open(folder / file_name, "rb", buffering=0) as file:
+            digests.append(hashlib.file_digest(file, "sha256").hexdigest())
+    return _combine_digests(digests)
+
+
+def _combine_digests(digests: Sequence[str]) -> str:
+    return digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest()
+
+
+def write_metadata(folder: Path, rows: Iterable[LedgerRow]) -> None:
+    """metadata.jsonl, as `datasets` reads it beside images: a line for each done row; rows come by index."""
+    last = -1
+    with open_atomic(folder / METADATA_FILE, "metadata") as file:
+        for row in rows:
+            assert row.request.spec.index > last, "rows come by index"
+            last = row.request.spec.index
+            if row.state == "done":
+                file.write((_encoder.encode(_metadata_row(row)) + "\n").encode())
+
+
+def _metadata_row(row: LedgerRow) -> dict[str, Any]:
+    spec = row.request.spec
+    return {
+        "file_name": file_names(row.request.name, spec.num_frames)[0],
+        "image_id": spec.id,
+        "index": spec.index,
+        "prompt": spec.prompt,
+        "negative_prompt": spec.negative_prompt,
+        "seed": spec.seed,
+        "width": spec.width,
+        "height": spec.height,
+        "num_frames": spec.num_frames,
+        "steps": spec.steps,
+        "guidance_scale": float(spec.guidance_scale),
+        "sha256": row.sha256,
+    }
+
+
+def write_failures(folder: Path, workers: Sequence[str], rows: Iterable[LedgerRow]) -> None:
+    """A list of failures for each worker of this call and of earlier ones, empty where nothing of its is missing any more.
+
+    A failure that no worker stands for is listed with the first one's.
+    """
+    before, after = FAILURES_FILE.split("{worker}")
+    earlier_workers = [path.name[len(before) : -len(after)] for path in folder.glob(FAILURES_FILE.format(worker="*"))]
+    workers = list(dict.fromkeys([*workers, *sorted(earlier_workers)]))
+    with contextlib.ExitStack() as stack:
+
+        def open_list(worker: str) -> BinaryIO:
+            path = folder / FAILURES_FILE.format(worker=worker)
+            file = stack.enter_context(open_atomic(path, "failures"))
+            file.write(FAILURES_HEADER.encode())
+            return file
+
+        lists = {worker: open_list(worker) for worker in workers}
+        for row in rows:
+            if row.state == "failed":
+                worker = row.worker or (workers[0] if workers else "0")
+                if worker not in lists:
+                    lists[worker] = open_list(worker)
+                lists[worker].write(_failure_line(row))
+
+
+def _failure_line(row: LedgerRow) -> bytes:
+    spec = row.request.spec
+    cells = (str(spec.index), _escape(spec.id), str(spec.seed), _escape(spec.prompt), _escape(row.reason))
+    return ("\t".join(cells) + "\n").encode()
+
+
+def _escape(text: str) -> str:
+    return _encoder.encode(text)[1:-1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DamagedImage:
+    """A file that is not what the ledger says."""
+
+    index: int
+    file: str
+    reason: str
+
+
+def verify(folder: Path, rows: Iterable[LedgerRow], report: Callable[[int, int], None]) -> list[DamagedImage]:
+    """Every done row's files against the ledger's sizes and hashes; what is wrong, by index.
+
+    `report` hears, from the calling thread, how many results were checked and how many of them are damaged.
+    """
+    damages: list[DamagedImage] = []
+    num_threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
+    futures: deque[Future[DamagedImage | None]] = deque()
+    num_checked = 0
+
+    def take_result() -> None:
+        nonlocal num_checked
+        damage = futures.popleft().result()
+        num_checked += 1
+        if damage is not None:
+            damages.append(damage)
+        report(num_checked, len(damages))
+
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="verify") as executor:
+        for row in rows:
+            if row.state == "done":
+                futures.append(executor.submit(_find_damage, folder, row))
+            if len(futures) >= 16 * num_threads:
+                take_result()
+        while futures:
+            take_result()
+    return sorted(damages, key=lambda damage: damage.index)
+
+
+def _find_damage(folder: Path, row: LedgerRow) -> DamagedImage | None:
+    """What is wrong with one result, or None."""
+    spec, name = row.request.spec, row.request.name
+    files = file_names(name, spec.num_frames)
+    num_bytes = 0
+    for file in files:
+        try:
+            status = os.stat(folder / file)
+        except FileNotFoundError:
+            return DamagedImage(index=spec.index, file=file, reason="missing")
+        except OSError as error:
+            return DamagedImage(index=spec.index, file=file, reason=f"cannot be read ({error.strerror or error})")
+        if not stat.S_ISREG(status.st_mode):
+            return DamagedImage(index=spec.index, file=file, reason="cannot be read (not a file)")
+        if status.st_size == 0:
+            return DamagedImage(index=spec.index, file=file, reason="cut short (empty)")
+        num_bytes += status.st_size
+    if num_bytes < row.num_bytes:
+        reason = f"cut short ({num_bytes} of {row.num_bytes} bytes)"
+    elif num_bytes > row.num_bytes:
+        reason = f"changed ({num_bytes} bytes instead of {row.num_bytes})"
+    else:
+        try:
+            reason = (
+                "" if digest_files(folder, name, spec.num_frames) == row.sha256 else "changed (its SHA-256 is another)"
+            )
+        except OSError as error:
+            reason = f"cannot be read ({error.strerror or error})"
+    return DamagedImage(index=spec.index, file=files[0], reason=reason) if reason else None
+
+
+def find_missing(folder: Path, names: Iterable[tuple[int, str, int]]) -> list[int]:
+    """Indices of done rows whose file is gone, by a look at the folder alone: no file is opened or asked for its size.
+
+    `names` gives index, name and number of frames of each done row. Counting files instead would not do: a killed call leaves
+    images that no row knows of yet, and they would stand for others that are gone.
+    """
+    present = set(os.listdir(folder))
+    return [
+        index
+        for index, name, num_frames in names
+        # Most are images, and there may be a million of them.
+        if (
+            f"{name}.png" not in present
+            if num_frames == 1
+            else not present.issuperset(_folder_entries(name, num_frames))
+        )
+    ]
+
+
+def _folder_entries(name: str, num_frames: int) -> tuple[str, ...]:
+    """What a result is called in the folder itself."""
+    return (f"{name}.png",) if num_frames == 1 else (f"{name}.mp4", name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerStats:
+    """What one worker did in this call."""
+
+    done: int = 0
+    failed: int = 0
+    seconds_painting: float = 0.0
+    restarts: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSummary:
+    """What the supervisor counted: the first four for the whole folder, the rest for this call."""
+
+    planned: int
+    done: int
+    failed: int
+    open: int
+    drawn_now: int
+    seconds: float
+    workers: Mapping[str, WorkerStats] = field(default_factory=dict)
+    retries: int = 0
+    redone_sheets: int = 0
+    failures_by_reason: Mapping[str, int] = field(default_factory=dict)
+    smaller_micro_batches: int = 0
+    """Images of the folder drawn with fewer at once than planned, after an out of memory."""
+    equality_classes: Mapping[str, str] = field(default_factory=dict)
+    """E0, E1 or E2 for each setting that has one."""
+    interrupted: bool = False
+
+
+def count_reasons(failures: Iterable[LedgerRow]) -> dict[str, int]:
+    """How many rows failed for each reason (its first line), the commonest first; beyond a hundred, the rest together."""
+    counts = Counter((row.reason.strip().splitlines() or ["no reason given"])[0] for row in failures)
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    rest = sum(num for _, num in ordered[MAX_REASONS:])
+    return dict(ordered[:MAX_REASONS]) | ({"other reasons": rest} if rest else {})
+
+
+def summary_json(summary: RunSummary) -> dict[str, Any]:
+    """summary.json as a dictionary."""
+    return {
+        "planned": summary.planned,
+        "done": summary.done,
+        "failed": summary.failed,
+        "open": summary.open,
+        "interrupted": summary.interrupted,
+        "drawn_now": summary.drawn_now,
+        "seconds": round(summary.seconds, 3),
+        "pictures_per_s": _ratio(summary.drawn_now, summary.seconds),
+        "workers": {
+            label: {
+                "done": worker.done,
+                "failed": worker.failed,
+                "seconds_painting": round(worker.seconds_painting, 3),
+                "busy_share": _ratio(worker.seconds_painting, summary.seconds),
+                "restarts": worker.restarts,
+            }
+            for label, worker in summary.workers.items()
+        },
+        "retries": summary.retries,
+        "redone_sheets": summary.redone_sheets,
+        "failures_by_reason": dict(summary.failures_by_reason),
+        "smaller_micro_batches": summary.smaller_micro_batches,
+        "equality_classes": dict(summary.equality_classes),
+    }
+
+
+def _ratio(part: float, whole: float) -> float:
+    return round(part / whole, 4) if whole > 0 else 0.0
+
+
+def is_summary_current(folder: Path, summary: RunSummary) -> bool:
+    """Whether the summary that is there tells of as many images; its times are then worth more than none."""
+    try:
+        written = json.loads((folder / SUMMARY_FILE).read_bytes())
+        return all(written[name] == getattr(summary, name) for name in ("planned", "done", "failed", "open"))
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def write_summary(folder: Path, summary: RunSummary) -> None:
+    write_json_atomic(folder / SUMMARY_FILE, summary_json(summary))

@@ -1,0 +1,253 @@
+"""A ledger for a folder that several processes share: each appends to a JSONL file of its own and reads everybody else's.
+
+Shared file systems keep neither SQLite's locks nor its mapped memory, but they all append to a file with one writer, and create a
+name at most once (`create_once`). The SQLite tables here are a private index, made anew by each process from the prompt file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import hashlib
+import json
+import logging
+import os
+import re
+import secrets
+import socket
+import sqlite3
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from halation.errors import InputError
+from halation.fault_injection import fault_point
+from halation.generation.ledger import SCHEMA, ImageOutcome, Indices, Ledger
+from halation.runs.run_record import sync_folder
+
+log = logging.getLogger(__name__)
+
+SHARED_LEDGER = "ledger"
+"""Folder of the ledgers of commands that share a run; one command alone has its ledger in one file."""
+CHUNK_BYTES = 1 << 24
+DIGEST_BYTES = 8
+NUM_SHOWN = 5
+# What a plan is recognised by, in this order for good: folders outlive versions.
+PLAN_COLUMNS = "picture, name, id, prompt, negative_prompt, seed, height, width, num_frames, steps, guidance_scale"
+NO_HARD_LINK_ERRORS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV)
+
+
+def _host_name() -> str:
+    return re.sub(r"[^A-Za-z0-9_]+", "-", socket.gethostname()).strip("-") or "host"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessIdentity:
+    """Who this is among processes of many machines, whose numbers may be equal and return."""
+
+    host: str = field(default_factory=_host_name)
+    pid: int = field(default_factory=os.getpid)
+    token: str = field(default_factory=lambda: secrets.token_hex(4))
+
+    @property
+    def name(self) -> str:
+        return f"{self.host}-{self.pid}-{self.token}"
+
+
+def link_once(source: Path, path: Path) -> bool:
+    """Give a file another name, unless there is one of that name: the step that only one process can take."""
+    try:
+        os.link(source, path)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno in NO_HARD_LINK_ERRORS:
+            raise InputError(
+                f"the file system of {path.parent} has no hard links ({error.strerror})",
+                "one on which a name can be created once among all machines: NFS, Lustre, GPFS, a local disk",
+                "choose an --output_dir there, or use --cluster ray",
+            ) from error
+        raise
+    return True
+
+
+def create_once(path: Path, data: bytes, process: ProcessIdentity) -> bytes:
+    """Publish a file unless it is there already; returns what is there, whoever wrote it."""
+    temporary = path.with_name(f".{path.name}.{process.name}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        link_once(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path.read_bytes()
+
+
+class SharedLedger(Ledger):
+    """The rows of the plan with everybody's outcomes, as far as they were read."""
+
+    def __init__(self, folder: Path, process: ProcessIdentity) -> None:
+        self.folder = folder
+        self.process = process
+        self.num_by_others = {"done": 0, "failed": 0}
+        """What others did since this process began."""
+        self._offsets: dict[str, int] = {}
+        self._settled_mask: npt.NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
+        self._has_refreshed = False
+        super().__init__(folder / f"{process.name}.jsonl")
+        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        sync_folder(folder)
+        self._num_bytes = 0
+
+    def _open(self) -> None:
+        self.connection = sqlite3.connect("", isolation_level=None)  # a temporary file that SQLite removes by itself
+        self.connection.executescript(SCHEMA)
+
+    def close(self) -> None:
+        super().close()
+        os.close(self._file)
+        if not self._num_bytes:
+            self.path.unlink(missing_ok=True)
+
+    # -- the plan
+
+    def agree_on_plan(self) -> None:
+        """Refuse a plan that is not the folder's own or its continuation; the first process writes it down."""
+        own = self._plan_digests()
+        self._check_known_plans(own)
+        create_once(self.folder / _plan_file_name(len(own)), own, self.process)
+        self._check_known_plans(own)
+        self._settled_mask = np.zeros(self.num_planned, dtype=np.bool_)
+
+    def has_longer_plan(self) -> bool:
+        """Whether a later command has planned more than this one."""
+        return any(path.name > _plan_file_name(self.num_planned * DIGEST_BYTES) for path in self.folder.glob("plan-*"))
+
+    def _plan_digests(self) -> bytes:
+        rows = self.connection.execute(f"SELECT {PLAN_COLUMNS} FROM pictures ORDER BY picture")
+        return b"".join(hashlib.blake2b(json.dumps(row).encode(), digest_size=DIGEST_BYTES).digest() for row in rows)
+
+    def _check_known_plans(self, own: bytes) -> None:
+        for path in sorted(self.folder.glob("plan-*")):
+            known = path.read_bytes()
+            if len(known) > len(own):
+                raise InputError(
+                    f"fewer prompts than before: the folder holds a plan of {len(known) // DIGEST_BYTES}, "
+                    f"this command one of {len(own) // DIGEST_BYTES}",
+                    "the same prompts as before, or more behind them",
+                    "use the old list, or another --output_dir",
+                )
+            if not own.startswith(known):
+                self._raise_changed_prompts(_digest_array(known), _digest_array(own))
+
+    def _raise_changed_prompts(self, known: npt.NDArray[np.uint64], own: npt.NDArray[np.uint64]) -> None:
+        different = np.flatnonzero(known != own[: len(known)])
+        specs = [request.spec for request in self.requests(different[:NUM_SHOWN].tolist())]
+        lines = "\n".join(f"  row {spec.index + 1}: now {spec.prompt!r} with seed {spec.seed}" for spec in specs)
+        raise InputError(
+            f"{len(different)} prompts are not those this folder was begun with:\n{lines}",
+            "the same prompts as before, or more behind them",
+            "use the old list, or another --output_dir",
+        )
+
+    # -- the outcomes
+
+    def unfinished_indices(self) -> Indices:
+        """Rows to draw: open ones, and those that failed before this process began; a failure since then is somebody's last word."""
+        return np.flatnonzero(~self._settled_mask).astype(np.int64)
+
+    def record(self, outcomes: Iterable[ImageOutcome]) -> None:
+        outcomes = list(outcomes)
+        lines = b"".join((json.dumps(dataclasses.asdict(outcome)) + "\n").encode() for outcome in outcomes)
+        self._retry(lambda: self._append(lines))
+        self._mark_settled(outcomes)
+        super().record(outcomes)
+
+    def _append(self, lines: bytes) -> None:
+        """All of them or, as far as a full disk lets us, none: others read only whole lines, and these are written again from the start."""
+        try:
+            fault_point("shared.append")
+            rest = memoryview(lines)
+            while rest:
+                rest = rest[os.write(self._file, rest) :]
+            fault_point("shared.fsync")
+            os.fsync(self._file)
+        except OSError:
+            os.lseek(self._file, self._num_bytes, os.SEEK_SET)
+            os.ftruncate(self._file, self._num_bytes)
+            raise
+        self._num_bytes += len(lines)
+        fault_point("shared.appended")
+
+    def _mark_settled(self, outcomes: Iterable[ImageOutcome]) -> None:
+        for outcome in outcomes:
+            if outcome.state == "done" or self._has_refreshed:
+                self._settled_mask[outcome.index] = True
+
+    def reopen(self, indices: Iterable[int]) -> None:
+        """Every process looks for damage itself, so this is nobody else's matter; the image's next outcome is."""
+        indices = list(indices)
+        self._settled_mask[indices] = False
+        super().reopen(indices)
+
+    def refresh(self) -> bool:
+        """Read what others wrote since the last time; whether there was anything. What stands there at the first time is history."""
+        changed = False
+        names = [name for name in os.listdir(self.folder) if name.endswith(".jsonl") and not name.startswith(".")]
+        for name in sorted(names):
+            if name == self.path.name:
+                continue
+            for outcomes in self._read_new_outcomes(name):
+                changed = True
+                if self._has_refreshed:
+                    self._count_by_others(outcomes)
+                self._mark_settled(outcomes)
+                super().record(outcomes)
+        self._has_refreshed = True
+        return changed
+
+    def _count_by_others(self, outcomes: list[ImageOutcome]) -> None:
+        for outcome in outcomes:
+            if not self._settled_mask[outcome.index]:
+                self.num_by_others[outcome.state] += 1
+
+    def _read_new_outcomes(self, name: str) -> Iterator[list[ImageOutcome]]:
+        """The whole lines behind those that were read, in pieces."""
+        try:
+            # Opened anew each time: that is when NFS looks at what others wrote.
+            with open(self.folder / name, "rb") as file:
+                while True:
+                    file.seek(self._offsets.get(name, 0))
+                    data = file.read(CHUNK_BYTES)
+                    end = data.rfind(b"\n") + 1
+                    if not end:
+                        return
+                    self._offsets[name] = self._offsets.get(name, 0) + end
+                    yield [outcome for line in data[:end].splitlines() if (outcome := self._parse_outcome(name, line))]
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ESTALE):  # NFS's word for one that is gone
+                raise
+
+    def _parse_outcome(self, name: str, line: bytes) -> ImageOutcome | None:
+        """None for a row that only a later command's longer plan has, and for a line that a power cut left."""
+        try:
+            values: dict[str, Any] = json.loads(line)
+            outcome = ImageOutcome(**values)
+        except (ValueError, TypeError):
+            log.warning("%s has a line that is no outcome; its image is drawn again", name)
+            return None
+        return outcome if 0 <= outcome.index < len(self._settled_mask) else None
+
+
+def _plan_file_name(num_bytes: int) -> str:
+    return f"plan-{num_bytes // DIGEST_BYTES:09d}.digests"
+
+
+def _digest_array(digests: bytes) -> npt.NDArray[np.uint64]:
+    return np.frombuffer(digests, dtype=np.uint64)

@@ -1,0 +1,306 @@
+"""`halation generate --cluster files`: one of several plain processes on one folder, which meet nowhere but in its files.
+
+    config.json                     the first process's, once and for good
+    ledger/{host}-{pid}-{token}.jsonl   outcomes, one file a process
+    ledger/plan-*.digests           what was planned, to recognise it by
+    ledger/leases/                  ranges of batches that are being drawn
+    ledger/{fact}.json              what was found out on the way: the first word counts for all
+    ledger/*.summary.json           what each process did
+
+`--verify` is each process's own: all that are given it check everything before they draw. Give it to one process, alone, where
+reading the folder takes long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from halation.config import as_json
+from halation.distributed import launcher
+from halation.distributed.signals import StopSignals
+from halation.errors import InputError
+from halation.generation import result_files
+from halation.generation.config import GenerateConfig
+from halation.generation.ledger import LEDGER_FILE
+from halation.generation.ledger_setup import RENAMED_FILE
+from halation.generation.result_files import RunSummary, WorkerStats
+from halation.generation.session import GenerationSession
+from halation.generation.shared_folder.leases import BatchRanges, Leases, read_lease
+from halation.generation.shared_folder.shared_ledger import SHARED_LEDGER, ProcessIdentity, SharedLedger, create_once
+from halation.generation.supervisor import RangeClaims, RunStats
+from halation.generation.workers.local_pool import LocalWorkerPool, WorkerPool, WorkerSlot, list_local_slots
+from halation.generation.workers.process import QUEUE_DEPTH
+from halation.images import png_codec
+from halation.logging_setup import ConsoleWarningHandler, log_to_folder
+from halation.models.model_ref import ModelRef
+from halation.progress_display import GenerationProgress
+from halation.prompt_files import PromptFile
+from halation.runs import run_record as runs
+from halation.runs.run_record import RunFolder
+from halation.sample_batching import BatchPlan
+
+log = logging.getLogger(__name__)
+FACT_FILES = {"micro batch": "micro_batch.json", "painter": "painter.json", "computes on": "computes_on.json"}
+GPU_BINDING_VARIABLES = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPU_BIND", "SLURM_TRES_BIND")
+PROCESS_SUMMARY_FILE = "{process}.summary.json"
+MAX_RESULT_WRITES = 3
+"""One who stops early does not wait until the others have no more news."""
+
+
+def run_shared(config: GenerateConfig, prompts: PromptFile, model_ref: ModelRef, slots: list[WorkerSlot]) -> int:
+    """Draw until nothing of the whole plan is missing, together with whoever else is at it."""
+    folder = config.output_dir
+    check_shareable(config, folder)
+    if not config.gpu_ids and (gpus := select_slurm_gpus(launcher.num_gpus(), os.environ)):
+        slots = list_local_slots(dataclasses.replace(config, gpu_ids=gpus))
+    process = ProcessIdentity()
+    ledger_folder = folder / SHARED_LEDGER
+    (ledger_folder / "leases").mkdir(parents=True, exist_ok=True)
+    slots = [dataclasses.replace(slot, label=f"{process.host}-{slot.label}") for slot in slots]
+    logs = folder / "logs" / process.name
+    with log_to_folder(logs) as console_handler, contextlib.closing(SharedLedger(ledger_folder, process)) as ledger:
+        session = SharedSession(config, model_ref, ledger, console_handler)
+        session.begin(prompts, slots)
+        return session.run(lambda: LocalWorkerPool(slots, session.worker_settings(), logs, config.threads))
+
+
+def check_shareable(config: GenerateConfig, folder: Path) -> None:
+    if (folder / LEDGER_FILE).exists():
+        raise InputError(
+            f"{folder} was begun by one command alone (it has a {LEDGER_FILE})",
+            "a folder that was begun with --cluster files, or an empty one",
+            "leave --cluster files out to go on there, or choose another --output_dir",
+        )
+    run = RunFolder(folder)
+    if run.config.exists() and runs.read_record(run)["job"] != "generate":
+        raise InputError(
+            f"{folder} holds a `{runs.read_record(run)['job']}` run",
+            "a `generate` run or an empty folder",
+            "choose another --output_dir",
+        )
+    if config.accept_changes:
+        raise InputError(
+            "--accept_changes with --cluster files",
+            "the settings the folder was begun with: other processes may be drawing with them now",
+            "use the old settings, or another --output_dir",
+        )
+
+
+def select_slurm_gpus(num_gpus: int, environment: Mapping[str, str]) -> tuple[int, ...]:
+    """Among srun's tasks of one machine that all see all of its GPUs: this task's share, task k's being k, k + tasks ...
+
+    Empty where there is nothing to share: one task a machine, one GPU each, or tasks that SLURM has given GPUs of their own.
+    """
+    num_tasks, task = num_local_slurm_tasks(environment), int(environment.get("SLURM_LOCALID", "0"))
+    is_bound = any(environment.get(name, "none") != "none" for name in GPU_BINDING_VARIABLES)
+    if num_tasks == 1 or is_bound or num_gpus <= 1:
+        return ()
+    if task >= num_gpus:
+        raise InputError(
+            f"task {task} of {num_tasks} on a machine that shows {num_gpus} GPUs",
+            "at most one task a GPU",
+            f"start at most {num_gpus} tasks a node (--ntasks-per-node), or say with --gpu_ids what each is to use",
+        )
+    return tuple(range(task, num_gpus, num_tasks))
+
+
+def num_local_slurm_tasks(environment: Mapping[str, str]) -> int:
+    """How many of srun's tasks run on this machine, from lists such as 4(x2),3; 1 outside srun."""
+    task_list = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
+    nodes = [
+        int(tasks)
+        for tasks, repeats in re.findall(r"(\d+)(?:\(x(\d+)\))?", task_list)
+        for _ in range(int(repeats or 1))
+    ]
+    node = int(environment.get("SLURM_NODEID", "0"))
+    return nodes[node] if "SLURM_LOCALID" in environment and node < len(nodes) else 1
+
+
+class SharedSession(GenerationSession):
+    """A session on a folder that nobody holds alone."""
+
+    ledger: SharedLedger
+
+    def __init__(
+        self, config: GenerateConfig, model_ref: ModelRef, ledger: SharedLedger, console_handler: ConsoleWarningHandler
+    ) -> None:
+        super().__init__(config, model_ref, ledger, console_handler)
+        self.process = ledger.process
+        self.leases: Leases | None = None
+        self.start_time = os.stat(ledger.path).st_mtime
+
+    # -- before
+
+    def _open_record(self, settings: dict[str, Any], has_done_images: bool) -> dict[str, Any]:
+        """config.json as its first writer made it: it binds from then on, because others may be drawing by it."""
+        config, run = self.config, RunFolder(self.folder)
+        coder = config.png if config.png != "auto" else png_codec.best_coder()
+        new_record = {
+            "job": "generate",
+            "settings": as_json(config),
+            "fixed": settings | {"png coder": coder},
+            "changes": [],
+        }
+        if not run.config.exists():
+            create_once(
+                run.config, (json.dumps(new_record, indent=2, ensure_ascii=False) + "\n").encode(), self.process
+            )
+        record = runs.read_record(run)
+        chosen = record["fixed"]["png coder"] if config.png == "auto" else coder
+        self._check_settings(record["fixed"], settings | {"png coder": chosen})
+        for fact, name in FACT_FILES.items():
+            path = self.ledger.folder / name
+            if path.exists():
+                record["fixed"][fact] = runs.read_json(path)
+        return record
+
+    def _check_settings(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+        lines = runs.diff_settings(old, new)
+        if lines:
+            raise InputError(
+                f"{self.folder} was started with other settings:\n" + "\n".join(lines),
+                "the same settings as before, in every process that shares the folder",
+                "use the old settings, or another --output_dir",
+            )
+
+    def _plan(self, prompts: PromptFile, has_done_images: bool, folder: Path) -> None:
+        """Every process plans for itself, to the same rows, and none may add to what another wrote."""
+        with tempfile.TemporaryDirectory(prefix="halation_plan_") as scratch:
+            super()._plan(prompts, False, Path(scratch))
+            self.ledger.agree_on_plan()
+            renamed = Path(scratch) / RENAMED_FILE
+            if renamed.exists():
+                runs.write_atomic(folder / RENAMED_FILE, renamed.read_bytes())
+        self._remove_temporary_files()
+        self.ledger.refresh()
+
+    def _remove_temporary_files(self) -> None:
+        """Remove what killed writers left behind: what was not touched for a lease is nobody's."""
+        probe = self.ledger.folder / f".{self.process.name}.probe.tmp"
+        probe.touch()
+        now = probe.stat().st_mtime
+        probe.unlink()
+        for folder in (self.folder, self.ledger.folder, self.ledger.folder / "leases"):
+            for name in os.listdir(folder):
+                if name.startswith(".") and name.endswith((".tmp", ".card")):
+                    _remove_if_older(folder / name, now, self.config.lease_s)
+
+    # -- during
+
+    def _generate(self, pool: WorkerPool, before: dict[str, int], signals: StopSignals) -> RunStats:
+        try:
+            return super()._generate(pool, before, signals)
+        finally:
+            if self.leases is not None:
+                self.leases.release()
+                if self.leases.num_taken_over:
+                    self._remove_temporary_files()
+
+    def _make_claims(self, batches: BatchPlan, pool: WorkerPool, progress: GenerationProgress) -> RangeClaims:
+        def on_refresh() -> None:
+            num_by_others = self.ledger.num_by_others
+            progress.set_elsewhere(num_by_others["done"], num_by_others["failed"])
+
+        self.leases = Leases(
+            self.ledger,
+            BatchRanges(batches),
+            lease_s=self.config.lease_s,
+            num_batches_wanted=QUEUE_DEPTH * len(pool.labels),
+            on_refresh=on_refresh,
+            print_line=progress.print_line,
+        )
+        return self.leases
+
+    def _confirm(self, facts: dict[str, Any]) -> None:
+        """The first process's word counts: its micro-batch is taken, its model must be ours, another device is only said."""
+        for fact, value in facts.items():
+            written = create_once(
+                self.ledger.folder / FACT_FILES[fact], (json.dumps(value) + "\n").encode(), self.process
+            )
+            first_value = json.loads(written)
+            self.record["fixed"][fact] = first_value
+            if fact == "painter":
+                self._check_settings(first_value, json.loads(json.dumps(value)))
+            elif fact == "computes on" and first_value != value:
+                log.warning(
+                    "this process computes on %s, the first on %s: images round differently on them", value, first_value
+                )
+
+    # -- after
+
+    def _write_results(self, stats: RunStats | None) -> None:
+        """Whoever ends writes what it knows, and once more where others told news meanwhile: the last word is then the whole."""
+        if stats is not None:
+            own = result_files.summary_json(self._summarize(stats))
+            runs.write_json_atomic(self.ledger.folder / PROCESS_SUMMARY_FILE.format(process=self.process.name), own)
+        self.ledger.refresh()
+        for _ in range(MAX_RESULT_WRITES):
+            if self.ledger.has_longer_plan():
+                break
+            summary = self._merge_summaries(self._summarize(stats))
+            result_files.write_metadata(self.folder, self.ledger.rows())
+            result_files.write_failures(self.folder, list(summary.workers), self.ledger.failed_rows())
+            if stats is not None or not (self.folder / result_files.SUMMARY_FILE).exists():
+                result_files.write_summary(self.folder, summary)
+            if not self.ledger.refresh():
+                break
+
+    def _merge_summaries(self, own: RunSummary) -> RunSummary:
+        """What this process and those that ended since it began did together."""
+        workers = dict(own.workers)
+        read_summaries = [
+            self._read_summary(path) for path in self.ledger.folder.glob(PROCESS_SUMMARY_FILE.format(process="*"))
+        ]
+        other_summaries = [summary for summary in read_summaries if summary]
+        for summary in other_summaries:
+            for label, values in summary["workers"].items():
+                values = {key: value for key, value in values.items() if key != "busy_share"}
+                workers[label] = _add_stats(workers.get(label, WorkerStats()), WorkerStats(**values))
+        return dataclasses.replace(
+            own,
+            workers=dict(sorted(workers.items())),
+            seconds=max([own.seconds, *(summary["seconds"] for summary in other_summaries)]),
+            drawn_now=own.drawn_now + sum(summary["drawn_now"] for summary in other_summaries),
+            retries=own.retries + sum(summary["retries"] for summary in other_summaries),
+            redone_sheets=own.redone_sheets + sum(summary["redone_sheets"] for summary in other_summaries),
+            interrupted=own.interrupted and own.done < own.planned,
+        )
+
+    def _read_summary(self, path: Path) -> dict[str, Any]:
+        """Another process's of this time; empty for an earlier one's."""
+        if (
+            path.name == PROCESS_SUMMARY_FILE.format(process=self.process.name)
+            or path.stat().st_mtime < self.start_time
+        ):
+            return {}
+        summary: dict[str, Any] = runs.read_json(path)
+        return summary
+
+
+def _add_stats(one: WorkerStats, other: WorkerStats) -> WorkerStats:
+    """Processes of one machine may have workers of one name."""
+    names = [each.name for each in dataclasses.fields(WorkerStats)]
+    return WorkerStats(**{name: getattr(one, name) + getattr(other, name) for name in names})
+
+
+def _remove_if_older(path: Path, now: float, lease_s: float) -> None:
+    try:
+        owner_lease_s = read_lease(path).lease_s if path.suffix == ".card" else 0.0
+        if now - path.lstat().st_mtime <= max(lease_s, owner_lease_s):
+            return
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
+    except FileNotFoundError:
+        return  # another process sweeps too

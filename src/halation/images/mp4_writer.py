@@ -1,0 +1,77 @@
+"""MP4 files: frames to H.264 bytes that play everywhere, with texts in the file's metadata."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from types import ModuleType
+
+import numpy as np
+
+from halation.errors import InputError
+from halation.images.png_codec import Pixels, sanitize_text
+
+CRF = "17"
+"""x264's constant rate factor: about where the eye no longer tells the video from the frames."""
+METADATA_KEYS = {"halation": "comment", "parameters": "description"}
+"""Where the texts of an image stand in an MP4, which has names of its own for them."""
+ENCODER_OPTIONS = {"crf": CRF, "preset": "medium", "threads": "1", "x264-params": "mbtree=0"}
+"""One thread, because x264 cuts an image by their number. No macroblock tree: its vector code reads memory that nobody
+wrote, so that equal frames gave other bytes from one call to the next (seen with x264 165 in PyAV 18.1)."""
+BT709 = 1
+"""The colours of high definition, written into the file: players guess by its size where nothing is said."""
+
+
+def encode_mp4(frames: Pixels, fps: int, text: Mapping[str, str]) -> bytes:
+    """`frames` (uint8, F x H x W x 3) as H.264 with a quarter of the colours, which browsers and phones play.
+
+    A side of odd length has its last row or column repeated, because colours are kept for squares of four pixels. Equal
+    frames give equal bytes.
+    """
+    if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[3] != 3 or 0 in frames.shape:
+        raise ValueError(f"a video is uint8 of shape (frames, height, width, 3), not {frames.dtype}, {frames.shape}")
+    if fps < 1:
+        raise ValueError(f"a video shows one or more frames a second, not {fps}")
+    av = _import_av()
+    metadata = {_metadata_key(key): sanitize_text(value) for key, value in text.items()}
+    even = np.pad(frames, ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0)), mode="edge")
+    # The index goes to the front, so that playing begins before the end has arrived. Moving it there afterwards needs a
+    # file with a name, so its place is kept free instead; a frame takes at most 32 bytes of it.
+    num_index_bytes = 8192 + 40 * len(frames) + sum(len(value.encode()) for value in metadata.values())
+    options = {"moov_size": str(num_index_bytes), "fflags": "+bitexact"}
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4", container_options=options) as container:
+        container.metadata.update(metadata)
+        stream = container.add_stream("libx264", rate=fps, options=ENCODER_OPTIONS)
+        stream.height, stream.width, stream.pix_fmt = even.shape[1], even.shape[2], "yuv420p"
+        codec = stream.codec_context
+        codec.thread_count = 1
+        codec.colorspace = codec.color_primaries = codec.color_trc = BT709
+        for pixels in even:
+            frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(pixels), format="rgb24")
+            container.mux(stream.encode(frame.reformat(format="yuv420p", dst_colorspace="ITU709")))
+        container.mux(stream.encode())
+    return file.getvalue()
+
+
+def _metadata_key(key: str) -> str:
+    if key not in METADATA_KEYS:
+        raise ValueError(f"an MP4 has places for the texts {', '.join(METADATA_KEYS)}, not for {key!r}")
+    return METADATA_KEYS[key]
+
+
+def require_pyav() -> None:
+    """Said before anything is drawn that could then not be written."""
+    _import_av()
+
+
+def _import_av() -> ModuleType:
+    try:
+        import av
+    except ImportError:
+        raise InputError(
+            "a video to write, and PyAV is not installed",
+            "PyAV, which brings the H.264 encoder",
+            "pip install 'halation[video]', or ask for one frame",
+        ) from None
+    return av

@@ -1,0 +1,79 @@
+"""Where log lines go: a file for each rank, and warnings of rank 0 to the person."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+
+class ConsoleWarningHandler(logging.Handler):
+    """Hands warnings to whoever draws the progress bar, so that a line does not tear it."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.print_line: Callable[[str], None] | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.print_line is not None:
+            self.print_line(record.getMessage())
+        else:  # before the bar and after it: a damaged checkpoint is found then
+            sys.stderr.write(f"halation: {record.getMessage()}\n")
+
+
+@contextlib.contextmanager
+def exclusive_console_handler(console_handler: ConsoleWarningHandler) -> Iterator[None]:
+    """This one speaks to the person, and not also one that an earlier job of this process left behind."""
+    logger = logging.getLogger("halation")
+    previous_handlers = [handler for handler in logger.handlers if isinstance(handler, ConsoleWarningHandler)]
+    for handler in previous_handlers:
+        logger.removeHandler(handler)
+    logger.addHandler(console_handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(console_handler)
+        for handler in previous_handlers:
+            logger.addHandler(handler)
+
+
+def configure_rank_logging(folder: Path, rank: int) -> ConsoleWarningHandler:
+    """Log to `train.log` on rank 0 and `rank_K.log` elsewhere; called once in a process."""
+    folder.mkdir(parents=True, exist_ok=True)
+    logger = logging.getLogger("halation")
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+        handler.close()
+    file = logging.FileHandler(folder / ("train.log" if rank == 0 else f"rank_{rank}.log"), encoding="utf-8")
+    file.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s [rank {rank}] %(message)s"))
+    logger.addHandler(file)
+    console_handler = ConsoleWarningHandler()
+    if rank == 0:
+        logger.addHandler(console_handler)
+    return console_handler
+
+
+@contextlib.contextmanager
+def log_to_folder(folder: Path) -> Iterator[ConsoleWarningHandler]:
+    """generate.log for everything, and warnings for the person."""
+    folder.mkdir(parents=True, exist_ok=True)
+    logger = logging.getLogger("halation")
+    file = logging.FileHandler(folder / "generate.log", encoding="utf-8")
+    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    console_handler = ConsoleWarningHandler()
+    level, propagate = logger.level, logger.propagate
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    logger.addHandler(file)
+    try:
+        with exclusive_console_handler(console_handler):
+            yield console_handler
+    finally:
+        logger.removeHandler(file)
+        file.close()
+        logger.setLevel(level)
+        logger.propagate = propagate

@@ -1,0 +1,445 @@
+"""What a pipeline can and cannot do, said before anything is drawn: options, sizes, frames, steps and guidance."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import math
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from halation.errors import InputError
+from halation.models.pipelines.families import FAMILIES, PipelineFamily
+from halation.models.pipelines.pipeline_hooks import boundary_timestep
+from halation.models.pipelines.schedulers import copy_with_timesteps
+from halation.sample_specs import SampleSpec
+
+_SPEC_ARGUMENTS = {
+    "prompt": "the prompt list",
+    "negative_prompt": "--negative_prompt",
+    "height": "--height",
+    "width": "--width",
+    "num_frames": "--num_frames",
+    "num_inference_steps": "--num_inference_steps",
+    "guidance_scale": "--guidance_scale",
+    "generator": "--seed_start",
+}
+_RESERVED_ARGUMENTS = ("output_type", "return_dict", "latents", "num_images_per_prompt", "num_videos_per_prompt")
+_SCALAR_TYPES = (bool, int, float, str)
+logger = logging.getLogger(__name__)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+OFFLOAD_MODES = ("none", "model", "layers")
+_REQUIRED_ARGUMENTS = ("prompt", "height", "width", "num_inference_steps", "generator", "output_type")
+_IMAGE_ARGUMENTS = ("image", "video", "mask_image", "control_image", "images", "input_image")
+_OTHER_TASKS = (
+    *("Img2Img", "Inpaint", "ControlNet", "ImageToVideo", "Image2Video", "VideoToVideo", "Edit", "Kontext", "Upscale"),
+    *("Fill", "Redux", "Depth", "Animate", "VACE", "Control", "Adapter"),
+)
+
+
+def call_parameters(kind: type[Any]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(kind.__call__).parameters
+
+
+def _call_hints(kind: type[Any]) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(kind.__call__)
+    except (NameError, TypeError):  # written for a type checker only
+        return {}
+
+
+def check_arguments(kind: type[Any], arguments: Mapping[str, Any]) -> None:
+    """Refuse what the pipeline's call does not take, with what it does."""
+    hints = _call_hints(kind)
+    usable = {
+        name: parameter
+        for name, parameter in call_parameters(kind).items()
+        if name not in ("self", *_SPEC_ARGUMENTS, *_RESERVED_ARGUMENTS)
+        and not name.startswith("callback")
+        and not any(part in name for part in ("_embeds", "attention_mask", "ip_adapter"))
+        and parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    }
+    for name, value in arguments.items():
+        if name in _SPEC_ARGUMENTS:
+            raise InputError(
+                f"--pipeline_args {name}={value}",
+                "an option of the pipeline that has no flag of its own",
+                f"use {_SPEC_ARGUMENTS[name]}",
+            )
+        if name not in usable:
+            raise InputError(
+                f"--pipeline_args {name}={value}: {kind.__name__} has no such option",
+                f"one of {', '.join(sorted(usable))}",
+                "choose one of those, or leave it out",
+            )
+        _check_value(name, value, usable[name].default, hints.get(name, Any))
+
+
+def _check_value(name: str, value: Any, default: Any, hint: Any) -> None:
+    if isinstance(default, _SCALAR_TYPES):
+        if not _matches_hint(value, type(default)) and not (hint is float and _matches_hint(value, float)):
+            raise InputError(
+                f"--pipeline_args {name}={value!r}",
+                f"a value like its default, {default!r}",
+                f"give {name} as {type(default).__name__}",
+            )
+    elif value is not None and not _matches_hint(value, hint):
+        described = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
+        raise InputError(
+            f"--pipeline_args {name}={value!r}",
+            f"what the pipeline takes for it, {described}",
+            f"give {name} so, or leave it out; a list is written as [1, 2]",
+        )
+
+
+def _matches_hint(value: Any, hint: Any) -> bool:
+    """Whether a value read from JSON can stand for a hint; what a hint means beyond JSON's types is left to the pipeline."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_matches_hint(value, one) for one in inner)
+    if origin is tuple and Ellipsis not in inner:
+        return isinstance(value, list | tuple) and len(value) == len(inner) and all(map(_matches_hint, value, inner))
+    if origin in (list, tuple):
+        return isinstance(value, list | tuple) and all(_matches_hint(entry, inner[0]) for entry in value)
+    kind = origin or hint
+    if not isinstance(kind, type):
+        return True
+    if kind in (int, float):
+        return isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
+    return isinstance(value, kind)
+
+
+def convert_arguments(kind: type[Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments as the call wants them: JSON has lists only, and some pipelines add theirs to a tuple."""
+    hints = _call_hints(kind)
+    return {
+        name: tuple(value) if isinstance(value, list) and _wants_tuple(hints.get(name)) else value
+        for name, value in arguments.items()
+    }
+
+
+def _wants_tuple(hint: Any) -> bool:
+    kinds = [typing.get_origin(one) or one for one in (typing.get_args(hint) or ()) if one is not type(None)]
+    return typing.get_origin(hint) is tuple or (
+        typing.get_origin(hint) in (typing.Union, types.UnionType) and tuple in kinds and list not in kinds
+    )
+
+
+def call_failed_error(kind: type[Any], arguments: Mapping[str, Any], error: Exception) -> InputError:
+    """For a call that failed at a dry run: what was given beyond the ordinary is what a person can change."""
+    given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    return InputError(
+        f"{kind.__name__} does not draw with --pipeline_args {given}: {type(error).__name__}: {error}",
+        "values that the pipeline's own call accepts",
+        "change them, or leave them out to see whether they are the reason",
+    )
+
+
+def check_text_only(kind: type[Any]) -> None:
+    """Only pipelines that draw from text alone; the message says what this one wants instead."""
+    parameters = call_parameters(kind)
+    needed = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is inspect.Parameter.empty
+        and parameter.kind not in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+        and name not in ("self", "prompt")
+    ]
+    if any(word in kind.__name__ for word in _OTHER_TASKS):
+        needed += [name for name in _IMAGE_ARGUMENTS if name in parameters and name not in needed]
+    missing = [name for name in _REQUIRED_ARGUMENTS if name not in parameters]
+    if not needed and not missing:
+        return
+    wants = f"needs {', '.join(needed)}" if needed else f"takes no {', '.join(missing)}"
+    if "class_labels" in parameters:
+        wants = "draws from class labels and not from text"
+    raise InputError(
+        f"{kind.__name__} {wants}",
+        "a pipeline that draws images or videos from a prompt alone",
+        f"use a text-to-image or text-to-video model, such as {', '.join(sorted({family.name for family in FAMILIES.values()}))}",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineOptions:
+    """How a pipeline is to be opened, as a person asked for it."""
+
+    dtype: str
+    device: str
+    scheduler: str
+    offload: str
+    compile: bool
+    arguments: Mapping[str, Any]
+    cfg_truncation_step: int | None
+    half_frame: bool
+
+    def check(self, kind: type[Any], family: PipelineFamily) -> None:
+        """Everything that can be refused before gigabytes are read."""
+        if self.dtype not in DTYPES:
+            raise InputError(f"--dtype {self.dtype}", f"one of {', '.join(DTYPES)}", "choose one of those")
+        if self.offload not in OFFLOAD_MODES:
+            raise InputError(f"--offload {self.offload}", f"one of {', '.join(OFFLOAD_MODES)}", "choose one of those")
+        if self.offload != "none" and torch.device(self.device).type == "cpu":
+            raise InputError(
+                f"--offload {self.offload} on a CPU", "a GPU to offload from", "leave --offload out, or give --gpu_ids"
+            )
+        check_arguments(kind, self.arguments)
+        if self.cfg_truncation_step is not None:
+            self._check_truncation(kind, family)
+
+    def _check_truncation(self, kind: type[Any], family: PipelineFamily) -> None:
+        assert self.cfg_truncation_step is not None
+        if self.cfg_truncation_step < 0:
+            raise InputError(
+                f"--cfg_truncation_step {self.cfg_truncation_step}", "a step from 0 on", "count steps from 0"
+            )
+        if family.guidance_branches == "unknown":
+            names = sorted({entry.name for entry in FAMILIES.values()})
+            raise InputError(
+                f"--cfg_truncation_step with {kind.__name__}, whose unconditional branch is not known to us",
+                f"one of the families {', '.join(names)}",
+                "leave --cfg_truncation_step out",
+            )
+        argument = family.guidance_argument
+        if argument != "guidance_scale" and not float(self.arguments.get(argument, 1.0)) > 1:
+            raise InputError(
+                f"--cfg_truncation_step with {kind.__name__}, which has its guidance distilled into the model and no "
+                "unconditional branch to leave out",
+                f"a pipeline with an unconditional branch, or {argument} above 1",
+                f"leave --cfg_truncation_step out, or add --pipeline_args {argument}=4.0",
+            )
+
+
+class PipelineChecker:
+    """Questions to a loaded pipeline."""
+
+    def __init__(self, *, pipe: Any, family: PipelineFamily, options: PipelineOptions) -> None:
+        self.pipe = pipe
+        self.family = family
+        self.options = options
+        self._parameters = call_parameters(type(pipe))
+        self._warned: set[str] = set()
+        self._scheduler_for_steps = functools.cache(lambda num_steps: copy_with_timesteps(pipe.scheduler, num_steps))
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            logger.warning(message)
+
+    @property
+    def _denoiser(self) -> Any:
+        found = (getattr(self.pipe, name, None) for name in ("transformer", "transformer_2", "unet"))
+        return next((module for module in found if module is not None), None)
+
+    @property
+    def has_two_experts(self) -> bool:
+        parts = (getattr(self.pipe, name, None) for name in ("transformer", "transformer_2"))
+        return all(part is not None for part in parts) and self.pipe.config.get("boundary_ratio") is not None
+
+    @property
+    def has_negative_prompt(self) -> bool:
+        if "negative_prompt" not in self._parameters:
+            return False
+        argument = self.family.guidance_argument
+        return argument == "guidance_scale" or float(self.options.arguments.get(argument, 1.0)) > 1
+
+    @functools.cached_property
+    def default_arguments(self) -> dict[str, Any]:
+        """Cleaning captions needs two libraries; where they are missing the pipeline skips it, and says so on every call."""
+        from diffusers.utils import is_bs4_available, is_ftfy_available
+
+        if "clean_caption" in self._parameters and not (is_bs4_available() and is_ftfy_available()):
+            return {"clean_caption": False}
+        return {}
+
+    def check_options(self) -> None:
+        """What only the loaded pipeline can tell."""
+        if self.options.offload == "model" and self.pipe.model_cpu_offload_seq is None:
+            raise InputError(
+                f"--offload model with {type(self.pipe).__name__}, which names no order of models",
+                "none or layers",
+                "use --offload layers",
+            )
+        if self.pipe.scheduler.config.get("stochastic_sampling"):
+            raise InputError(
+                f"the scheduler {type(self.pipe.scheduler).__name__} is set to stochastic_sampling",
+                "a scheduler whose noise comes from the spec's seed",
+                "set stochastic_sampling to false in scheduler/scheduler_config.json",
+            )
+
+    # One spec
+
+    def check_spec(self, spec: SampleSpec) -> None:
+        self.check_size(spec.height, spec.width)
+        self._check_frames(spec)
+        self._check_steps(spec)
+        self._check_guidance(spec)
+
+    @functools.cached_property
+    def size_multiple(self) -> int:
+        """Height and width must be multiples of the autoencoder's factor times the patch, and of what the family adds."""
+        pipe = self.pipe
+        factor = getattr(pipe, "vae_scale_factor_spatial", None) or getattr(pipe, "vae_scale_factor", None) or 1
+        denoiser = self._denoiser
+        patch = denoiser.config.get("patch_size", 1) if denoiser is not None else 1
+        if isinstance(patch, (list, tuple)):
+            patch = patch[-1]
+        packing = 2 if self.family.name == "FLUX" else 1
+        return math.lcm(int(factor) * int(patch or 1) * packing, self.family.size_multiple)
+
+    def check_size(self, height: int, width: int) -> None:
+        multiple = self.size_multiple
+        if height < 1 or width < 1 or height % multiple or width % multiple:
+            raise InputError(
+                f"a size of {height} x {width} with {type(self.pipe).__name__}",
+                f"height and width that are multiples of {multiple}",
+                f"the nearest size is {_nearest(height, multiple)} x {_nearest(width, multiple)}",
+            )
+        denoiser = self._denoiser
+        largest = denoiser.config.get("pos_embed_max_size") if denoiser is not None else None
+        if largest and max(height, width) > largest * multiple:
+            raise InputError(
+                f"a size of {height} x {width} with {type(self.pipe).__name__}",
+                f"at most {largest * multiple} on a side: the model has no positions beyond",
+                "ask for a smaller size",
+            )
+
+    def _check_frames(self, spec: SampleSpec) -> None:
+        if spec.num_frames < 1 or (spec.num_frames > 1 and "num_frames" not in self._parameters):
+            raise InputError(
+                f"--num_frames {spec.num_frames} with {type(self.pipe).__name__}", "1 frame: it draws images", "use 1"
+            )
+        temporal = self._temporal_factor
+        if (spec.num_frames - 1) % temporal:
+            lower = (spec.num_frames - 1) // temporal * temporal + 1
+            raise InputError(
+                f"--num_frames {spec.num_frames} with {type(self.pipe).__name__}",
+                f"a multiple of {temporal}, plus 1",
+                f"the nearest are {lower} and {lower + temporal}",
+            )
+        if not self.options.half_frame:
+            return
+        if spec.num_frames == 1:
+            self._warn_once("--enable_half_frame changes nothing for images of one frame")
+        elif not self.has_two_experts or self.pipe.config.get("expand_timesteps"):
+            raise InputError(
+                f"--enable_half_frame with {type(self.pipe).__name__}, which has one denoiser for all noise levels",
+                "a video pipeline with two experts (transformer, transformer_2 and boundary_ratio)",
+                "leave --enable_half_frame out",
+            )
+
+    @property
+    def _temporal_factor(self) -> int:
+        names = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio")
+        return int(next((getattr(self.pipe, name) for name in names if getattr(self.pipe, name, None)), 1))
+
+    def frames_to_generate(self, spec: SampleSpec) -> tuple[int, int | None]:
+        """What to ask of the pipeline, and to how many latent frames the latents are doubled on the way, if at all.
+
+        With --enable_half_frame the high-noise expert draws ceil(F / 2) of a video's F latent frames. After its last step
+        every latent frame is repeated once and, for an odd F, the last repetition dropped. The first latent frame of a causal
+        autoencoder stands for one frame of the video and each other one for several (Wan: four), so half the latent frames
+        are not exactly half the frames.
+        """
+        if not self.options.half_frame or spec.num_frames == 1 or not self.has_two_experts:
+            return spec.num_frames, None
+        if not bool(self._scheduler_for_steps(spec.steps).timesteps[0] >= boundary_timestep(self.pipe)):
+            return spec.num_frames, None
+        num_latent = (spec.num_frames - 1) // self._temporal_factor + 1
+        return ((num_latent + 1) // 2 - 1) * self._temporal_factor + 1, num_latent
+
+    def _check_steps(self, spec: SampleSpec) -> None:
+        name = type(self.pipe.scheduler).__name__
+        if spec.steps < 1:
+            raise InputError(f"--num_inference_steps {spec.steps}", "at least 1", "use more steps")
+        try:
+            scheduler = self._scheduler_for_steps(spec.steps)
+            if not torch.as_tensor(scheduler.timesteps).isfinite().all():
+                raise ValueError("its times would be no numbers")
+        except (ValueError, IndexError, RuntimeError, ZeroDivisionError) as error:
+            raise InputError(
+                f"--num_inference_steps {spec.steps} with {name}: {error}",
+                "a number of steps the scheduler can make",
+                "use fewer or more steps, or another --scheduler",
+            ) from error
+        if spec.steps == 1 and self.family.one_step_needs_pred_original and not _predicts_original(scheduler):
+            raise InputError(
+                f"one step with {type(self.pipe).__name__} and {name}",
+                "at least 2 steps, or a scheduler that predicts the image itself (lcm, ddpm, ddim)",
+                "use --num_inference_steps 2",
+            )
+
+    def _check_guidance(self, spec: SampleSpec) -> None:
+        name = type(self.pipe).__name__
+        if not math.isfinite(spec.guidance_scale):
+            raise InputError(f"--guidance_scale {spec.guidance_scale}", "a number", "use 1 for no guidance")
+        if spec.negative_prompt and not self.has_negative_prompt:
+            options = sorted(name for name in self._parameters if name.endswith(("_scale", "_prompt")))
+            argument = self.family.guidance_argument
+            action = "leave the negative prompt out"
+            if "negative_prompt" in self._parameters:
+                action += f", or add --pipeline_args {argument}=4.0"
+            raise InputError(
+                f"a negative prompt with {name}, which would not look at it",
+                f"its options: {', '.join(options)}",
+                action,
+            )
+        if not self._is_guided:
+            self._warn_once(f"{name} has no guidance: --guidance_scale changes nothing")
+        truncation = self.options.cfg_truncation_step
+        if truncation is not None and self.family.guidance_argument == "guidance_scale" and spec.guidance_scale <= 1:
+            raise InputError(
+                f"--cfg_truncation_step {truncation} at a guidance scale of {spec.guidance_scale}, where there is no "
+                "unconditional branch to leave out",
+                "a guidance scale above 1",
+                "leave --cfg_truncation_step out",
+            )
+
+    @property
+    def _is_guided(self) -> bool:
+        if "guidance_scale" not in self._parameters:
+            return False
+        denoiser = self._denoiser
+        distilled = self.family.guidance_argument != "guidance_scale"
+        return not distilled or denoiser is None or bool(denoiser.config.get("guidance_embeds"))
+
+    def describe(self, own_scheduler: str) -> dict[str, Any]:
+        """What the run records: who draws, and what each option does to the image (E0 nothing, E1 rounding, E2 another image)."""
+        options, scheduler = self.options, type(self.pipe.scheduler).__name__
+        classes: dict[str, str] = {"offload": "E0"} if options.offload != "none" else {}
+        if options.compile:
+            classes["compile"] = "E1"
+        if options.cfg_truncation_step is not None:
+            classes["cfg_truncation_step"] = "E2"
+        if options.half_frame:
+            classes["enable_half_frame"] = "E2"
+        if scheduler != own_scheduler:
+            classes["scheduler"] = "E2"
+        if options.arguments:
+            classes["pipeline_args"] = "E2"
+        vae = getattr(self.pipe, "vae", None)
+        return {
+            "pipeline": type(self.pipe).__name__,
+            "family": self.family.name,
+            "scheduler": scheduler,
+            "dtype": options.dtype,
+            "vae_dtype": None if vae is None else str(vae.dtype).removeprefix("torch."),
+            "size_multiple": self.size_multiple,
+            "arguments": {**self.default_arguments, **options.arguments},
+            "options": classes,
+        }
+
+
+def _nearest(size: int, multiple: int) -> int:
+    return max(multiple, round(size / multiple) * multiple)
+
+
+def _predicts_original(scheduler: Any) -> bool:
+    sample = torch.zeros(1, 1, 2, 2)
+    return len(scheduler.step(sample, scheduler.timesteps[0], sample, return_dict=False)) > 1

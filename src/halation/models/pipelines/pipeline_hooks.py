@@ -1,0 +1,267 @@
+"""Hooks inside a diffusers pipeline: count steps, cut guidance short, double frames between two experts, keep the decoder's input.
+
+They are installed once, carry the state of one call, and leave every number as it is where no option is on. The pipeline's own
+`__call__` does the drawing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halation.models.pipelines.cuda_graphs import CudaGraphForward
+from halation.models.pipelines.families import GuidanceBranches
+
+DENOISER_COMPONENTS = ("transformer", "transformer_2", "unet")
+_NOT_PER_ROW = ("image_rotary_emb", "img_ids", "txt_ids")
+_MAX_CACHED_ENCODINGS = 2  # a batch's prompts push out the last batch's; the negative prompts, read every time, stay
+
+
+@dataclass(kw_only=True)
+class PipelineCall:
+    """The state of one call of the pipeline."""
+
+    num_rows: int
+    num_steps: int
+    on_step: Callable[[], None]
+    generators: Sequence[torch.Generator]
+    double_frames_to: int | None = None  # latent frames after the last high-noise step
+    num_scheduler_calls: int = 0
+    num_denoiser_calls: int = 0  # since the scheduler's last step
+    conditional_output: Any = None
+    decode_call: DecodeCall | None = None
+    out_of_memory: torch.OutOfMemoryError | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeCall:
+    """What the autoencoder was given, and which rows of what it gave back are finite."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    finite_rows: Tensor
+
+
+@dataclass(kw_only=True)
+class PipelineHooks:
+    """Wraps the scheduler's `step`, the denoisers' and text encoders' `forward` and the autoencoder's `decode` of one pipeline."""
+
+    pipe: Any
+    guidance_branches: GuidanceBranches
+    cfg_truncation_step: int | None = None
+    use_cuda_graphs: bool = False  # the denoisers' forwards as CUDA graphs
+    timesteps_on_cpu: bool = False
+    _call: PipelineCall | None = field(default=None, init=False)
+
+    def install(self) -> None:
+        """Before any offloading: accelerate keeps what it finds as `forward`, and gives it back when its own hooks go."""
+        scheduler = self.pipe.scheduler
+        scheduler.step = self._wrap_step(scheduler.step)
+        if self.timesteps_on_cpu:
+            scheduler.set_timesteps = keep_timesteps_on_cpu(scheduler.set_timesteps)
+        for name in DENOISER_COMPONENTS:
+            module = getattr(self.pipe, name, None)
+            if isinstance(module, nn.Module):
+                forward = CudaGraphForward(module.forward) if self.use_cuda_graphs else module.forward
+                module.forward = self._wrap_denoiser(forward)
+        for name, module in self.pipe.components.items():
+            if name.startswith("text_encoder") and isinstance(module, nn.Module):
+                module.forward = cache_encodings(module.forward)
+        vae = getattr(self.pipe, "vae", None)
+        if vae is not None and hasattr(vae, "decode"):
+            vae.decode = self._wrap_decode(vae.decode)
+
+    @contextmanager
+    def track_call(self, call: PipelineCall) -> Iterator[PipelineCall]:
+        self._call = call
+        try:
+            yield call
+        finally:
+            self._call = None
+
+    # The scheduler
+
+    def _step_index(self, call: PipelineCall, scheduler_call: int) -> int:
+        """Which of the steps asked for a scheduler call belongs to; Heun makes two calls a step, PNDM one more than steps."""
+        num_calls = max(len(self.pipe.scheduler.timesteps), call.num_steps)
+        return scheduler_call * call.num_steps // num_calls
+
+    def _wrap_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        import inspect
+
+        takes_generator = "generator" in inspect.signature(step).parameters
+
+        @functools.wraps(step)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            call = self._call
+            if call is None:
+                return step(*args, **kwargs)
+            if takes_generator and kwargs.get("generator") is None:
+                # Some pipelines forget it, and a stochastic solver would then draw from the global generator.
+                kwargs["generator"] = list(call.generators)
+            result = step(*args, **kwargs)
+            if call.double_frames_to is not None and self._leaves_high_noise(call):
+                result = self._double_result_frames(result, call.double_frames_to)
+            self._count_step(call)
+            return result
+
+        return wrapper
+
+    def _count_step(self, call: PipelineCall) -> None:
+        before = self._step_index(call, call.num_scheduler_calls)
+        call.num_scheduler_calls += 1
+        call.num_denoiser_calls = 0
+        call.conditional_output = None
+        if self._step_index(call, call.num_scheduler_calls) > before:
+            call.on_step()
+
+    def _leaves_high_noise(self, call: PipelineCall) -> bool:
+        timesteps = self.pipe.scheduler.timesteps
+        following = call.num_scheduler_calls + 1
+        boundary = boundary_timestep(self.pipe)
+        if following >= len(timesteps):
+            return bool(timesteps[-1] >= boundary)
+        return bool(timesteps[following] < boundary <= timesteps[following - 1])
+
+    def _double_result_frames(self, result: Any, num_frames: int) -> Any:
+        """The step's result, and whatever history of that shape the solver keeps, with every latent frame twice."""
+        sample = result[0]
+        scheduler = self.pipe.scheduler
+        for name, value in vars(scheduler).items():
+            if isinstance(value, Tensor) and value.shape == sample.shape:
+                setattr(scheduler, name, double_frames(value, num_frames))
+            elif isinstance(value, list) and any(isinstance(entry, Tensor) for entry in value):
+                for index, entry in enumerate(value):
+                    if isinstance(entry, Tensor) and entry.shape == sample.shape:
+                        value[index] = double_frames(entry, num_frames)
+        assert isinstance(result, tuple), "pipelines ask their scheduler for a tuple"
+        return tuple(
+            double_frames(value, num_frames) if isinstance(value, Tensor) and value.shape == sample.shape else value
+            for value in result
+        )
+
+    # The denoiser
+
+    def _wrap_denoiser(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            call, first_truncated = self._call, self.cfg_truncation_step
+            if call is None or first_truncated is None:
+                return forward(*args, **kwargs)
+            position = call.num_denoiser_calls
+            call.num_denoiser_calls += 1
+            if self._step_index(call, call.num_scheduler_calls) < first_truncated:
+                return forward(*args, **kwargs)
+            if self.guidance_branches == "doubled":
+                return _run_conditional_half(forward, 2 * call.num_rows, args, kwargs)
+            if position == 0:
+                call.conditional_output = forward(*args, **kwargs)
+            return call.conditional_output
+
+        return wrapper
+
+    # The autoencoder
+
+    def _wrap_decode(self, decode: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(decode)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            call = self._call
+            if call is None:
+                return decode(*args, **kwargs)
+            try:
+                result = decode(*args, **kwargs)
+            except torch.OutOfMemoryError as error:  # at least one pipeline swallows it and fails on the next line
+                call.out_of_memory = error
+                raise
+            pixels = result[0]
+            if isinstance(pixels, Tensor) and len(pixels) == call.num_rows:
+                call.decode_call = DecodeCall(args=args, kwargs=kwargs, finite_rows=finite_rows(pixels))
+            return result
+
+        return wrapper
+
+
+def keep_timesteps_on_cpu(set_timesteps: Callable[..., Any]) -> Callable[..., Any]:
+    """Timesteps that a loop reads one by one stay where reading them costs nothing; their values are the same."""
+
+    @functools.wraps(set_timesteps)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return set_timesteps(*args, **{**kwargs, "device": "cpu"})
+
+    return wrapper
+
+
+def boundary_timestep(pipe: Any) -> float:
+    """Where the high-noise expert hands over, as the pipeline itself computes it."""
+    return float(pipe.config.boundary_ratio) * int(pipe.scheduler.config.num_train_timesteps)
+
+
+def double_frames(latents: Tensor, num_frames: int) -> Tensor:
+    """Each latent frame (dimension 2) twice, cut to `num_frames`: an odd number comes from its half rounded up."""
+    return latents.repeat_interleave(2, dim=2)[:, :, :num_frames].contiguous()
+
+
+def finite_rows(values: Tensor) -> Tensor:
+    """One bool a row, on the values' device; before anything clamps an infinity to white."""
+    return torch.isfinite(values).flatten(1).all(dim=1)
+
+
+def _run_conditional_half(
+    forward: Callable[..., Any], num_rows: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run the conditional half of a doubled batch, and give it for both halves: guidance then returns it unchanged."""
+    sample = args[0] if args else kwargs.get("hidden_states", kwargs.get("sample"))
+    if not isinstance(sample, Tensor) or len(sample) != num_rows:
+        return forward(*args, **kwargs)
+
+    def half(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.ndim and len(value) == num_rows:
+            return value[num_rows // 2 :]
+        if isinstance(value, dict):
+            return {name: half(inner) for name, inner in value.items()}
+        return value
+
+    halved = {name: value if name in _NOT_PER_ROW else half(value) for name, value in kwargs.items()}
+    result = forward(*map(half, args), **halved)
+    if isinstance(result, tuple):
+        return tuple(torch.cat([value, value]) if isinstance(value, Tensor) else value for value in result)
+    return type(result)(**{name: torch.cat([value, value]) for name, value in result.items()})
+
+
+def cache_encodings(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A text encoder that does not compute the same batch of token ids twice: negative prompts come back in every batch."""
+    cache: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
+
+    @functools.wraps(forward)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        key = _cache_key([*args, *(part for pair in sorted(kwargs.items()) for part in pair)])
+        if key is None:
+            return forward(*args, **kwargs)
+        if key in cache:
+            cache.move_to_end(key)
+            return cache[key]
+        result = cache[key] = forward(*args, **kwargs)
+        if len(cache) > _MAX_CACHED_ENCODINGS:
+            cache.popitem(last=False)
+        return result
+
+    return wrapper
+
+
+def _cache_key(values: list[Any]) -> tuple[Any, ...] | None:
+    parts: list[Any] = []
+    for value in values:
+        if isinstance(value, Tensor) and not value.is_floating_point():
+            parts.append((value.device.type, value.dtype, tuple(value.shape), value.cpu().numpy().tobytes()))
+        elif value is None or isinstance(value, (str, int, float, bool)):
+            parts.append((type(value), value))
+        else:
+            return None
+    return tuple(parts)

@@ -1,0 +1,185 @@
+"""A pipeline's tokenizers: whether their vocabularies are there and fit the text encoders, and how much of a prompt is read.
+
+transformers opens a tokenizer without its vocabulary and turns every text into the same few tokens: a whole run would then draw one
+image for all prompts, and nothing would say so.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from halation.errors import InputError
+from halation.models.pipelines.families import PipelineFamily
+from halation.models.pipelines.folder_check import read_json
+from halation.sample_specs import SampleSpec
+
+log = logging.getLogger(__name__)
+_VOCABULARY_PATTERNS = ("*.json", "*.txt", "*.model", "*.tiktoken")
+_NOT_VOCABULARY_FILES = (
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "tokenizer_config.json",
+    "config.json",
+)
+# Three words each, so that a tokenizer that sees nothing but where words begin sees the same in all of them.
+_PROBE_TEXTS = ("a red car", "two blue birds", "wooden houses burning", "一 只 猫", "три белых кота")
+_NO_LIMIT = 10**9  # transformers says "no limit" with a number of thirty digits
+
+
+def check_has_vocabulary(folder: Path, kind: Any) -> None:
+    """Refuse a tokenizer's folder that lacks the vocabulary, before gigabytes of weights are read."""
+    if not isinstance(kind, type) or not issubclass(kind, PreTrainedTokenizerBase) or not kind.vocab_files_names:
+        return  # a tokenizer of bytes has no vocabulary
+    named = {str(name) for name in kind.vocab_files_names.values()}
+    files = {file.name for pattern in _VOCABULARY_PATTERNS for file in folder.glob(pattern) if file.stat().st_size}
+    files -= set(_NOT_VOCABULARY_FILES)
+    if files == {"vocab.json"} and "merges.txt" in named and not _is_not_empty(folder / "merges.txt"):
+        files.clear()  # letters alone are other tokens than those the model has learnt
+    if not files:
+        raise InputError(
+            f"{folder} has no vocabulary: every prompt would be the same to the model",
+            f"the files of a {kind.__name__} ({', '.join(sorted(named))})",
+            "download the whole model",
+        )
+    if "tokenizer.json" in files:
+        _check_tokenizer_json(folder / "tokenizer.json")
+
+
+def _is_not_empty(file: Path) -> bool:
+    return file.is_file() and file.stat().st_size > 0
+
+
+def _check_tokenizer_json(file: Path) -> None:
+    content = read_json(file)
+    model = content.get("model") if isinstance(content, dict) else None
+    if not isinstance(model, dict) or not model.get("vocab"):
+        raise InputError(f"{file} holds no vocabulary", "the tokenizer as it was saved", "download the whole model")
+
+
+def check_tokenizers(path: Path, pipe: Any, family: PipelineFamily) -> None:
+    """Refuse a loaded pipeline whose tokenizers cannot tell texts apart or name tokens that its text encoders do not have."""
+    for name, tokenizer in _tokenizers(pipe):
+        if not _distinguishes_texts(tokenizer):
+            raise InputError(
+                f"{path}: the component {name!r} turns different texts into the same tokens; every prompt would be the same",
+                f"a whole {type(tokenizer).__name__} with the vocabulary the model was trained with",
+                "download the whole model",
+            )
+        _check_embeddings(path, pipe, name, tokenizer)
+        if family.token_limits.get(name) == "model_max_length" and tokenizer.model_max_length > _NO_LIMIT:
+            raise InputError(
+                f"{path}: the component {name!r} does not say how many tokens the model reads",
+                "a tokenizer_config.json with model_max_length",
+                "download the whole model",
+            )
+
+
+def _tokenizers(pipe: Any) -> Iterator[tuple[str, PreTrainedTokenizerBase]]:
+    for name, component in pipe.components.items():
+        tokenizer = getattr(component, "tokenizer", component)  # a processor has one inside
+        if isinstance(tokenizer, PreTrainedTokenizerBase):
+            yield name, tokenizer
+
+
+def _token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def _distinguishes_texts(tokenizer: PreTrainedTokenizerBase) -> bool:
+    known = {
+        tuple(token for token in _token_ids(tokenizer, text) if token != tokenizer.unk_token_id)
+        for text in _PROBE_TEXTS
+    }
+    return len(known) > 1
+
+
+def _check_embeddings(path: Path, pipe: Any, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    encoder = getattr(pipe, name.replace("tokenizer", "text_encoder"), None)
+    try:
+        num_rows = int(encoder.get_input_embeddings().weight.shape[0])  # type: ignore[union-attr]
+    except (AttributeError, NotImplementedError):
+        return  # no encoder of that name, or one of transformers' that does not say where its embeddings are: nothing to compare with
+    # Tokens that were added later stand in some published vocabularies only for other models that share them.
+    added = tokenizer.get_added_vocab()
+    largest = max((number for token, number in tokenizer.get_vocab().items() if token not in added), default=0)
+    written = max([*tokenizer(_PROBE_TEXTS[0], verbose=False)["input_ids"], tokenizer.pad_token_id or 0])
+    if max(largest, written) >= num_rows:
+        raise InputError(
+            f"{path}: the component {name!r} has tokens up to number {max(largest, written)}, and its text encoder "
+            f"{type(encoder).__name__} knows {num_rows}",
+            "a tokenizer and a text encoder of one model",
+            "download the whole model",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TokenLimit:
+    tokenizer: PreTrainedTokenizerBase
+    max_tokens: int
+    """Tokens it hands on, those it adds itself included."""
+    max_prompt_tokens: int
+    """Tokens of the prompt among them."""
+    instruction: str = ""
+    """What a family writes before each prompt; it has room of its own."""
+
+    def truncates(self, text: str) -> bool:
+        # Hardly a token is shorter than a byte: most prompts need no counting.
+        if len(text.encode()) < self.max_prompt_tokens:
+            return False
+        own = len(_token_ids(self.tokenizer, self.instruction)) if self.instruction else 0
+        return len(_token_ids(self.tokenizer, self.instruction + text)) - own > self.max_prompt_tokens
+
+
+def _encoder_names(family: PipelineFamily) -> list[str]:
+    return [name.replace("tokenizer", "text_encoder") for name in family.token_limits]
+
+
+class PromptLengthCheck:
+    """Says, once, that a prompt is longer than every text encoder of the pipeline reads."""
+
+    def __init__(
+        self, pipe: Any, family: PipelineFamily, arguments: Mapping[str, Any], encoders: Collection[str] | None = None
+    ) -> None:
+        """`encoders` names the text encoders that read, where the pipeline itself does not hold them."""
+        self._clean_text = getattr(pipe, "_text_preprocessing", None)
+        self._limits: list[_TokenLimit] = []
+        if encoders is None:
+            encoders = [name for name in _encoder_names(family) if getattr(pipe, name, None) is not None]
+        for name, limit in family.token_limits.items():
+            tokenizer = getattr(pipe, name, None)
+            if tokenizer is None or name.replace("tokenizer", "text_encoder") not in encoders:
+                continue
+            if isinstance(limit, str):
+                limit = int(tokenizer.model_max_length if limit == "model_max_length" else arguments[limit])
+            instruction = "\n".join(arguments.get("complex_human_instruction") or ())
+            own = 2 if instruction else tokenizer.num_special_tokens_to_add()  # Sana takes two off, whatever it adds
+            self._limits.append(
+                _TokenLimit(
+                    tokenizer=tokenizer, max_tokens=limit, max_prompt_tokens=limit - own, instruction=instruction
+                )
+            )
+
+    def truncates(self, prompt: str) -> bool:
+        """Whether no text encoder sees this prompt's end."""
+        text = prompt if self._clean_text is None else self._clean_text(prompt, clean_caption=False)[0]
+        return bool(self._limits) and all(reader.truncates(text) for reader in self._limits)
+
+    def warn_once(self, specs: Sequence[SampleSpec]) -> None:
+        """Warn about the first of these prompts whose end no text encoder sees, and be silent from then on."""
+        for spec in specs:
+            if self.truncates(spec.prompt):
+                log.warning(
+                    "the prompt of image %s is longer than the model reads (%d tokens): its end has no effect; "
+                    "others like it are not named",
+                    spec.id,
+                    max(reader.max_tokens for reader in self._limits),
+                )
+                self._limits = []
+                return

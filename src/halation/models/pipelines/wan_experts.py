@@ -1,0 +1,105 @@
+"""Two transformers that share the noise levels of one model: the first from a boundary up to pure noise, the second below."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halation.errors import InputError
+from halation.models.pipelines.folder_check import PipelineFiles, read_json
+from halation.models.pipelines.pipeline_hooks import boundary_timestep
+
+
+class ExpertPair(nn.Module):
+    """Both transformers behind the call of one: each row goes to the expert of its timestep."""
+
+    def __init__(self, high: nn.Module, low: nn.Module, boundary: float) -> None:
+        """`boundary` is the lowest timestep of `high`."""
+        super().__init__()
+        self.high = high
+        self.low = low
+        self.boundary = boundary
+        self.always_run_both = False
+        """Whether both run at every forward, one of them on a row that nobody asked for where none is its own: ranks that share
+        the weights of both must ask for them equally often."""
+        self._keep_in_fp32_modules = getattr(high, "_keep_in_fp32_modules", None)
+
+    @property
+    def config(self) -> Any:
+        return self.high.config
+
+    def cache_context(self, _name: str, **_where: Any) -> AbstractContextManager[None]:
+        """What a pipeline enters around each call, for caches that are not in use here."""
+        return nullcontext()
+
+    def forward(
+        self,
+        *,
+        hidden_states: Tensor,
+        timestep: Tensor,
+        encoder_hidden_states: Tensor,
+        attention_kwargs: dict[str, Any] | None = None,
+        return_dict: bool = False,
+    ) -> tuple[Tensor]:
+        """One timestep a row, or one for each token of a row, all alike."""
+        rows = {"hidden_states": hidden_states, "timestep": timestep, "encoder_hidden_states": encoder_hidden_states}
+        first = timestep if timestep.ndim == 1 else timestep[:, 0]
+        is_high = first >= self.boundary
+        row_indices = is_high.nonzero().flatten(), (~is_high).nonzero().flatten()
+        parts = [
+            self._run_expert(expert, rows, mine)
+            for expert, mine in zip((self.high, self.low), row_indices, strict=True)
+        ]
+        answers = [part for part in parts if part is not None]
+        if len(answers) == 1:
+            return (answers[0],)
+        return (torch.cat(answers)[torch.cat(row_indices).argsort()],)
+
+    def _run_expert(self, expert: nn.Module, rows: dict[str, Tensor], row_indices: Tensor) -> Tensor | None:
+        """The expert's answers to its own rows, or nothing where it has none."""
+        num_rows = len(rows["timestep"])
+        if len(row_indices) == num_rows:
+            return _forward_rows(expert, rows)
+        if len(row_indices):
+            return _forward_rows(expert, {name: value[row_indices] for name, value in rows.items()})
+        if self.always_run_both:
+            _forward_rows(expert, {name: value[:1] for name, value in rows.items()})
+        return None
+
+
+def _forward_rows(expert: nn.Module, rows: dict[str, Tensor]) -> Tensor:
+    answer: Tensor = expert(**rows, return_dict=False)[0]
+    return answer
+
+
+def transformer_names(files: PipelineFiles, *, allow_experts: bool) -> tuple[str, ...]:
+    """The components of a pipeline folder that answer, one or, where `allow_experts` are welcome, two."""
+    if "transformer" not in files.components:
+        raise InputError(
+            f"{files.path} has no transformer", "a pipeline with the component transformer", "download the whole model"
+        )
+    if not has_two_experts(files):
+        return ("transformer",)
+    if not allow_experts:
+        raise InputError(
+            f"{files.path} has two transformers, one for high noise and one for low noise, which are not trained here",
+            "a model with one transformer",
+            f"distil it into one: halation distill --teacher_path {files.path}",
+        )
+    return ("transformer", "transformer_2")
+
+
+def has_two_experts(files: PipelineFiles) -> bool:
+    """Whether a folder says where its second transformer takes over; it is never called where no boundary is named."""
+    index = read_json(files.path / "model_index.json")
+    return "transformer_2" in files.components and index.get("boundary_ratio") is not None
+
+
+def trained_module(pipe: Any) -> nn.Module:
+    """The transformer of a pipeline, or both experts as one module."""
+    high: nn.Module = pipe.transformer
+    low = getattr(pipe, "transformer_2", None)
+    return high if low is None else ExpertPair(high, low, boundary_timestep(pipe))

@@ -1,0 +1,367 @@
+"""Prompt files, read exactly or refused: CSV, TXT, JSON lines and Parquet, in UTF-8 and nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from halation.csv_jsonl_reader import (
+    TableRow,
+    check_text,
+    csv_table,
+    decode_blocks,
+    error_at,
+    find_encoding_damage,
+    format_value,
+    iter_lines,
+    json_rows,
+    nearest_hint,
+)
+from halation.errors import InputError
+
+FORMATS = ("csv", "txt", "jsonl", "parquet")
+PROMPT_COLUMNS = ("prompt", "caption", "text")
+"""The first wherever it is there; of the others the one that is there."""
+NUM_SEEDS = 2**63
+_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}
+_MAX_COLUMNS_SHOWN = 20
+_ROWS_PER_BATCH = 4096
+_WHOLE_NUMBER = re.compile(r"\s*[+-]?[0-9]+\s*")
+_NUMBER = re.compile(r"\s*[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?\s*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ColumnType:
+    """What a column besides the prompt may hold."""
+
+    names: tuple[str, ...]
+    type: type
+    expected: str
+    minimum: float = -math.inf
+    maximum: float = math.inf
+
+
+_COLUMN_TYPES = {
+    "image_id": _ColumnType(names=("image_id", "id"), type=str, expected="text"),
+    "seed": _ColumnType(
+        names=("seed",), type=int, expected="a whole number from 0 to 2**63 - 1", minimum=0, maximum=NUM_SEEDS - 1
+    ),
+    "negative_prompt": _ColumnType(names=("negative_prompt",), type=str, expected="text"),
+    "width": _ColumnType(
+        names=("width",), type=int, expected="a whole number from 1 to 16384", minimum=1, maximum=16384
+    ),
+    "height": _ColumnType(
+        names=("height",), type=int, expected="a whole number from 1 to 16384", minimum=1, maximum=16384
+    ),
+    "steps": _ColumnType(
+        names=("steps", "num_inference_steps"),
+        type=int,
+        expected="a whole number from 1 to 10000",
+        minimum=1,
+        maximum=10000,
+    ),
+    "guidance_scale": _ColumnType(
+        names=("guidance_scale",),
+        type=float,
+        expected="a finite number, 0 or more",
+        minimum=0,
+        maximum=sys.float_info.max,
+    ),
+}
+_FORMAT_HINT = "name the file .csv, .txt, .jsonl or .parquet after what is in it"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptRow:
+    """One prompt with what its file says about it; None where the file says nothing."""
+
+    prompt: str
+    """Exactly as in the file, spaces included."""
+    image_id: str | None = None
+    """Raw text: not yet fit to be part of a file name."""
+    seed: int | None = None
+    negative_prompt: str | None = None
+    width: int | None = None
+    height: int | None = None
+    steps: int | None = None
+    guidance_scale: float | None = None
+    line: int = 0
+    """Where it begins in its file (the row in Parquet), from 1; 0 where there is no file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptFile:
+    """A prompt file's bytes, read once, because standard input cannot be read twice: what they are, and the rows in them."""
+
+    name: str
+    """For messages."""
+    format: str
+    sha256: str
+    """Of the bytes as they are in the file."""
+    ignored_columns: tuple[str, ...]
+    """Columns that mean nothing here, as far as the file's beginning tells."""
+    data: bytes = field(repr=False)
+
+    @classmethod
+    def open(cls, path: str | Path, format: str | None = None) -> PromptFile:
+        """Read a file, or standard input for "-" (TXT unless `format` says otherwise); the format follows the ending."""
+        name = "standard input" if str(path) == "-" else str(path)
+        kind = format or ("txt" if str(path) == "-" else Path(path).suffix.lower().removeprefix("."))
+        if kind not in FORMATS:
+            found = f"the format {kind!r}" if format else f"{name} ends with {kind!r}"
+            raise InputError(found, f"one of {', '.join(FORMATS)}", f"{_FORMAT_HINT}, or give --prompts_format")
+        data = _read_bytes(path, name)
+        if kind != "parquet":
+            check_text(name, data)
+        if str(path) == "-" and format is None:
+            _check_not_table(data)
+        sha256 = hashlib.sha256(data).hexdigest()
+        return cls(
+            name=name, format=kind, sha256=sha256, ignored_columns=_find_ignored_columns(name, kind, data), data=data
+        )
+
+    def rows(self) -> Iterator[PromptRow]:
+        """The rows, converted one by one as they are asked for; a faulty one is refused when its turn comes."""
+        row = None
+        for row in _READERS[self.format](self.name, self.data):
+            yield row
+        if row is None:
+            raise InputError(f"{self.name} has no prompts", "at least one", "write one prompt a line")
+
+
+def read_prompts(path: str | Path, format: str | None = None) -> list[PromptRow]:
+    """The prompts of a file, or of standard input for "-" (TXT unless `format` says otherwise), in the file's order.
+
+    The format follows the ending. CSV has a header with a `prompt` column (or, where there is none, one of `caption` and
+    `text`); JSON lines hold objects with the same names; other columns are ignored. In TXT every line is a prompt. Blank lines are
+    skipped in all three. Nothing else is changed: "null" is a prompt, an empty field is an empty prompt, spaces stay.
+    """
+    return list(iter_prompts(path, format))
+
+
+def iter_prompts(path: str | Path, format: str | None = None) -> Iterator[PromptRow]:
+    """What `read_prompts` reads, row by row, so that a million rows take little more memory than the file's bytes."""
+    return PromptFile.open(path, format).rows()
+
+
+def collect_prompts(prompts: Sequence[str], file: str | Path | None) -> list[str]:
+    """The prompts given on the command line, followed by those of a file; a lone `-` stands for standard input."""
+    if list(prompts) == ["-"]:
+        prompts = [row.prompt for row in read_prompts("-")]
+    return [*prompts, *([row.prompt for row in read_prompts(file)] if file is not None else [])]
+
+
+def _check_not_table(data: bytes) -> None:
+    """Standard input has no ending that tells a table from prompts, and nobody wants an image of a header."""
+    first = next(decode_blocks(data), "").partition("\n")[0].strip()
+    names = [word.strip().strip('"') for word in first.split(",")]
+    # "text" is a word of prompts too; only without a space beside its comma it is a column.
+    known = set(names) & set(PROMPT_COLUMNS[:2]) or "text" in first.replace('"', "").split(",")
+    if (len(names) > 1 and known) or first.startswith('{"'):
+        kind = "jsonl" if first.startswith("{") else "csv"
+        raise InputError(
+            f"standard input begins with {first[:80]!r}, which is no prompt",
+            "a prompt a line, or the format",
+            f"give --prompts_format {kind}, or --prompts_format txt where it is a prompt",
+        )
+
+
+def _find_ignored_columns(name: str, kind: str, data: bytes) -> tuple[str, ...]:
+    if kind != "csv":
+        return ()
+    _check_separator(name, next(decode_blocks(data), ""))
+    header, _ = csv_table(name, decode_blocks(data))
+    known = {*_map_columns(header).values(), *PROMPT_COLUMNS[: 2 if "prompt" in header else 3]}
+    return tuple(column for column in header if column and column not in known)
+
+
+def _read_bytes(path: str | Path, name: str) -> bytes:
+    if str(path) == "-":
+        return sys.stdin.buffer.read()
+    try:
+        return Path(path).read_bytes()
+    except FileNotFoundError:
+        raise InputError(f"no such file: {name}", "a file with prompts", "check the path") from None
+    except IsADirectoryError:
+        raise InputError(f"{name} is a folder", "a file with prompts", "name the file in it") from None
+    except OSError as error:
+        raise InputError(
+            f"{name} cannot be read: {error.strerror}", "a file with prompts", "check its rights"
+        ) from None
+
+
+def _read_txt(name: str, data: bytes) -> Iterator[PromptRow]:
+    for number, line in iter_lines(name, decode_blocks(data)):
+        yield PromptRow(prompt=line, line=number)
+
+
+def _read_csv(name: str, data: bytes) -> Iterator[PromptRow]:
+    header, records = csv_table(name, decode_blocks(data))
+    prompt = header.index(_prompt_column(name, 1, header))
+    columns = [(part, header.index(column)) for part, column in _map_columns(header).items()]
+    texts = [(part, position) for part, position in columns if _COLUMN_TYPES[part].type is str]
+    numbers = [(part, position) for part, position in columns if _COLUMN_TYPES[part].type is not str]
+    for line, fields in records:
+        values: dict[str, Any] = {part: fields[position] for part, position in texts}
+        for part, position in numbers:
+            try:
+                values[part] = _parse_number(fields[position], _COLUMN_TYPES[part])
+            except ValueError:
+                raise _bad_value_error(name, line, header[position], fields[position], _COLUMN_TYPES[part]) from None
+        yield PromptRow(prompt=fields[prompt], line=line, **values)
+
+
+def _read_jsonl(name: str, data: bytes) -> Iterator[PromptRow]:
+    return _parse_typed_rows(name, json_rows(name, decode_blocks(data)))
+
+
+def _read_parquet(name: str, data: bytes) -> Iterator[PromptRow]:
+    try:
+        import pyarrow  # type: ignore[import-untyped,unused-ignore]
+        import pyarrow.parquet  # type: ignore[import-untyped,unused-ignore]
+    except ImportError:
+        action = "pip install pyarrow, or save the prompts as CSV"
+        raise InputError(f"{name} is a Parquet file, and pyarrow is not installed", "pyarrow", action) from None
+    try:
+        file = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(data))
+        names = list(file.schema_arrow.names)
+        wanted = [_prompt_column(name, 1, names), *_map_columns(names).values()]
+        twice = [column for column in wanted if names.count(column) > 1]
+        if twice:
+            found = f"the column {twice[0]!r} is there twice"
+            raise error_at(name, 1, 1, found, "each column once", "rename or remove one of them")
+        yield from _parse_typed_rows(name, _iter_parquet_rows(name, file, wanted))
+    except (pyarrow.ArrowException, OSError) as error:
+        raise InputError(f"{name} is not a Parquet file: {error}", "Parquet", _FORMAT_HINT) from None
+
+
+def _iter_parquet_rows(name: str, file: Any, columns: Sequence[str]) -> Iterator[TableRow]:
+    num_before = 0
+    for batch in file.iter_batches(batch_size=_ROWS_PER_BATCH, columns=list(columns)):
+        try:
+            records = batch.to_pylist()
+        except UnicodeDecodeError:
+            raise _utf8_error(name, num_before, batch) from None
+        for line, values in enumerate(records, start=num_before + 1):
+            yield TableRow(line=line, values=values)
+        num_before += len(records)
+
+
+def _utf8_error(name: str, num_before: int, batch: Any) -> InputError:
+    for offset in range(batch.num_rows):
+        try:
+            batch.slice(offset, 1).to_pylist()
+        except UnicodeDecodeError as error:
+            found = f"byte 0x{error.object[error.start]:02x} is not UTF-8 ({error.reason})"
+            return error_at(
+                name, num_before + offset + 1, 1, found, "UTF-8 text", "write the file again from its source"
+            )
+    raise AssertionError("a row that could not be read can be read alone")
+
+
+_READERS: dict[str, Callable[[str, bytes], Iterable[PromptRow]]] = {
+    "txt": _read_txt,
+    "csv": _read_csv,
+    "jsonl": _read_jsonl,
+    "parquet": _read_parquet,
+}
+
+
+def _check_separator(name: str, text: str) -> None:
+    header = text.lstrip().partition("\n")[0]
+    if "," in header:
+        return
+    for separator, word in _SEPARATORS.items():
+        columns = [column.strip().strip('"').lower() for column in header.split(separator)]
+        if len(columns) > 1 and set(PROMPT_COLUMNS) & set(columns):
+            action = "save the file with commas, and with quotes around a field that has a comma in it"
+            column = header.index(separator) + 1
+            line = text.count("\n", 0, len(text) - len(text.lstrip())) + 1
+            found = f"this file has {word} between the columns"
+            raise error_at(name, line, column, found, "commas between the columns", action)
+
+
+def _prompt_column(name: str, line: int, columns: Sequence[str]) -> str:
+    present = [column for column in PROMPT_COLUMNS if column in columns]
+    if "prompt" in present or len(present) == 1:
+        return present[0]
+    hints = [
+        format_value(column) + ("" if column in present else nearest_hint(column, PROMPT_COLUMNS))
+        for column in columns[:_MAX_COLUMNS_SHOWN]
+    ]
+    hints += [f"{len(columns) - len(hints)} more"] if len(columns) > len(hints) else []
+    found = f"no prompt column among {', '.join(hints) or 'no columns'}"
+    expected = "a column named 'prompt', or one of 'caption' and 'text'"
+    raise error_at(name, line, 1, found, expected, "rename the column that holds the prompts to prompt")
+
+
+def _map_columns(columns: Iterable[str]) -> dict[str, str]:
+    """From the fields of PromptRow to the columns that fill them, where there is one."""
+    found = {
+        part: next((alias for alias in kind.names if alias in columns), None) for part, kind in _COLUMN_TYPES.items()
+    }
+    return {part: column for part, column in found.items() if column is not None}
+
+
+def _parse_typed_rows(name: str, rows: Iterable[TableRow]) -> Iterator[PromptRow]:
+    """Rows of typed values; their texts may hold by escapes what a text file cannot hold, so they are checked one by one."""
+    for row in rows:
+        column = _prompt_column(name, row.line, list(row.values))
+        prompt = row.values[column]
+        if not isinstance(prompt, str):
+            found = f"the {column} is {format_value(prompt)}"
+            raise error_at(name, row.line, 1, found, "text", "write the prompt, or remove the line")
+        _check_text(name, row.line, column, prompt)
+        values = {}
+        for part, source in _map_columns(row.values).items():
+            try:
+                values[part] = _parse_json_value(row.values[source], _COLUMN_TYPES[part])
+            except (ValueError, OverflowError):
+                raise _bad_value_error(name, row.line, source, row.values[source], _COLUMN_TYPES[part]) from None
+            if isinstance(values[part], str):
+                _check_text(name, row.line, source, values[part])
+        yield PromptRow(prompt=prompt, line=row.line, **values)
+
+
+def _check_text(name: str, line: int, column: str, text: str) -> None:
+    if "\0" in text:
+        found = f"a NUL character in {column}"
+        raise error_at(name, line, 1, found, "text", "write it without the character U+0000")
+    if damaged := find_encoding_damage(text):
+        raise error_at(name, line, 1, f"in {column}: {damaged.found}", "the text itself", damaged.action)
+
+
+def _bad_value_error(name: str, line: int, column: str, value: Any, kind: _ColumnType) -> InputError:
+    return error_at(name, line, 1, f"{column} is {format_value(value)}", kind.expected, "correct the line")
+
+
+def _parse_number(value: str, kind: _ColumnType) -> Any:
+    """A number from text, or None where the field is empty."""
+    if not value or value.isspace():
+        return None
+    # int() and float() also take 1_000, full-width digits and "nan", which nobody means.
+    if not (_WHOLE_NUMBER if kind.type is int else _NUMBER).fullmatch(value):
+        raise ValueError(value)
+    return _check_range(kind.type(value), kind)
+
+
+def _parse_json_value(value: Any, kind: _ColumnType) -> Any:
+    if value is None:
+        return None
+    if kind.type is str and isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float) if kind.type is float else kind.type):
+        raise ValueError(value)
+    return value if kind.type is str else _check_range(kind.type(value), kind)
+
+
+def _check_range(number: Any, kind: _ColumnType) -> Any:
+    if not kind.minimum <= number <= kind.maximum:
+        raise ValueError(number)
+    return number

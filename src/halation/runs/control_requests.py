@@ -1,0 +1,266 @@
+"""Asking something of a running training: a small file in its folder, which its first rank takes away at a step and answers in a line.
+
+A request says whom it was asked of, so what was asked of a run that died can never be taken for a wish to the one after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from halation.errors import HalationError, InputError
+from halation.runs import lock
+from halation.runs import run_record as runs
+
+log = logging.getLogger(__name__)
+
+ACTIONS = ("sample", "save", "stop")
+"""What can be asked for, in the order in which it is done."""
+CONTROLLABLE_JOBS = ("train", "distill")
+CONTROL_FOLDER = "control"
+RESPONSES_FILE = "controls.jsonl"
+POLL_INTERVAL_S = 0.1
+TAIL_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlRequest:
+    """One wish, and where it waits until the run takes it."""
+
+    run: Path
+    action: str
+    id: str
+    owner: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """The start of the run that it was asked of."""
+
+    @property
+    def path(self) -> Path:
+        return self.run / CONTROL_FOLDER / f"{self.action}-{self.id}.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlResponse:
+    """What became of a request; `refused` is why nothing did."""
+
+    action: str
+    step: int
+    refused: str = ""
+
+
+def send_request(folder: Path, action: str, by: str = "`halation ctl`") -> ControlRequest:
+    """Leave a request for a run's next step, or raise an InputError where nobody would take it."""
+    assert action in ACTIONS
+    while True:
+        owner = _require_running(folder)
+        request = ControlRequest(run=folder, action=action, id=os.urandom(4).hex(), owner=owner)
+        record = {"action": action, "id": request.id, "by": by, "owner": owner, "time": time.time()}
+        try:
+            request.path.parent.mkdir(exist_ok=True)
+            runs.write_json_atomic(request.path, record)
+            return request
+        except FileNotFoundError:  # the run took away the empty folder in between, or ended
+            continue
+        except OSError as error:
+            raise InputError(
+                f"cannot write to {request.path.parent}: {error.strerror or error}",
+                "a run whose folder can be written",
+                "ask as the person whose run it is, or on the machine it runs on",
+            ) from error
+
+
+def cancel_request(request: ControlRequest) -> bool:
+    """Take a request back; False where the run was faster."""
+    try:
+        request.path.unlink()
+    except FileNotFoundError:
+        return False
+    with contextlib.suppress(OSError):  # others wait in it, or the run has removed it
+        request.path.parent.rmdir()
+    return True
+
+
+def read_response(request: ControlRequest) -> ControlResponse | None:
+    """What the run said to it, if it has."""
+    try:
+        with open(request.run / RESPONSES_FILE, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            lines = file.read().split(b"\n")
+    except OSError:
+        return None
+    for line in reversed(lines):
+        if request.id.encode() in line:
+            with contextlib.suppress(ValueError, KeyError):
+                row = json.loads(line)
+                return ControlResponse(action=row["action"], step=row["step"], refused=row.get("refused", ""))
+    return None
+
+
+def is_owner_running(request: ControlRequest) -> bool:
+    """Whether the start of the run that it was asked of is still there; one after it would not take it."""
+    try:
+        return _require_running(request.run) == request.owner
+    except HalationError:
+        return False
+
+
+def is_starting(folder: Path) -> bool:
+    """Whether a training holds a folder that it has not made a run of yet."""
+    owner = _read_owner(folder)
+    if owner is None or _is_dead(owner) or owner.get("command") not in CONTROLLABLE_JOBS:
+        return False
+    return not runs.RunFolder(folder).config.exists()
+
+
+def _require_running(folder: Path) -> dict[str, Any]:
+    """The owner of a folder with a running training in it; an owner on another machine is believed to live."""
+    run = runs.RunFolder(folder)
+    if not folder.is_dir():
+        raise InputError(f"there is no folder {folder}", "the folder of a running training", "check the path")
+    if not run.config.exists():
+        if is_starting(folder):
+            raise InputError(
+                f"{folder} is still starting", "a training that takes steps", "ask again in a moment (--wait_s)"
+            )
+        raise InputError(
+            f"{folder} is not a run: it has no {runs.CONFIG_FILE}",
+            "the --output_dir of a running `halation train` or `distill`",
+            "check the path",
+        )
+    job = runs.read_record(run)["job"]
+    if job not in CONTROLLABLE_JOBS:
+        raise InputError(
+            f"{folder} holds a `{job}` run",
+            "a running `halation train` or `distill`",
+            "stop it with Ctrl+C or a signal: what it has done is kept",
+        )
+    owner = _read_owner(folder)
+    if owner is None or _is_dead(owner):
+        raise _not_running_error(run)
+    return owner
+
+
+def _not_running_error(run: runs.RunFolder) -> InputError:
+    """How it ended, if it said so, and what would make it run."""
+    try:
+        ended = json.loads((run.folder / lock.ENDED_FILE).read_bytes())
+    except (OSError, ValueError):
+        ended = None
+    ended = ended if isinstance(ended, dict) else {}
+    found, reason = f"{run.folder} is not running", str(ended.get("reason") or "")
+    if ended.get("state") == "finished":
+        return InputError(
+            f"{found}: it is finished", "a training that takes steps", "to train on, give its command more steps"
+        )
+    if ended.get("state") == "failed":
+        found += f": it failed{': ' * bool(reason)}{reason}"
+    goes_on = "goes on from its last checkpoint" if run.has_checkpoints() else "begins again, as nothing was saved"
+    return InputError(found, "a training that takes steps", f"start it: the command it was begun with {goes_on}")
+
+
+def _read_owner(folder: Path) -> dict[str, Any] | None:
+    try:
+        owner = json.loads((folder / ".owner.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+    return owner if isinstance(owner, dict) else None
+
+
+def _is_dead(owner: Mapping[str, Any]) -> bool:
+    pid = owner.get("pid")
+    return owner.get("host") == socket.gethostname() and not (
+        isinstance(pid, int) and lock.is_alive(pid, owner.get("start"))
+    )
+
+
+def decode_actions(number: int) -> frozenset[str]:
+    """The wishes that a number stands for: ranks share numbers."""
+    return frozenset(action for bit, action in enumerate(ACTIONS) if number >> bit & 1)
+
+
+class ControlInbox:
+    """The run's side, on its first rank: takes requests away, says what became of them; where nobody listens it is always empty."""
+
+    def __init__(self, folder: Path, *, is_enabled: bool, poll_interval_s: float = POLL_INTERVAL_S) -> None:
+        self.folder = folder
+        self.is_enabled = is_enabled
+        self.poll_interval_s = poll_interval_s
+        self._requests_folder = str(folder / CONTROL_FOLDER)
+        self._next_poll = 0.0
+        self._pending: list[dict[str, Any]] = []
+        self.requested_by: dict[str, str] = {}
+        """Who asked for each thing that was answered, the last one."""
+
+    def poll(self) -> int:
+        """A number for what was asked since the last look. It is taken away before it is done: a kill loses it and repeats nothing."""
+        if not self.is_enabled or time.monotonic() < self._next_poll:
+            return 0
+        self._next_poll = time.monotonic() + self.poll_interval_s
+        try:
+            os.stat(self._requests_folder)
+        except OSError:  # as at nearly every look: nobody asked
+            return 0
+        self._pending += self._pop_requests()
+        return sum(1 << ACTIONS.index(action) for action in {row["action"] for row in self._pending})
+
+    def respond(self, step: int, refused: Mapping[str, str]) -> None:
+        """Say at which step everything that was taken is done, or why some of it is not."""
+        rows, self._pending = self._pending, []
+        for row in rows:
+            reason = refused.get(row["action"], "")
+            self.requested_by[row["action"]] = str(row["by"])
+            what = f"not done at step {step}: {reason}" if reason else f"taken at step {step}"
+            log.warning("%s, asked for by %s, is %s", row["action"], row["by"], what)
+            response = {name: row[name] for name in ("action", "id", "by")} | {"step": step, "time": time.time()}
+            try:
+                with open(self.folder / RESPONSES_FILE, "ab") as file:
+                    file.write((json.dumps(response | ({"refused": reason} if reason else {})) + "\n").encode())
+            except OSError as error:  # costs the answer, not the training
+                log.error("cannot write %s: %s", self.folder / RESPONSES_FILE, error.strerror or error)
+
+    def close(self, step: int) -> None:
+        """Nothing more is taken: what still waits is told so, and the folder goes."""
+        if not self.is_enabled:
+            return
+        self.is_enabled = False
+        self._pending += self._pop_requests()
+        self.respond(step, dict.fromkeys(ACTIONS, "the run has ended"))
+        shutil.rmtree(self._requests_folder, ignore_errors=True)
+
+    def _pop_requests(self) -> list[dict[str, Any]]:
+        owner = _read_owner(self.folder)
+        rows = []
+        with contextlib.suppress(OSError):
+            for path in sorted(Path(self._requests_folder).glob("*.json")):  # files with hidden names are not whole yet
+                row = _pop_request(path)
+                if row is None:
+                    continue
+                if row.get("owner") == owner and row.get("action") in ACTIONS and {"id", "by"} <= row.keys():
+                    rows.append(row)
+                else:
+                    log.warning("dropped %s: it was not asked of this start of the run", path.name)
+            os.rmdir(self._requests_folder)
+        return rows
+
+
+def _pop_request(path: Path) -> dict[str, Any] | None:
+    """Read and remove; None where it was withdrawn in between."""
+    try:
+        data = path.read_bytes()
+        path.unlink()
+        row = json.loads(data)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError):
+        with contextlib.suppress(OSError):
+            path.unlink()
+        return {}
+    return row if isinstance(row, dict) else {}

@@ -1,0 +1,334 @@
+"""A run's folder: where its files are, how one is published whole, and what may change between two calls."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from halation.errors import HalationError, InputError
+from halation.fault_injection import fault_point
+
+CONFIG_FILE = "config.json"
+METRICS_FILE = "metrics.jsonl"
+COMMIT_FILE = "COMMIT.json"
+"""Written last into a checkpoint: without it there is none."""
+EXTERNAL_TRAINER = "own"
+"""What the record of a run says under `trainer` whose loop no command of Halation's is."""
+_num_temporaries = itertools.count()
+
+
+def cache_folder() -> Path:
+    """Where things are kept that can be made again: `$HALATION_CACHE`, or `~/.cache/halation`."""
+    return Path(os.environ.get("HALATION_CACHE") or Path.home() / ".cache" / "halation")
+
+
+def temporary_path(path: Path) -> Path:
+    """A name beside `path` for what is not whole yet, which no other writer has: not even another thread of this process."""
+    return path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}-{next(_num_temporaries)}.tmp")
+
+
+def writer_pid(temporary: Path) -> int:
+    """The process that such a name belongs to, on this machine."""
+    return int(temporary.name.removesuffix(".tmp").rsplit("-", 2)[1])
+
+
+@contextlib.contextmanager
+def open_atomic(path: Path, point: str = "publish") -> Iterator[BinaryIO]:
+    """A file to write into that gets its name only when it is whole: temporary name, fsync, rename, fsync of the folder.
+
+    `point` is what its fault points are called.
+    """
+    temporary = temporary_path(path)
+    try:
+        fault_point(f"{point}.open")
+        with open(temporary, "wb", buffering=1 << 20) as file:
+            fault_point(f"{point}.write")
+            yield file
+            file.flush()
+            fault_point(f"{point}.fsync")
+            os.fsync(file.fileno())
+        fault_point(f"{point}.rename")
+        os.replace(temporary, path)
+        fault_point(f"{point}.renamed")
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)  # a full disk is told by write(), which knows no name
+        raise
+    sync_folder(path.parent)
+
+
+def write_atomic(path: Path, data: bytes, point: str = "publish") -> None:
+    """Write a whole file, so that its name never stands for half of it."""
+    with open_atomic(path, point) as file:
+        file.write(data)
+
+
+def write_json_atomic(path: Path, value: Any) -> None:
+    write_atomic(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a rename in this folder survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except (ValueError, UnicodeDecodeError) as error:
+        raise InputError(
+            f"{path} is not JSON ({error})",
+            "the file as Halation wrote it",
+            "restore it, or start in a new --output_dir",
+        ) from error
+
+
+def remove_temporaries(folder: Path) -> None:
+    """Sweep what a killed writer left behind; call it only while the run is held."""
+    for path in folder.rglob(".*.tmp"):
+        if path.relative_to(folder).parts[0] not in ("cache", "watch"):  # other commands may be writing there
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+class RunFolder:
+    """The paths of one run folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.config = folder / CONFIG_FILE
+        self.metrics = folder / METRICS_FILE
+        self.checkpoints = folder / "checkpoints"
+        self.samples = folder / "samples"
+        self.logs = folder / "logs"
+        self.export = folder / "export"
+
+    def has_checkpoints(self) -> bool:
+        """Whether there ever was a checkpoint, a damaged one included."""
+        return any(path.name.startswith(("step_", "damaged_")) for path in self.checkpoints.glob("*"))
+
+    def samples_at(self, step: int) -> Path:
+        return self.samples / step_name(step)
+
+
+def step_name(step: int) -> str:
+    return f"step_{step:07d}"
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder a person asked for, or say why it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".probe.{os.getpid()}.tmp"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise InputError(
+            f"cannot write to {folder}: {error.strerror or error}",
+            "a folder that can be created and written",
+            "check the path, its permissions and the free space, or choose another --output_dir",
+        ) from error
+
+
+def diff_settings(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """One line for each setting that is not what it was, in a form a person can read."""
+    lines = []
+    for key in [*old, *(key for key in new if key not in old)]:
+        before, after = old.get(key, "(not there)"), new.get(key, "(not there)")
+        if before != after:
+            lines.append(f"  {key}: {_shorten(before)} -> {_shorten(after)}")
+    return lines
+
+
+def _shorten(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 100 else text[:97] + "..."
+
+
+def read_record(run: RunFolder) -> dict[str, Any]:
+    """config.json as `create_or_resume_run` wrote it."""
+    record = read_json(run.config)
+    if not isinstance(record, dict) or not {"job", "fixed", "changes"} <= record.keys():
+        raise InputError(
+            f"{run.config} is not the record of a run",
+            "the file as Halation wrote it",
+            "restore it, or start in a new --output_dir",
+        )
+    return record
+
+
+CHANGEABLE_SETTINGS = {
+    "train": "steps, GPUs, cadence, prompts and trackers may change",
+    "distill": "steps, epochs, GPUs, where the teacher is, cadence, prompts of samples and trackers may change",
+    "generate": "more samples may be asked for, and GPUs, workers and progress may change",
+    "watch": "GPUs, which steps, what decides the best and which images stay may change",
+}
+
+
+def check_unchanged(
+    run: RunFolder,
+    old: Mapping[str, Any],
+    new: Mapping[str, Any],
+    job: str = "train",
+    flag_names: Mapping[str, str] | None = None,
+) -> None:
+    """Raise, with a diff, where a resumed run would not be the run it was.
+
+    `flag_names` has the flags of settings that config.json stores by another name.
+    """
+    shown = [{(flag_names or {}).get(key, key): value for key, value in values.items()} for values in (old, new)]
+    lines = diff_settings(*shown)
+    if lines:
+        raise InputError(
+            f"{run.folder} was started with other settings:\n" + "\n".join(lines),
+            f"the same settings as before ({CHANGEABLE_SETTINGS[job]})",
+            "use the old settings, another --output_dir, or --accept_changes to go on and have the change recorded",
+        )
+
+
+def create_or_resume_run(
+    run: RunFolder,
+    job: str,
+    settings: Mapping[str, Any],
+    fixed: Mapping[str, Any],
+    accept_changes: bool,
+    has_outputs: bool | None = None,
+    flag_names: Mapping[str, str] | None = None,
+) -> bool:
+    """Write config.json of a new run, or check that this is the run that was begun; returns whether it is new.
+
+    `settings` is everything as resolved, `fixed` the part (and the versions and device) that a resumed run must not change.
+    `has_outputs` says whether anything was made with the recorded settings; by default, whether a checkpoint was saved.
+    """
+    if not run.config.exists():
+        write_json_atomic(run.config, {"job": job, "settings": dict(settings), "fixed": dict(fixed), "changes": []})
+        return True
+    record = read_record(run)
+    recorded_settings = record.get("settings")
+    if isinstance(recorded_settings, dict) and recorded_settings.get("trainer") == EXTERNAL_TRAINER:
+        raise InputError(
+            f"{run.folder} holds the samples of another trainer, drawn by a RankSampler",
+            f"a `{job}` run or an empty folder",
+            "choose another --output_dir",
+        )
+    if record.get("job") != job:
+        raise InputError(
+            f"{run.folder} holds a `{record.get('job')}` run",
+            f"a `{job}` run or an empty folder",
+            "choose another --output_dir",
+        )
+    if not (
+        run.has_checkpoints() if has_outputs is None else has_outputs
+    ):  # a first start that was refused or killed binds nobody to its settings
+        write_json_atomic(run.config, {"job": job, "settings": dict(settings), "fixed": dict(fixed), "changes": []})
+        return True
+    keys = [key for key in record["fixed"] if key in fixed] + [key for key in fixed if key not in record["fixed"]]
+    _check_or_record_changes(
+        run, record, {key: record["fixed"].get(key) for key in keys}, fixed, accept_changes, flag_names
+    )
+    record["settings"] = dict(settings)
+    write_json_atomic(run.config, record)
+    return False
+
+
+def record_facts(run: RunFolder, facts: Mapping[str, Any], accept_changes: bool) -> dict[str, Any]:
+    """Record facts that are known only after the data was opened, or check that they are what they were; returns the record."""
+    record = read_record(run)
+    known = {key: record["fixed"][key] for key in facts if key in record["fixed"]}
+    _check_or_record_changes(run, record, known, {key: facts[key] for key in known}, accept_changes)
+    record["fixed"] |= facts
+    write_json_atomic(run.config, record)
+    return record
+
+
+def _check_or_record_changes(
+    run: RunFolder,
+    record: dict[str, Any],
+    old: Mapping[str, Any],
+    new: Mapping[str, Any],
+    accept: bool,
+    flag_names: Mapping[str, str] | None = None,
+) -> None:
+    lines = diff_settings(old, new)
+    if lines and not accept:
+        check_unchanged(run, old, new, record["job"], flag_names)
+    if lines:
+        record["changes"].append(
+            {"time": time.strftime("%Y-%m-%d %H:%M:%S"), "changed": [line.strip() for line in lines]}
+        )
+        record["fixed"] |= new
+
+
+@contextlib.contextmanager
+def restore_record_on_failure(run: RunFolder, accept_changes: bool) -> Iterator[None]:
+    """Around a call that accepts changes: where it fails before anything was saved with them, the record is what it was."""
+    record_before = run.config.read_bytes() if accept_changes and run.config.exists() else None
+
+    def checkpoint_names() -> list[str]:
+        return sorted(path.name for path in run.checkpoints.glob("step_*"))
+
+    names_before = checkpoint_names()
+    try:
+        yield
+    except BaseException:
+        if record_before is not None and checkpoint_names() == names_before:
+            write_atomic(run.config, record_before)
+        raise
+
+
+class MetricsFile:
+    """metrics.jsonl: one JSON object a line, appended whole; on resume, what lies after the checkpoint is dropped."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read_rows(self) -> list[dict[str, Any]]:
+        """All whole lines; a half-written last one, left by a kill, is not a line."""
+        if not self.path.exists():
+            return []
+        rows = []
+        for line in self.path.read_bytes().split(b"\n"):
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict):
+                rows.append(row)
+        return rows
+
+    def truncate_after(self, step: int) -> None:
+        """Forget everything after `step`, because it is about to happen again."""
+        kept = [row for row in self.read_rows() if row.get("step", 0) <= step]
+        write_atomic(self.path, b"".join(_json_line(row) for row in kept))
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        try:
+            fault_point("metrics.append")
+            with open(self.path, "ab") as file:
+                file.write(_json_line(row))
+        except OSError as error:
+            raise HalationError(
+                f"cannot write {self.path}: {error.strerror or error}; free some space and run the same command again"
+            ) from error
+
+
+def _json_line(row: Mapping[str, Any]) -> bytes:
+    """One line of JSON; a number that is not finite, which JSON has no word for, becomes null."""
+    plain = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
+    }
+    return (json.dumps(plain, ensure_ascii=False) + "\n").encode()

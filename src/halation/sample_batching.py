@@ -1,0 +1,129 @@
+"""Who draws what: pure functions of integers, and the only place in Halation that divides work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from halation.sample_specs import SampleBatch, SampleSpec
+
+
+def make_batches(specs: Sequence[SampleSpec], batch_size: int) -> tuple[SampleBatch, ...]:
+    """Group specs by shape, then cut each group into batches of `batch_size` by index, the last padded with its own last spec.
+
+    The world size is no argument: the same specs make the same batches on one GPU and on eight.
+    """
+    if batch_size < 1:
+        raise ValueError(f"a batch holds at least one spec, not {batch_size}")
+    groups: dict[tuple[int, ...], list[SampleSpec]] = {}
+    for spec in sorted(specs, key=lambda spec: spec.index):
+        groups.setdefault(spec.shape, []).append(spec)
+    batches = []
+    for group in groups.values():
+        for start in range(0, len(group), batch_size):
+            real_specs = group[start : start + batch_size]
+            fillers = [real_specs[-1]] * (batch_size - len(real_specs))
+            batches.append(SampleBatch(specs=(*real_specs, *fillers), num_real=len(real_specs)))
+    return tuple(batches)
+
+
+class BatchPlan:
+    """The batches of rows that are known by their index only, numbered by their first index, so that they follow the file."""
+
+    def __init__(self, groups: Sequence[npt.NDArray[np.int64]], batch_size: int) -> None:
+        if batch_size < 1:
+            raise ValueError(f"a batch holds at least one spec, not {batch_size}")
+        if any(len(group) > 1 and not (np.diff(group) > 0).all() for group in groups):
+            raise ValueError("the indices of a group are not ascending")
+        empty = np.zeros(0, dtype=np.int64)
+        ends = np.cumsum([len(group) for group in groups], dtype=np.int64)
+        cuts = [np.arange(end - len(group), end, batch_size) for group, end in zip(groups, ends, strict=True)]
+        starts = np.concatenate([empty, *cuts])
+        stops = np.concatenate(
+            [empty, *[np.minimum(cut + batch_size, end) for cut, end in zip(cuts, ends, strict=True)]]
+        )
+        self._indices = np.concatenate([empty, *groups])
+        order = np.argsort(self._indices[starts])
+        self._starts, self._stops = starts[order], stops[order]
+        ascending = np.argsort(self._indices)
+        self._sorted_indices = self._indices[ascending]
+        self._batch_numbers = np.repeat(np.argsort(order), stops - starts)[ascending]
+        if (np.diff(self._sorted_indices) == 0).any():
+            raise ValueError("an index stands in two groups")
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def rows(self, number: int) -> npt.NDArray[np.int64]:
+        """The indices in a batch, ascending; fewer than the batch's size where the rest are fillers."""
+        return self._indices[self._starts[number] : self._stops[number]]
+
+    def first_rows(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The first index on each of these batches."""
+        rows: npt.NDArray[np.int64] = self._indices[self._starts[numbers]]
+        return rows
+
+    def find_batches(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The numbers of the batches these rows stand on, ascending, each once."""
+        positions = np.searchsorted(self._sorted_indices, indices)
+        if not np.isin(indices, self._sorted_indices).all():
+            raise ValueError("a row that stands in no batch")
+        return np.unique(self._batch_numbers[positions])
+
+
+def plan_batches(groups: Sequence[npt.NDArray[np.int64]], batch_size: int) -> BatchPlan:
+    """Cut groups of rows of one shape, given by their ascending indices, as `cut` cuts their specs."""
+    return BatchPlan(groups, batch_size)
+
+
+def initial_batches(num_batches: int, num_workers: int, worker: int) -> range:
+    """The batches a worker begins with, round-robin: worker r of W has r, r + W, r + 2W ..."""
+    return range(worker, num_batches, num_workers)
+
+
+def num_rounds(num_batches: int, world_size: int) -> int:
+    """How many batches every rank draws, fillers included, so that all ranks make the same number of forwards."""
+    return -(-num_batches // world_size)
+
+
+def round_robin_batch(round_index: int, rank: int, world_size: int, num_batches: int) -> int | None:
+    """The batch `rank` draws in this round (round-robin), or None where it draws a filler to keep the others company."""
+    batch = round_index * world_size + rank
+    return batch if batch < num_batches else None
+
+
+def rank_range(total: int, world_size: int, rank: int) -> range:
+    """Contiguous shares by ceiling division: 6 on 4 ranks are 2, 2, 2, 0."""
+    size = -(-total // world_size)
+    return range(min(rank * size, total), min((rank + 1) * size, total))
+
+
+def contiguous_batch(round_index: int, rank: int, world_size: int, num_batches: int) -> int | None:
+    """The batch `rank` draws in this round where shares are contiguous, in as many rounds as round-robin takes, or None for a filler."""
+    assigned = rank_range(num_batches, world_size, rank)
+    return assigned[round_index] if round_index < len(assigned) else None
+
+
+def rank_and_offset(index: int, total: int, world_size: int) -> tuple[int, int]:
+    """(rank, number) of an index in the contiguous shares: whose share it is in, and its number there, from 0."""
+    if not 0 <= index < total:
+        raise ValueError(f"{index} is none of {total}")
+    return divmod(index, -(-total // world_size))
+
+
+def most_loaded_rank(num_unstarted: Sequence[int]) -> int | None:
+    """Whom to help: the rank with the most batches that nobody has begun, the first of equals, or None where all have begun."""
+    most = max(num_unstarted, default=0)
+    return num_unstarted.index(most) if most > 0 else None
+
+
+def micro_batch_layout(total: int, world_size: int, max_size: int) -> tuple[int, int]:
+    """(number, size) of the micro-batches in which every rank takes its share of `total` rows, at most `max_size` rows at once.
+
+    The same on all ranks, whose last rows may be fillers: the number of forwards and their shape must not depend on the rank.
+    """
+    size = -(-total // world_size)
+    number = -(-size // max_size)
+    return number, -(-size // number)

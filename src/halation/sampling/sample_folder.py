@@ -1,0 +1,224 @@
+"""A folder of samples: how its files are called, which of them are there, and threads that write them while the next ones are drawn."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from halation import sample_batching
+from halation.errors import InputError
+from halation.fault_injection import fault_point
+from halation.images.grid import make_grid
+from halation.images.png_codec import encode_png, metadata_texts, read_png
+from halation.runs.run_record import step_name, write_atomic, write_json_atomic
+from halation.sample_specs import SampleBatch, SampleSpec
+
+log = logging.getLogger(__name__)
+
+NUM_WRITERS = 2
+SampleRow = dict[str, Any]
+"""What became of one image."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankNaming:
+    """Names by the epoch and by a prompt's place in the contiguous shares of the whole list, whoever draws it; all epochs in one folder."""
+
+    epoch: int
+    num_prompts: int
+    num_ranks: int
+
+    @property
+    def prefix(self) -> str:
+        return f"epoch_{self.epoch:04d}_"
+
+    def name(self, spec: SampleSpec) -> str:
+        rank, number = sample_batching.rank_and_offset(spec.index, self.num_prompts, self.num_ranks)
+        return f"{self.prefix}rank_{rank}_sample_{number:02d}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleFolder:
+    """Where a folder of samples goes and how its files are called; `label` says whose they are where two stand side by side."""
+
+    folder: Path
+    suffix: str = ""
+    naming: Literal["index", "gpu"] | RankNaming = "index"
+    label: str = ""
+
+    @property
+    def prefix(self) -> str:
+        """What the names of all its files begin with, where the folder holds other samples too."""
+        return self.naming.prefix if isinstance(self.naming, RankNaming) else ""
+
+    @property
+    def grid_path(self) -> Path:
+        return self.folder / f"{self.prefix}grid.png"
+
+    @property
+    def index_path(self) -> Path:
+        return self.folder / f"{self.prefix}samples.json"
+
+    def image_path(self, spec: SampleSpec) -> Path:
+        if self.naming == "gpu":
+            return self.folder / f"gpu_{spec.index}_sample{self.suffix}.png"
+        return self.folder / f"{self._stem(spec)}{self.suffix}.png"
+
+    def prompt_path(self, spec: SampleSpec) -> Path:
+        return self.folder / (f"gpu_{spec.index}_prompt.txt" if self.naming == "gpu" else f"{self._stem(spec)}.txt")
+
+    def read_index(self) -> dict[str, Any]:
+        """What samples.json says; nothing where it is missing or damaged."""
+        return _read_index(self.index_path)
+
+    def clear(self) -> None:
+        """Remove its images and what belongs to them; of a folder of its own, everything."""
+        if not self.prefix:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        else:
+            _remove_files(self.folder, self.prefix)
+
+    def _stem(self, spec: SampleSpec) -> str:
+        return self.naming.name(spec) if isinstance(self.naming, RankNaming) else spec.id
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonImages:
+    """Somebody else's images for the same prompts and seeds, by index."""
+
+    label: str
+    files: Mapping[int, Path]
+
+
+def remove_samples_after(samples: Path, step: int) -> None:
+    """Remove the samples of later steps: they will be drawn again, from weights trained again."""
+    for folder in samples.glob("step_*"):
+        if folder.name > step_name(step) or step < 0:
+            shutil.rmtree(folder, ignore_errors=True)
+    for path in samples.glob("epoch_*_samples.json"):
+        if _read_index(path).get("step", step + 1) > step:
+            _remove_files(samples, path.name.removesuffix("samples.json"))
+
+
+def _remove_files(folder: Path, prefix: str) -> None:
+    """samples.json last: what a kill leaves behind is found again by it."""
+    paths = sorted(folder.glob(f"{prefix}*"), key=lambda path: path.name.endswith("samples.json"))
+    for path in paths:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def _read_index(path: Path) -> dict[str, Any]:
+    try:
+        index = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return index if isinstance(index, dict) else {}
+
+
+class SampleWriter:
+    """Encodes and publishes images in threads while the next ones are drawn; never more than a few wait in memory."""
+
+    def __init__(self, sample_folder: SampleFolder, sampler: str) -> None:
+        self.sample_folder = sample_folder
+        self.sampler = sampler
+        self.pool = ThreadPoolExecutor(max_workers=NUM_WRITERS, thread_name_prefix="halation-writer")
+        self.free_slots = threading.BoundedSemaphore(2 * NUM_WRITERS)
+        self.pending: list[tuple[SampleRow, Future[None]]] = []
+
+    def put(self, batch: SampleBatch, images: Mapping[int, np.ndarray], rows: Sequence[SampleRow]) -> None:
+        for number, pixels in images.items():
+            self.submit(batch.specs[number], pixels, rows[number])
+
+    def submit(self, spec: SampleSpec, pixels: np.ndarray, row: SampleRow) -> None:
+        self.free_slots.acquire()
+        future = self.pool.submit(self._write, spec, pixels)
+        future.add_done_callback(lambda _: self.free_slots.release())
+        self.pending.append((row, future))
+
+    def _write(self, spec: SampleSpec, pixels: np.ndarray) -> None:
+        fault_point("sample.write")
+        data = encode_png(pixels, metadata_texts(spec.as_json(), sampler=self.sampler))
+        for is_last_try in (False, True):  # a full or flickering disk gets a second chance
+            try:
+                write_atomic(self.sample_folder.image_path(spec), data)
+                write_atomic(self.sample_folder.prompt_path(spec), spec.prompt.encode())
+                return
+            except OSError:
+                if is_last_try:
+                    raise
+
+    def finish(self) -> None:
+        """Wait for all files; an image that could not be written becomes a failed row."""
+        for row, future in self.pending:
+            error = future.exception()
+            if isinstance(error, OSError):
+                row |= {
+                    "state": "failed",
+                    "reason": f"OSError: cannot write to directory {self.sample_folder.folder}: {error.strerror or error}",
+                }
+            elif error is not None:
+                row |= {"state": "failed", "reason": f"{type(error).__name__}: {error}"}
+            if error is not None:
+                log.error("Error during sampling on GPU %d: %s", row["rank"], row["reason"])
+        self.pool.shutdown()
+
+
+def is_drawn(sample_folder: SampleFolder, spec: SampleSpec) -> bool:
+    """Whether the image of this very spec is there, whole, with its prompt beside it."""
+    try:
+        _, text = read_png(sample_folder.image_path(spec))
+        return (
+            json.loads(text["halation"]) == spec.as_json()
+            and sample_folder.prompt_path(spec).read_bytes() == spec.prompt.encode()
+        )
+    except (InputError, OSError, ValueError, KeyError):
+        return False
+
+
+def _read_image_or_none(path: Path) -> np.ndarray | None:
+    """One that is not there costs its cell: it is not of this drawing."""
+    try:
+        return read_png(path)[0]
+    except (InputError, OSError):
+        return None
+
+
+def publish_index(
+    sample_folder: SampleFolder,
+    rows: Sequence[SampleRow],
+    metadata: dict[str, Any],
+    others: Sequence[tuple[SampleFolder, Sequence[SampleRow]]] = (),
+    comparison: ComparisonImages | None = None,
+) -> np.ndarray:
+    """grid.png and samples.json of a folder; returns the grid, in which the images of `comparison` stand next to their own ones."""
+    cells, labels, index_rows = [], [], []
+    for row_folder, folder_rows in [(sample_folder, rows), *others]:
+        for row in folder_rows:
+            raw = " (raw)" if row_folder.suffix else ""
+            cells.append(read_png(row_folder.folder / row["file"])[0] if row["state"] == "done" else None)
+            labels.append(f"{sample_folder.label}{raw}: {row['prompt']}" if comparison else row["prompt"] + raw)
+            index_rows.append(row | {"raw": bool(row_folder.suffix)})
+            if comparison:
+                path = comparison.files[row["index"]]
+                cells.append(_read_image_or_none(path))
+                labels.append(f"{comparison.label}: {row['prompt']}")
+                index_rows[-1][comparison.label] = os.path.relpath(path, sample_folder.folder)
+    image = np.full((8, 8, 3), 255, np.uint8)
+    if cells:
+        group = 2 if comparison else 1
+        image = make_grid(cells, columns=min(4, group * len(rows)), labels=labels, group=group)
+        write_atomic(sample_folder.grid_path, encode_png(image, {}))
+    write_json_atomic(sample_folder.index_path, metadata | {"samples": index_rows})
+    return image

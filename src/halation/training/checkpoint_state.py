@@ -1,0 +1,127 @@
+"""Everything a checkpoint of a training run holds, and putting it back on any number of ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from halation.distributed.checkpoint.reader import CheckpointReader, TensorShard
+from halation.distributed.engines.ddp_fsdp import Engine
+from halation.errors import InputError
+from halation.flow.ema import Ema
+from halation.models.autoencoder import ImageSpace, LatentSpace
+from halation.models.denoiser import Denoiser
+from halation.models.dit.denoiser import DiTDenoiser
+from halation.models.fingerprint import EXPORT_FILE
+from halation.runs.run_record import sync_folder, write_json_atomic
+from halation.training.loop import MODEL, TrainedNetwork, TrainState
+
+
+def checkpoint_pieces(networks: Mapping[str, TrainedNetwork]) -> dict[str, dict[str, TensorShard]]:
+    """This rank's pieces of model, EMA and optimizer; those of other parts go by the part's name, as `fake_model`."""
+    result: dict[str, dict[str, TensorShard]] = {}
+    for network_name, network in networks.items():
+        pieces, name_prefix = network.engine.state_shards(), network_prefix(network_name)
+        result[f"{name_prefix}model"] = pieces["model"]
+        if network.ema is not None:
+            averages = network.ema.tensors()
+            result[f"{name_prefix}ema"] = {
+                name: replace(piece, local=averages[name]) for name, piece in pieces["model"].items()
+            }
+        result[f"{name_prefix}optimizer"] = pieces["optimizer"]
+    return result
+
+
+def network_prefix(network_name: str) -> str:
+    return "" if network_name == MODEL else f"{network_name}_"
+
+
+def shared_state(
+    train_state: TrainState, ema: Ema, denoiser: Mapping[str, Any], sampling: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What is the same on all ranks; with it a checkpoint can be drawn from without the run around it."""
+    return {
+        "position": train_state.as_json(),
+        "ema_updates": ema.num_updates,
+        "denoiser": dict(denoiser),
+        "sampling": dict(sampling),
+    }
+
+
+def restore(reader: CheckpointReader, networks: Mapping[str, TrainedNetwork]) -> TrainState:
+    """Fill everything from a checkpoint, whatever number of ranks wrote it."""
+    for network_name, network in networks.items():
+        network_reader = reader.with_prefix(network_prefix(network_name))
+        _check_weights_match(network_reader, network.engine)
+        network.engine.load_checkpoint(network_reader)
+        if network.ema is not None:
+            averages = {
+                name: network_reader.read_shard("ema", name, piece)
+                for name, piece in network.engine.state_shards()["model"].items()
+            }
+            network.ema.load_tensors(averages, reader.state["ema_updates"])
+    return TrainState.from_json(reader.state["position"])
+
+
+def _check_weights_match(reader: CheckpointReader, engine: Engine) -> None:
+    """Accepted changes may make another model of a run; its checkpoints then have nothing to say to it."""
+    found = reader.shapes("model")
+    expected = engine.shapes
+    different = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+    if different:
+        name = different[0]
+        raise InputError(
+            f"checkpoint {reader.folder} holds other weights than these settings train: {len(different)} tensors differ, "
+            f"first {name} ({found.get(name, 'not saved')}, now {expected.get(name, 'not trained')})",
+            "the model, adapters and sizes the run began with",
+            "use its settings, or begin a new run in another --output_dir from its export",
+        )
+
+
+def export_dit(reader: CheckpointReader, folder: Path, space: ImageSpace) -> None:
+    """model.safetensors (EMA), model_raw.safetensors, config.json, and model.pth for loaders that want a torch file.
+
+    An autoencoder is copied along, so that the folder can be taken elsewhere.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for part, name in (("ema", "model"), ("model", "model_raw")):
+        tensors: dict[str, Tensor] = dict(reader.read_part(part))
+        _write_atomically(folder / f"{name}.safetensors", lambda path, tensors=tensors: save_file(tensors, path))
+        if part == "ema":
+            _write_atomically(folder / "model.pth", lambda path, tensors=tensors: torch.save(tensors, path))
+    description = reader.state["denoiser"] | {"sampling": reader.state["sampling"]}
+    if isinstance(space, LatentSpace):
+        space.save(folder / "vae")
+        description["space"] = description["space"] | {"path": "vae"}
+    write_json_atomic(folder / "config.json", description)
+    sync_folder(folder)
+
+
+def _write_atomically(path: Path, write: Any) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    write(temporary)
+    with open(temporary, "rb+") as file:
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def export_checkpoint(reader: CheckpointReader, folder: Path, denoiser: Denoiser) -> None:
+    """The export of a checkpoint of this denoiser."""
+    if isinstance(denoiser, DiTDenoiser):
+        export_dit(reader, folder, denoiser.space)
+        return
+    # Here, because diffusers takes seconds to import, and a DiT does without it.
+    from halation.models.pipelines.training.denoiser import PipelineDenoiser
+    from halation.models.pipelines.training.export import export_pipeline
+
+    assert isinstance(denoiser, PipelineDenoiser)
+    export_pipeline(denoiser, folder, averaged=reader.lazy_part("ema"), raw=reader.lazy_part("model"))
+    facts = {"step": reader.state["position"]["step"], "sampling": reader.state["sampling"]}
+    write_json_atomic(folder / EXPORT_FILE, facts)

@@ -1,0 +1,427 @@
+"""What a person or a machine sees of a generation: the right numbers, in the room there is, and never in the way of the work."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import io
+import itertools
+import json
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from halation.progress_display import (
+    GenerationProgress,
+    ProgressState,
+    column_widths,
+    escape_control_characters,
+    format_clock,
+    format_duration,
+    format_speed,
+    render_table,
+)
+
+pytestmark = pytest.mark.ranks
+
+DEMO = Path(__file__).with_name("support") / "progress_demo.py"
+ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+class Clock:
+    """A clock that goes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def on_a_terminal(width: int, height: int, num_workers: int, seconds: float, **environment: str) -> tuple[str, int]:
+    """What the demo writes to a pseudo terminal of this size, and its exit code."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
+    plain = {
+        name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR")
+    }
+    process = subprocess.Popen(
+        [sys.executable, DEMO, "auto", str(num_workers), str(seconds)],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env={**plain, "TERM": "xterm-256color", **environment},
+    )
+    os.close(theirs)
+    parts = []
+    while True:
+        try:
+            part = os.read(ours, 65536)
+        except OSError as error:
+            if error.errno != errno.EIO:  # which is how Linux says that the other side has hung up
+                raise
+            break
+        if not part:
+            break
+        parts.append(part)
+    os.close(ours)
+    return b"".join(parts).decode(), process.wait(20)
+
+
+def lines_of(written: str) -> list[str]:
+    return [ESCAPE.sub("", line).rstrip("\r") for line in re.split(r"[\r\n]+", written)]
+
+
+# -- numbers
+
+
+def test_the_whole_counts_what_was_there_before_but_its_rate_is_this_calls() -> None:
+    clock = Clock()
+    progress = GenerationProgress("none", ["GPU 0", "GPU 1"], num_planned=100, num_done=40, num_failed=2, clock=clock)
+    clock.now += 60  # loading says nothing of the rate
+    assert progress.progress_state.images_per_s() is None
+    assert progress.progress_state.remaining_s() is None
+    progress.set_step("GPU 0", 1, 20)
+    clock.now += 10
+    progress.add_images("GPU 0", 12, 1)
+    progress.add_images("GPU 1", 6, 1)
+    assert (
+        progress.progress_state.num_done,
+        progress.progress_state.num_failed,
+        progress.progress_state.num_finished_now,
+    ) == (58, 4, 20)
+    assert progress.progress_state.images_per_s() == pytest.approx(2.0)
+    assert progress.progress_state.remaining_s() == pytest.approx((100 - 62) / 2.0)
+
+
+def test_a_worker_that_takes_over_gets_a_longer_bar_and_one_that_is_finished_a_clock_that_stands() -> None:
+    clock = Clock()
+    progress = GenerationProgress("none", ["GPU 0"], num_planned=100, num_done=0, clock=clock)
+    progress.set_assigned("GPU 0", 50)
+    progress.set_step("GPU 0", 1, 20)
+    clock.now += 10
+    progress.add_images("GPU 0", 50, 0)
+    lane = progress.progress_state.workers["GPU 0"]
+    assert progress.progress_state.worker_remaining_s(lane) == 0.0
+    progress.set_assigned("GPU 0", 75)
+    assert progress.progress_state.worker_remaining_s(lane) == pytest.approx(5.0)
+    progress.set_state("GPU 0", "finished")
+    clock.now += 1000
+    assert progress.progress_state.worker_images_per_s(lane) == pytest.approx(5.0)
+    assert progress.progress_state.worker_remaining_s(lane) == 0.0
+
+
+def test_a_worker_that_still_loads_does_not_claim_to_be_done_soon() -> None:
+    progress = GenerationProgress("none", ["GPU 0"], num_planned=8, num_done=0, clock=Clock())
+    progress.set_state("GPU 0", "loading")
+    assert progress.progress_state.worker_remaining_s(progress.progress_state.workers["GPU 0"]) is None
+    progress.set_assigned("GPU 0", 8)
+    progress.set_state("GPU 0", "finished")
+    assert progress.progress_state.worker_remaining_s(progress.progress_state.workers["GPU 0"]) == 0.0
+
+
+def test_at_the_end_nobody_draws_any_more() -> None:
+    progress = GenerationProgress("none", ["GPU 0", "GPU 1", "GPU 2"], num_planned=4, num_done=0)
+    for worker in ("GPU 0", "GPU 1"):
+        progress.set_assigned(worker, 2)
+        progress.add_images(worker, 1, 0)
+        progress.set_step(worker, 14, 20)
+    progress.add_images("GPU 0", 0, 1)
+    progress.set_state("GPU 2", "given up")
+    progress.finish()
+    assert [lane.state for lane in progress.progress_state.workers.values()] == ["finished", "stopped", "given up"]
+
+
+def test_a_worker_that_joins_later_has_its_lane() -> None:
+    progress = GenerationProgress("none", [], num_planned=3, num_done=0)
+    progress.add_images("GPU 7", 1, 0)
+    assert list(progress.progress_state.workers) == ["GPU 7"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "face", "words"),
+    [
+        (0, "00:00", "0 s"),
+        (1800, "30:00", "30 min"),
+        (9000, "2:30:00", "2.5 h"),
+        (359_999, "99:59:59", "100.0 h"),
+        (400_000, "4d15:06", "4.6 days"),
+        (None, "-:--", None),
+    ],
+)
+def test_times_are_written_for_people(seconds: float | None, face: str, words: str | None) -> None:
+    assert format_clock(seconds) == face
+    assert seconds is None or format_duration(seconds) == words
+
+
+def test_slow_speeds_are_told_by_the_minute_or_the_hour() -> None:
+    assert [format_speed(rate) for rate in (1234.5, 3.14, 0.05, 0.001)] == ["1234/s", "3.1/s", "3.0/min", "3.6/h"]
+
+
+def test_control_characters_are_spelled_out() -> None:
+    assert (
+        escape_control_characters("a\x1b[2J\x07\x9b\u202eb\nstra\u00dfe \U0001f600")
+        == "a\\x1b[2J\\x07\\x9b\\u202eb\nstra\u00dfe \U0001f600"
+    )
+
+
+# -- bars
+
+
+def drawn(board: ProgressState, width: int, height: int, **options: bool) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True, **options)  # type: ignore[arg-type]
+    console.print(render_table(board, width, height))
+    return console.file.getvalue().split("\n")[:-1]  # type: ignore[attr-defined]
+
+
+def busy(num_workers: int, planned: int = 5000) -> tuple[GenerationProgress, Clock]:
+    clock = Clock()
+    progress = GenerationProgress(
+        "none", [f"GPU {n}" for n in range(num_workers)], num_planned=planned, num_done=1000, num_failed=3, clock=clock
+    )
+    for number in range(num_workers):
+        progress.set_assigned(f"GPU {number}", 250)
+        progress.set_step(f"GPU {number}", 4, 20)
+    clock.now += 100
+    for number in range(num_workers):
+        progress.add_images(f"GPU {number}", 100 + number, number % 2)
+    return progress, clock
+
+
+def test_a_line_has_label_count_times_success_failed_speed_and_state() -> None:
+    progress, _ = busy(2)
+    first, second, whole = (ESCAPE.sub("", line).split() for line in drawn(progress.progress_state, 120, 30))
+    assert [first[0], first[1], *first[3:]] == [
+        *["GPU", "0", "100/250", "01:40<02:30", "success:", "100", "failed:", "0"],
+        *["1.0/s", "drawing", "4", "of", "20", "steps"],
+    ]
+    assert second[3:9] == ["102/250", "01:40<02:25", "success:", "101", "failed:", "1"]
+    assert whole[0] == "all"
+    assert whole[2:] == ["1205/5000", "01:40<31:18", "success:", "1201", "failed:", "4", "2.0/s"]
+
+
+def test_failed_is_red_only_where_something_failed_and_colours_can_be_refused() -> None:
+    progress, _ = busy(2)
+    first, second, _ = drawn(progress.progress_state, 120, 30)
+    assert not re.search(r"\x1b\[1;31m *failed", first)
+    assert re.search(r"\x1b\[1;31m *failed: 1", second)
+    assert not any(
+        re.search(r"\x1b\[[0-9;]*3[0-9]m", line) for line in drawn(progress.progress_state, 120, 30, no_color=True)
+    )
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 100, 120, 200])
+def test_no_line_is_wider_than_the_terminal_and_every_line_has_its_count(width: int) -> None:
+    progress, _ = busy(4, planned=1_000_000)
+    for line in drawn(progress.progress_state, width, 30):
+        assert len(ESCAPE.sub("", line)) <= width
+    if width >= 60:
+        assert all("failed:" in line for line in drawn(progress.progress_state, width, 30))
+
+
+def test_columns_stay_where_they_are_while_the_numbers_grow() -> None:
+    clock = Clock()
+    progress = GenerationProgress("none", ["GPU 0"], num_planned=5000, num_done=0, clock=clock)
+    progress.set_assigned("GPU 0", 5000)
+    for width in (60, 90, 120):
+        before = column_widths(5000, 5, width)
+        ends = set()
+        for num in (0, 9, 90, 900):
+            progress.add_images("GPU 0", num, 0)
+            clock.now += 4000
+            ends.add(ESCAPE.sub("", drawn(progress.progress_state, width, 30)[0]).index("/5000"))
+        assert len(ends) == 1
+        assert column_widths(5000, 5, width) == before
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "height", "num_shown"),
+    [(16, 30, 16), (16, 18, 16), (16, 17, 14), (16, 11, 8), (4, 3, 0), (1, 1, 0)],
+)
+def test_workers_that_do_not_fit_are_told_in_one_line(num_workers: int, height: int, num_shown: int) -> None:
+    progress, _ = busy(num_workers)
+    lines = [ESCAPE.sub("", line).strip() for line in drawn(progress.progress_state, 100, height)]
+    assert sum(line.startswith("GPU") for line in lines) == num_shown
+    assert lines[-1].startswith("all ")
+    if num_shown < num_workers:
+        assert lines[-2].startswith(f"and {num_workers - num_shown} more: ")
+        total = sum(100 + number + number % 2 for number in range(num_shown, num_workers))
+        assert f"{total}/{250 * (num_workers - num_shown)}" in lines[-2]
+        assert len(lines) <= max(height, 2)
+
+
+def test_in_a_narrow_terminal_a_worker_that_does_not_draw_says_why_in_its_bar() -> None:
+    progress, _ = busy(2)
+    progress.set_state("GPU 1", "compiling")
+    first, second, _ = (ESCAPE.sub("", line) for line in drawn(progress.progress_state, 60, 30))
+    assert "compiling" not in first
+    assert second.startswith("GPU 1 compiling ")
+
+
+@pytest.mark.parametrize("width", [60, 120])
+def test_on_a_terminal_the_bars_are_drawn_in_place_and_messages_stay_above_them(width: int) -> None:
+    written, code = on_a_terminal(width, 24, 4, 2.0)
+    assert code == 0
+    lines = lines_of(written)
+    assert max(map(len, lines)) <= width
+    frames = sum(line.startswith("all ") for line in lines)
+    assert 5 <= frames <= 2.0 * 10 + 6, "at most ten redraws a second, and one at each message"
+    assert lines.count("GPU 1: gone, started again (1)") == lines.count("GPU 2: gone, started again (1)") == 1
+    assert "\x1b[2J" not in written, "a prompt does not clear the screen"
+    last = [line for line in lines if line][-5:]
+    assert [line[:5] for line in last] == ["GPU 0", "GPU 1", "GPU 2", "GPU 3", "all  "]
+    assert [re.search(r"(\d+)/", line).group(1) for line in last] == ["210", "150", "150", "213", "1723"]  # type: ignore[union-attr]
+    assert written.endswith("\x1b[?25h"), "the cursor is shown again"
+
+
+def test_no_color_is_respected_on_a_terminal() -> None:
+    coloured, _ = on_a_terminal(120, 24, 2, 0.4)
+    bare, _ = on_a_terminal(120, 24, 2, 0.4, NO_COLOR="1")
+    colour = re.compile(r"\x1b\[[0-9;]*(3[0-9]|38;5;[0-9]+)m")
+    assert colour.search(coloured)
+    assert not colour.search(bare)
+
+
+def test_a_dumb_terminal_gets_plain_lines() -> None:
+    written, code = on_a_terminal(80, 24, 1, 0.2, TERM="dumb")
+    assert code == 0
+    assert "\x1b[" not in written
+    assert "990 of 1250 images are there" in written
+
+
+def test_many_threads_may_tell_at_once_while_the_bars_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")  # rich draws into a string as on a terminal
+    stream = io.StringIO()
+    with GenerationProgress(
+        "rich", [f"GPU {number}" for number in range(4)], num_planned=8000, num_done=0, stream=stream
+    ) as progress:
+
+        def tell(worker: str) -> None:
+            for number in range(2000):
+                progress.set_step(worker, number % 20, 20)
+                progress.add_images(worker, 1, 0)
+                if number % 500 == 0:
+                    progress.print_line(f"{worker} at {number}")
+                    progress.set_state(worker, "gone, started again (1)")
+
+        threads = [threading.Thread(target=tell, args=(worker,)) for worker in progress.progress_state.workers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+            assert not thread.is_alive()
+    assert progress.progress_state.num_done == 8000
+    written = lines_of(stream.getvalue())
+    assert "GPU 3 at 1500" in written
+    assert written.count("GPU 0: gone, started again (1)") == 4
+    assert sum(line.startswith("all ") for line in written) > 16
+
+
+def test_telling_a_step_is_cheap() -> None:
+    progress = GenerationProgress("none", ["GPU 0"], num_planned=10, num_done=0)
+    began = time.process_time()
+    for step in range(20_000):
+        progress.set_step("GPU 0", step, 20_000)
+    assert (time.process_time() - began) / 20_000 < 50e-6
+
+
+# -- lines
+
+
+def test_plain_lines_come_at_the_start_at_events_and_at_the_end_and_not_at_every_step() -> None:
+    stream, clock = io.StringIO(), Clock()
+    with GenerationProgress(
+        "auto", ["GPU 0", "GPU 1"], num_planned=10, num_done=3, num_failed=1, stream=stream, clock=clock
+    ) as progress:
+        assert progress.kind == "plain"
+        progress.set_state("GPU 0", "loading")
+        progress.set_state("GPU 0", "loading")
+        for step in range(20):
+            progress.set_step("GPU 0", step, 20)
+            progress.set_state("GPU 0", f"drawing {step} of 20 steps")
+        clock.now += 2
+        progress.add_images("GPU 0", 3, 1)
+        progress.print_line("a warning\x1b[31m")
+    progress.finish()
+    assert stream.getvalue().split("\n") == [
+        "3 of 10 images are there, 1 failed before; drawing with GPU 0, GPU 1",
+        "GPU 0: loading",
+        "a warning\\x1b[31m",
+        "6 of 10 images, 2 failed, 2.0/s, in 2 s (GPU 0: 4, GPU 1: 0)",
+        "",
+    ]
+
+
+def test_plain_lines_come_every_half_minute_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("halation.progress_display.PLAIN_EVERY_S", 0.05)
+    stream, clock = io.StringIO(), Clock()
+    with GenerationProgress(
+        "plain", ["GPU 0", "GPU 1"], num_planned=5000, num_done=0, stream=stream, clock=clock
+    ) as progress:
+        progress.set_step("GPU 0", 1, 20)
+        clock.now += 100
+        progress.add_images("GPU 0", 205, 2)
+        progress.add_images("GPU 1", 103, 0)
+        time.sleep(0.3)
+    lines = stream.getvalue().splitlines()
+    assert "308 of 5000 images, 2 failed, 3.1/s, 25 min left (GPU 0: 207, GPU 1: 103)" in lines
+    assert 3 <= len(lines) <= 9
+
+
+# -- JSON
+
+
+def test_json_lines_say_the_same_to_machines_on_standard_output() -> None:
+    done = subprocess.run([sys.executable, DEMO, "json", "4", "2.5"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    events = [json.loads(line) for line in done.stdout.splitlines()]
+    assert events[0]["event"] == "start"
+    assert [event["event"] for event in events].count("end") == 1
+    assert {event["event"] for event in events} == {"start", "worker", "message", "progress", "end"}
+    for event in events:
+        assert {"time_s", "planned", "done", "failed", "per_s", "left_s", "workers"} < event.keys()
+        assert event["planned"] == 2000
+    moments = [event["time_s"] for event in events if event["event"] == "progress"]
+    assert moments
+    assert all(later - earlier >= 0.99 for earlier, later in itertools.pairwise(moments))
+    last = events[-1]
+    assert (last["event"], last["done"], last["failed"]) == ("end", 990 + 720, 10 + 3)
+    assert last["workers"]["GPU 3"] == {"success": 210, "failed": 3, "share": 250, "state": "finished"}
+    gone = [event["worker"] for event in events if event["event"] == "worker" and event["text"].startswith("gone")]
+    assert gone == ["GPU 1", "GPU 2"]
+
+
+@pytest.mark.parametrize("kind", ["json", "plain", "rich"])
+def test_a_reader_that_goes_away_does_not_stop_the_work(kind: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, DEMO, kind, "2", "0.4"],
+        stdout=writer,
+        stderr=subprocess.PIPE if kind == "json" else writer,
+        timeout=60,
+    )
+    os.close(writer)
+    assert done.returncode == 0
+    assert not done.stderr
+
+
+def test_none_writes_nothing() -> None:
+    done = subprocess.run([sys.executable, DEMO, "none", "2", "0.1"], capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
+def test_the_progress_does_not_import_torch_nor_rich_before_it_draws_bars() -> None:
+    code = "import sys, halation.progress_display, halation.generation.result_files; print(*{'torch', 'rich'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.strip()) == (0, "")
