@@ -63,7 +63,7 @@ def test_counts_workers_reasons_and_sizes_are_the_ledgers(folder: Path) -> None:
     run = opened(folder)
     summary = run.summary()
     assert (summary["planned"], summary["done"], summary["failed"]) == (300, 216, 24)
-    assert (summary["unit"], summary["title"], summary["state"]) == ("pictures", "testcard, 16x16", "stopped")
+    assert (summary["unit"], summary["title"], summary["state"]) == ("images", "testcard, 16x16", "stopped")
     detail = run.detail()
     assert detail["counts"] == {"planned": 300, "open": 60, "done": 216, "failed": 24}
     assert [(worker["name"], worker["done"] + worker["failed"]) for worker in detail["workers"]] == [

@@ -105,7 +105,7 @@ def test_a_generation_shows_some_images_with_their_specs_and_everything_that_fai
     specs = [value for key, value in page["responses"].items() if "/spec/" in key]
     assert len(specs) == 15
     assert all("halation generate" in spec["command"] for spec in specs)
-    assert made.left_out == ("9 of 54 pictures are on this page",)
+    assert made.left_out == ("9 of 54 images are on this page",)
     assert set(page["links"].values()) <= {path.name for path in run.glob("*.png")}
 
 
@@ -134,7 +134,7 @@ def test_scores_come_with_their_nearest_and_farthest_within_the_number_of_images
     shown = [row["picture"]["key"] for row in report["nearest"][:10]]
     assert all(f"{report['run']}/{key}" in page["pictures"] for key in shown)
     assert made.num_images == len(page["pictures"]) == 40
-    assert "10 of 48 nearest and farthest pictures are on this page" in made.left_out
+    assert "10 of 48 nearest and farthest images are on this page" in made.left_out
 
 
 def test_nothing_a_run_says_can_become_markup_or_script(tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_folders_that_are_named_come_onto_one_page_with_their_list_and_share_its
     assert cli.main(words) == 0
     said = capsys.readouterr().out
     assert "training: samples of 2 of 3 steps" in said
-    assert "pictures: 4 of 12 pictures" in said
+    assert "pictures: 4 of 12 images" in said
     held = embedded(page)
     runs = held["responses"]["/api/runs"]["runs"]
     assert sorted(run["name"] for run in runs) == ["pictures", "training"]

@@ -297,7 +297,7 @@ def test_a_folder_of_samples_by_hand_is_one_step_and_shows_its_images_as_they_co
     (folder / "sample_00.png").write_bytes(b"picture")
     run = opened(folder)
     assert run.kind == "sample"
-    assert (run.summary()["done"], run.summary()["planned"], run.summary()["unit"]) == (1, 2, "pictures")
+    assert (run.summary()["done"], run.summary()["planned"], run.summary()["unit"]) == (1, 2, "images")
     rows = [row(0, "a", "sample_00.png"), row(1, "b", "sample_01.png")]
     put(folder, rows, checkpoint="runs/x/checkpoints/step_0000070")
     assert run.refresh()

@@ -292,7 +292,7 @@ class GenerationRun:
                 "title": self._build_title(),
                 "done": counts["done"],
                 "planned": counts["planned"],
-                "unit": "pictures",
+                "unit": "images",
                 "failed": counts["failed"],
                 "rate": rate,
                 "left_s": counts["open"] / rate if rate else None,

@@ -396,7 +396,7 @@ def _add_generation(
     listed = [rows[index] for index in sorted(rows)]
     content.responses[f"/api/runs/{entry.id}/rows"] = {"total": len(listed), "rows": listed}
     if len(wanted) < num_done:
-        content.left_out.append(f"{len(wanted)} of {num_done} pictures are on this page")
+        content.left_out.append(f"{len(wanted)} of {num_done} images are on this page")
     if len(failed["rows"]) < failed["total"]:
         content.left_out.append(f"{len(failed['rows'])} of {failed['total']} failures are listed")
 
@@ -417,7 +417,7 @@ def _add_extremes(
             if num_added < max_images:
                 num_added += embedder.embed(id, row["picture"]["key"], functools.partial(scores.image, id))
     if num_added < num_available:
-        content.left_out.append(f"{num_added} of {num_available} nearest and farthest pictures are on this page")
+        content.left_out.append(f"{num_added} of {num_available} nearest and farthest images are on this page")
     return num_added
 
 
@@ -435,7 +435,7 @@ def render_page(title: str, content: PageContent) -> str:
     )
     page_data = {"responses": content.responses, "pictures": content.images, "links": content.links}
     embedded = f'<script type="application/json" id="embedded">{encode_embedded_json(page_data)}</script>\n'
-    note_text = "; ".join([*content.left_out, "full pictures open where this page lies beside its run"])
+    note_text = "; ".join([*content.left_out, "full images open where this page lies beside its run"])
     note = f'<p class="left-out" id="left-out">{html.escape(note_text[0].upper() + note_text[1:])}.</p>\n'
     shell = (PAGE_FOLDER / "index.html").read_text("utf-8")
     for old, new in (

@@ -95,7 +95,7 @@ class SafeRunEntry:
         numbers = {"done": 0, "planned": 0, "failed": 0, "changed": 0.0}
         unknown = dict.fromkeys(("started", "rate", "left_s", "last", "loss"))
         about = {"id": self.id, "name": self.name, "kind": self.kind, "parent": self.parent, "title": ""}
-        unit = "pictures" if self.kind in ("generate", "sample") else "steps"
+        unit = "images" if self.kind in ("generate", "sample") else "steps"
         return {**about, **numbers, **unknown, "state": "stopped", "reason": "", "unit": unit, "spark": []}
 
     def detail(self) -> dict[str, Any]:

@@ -138,7 +138,7 @@ class TrainingRun:
             "title": run_title(self.kind, self._settings()),
             "done": done,
             "planned": planned,
-            "unit": "pictures" if self.kind == "sample" else "steps",
+            "unit": "images" if self.kind == "sample" else "steps",
             "failed": failed,
             "rate": rate,
             "left_s": max(0, planned - done) / rate if rate else None,

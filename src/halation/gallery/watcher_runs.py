@@ -149,7 +149,7 @@ class WatchRun:
             ]
             return {
                 "summary": self.summary(),
-                "prompts": [{"prompt": "pictures that were scored", "seed": 0, "size": None}] if steps else [],
+                "prompts": [{"prompt": "images that were scored", "seed": 0, "size": None}] if steps else [],
                 "variants": ["ema"],
                 "steps": steps,
                 "checkpoints": [],

@@ -1,4 +1,4 @@
-// Asks the server for JSON and names the URLs of pictures; in an exported page the same calls answer from what is embedded.
+// Asks the server for JSON and names the URLs of images; in an exported page the same calls answer from what is embedded.
 
 const embeddedNode = document.getElementById("embedded");
 const embedded = embeddedNode === null ? null : JSON.parse(embeddedNode.textContent);
@@ -61,14 +61,14 @@ export function thumb(run, picture, size) {
   return `/thumbs/${pathOf(run, picture)}?v=${encodeURIComponent(picture.v ?? "")}${large}`;
 }
 
-/** URL of the picture itself; in an export the file beside it, or the thumbnail where there is none. */
+/** URL of the image itself; in an export the file beside it, or the thumbnail where there is none. */
 export function full(run, picture) {
   const name = `${run}/${picture.key}`;
   if (exported) return embedded.links?.[name] ?? embedded.pictures[name] ?? "";
   return `/pictures/${pathOf(run, picture)}?v=${encodeURIComponent(picture.v ?? "")}`;
 }
 
-/** What an export carries inside for a picture ("" where it has none): shown where the linked file is not beside it. */
+/** What an export carries inside for an image ("" where it has none): shown where the linked file is not beside it. */
 export function inside(run, picture) {
   return exported ? (embedded.pictures[`${run}/${picture.key}`] ?? "") : "";
 }

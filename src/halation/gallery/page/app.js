@@ -16,9 +16,9 @@ const HELP = [
   ["Everywhere", [["?", "this help"], ["/", "search or filter"], ["g r", "all runs"], ["g s", "scores"], ["Esc", "close what is open"]]],
   ["Runs", [["↑ ↓", "move through the runs"], ["Enter", "open"]]],
   ["A training run", [["1 2 3 4", "samples, curves, config, log"], ["↑ ↓ ← →", "move through the samples"], ["Home End", "first and last step"], ["Enter", "look at it full size"], ["c", "pin for comparing; again on another one compares them"]]],
-  ["A picture", [["← →", "the step before and after"], ["↑ ↓", "the prompt above and below"], ["Home End", "first and last step"], ["c", "pin, or compare with what is pinned"], ["o", "open the file"]]],
+  ["An image", [["← →", "the step before and after"], ["↑ ↓", "the prompt above and below"], ["Home End", "first and last step"], ["c", "pin, or compare with what is pinned"], ["o", "open the file"]]],
   ["Comparing", [["← →", "move the divider"], ["s", "side by side"], ["d", "divider"], ["b", "blink"]]],
-  ["A generation", [["↑ ↓ ← →", "move through the pictures"], ["Enter", "its spec, and the command that draws it again"]]],
+  ["A generation", [["↑ ↓ ← →", "move through the images"], ["Enter", "its spec, and the command that draws it again"]]],
 ];
 
 function decoded(text) {

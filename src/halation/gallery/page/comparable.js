@@ -1,7 +1,7 @@
-// Which numbers may stand beside each other: those computed the same way, from as many pictures, against the same reference.
+// Which numbers may stand beside each other: those computed the same way, from as many images, against the same reference.
 
 const DECIDING = ["extractor", "weights_sha256", "weights", "resize", "precision", "reference_hash", "reference", "num_generated", "num_reference", "subsets", "subset_size", "nearest_k"];
-/** Means over pictures: more of them make such a number surer, not another one. */
+/** Means over images: more of them make such a number surer, not another one. */
 const FREE_OF_COUNTS = ["kid", "clip", "agreement"];
 const COUNTS = ["num_generated", "num_reference", "subsets", "subset_size"];
 const NAMED_BY = { weights: "weights_sha256", reference: "reference_hash" };

@@ -1,4 +1,4 @@
-// Two pictures against each other: a divider to drag, side by side, or blinking in one place.
+// Two images against each other: a divider to drag, side by side, or blinking in one place.
 
 import { append, fill, h, setStyle, showDialog } from "./dom.js";
 import { countText } from "./format.js";
@@ -39,7 +39,7 @@ class Compare {
     this.handle.setAttribute("aria-label", `Divider between ${left.label} and ${right.label}`);
   }
 
-  /** The frame takes the shape of the pictures, as large as the host lets it. */
+  /** The frame takes the shape of the images, as large as the host lets it. */
   fit() {
     const image = this.images.find((one) => one.naturalWidth > 0);
     if (!image) return;

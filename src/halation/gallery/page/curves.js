@@ -17,7 +17,7 @@ const ABOUT = {
   heldout_loss: ["Held-out loss", ""],
   lr: ["Learning rate", ""],
   grad_norm: ["Gradient norm", ""],
-  pictures_per_s: ["Throughput", "pictures/s"],
+  pictures_per_s: ["Throughput", "images/s"],
   mfu: ["MFU", "of peak"],
   memory_gb: ["Memory", "GB"],
   data_s: ["Waiting for data", "s/step"],

@@ -1,4 +1,4 @@
-// What narrows a list of pictures: words, state, worker, seed; all of it stands in the address, so a link opens the same view.
+// What narrows a list of images: words, state, worker, seed; all of it stands in the address, so a link opens the same view.
 
 import { fill, h, setText } from "./dom.js";
 import { countText, pluralText } from "./format.js";
@@ -63,7 +63,7 @@ export class FilterBar {
   }
 
   setCount(total, planned) {
-    const text = total === null ? "…" : isFiltered(this.filter) || total !== planned ? `${countText(total)} of ${countText(planned)}` : pluralText(planned, "picture");
+    const text = total === null ? "…" : isFiltered(this.filter) || total !== planned ? `${countText(total)} of ${countText(planned)}` : pluralText(planned, "image");
     setText(this.count, text);
   }
 

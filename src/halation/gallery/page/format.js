@@ -66,7 +66,7 @@ export function timeText(unix) {
   return `${at.getFullYear()}-${two(at.getMonth() + 1)}-${two(at.getDate())} ${two(at.getHours())}:${two(at.getMinutes())}:${two(at.getSeconds())}`;
 }
 
-/** 3.2 pictures/s, 12 steps/min, 5 steps/h: the unit in which the number is at least one. */
+/** 3.2 images/s, 12 steps/min, 5 steps/h: the unit in which the number is at least one. */
 export function rateText(perSecond, unit) {
   if (!known(perSecond) || perSecond <= 0) return NONE;
   const scales = [[1, "s"], [60, "min"], [3600, "h"]];
@@ -87,7 +87,7 @@ export function pluralText(count, word) {
   return `${countText(count)} ${word}${count === 1 ? "" : "s"}`;
 }
 
-/** 1 of 1 step, 3 of 8 pictures, 12 steps: `unit` is the word for many. */
+/** 1 of 1 step, 3 of 8 images, 12 steps: `unit` is the word for many. */
 export function farText(done, planned, unit) {
   const count = planned > 0 ? planned : done;
   const word = count === 1 ? String(unit).replace(/s$/, "") : unit;

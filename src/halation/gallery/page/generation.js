@@ -1,4 +1,4 @@
-// The page of a generation: how far it is, its pictures under a filter, its failures, its config and log.
+// The page of a generation: how far it is, its images under a filter, its failures, its config and log.
 
 import { Log, Settings } from "./about.js";
 import { get, steadily, thumb } from "./api.js";
@@ -13,7 +13,7 @@ import { ProgressHead } from "./progress.js";
 import { NO_FILTER, RowPages } from "./rows.js";
 
 const LOOK_AGAIN_MS = 1000;
-const GENERATION_TABS = [["pictures", "Pictures"], ["failures", "Failures"], ["config", "Config"], ["log", "Log"]];
+const GENERATION_TABS = [["pictures", "Images"], ["failures", "Failures"], ["config", "Config"], ["log", "Log"]];
 const CELL_SIZES = { min: 56, max: 420, step: 4, usual: 148 };
 
 /** What a cell shows of a row. */
@@ -77,7 +77,7 @@ class GenerationView {
     }
   }
 
-  /** Changes what is above the pictures without moving them. */
+  /** Changes what is above the images without moving them. */
   above(change) {
     if (this.pictures) this.pictures.grid.keepBelow(change);
     else change();
@@ -85,7 +85,7 @@ class GenerationView {
 
   routed(route) {
     const before = this.pictures ? this.filter : null;
-    // The other tabs have no filter in their address: that of the pictures waits until one comes back to them.
+    // The other tabs have no filter in their address: that of the images waits until one comes back to them.
     if (tabOf(route.tab) === "pictures") this.filter = filterOf(location.hash);
     this.openTab(route.tab);
     if (before && this.pictures && Object.keys(before).some((name) => before[name] !== this.filter[name])) this.pictures.take(this.filter);
@@ -147,7 +147,7 @@ class GenerationView {
     fill(this.main, goneState(this.detail.summary.name));
   }
 
-  /** The focus goes to the picture it was on last, as soon as there is one; whether there may be. */
+  /** The focus goes to the image it was on last, as soon as there is one; whether there may be. */
   takeFocus() {
     if (!this.pictures) return false;
     this.pictures.takeFocus();
@@ -168,7 +168,7 @@ class PicturesPart {
     this.view = view;
     this.bar = new FilterBar(view.filter, (filter) => this.pick(filter));
     const size = recall("cellSize", CELL_SIZES.usual);
-    this.slider = h("input", { type: "range", id: "cell-size", min: CELL_SIZES.min, max: CELL_SIZES.max, step: CELL_SIZES.step, value: size, "aria-label": "Size of the pictures", oninput: () => this.resize() });
+    this.slider = h("input", { type: "range", id: "cell-size", min: CELL_SIZES.min, max: CELL_SIZES.max, step: CELL_SIZES.step, value: size, "aria-label": "Size of the images", oninput: () => this.resize() });
     this.bar.node.append(h("span", { class: "spacer" }), h("label", { class: "range" }, h("span", null, "Size"), this.slider));
     this.host = h("div", { id: "grid" });
     this.none = h("div", { id: "grid-none" });
@@ -176,7 +176,7 @@ class PicturesPart {
     fill(view.panel, this.sticky, this.none, this.host);
     const [width, height] = view.detail.size?.[0] ?? [1, 1];
     this.grid = new Grid(this.host, {
-      label: "Pictures",
+      label: "Images",
       size,
       aspect: height / width || 1,
       inset: () => this.covered(),
@@ -228,8 +228,8 @@ class PicturesPart {
   }
 
   emptyText() {
-    if (isFiltered(this.view.filter)) return emptyState("No picture matches", "Fewer words, or another state, show more.");
-    return emptyState("Nothing planned yet", "The pictures appear here as soon as the command has read its prompts.");
+    if (isFiltered(this.view.filter)) return emptyState("No image matches", "Fewer words, or another state, show more.");
+    return emptyState("Nothing planned yet", "The images appear here as soon as the command has read its prompts.");
   }
 
   trouble(error) {
@@ -274,7 +274,7 @@ class PicturesPart {
       },
       onClose: (at) => {
         this.dialog = null;
-        // The dialog gives the focus back to where it came from; it belongs to the picture that was looked at last.
+        // The dialog gives the focus back to where it came from; it belongs to the image that was looked at last.
         queueMicrotask(() => this.view.gone || this.grid.focusCell(at));
       },
     });
@@ -298,7 +298,7 @@ class FailuresPart {
   refresh() {
     const { reasons, counts } = this.view.detail;
     if (!counts.failed) {
-      fill(this.view.panel, emptyState("No failures", counts.open > 0 ? "Nothing has failed so far." : "Every picture was drawn."));
+      fill(this.view.panel, emptyState("No failures", counts.open > 0 ? "Nothing has failed so far." : "Every image was drawn."));
       return;
     }
     const show = (reason) => this.view.goTo({ state: "failed", reason });
@@ -306,7 +306,7 @@ class FailuresPart {
     const told = reasons.reduce((sum, [, count]) => sum + count, 0);
     fill(
       this.view.panel,
-      h("p", { class: "muted failures-say" }, `${pluralText(counts.failed, "picture")} failed, for ${pluralText(reasons.length, "reason")}. The same command again draws what is missing.`),
+      h("p", { class: "muted failures-say" }, `${pluralText(counts.failed, "image")} failed, for ${pluralText(reasons.length, "reason")}. The same command again draws what is missing.`),
       h("ul", { class: "reasons", id: "reasons" }, reasons.map(([reason, count]) =>
         h("li", null, h("button", { class: "reason", type: "button", dataset: { reason }, onclick: () => show(reason) }, h("strong", { class: "number" }, countText(count)), h("span", { class: "reason-text mono" }, reason || "no reason was written"), h("span", { class: "reason-bar", "aria-hidden": "true", style: { width: `${((100 * count) / Math.max(1, told)).toFixed(1)}%` } }))),
       )),

@@ -377,7 +377,7 @@ function showCell(cell, about, url) {
   cell.badge.hidden = !about.badge;
   cell.img.classList.toggle("pixelated", Boolean(about.pixelated));
   if (cell.img.getAttribute("src") === url) return;
-  // What a recycled cell showed before is somebody else's picture: it goes before the new one has come.
+  // What a recycled cell showed before is somebody else's image: it goes before the new one has come.
   cell.img.classList.remove("here");
   if (url) cell.img.src = url;
   else cell.img.removeAttribute("src");

@@ -14,7 +14,7 @@ function hasPicture(cell) {
   return cell !== null && cell !== undefined && cell.key !== undefined;
 }
 
-/** The newest picture of the teacher for each prompt (it does not change from step to step), or null where there is no teacher. */
+/** The newest image of the teacher for each prompt (it does not change from step to step), or null where there is no teacher. */
 export function teacherCells(detail) {
   if (!detail.variants.includes("teacher")) return null;
   return detail.prompts.map((_, index) => {
@@ -195,7 +195,7 @@ export class Matrix {
     this.rows.delete(step);
   }
 
-  /** Makes the rows in sight (and the one with the focus), drops the others; pictures wait while one flies past. */
+  /** Makes the rows in sight (and the one with the focus), drops the others; images wait while one flies past. */
   render(again = false) {
     if (!this.order) return;
     const top = this.scroller.scrollTop;
@@ -237,7 +237,7 @@ export class Matrix {
     return row;
   }
 
-  /** Whether the pictures that a step lacks are being drawn now: the newest step of a run that goes on. */
+  /** Whether the images that a step lacks are being drawn now: the newest step of a run that goes on. */
   isComing({ step, time }) {
     if (this.detail.summary.state !== "running" || step !== this.detail.steps.at(-1).step) return false;
     return !time || Date.now() / 1000 - time < COMING_S;

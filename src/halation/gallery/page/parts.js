@@ -5,7 +5,7 @@ import { agoText, percentText, pluralText, timeText } from "./format.js";
 
 /** A chip with the state's colour and its word; what ended with failures is not all green. */
 export function stateChip(state, failed = 0) {
-  return h("span", { class: "chip", dataset: { state, partly: failed > 0 ? "failed" : "" }, title: failed > 0 ? `${pluralText(failed, "picture")} failed` : null }, h("span", { class: "chip-dot", "aria-hidden": "true" }), state);
+  return h("span", { class: "chip", dataset: { state, partly: failed > 0 ? "failed" : "" }, title: failed > 0 ? `${pluralText(failed, "image")} failed` : null }, h("span", { class: "chip-dot", "aria-hidden": "true" }), state);
 }
 
 /** A thin bar of how much is done and how much failed; `label` is read aloud. */

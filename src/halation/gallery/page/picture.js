@@ -1,4 +1,4 @@
-// One picture of a generation: full size, what decided it, how it went, and the command that draws it again.
+// One image of a generation: full size, what decided it, how it went, and the command that draws it again.
 
 import { exported, full, get, inside } from "./api.js";
 import { fill, h, setText } from "./dom.js";
@@ -29,7 +29,7 @@ export class PictureDialog {
     Object.assign(this, { run, pages, at, onMove });
     this.zoomed = false;
     this.turn = 0;
-    const made = openDialog("Picture", { id: "picture", kind: "dialog-wide dialog-picture", onClose: () => {
+    const made = openDialog("Image", { id: "picture", kind: "dialog-wide dialog-picture", onClose: () => {
       clearTimeout(this.timer);
       this.turn = -1;
       onClose(this.at);
@@ -49,8 +49,8 @@ export class PictureDialog {
     this.note = h("p", { class: "stage-note", role: "status" });
     this.stage = h("div", { class: "stage", id: "picture-stage", dataset: { zoom: "fit" }, onclick: () => this.zoom() }, this.img, this.none);
     const step = (name, text, label, by) => h("button", { class: "button", type: "button", id: `picture-${name}`, "aria-label": label, title: label, onclick: () => this.show(this.at + by) }, text);
-    this.before = step("before", "←", "The picture before (←)", -1);
-    this.after = step("after", "→", "The next picture (→)", 1);
+    this.before = step("before", "←", "The image before (←)", -1);
+    this.after = step("after", "→", "The next image (→)", 1);
     this.position = h("span", { class: "muted small number", id: "picture-position" });
     this.zoomButton = h("button", { class: "button", type: "button", id: "picture-zoom", "aria-pressed": "false", title: "Actual pixels (z)", onclick: () => this.zoom() }, "1:1");
     this.open = h("a", { class: "button", id: "picture-open", target: "_blank", rel: "noreferrer", title: "Open the file (o)" }, "Open");
@@ -62,7 +62,7 @@ export class PictureDialog {
     this.reason = h("pre", { class: "picture-reason", id: "picture-reason" });
     this.more = h("div", { class: "picture-more" });
     this.unfold = h("button", { class: "link-button picture-unfold", type: "button", id: "picture-unfold", hidden: true, onclick: () => this.fold(this.prompt.classList.contains("folded")) });
-    fill(body, h("div", { class: "picture-sides" }, h("div", { class: "picture-left" }, this.stage, this.note, bar), h("div", { class: "picture-right", tabindex: 0, role: "region", "aria-label": "About this picture" }, this.chip, this.prompt, this.unfold, this.reason, this.more)));
+    fill(body, h("div", { class: "picture-sides" }, h("div", { class: "picture-left" }, this.stage, this.note, bar), h("div", { class: "picture-right", tabindex: 0, role: "region", "aria-label": "About this image" }, this.chip, this.prompt, this.unfold, this.reason, this.more)));
   }
 
   key(event) {
@@ -89,13 +89,13 @@ export class PictureDialog {
     this.onMove(at);
     this.showRow(row);
     clearTimeout(this.timer);
-    // Holding an arrow key flips through pictures; only the one where it stops is asked about.
+    // Holding an arrow key flips through images; only the one where it stops is asked about.
     this.timer = setTimeout(() => this.showSpec(row, turn), SPEC_AFTER_MS);
   }
 
   showRow(row) {
     this.row = row;
-    const name = row.id ? `${row.id}` : `picture ${countText(row.index + 1)}`;
+    const name = row.id ? `${row.id}` : `image ${countText(row.index + 1)}`;
     setText(this.heading, `${name}, seed ${row.seed}`);
     fill(this.chip, stateChip(row.state), row.frames > 1 ? h("span", { class: "tag" }, pluralText(row.frames, "frame")) : null, row.worker ? h("span", { class: "tag" }, workerText(row.worker)) : null);
     setText(this.prompt, row.prompt);
@@ -113,7 +113,7 @@ export class PictureDialog {
     this.img.alt = row.prompt;
     this.stage.dataset.state = row.state;
     setText(this.note, "");
-    setText(this.none, url ? "" : done ? "This picture is not part of the exported page." : row.state === "failed" ? "It failed: there is no picture." : "Not drawn yet.");
+    setText(this.none, url ? "" : done ? "This image is not part of the exported page." : row.state === "failed" ? "It failed: there is no image." : "Not drawn yet.");
     if (url) {
       this.open.href = url;
       this.img.src = url;
@@ -171,7 +171,7 @@ export class PictureDialog {
     );
   }
 
-  /** The picture on the page has changed on disk: shown again where it is the one that is open. */
+  /** The image on the page has changed on disk: shown again where it is the one that is open. */
   refresh() {
     const row = this.pages.row(this.at);
     if (!row || row.key !== this.row?.key || (row.state === this.row.state && row.v === this.row.v)) return;
@@ -200,10 +200,10 @@ export class PictureDialog {
     if (fallback && this.img.src !== fallback) {
       this.img.src = fallback;
       this.open.hidden = true;
-      setText(this.note, "The full picture is not beside this page: this is the small one inside it.");
+      setText(this.note, "The full image is not beside this page: this is the small one inside it.");
       return;
     }
     this.img.hidden = true;
-    setText(this.none, "The file could not be shown: it was removed, or it is not a whole picture.");
+    setText(this.none, "The file could not be shown: it was removed, or it is not a whole image.");
   }
 }

@@ -24,7 +24,7 @@ export function partsBar({ planned, done, failed }, label) {
 }
 
 function countsOf({ counts, summary, rate, left_s: leftS }, onState) {
-  const one = (state, count, word) => h("button", { class: "count", type: "button", dataset: { count: state }, title: `Show ${word} pictures`, onclick: () => onState(state) }, h("strong", { class: "number" }, countText(count)), ` ${word}`);
+  const one = (state, count, word) => h("button", { class: "count", type: "button", dataset: { count: state }, title: `Show ${word} images`, onclick: () => onState(state) }, h("strong", { class: "number" }, countText(count)), ` ${word}`);
   const fact = (name, strong, word) => h("span", { class: "count", dataset: { count: name } }, h("strong", { class: "number" }, strong), word ? ` ${word}` : null);
   const running = summary.state === "running";
   return h(
@@ -34,7 +34,7 @@ function countsOf({ counts, summary, rate, left_s: leftS }, onState) {
     one("done", counts.done, "done"),
     counts.failed > 0 ? one("failed", counts.failed, "failed") : null,
     counts.open > 0 ? one("open", counts.open, "open") : null,
-    rate && running ? fact("rate", rateText(rate, "pictures")) : null,
+    rate && running ? fact("rate", rateText(rate, "images")) : null,
     running && leftS !== null && leftS !== undefined ? fact("left", durationText(leftS), "left") : null,
   );
 }
@@ -51,11 +51,11 @@ function workerRow(worker, most, pace, onWorker) {
   return h(
     "tr",
     { dataset: { worker: worker.name } },
-    h("th", { scope: "row" }, h("button", { class: "link-button", type: "button", title: `Show the pictures of ${workerText(worker.name)}`, onclick: () => onWorker(String(worker.name)) }, workerText(worker.name))),
-    h("td", { class: "worker-bar" }, partsBar({ planned: most, done: worker.done, failed: worker.failed }, `Pictures by ${workerText(worker.name)}`)),
+    h("th", { scope: "row" }, h("button", { class: "link-button", type: "button", title: `Show the images of ${workerText(worker.name)}`, onclick: () => onWorker(String(worker.name)) }, workerText(worker.name))),
+    h("td", { class: "worker-bar" }, partsBar({ planned: most, done: worker.done, failed: worker.failed }, `Images by ${workerText(worker.name)}`)),
     h("td", { class: "number" }, countText(worker.done)),
     h("td", { class: worker.failed > 0 ? "number bad-text" : "number muted" }, worker.failed > 0 ? `${countText(worker.failed)} failed` : tried > 0 ? "–" : ""),
-    h("td", { class: worker.per_s ? "number" : "number muted", title: "Pictures drawn lately" }, pace(worker)),
+    h("td", { class: worker.per_s ? "number" : "number muted", title: "Images drawn lately" }, pace(worker)),
   );
 }
 
@@ -90,7 +90,7 @@ function settingsLine(detail, settings) {
 /** How long an ended generation took, and how fast that is. */
 function tookText({ summary, counts }) {
   const tookS = summary.state !== "running" && summary.started ? summary.changed - summary.started : 0;
-  return tookS > 0 ? `took ${durationText(tookS)}${counts.done > 1 ? `, ${rateText(counts.done / tookS, "pictures")}` : ""}` : "";
+  return tookS > 0 ? `took ${durationText(tookS)}${counts.done > 1 ? `, ${rateText(counts.done / tookS, "images")}` : ""}` : "";
 }
 
 /** The head of a generation's page; drawn again at every change. */
@@ -113,7 +113,7 @@ export class ProgressHead {
       h("p", { class: "run-line" }, [summary.kind, summary.title, tookText(detail)].filter(Boolean).map((word) => h("span", null, word)), h("span", null, "changed ", ago(summary.changed))),
       summary.reason ? h("p", { class: "gen-reason", dataset: { state: summary.state } }, summary.reason) : null,
       countsOf(detail, this.onState),
-      partsBar(counts, "Pictures done"),
+      partsBar(counts, "Images done"),
       workersOf(detail.workers ?? [], this.onWorker, open),
       settingsLine(detail, this.settings),
     );

@@ -1,4 +1,4 @@
-// Which run belongs to which: a watch to its training, a watch's pictures to the watch.
+// Which run belongs to which: a watch to its training, a watch's images to the watch.
 
 /** Parents by id: as the server says, or where it says nothing by the longest name that holds this one's. */
 export function parentsOf(runs) {
@@ -12,7 +12,7 @@ export function parentsOf(runs) {
   return new Map(runs.map((run) => [run.id, ids.has(run.parent) ? run.parent : above(run.name)]));
 }
 
-/** Whether a run is one of the picture folders that a watch draws for every checkpoint: many, and rarely what one looks for. */
+/** Whether a run is one of the image folders that a watch draws for every checkpoint: many, and rarely what one looks for. */
 export function isWatchPictures(run, parent) {
   return run.kind === "generate" && parent?.kind === "watch";
 }

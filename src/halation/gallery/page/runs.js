@@ -127,7 +127,7 @@ class RunsView {
     fill(this.rest, this.nothing(placed));
   }
 
-  /** Rows in their order; the pictures of a watch stand behind one row that opens them. */
+  /** Rows in their order; the images of a watch stand behind one row that opens them. */
   nodesOf(placed) {
     const folds = new Map();
     for (const { run, parent } of placed) if (isWatchPictures(run, parent)) folds.set(parent.id, (folds.get(parent.id) ?? 0) + 1);

@@ -18,7 +18,7 @@ function wordOf(variant) {
   return WORDS[variant] ?? variant;
 }
 
-/** The size at which all columns are in sight, as far as pictures that small are worth looking at. */
+/** The size at which all columns are in sight, as far as images that small are worth looking at. */
 function fittingSize(width, numColumns) {
   const each = (width - HEAD_PX) / Math.max(1, numColumns) - GUTTER_PX;
   return Math.min(192, Math.max(96, Math.floor(each / SIZES.step) * SIZES.step));
@@ -181,7 +181,7 @@ export class Samples {
     if (!this.comparing) this.matrix.focusPlace(this.looking);
   }
 
-  /** The first pin is remembered, a second one on another picture compares the two. */
+  /** The first pin is remembered, a second one on another image compares the two. */
   pin(place) {
     if (this.pinned && (this.pinned.step !== place.step || this.pinned.prompt !== place.prompt || this.pinned.variant !== place.variant)) {
       const first = this.pinned;

@@ -1,4 +1,4 @@
-// Every number of every run: a table of runs and metrics with where each comes from, plots over checkpoints, and the pictures at both ends.
+// Every number of every run: a table of runs and metrics with where each comes from, plots over checkpoints, and the images at both ends.
 
 import { full, get, inside, steadily, thumb } from "./api.js";
 import { betterOf, comparableGroups, differenceText, lowerIsBetter } from "./comparable.js";
@@ -78,7 +78,7 @@ function scoreCell(run, metric) {
     { class: "score", dataset: { metric: metric.metric, best: winner ? "yes" : "no" } },
     h("span", { class: "score-line" },
       h("span", { class: "score-value number" }, numberText(last.value)),
-      last.few ? h("abbr", { class: "score-few", title: last.note || "few pictures: compares with numbers of the same count alone" }, "*") : null,
+      last.few ? h("abbr", { class: "score-few", title: last.note || "few images: compares with numbers of the same count alone" }, "*") : null,
       spreadText(last) ? h("span", { class: "score-spread number" }, spreadText(last)) : null,
       metric.groups.length > 1 ? h("span", { class: "score-group", title: `Group ${LETTERS[group] ?? "?"}: numbers with other letters do not compare with this one` }, LETTERS[group] ?? "?") : null,
       winner ? h("span", { class: "score-best" }, "best") : null),
@@ -178,7 +178,7 @@ class ScoreTable {
       { class: "score-notes", id: "score-notes" },
       mixed.length > 0 ? h("p", { class: "score-warning" }, h("strong", null, "Not all of these compare. "), "Numbers of one metric with different letters were not computed the same way; the best is marked within a letter.") : null,
       h("ul", null, notesOf(mixed).map(({ letter, text, titles }) => h("li", null, h("span", { class: "score-group" }, letter), ` ${titles.join(", ")}: ${text}`))),
-      few ? h("p", { class: "muted" }, "* from few pictures: such a number compares only with numbers of the same count.") : null,
+      few ? h("p", { class: "muted" }, "* from few images: such a number compares only with numbers of the same count.") : null,
     );
   }
 }
@@ -270,7 +270,7 @@ function extremeStrip(report, side, title) {
   const open = (at) => openViewer({
     items: all.length,
     at,
-    unit: "picture",
+    unit: "image",
     picture: (index) => {
       const { picture, label, distance } = all[index];
       return { url: picture ? full(run, picture) : "", preview: picture ? inside(run, picture) || null : null, label: `${title.toLowerCase()} ${index + 1} of ${all.length}, distance ${numberText(distance)}`, caption: label };
@@ -288,7 +288,7 @@ function extremeStrip(report, side, title) {
   );
 }
 
-/** Of few pictures the nearest are the farthest too: two strips of the same ones say nothing. */
+/** Of few images the nearest are the farthest too: two strips of the same ones say nothing. */
 function sameEnds({ nearest, farthest }) {
   const keys = (side) => (side ?? []).map(({ label, distance }) => `${label} ${distance}`).sort().join("\n");
   return (nearest ?? []).length > 1 && keys(nearest) === keys(farthest);
@@ -315,7 +315,7 @@ function reportSection(report) {
   const sides = [extremeStrip(report, "nearest", "Nearest to the reference"), extremeStrip(report, "farthest", "Farthest from it")];
   if (!sides.some(Boolean)) return null;
   const name = report.run ? h("a", { href: `#/run/${encodeURIComponent(report.run)}` }, report.name) : report.name;
-  return h("section", { class: "panel extremes", dataset: { report: report.id } }, h("h2", null, name, report.num ? h("span", { class: "muted small" }, `  ${pluralText(report.num, "picture")}`) : null), sides);
+  return h("section", { class: "panel extremes", dataset: { report: report.id } }, h("h2", null, name, report.num ? h("span", { class: "muted small" }, `  ${pluralText(report.num, "image")}`) : null), sides);
 }
 
 class ScoresView {

@@ -1,11 +1,11 @@
-// One picture at full size in a dialog: a slider and arrow keys move along, neighbours are loaded ahead so that nothing flickers.
+// One image at full size in a dialog: a slider and arrow keys move along, neighbours are loaded ahead so that nothing flickers.
 
 import { fill, h, isTyping, setText, showDialog, svg } from "./dom.js";
 
 const NUM_AHEAD = 3;
 const CACHE_SIZE = 48;
 
-/** Pictures that are loaded and decoded, so that putting one on the page takes no time; the oldest are forgotten. */
+/** Images that are loaded and decoded, so that putting one on the page takes no time; the oldest are forgotten. */
 class Decoded {
   constructor() {
     this.images = new Map();
@@ -49,7 +49,7 @@ class Viewer {
     this.stage = h("div", { class: "viewer-stage", id: "viewer-stage" });
     this.note = h("p", { class: "viewer-note", hidden: true });
     this.link = h("a", { class: "button button-quiet", id: "viewer-open", target: "_blank", rel: "noopener", title: "Open the file (o)", "aria-label": "Open the file" }, "Open");
-    this.slider = h("input", { type: "range", id: "viewer-slider", class: "viewer-slider", min: 0, step: 1, "aria-label": this.options.unit || "Picture", oninput: () => this.move(Number(this.slider.value)) });
+    this.slider = h("input", { type: "range", id: "viewer-slider", class: "viewer-slider", min: 0, step: 1, "aria-label": this.options.unit || "Image", oninput: () => this.move(Number(this.slider.value)) });
     this.ticks = svg("svg", { class: "viewer-ticks", preserveAspectRatio: "none", "aria-hidden": "true" });
     const extras = this.options.actions.map(({ label, key, onPick }) => h("button", { class: "button", type: "button", title: key ? `${label} (${key})` : label, dataset: { action: label.toLowerCase().replaceAll(" ", "-") }, onclick: () => onPick(this.at) }, label, key ? h("kbd", { "aria-hidden": "true" }, key) : null));
     this.dialog = h(
@@ -96,7 +96,7 @@ class Viewer {
     if (this.options.onMove) this.options.onMove(to);
   }
 
-  /** New pictures came while looking: the one on show stays on show. */
+  /** New images came while looking: the one on show stays on show. */
   setItems(items, at, ticks) {
     this.items = items;
     this.at = at;
@@ -146,11 +146,11 @@ class Viewer {
     if (entry.ready || this.wanted !== wanted) return;
     this.link.hidden = true;
     this.note.hidden = false;
-    setText(this.note, item.preview ? "The full picture is not there: this is the small one." : "This picture could not be loaded.");
+    setText(this.note, item.preview ? "The full image is not there: this is the small one." : "This image could not be loaded.");
     this.note.dataset.kind = item.preview ? "small" : "bad";
   }
 
-  /** Puts a decoded picture on the stage, if it is still the one that is wanted; the one before stays until then. */
+  /** Puts a decoded image on the stage, if it is still the one that is wanted; the one before stays until then. */
   async present(entry, wanted, item) {
     if (!entry.ready) await entry.done;
     if (!entry.ready || this.wanted !== wanted) return;
