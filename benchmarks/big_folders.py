@@ -17,7 +17,7 @@ from halation.generation.image_requests import ImageRequest
 from halation.generation.ledger import LEDGER_FILE, ImageOutcome, Ledger
 from halation.generation.result_files import combined_digest
 from halation.images.png_codec import encode_png, metadata_texts
-from halation.runs import run_record as runs
+from halation.runs import run_folder as runs
 from halation.sample_specs import SampleSpec
 from halation.training.config import TrainConfig
 

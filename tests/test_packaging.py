@@ -171,7 +171,7 @@ def test_from_the_wheel_alone_the_command_answers_and_finds_its_model(wheel: Pat
     command = place / "bin/halation"
     told = subprocess.run([command, "--version"], env=there, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert (told.returncode, told.stdout) == (0, f"halation {halation.__version__}\n"), told.stderr
-    lookup = "from halation.models.model_ref import resolve_model; print(resolve_model('streets-64', raw=False).load_args['path'])"
+    lookup = "from halation.models.model_path_resolver import resolve_model; print(resolve_model('streets-64', raw=False).load_args['path'])"
     found = subprocess.run(
         [sys.executable, "-c", lookup], env=there, cwd=tmp_path, capture_output=True, text=True, timeout=120
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from halation.errors import HalationError, InputError
-from halation.runs.run_record import write_atomic
+from halation.runs.run_folder import write_atomic
 
 
 def rows(captions: Path) -> list[tuple[str, str]]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from halation import sample_batching
+from halation import work_division
 from halation.errors import InputError
 from halation.images.png_codec import read_png
 
@@ -111,7 +111,7 @@ def checks(folder: Path) -> Iterator[Check]:
     parameters = inspect.signature(generate_and_save_samples).parameters
     defaults = {name: parameters[name].default for name in ("rank", "world_size") if name in parameters}
     yield defaults == {"rank": 0, "world_size": 1}, f"generate_and_save_samples takes rank and world_size: {defaults}"
-    shares = [len(sample_batching.rank_range(len(PROMPTS), NUM_RANKS, rank)) for rank in range(NUM_RANKS)]
+    shares = [len(work_division.rank_range(len(PROMPTS), NUM_RANKS, rank)) for rank in range(NUM_RANKS)]
     yield shares == [2, 2, 2, 0], f"{len(PROMPTS)} prompts on {NUM_RANKS} ranks are shared out as {shares}"
     model = folder / "tiny_wan"
     tiny_wan.ensure(model)
@@ -137,7 +137,7 @@ def checks(folder: Path) -> Iterator[Check]:
 
 
 def _files(folder: Path, rows: list[dict[str, Any]]) -> Iterator[Check]:
-    places = [sample_batching.rank_and_offset(index, len(PROMPTS), NUM_RANKS) for index in range(len(PROMPTS))]
+    places = [work_division.rank_and_offset(index, len(PROMPTS), NUM_RANKS) for index in range(len(PROMPTS))]
     stems = [f"epoch_{EPOCH:04d}_rank_{rank}_sample_{number:02d}" for rank, number in places]
     wanted = {f"{stem}{kind}" for stem in stems for kind in (".png", ".txt")}
     found = {path.name for path in folder.iterdir()} - {

@@ -21,7 +21,7 @@ from halation.generation import command as generate
 from halation.generation.config import GenerateConfig
 from halation.generation.workers.local_pool import WorkerSlot
 from halation.images.png_codec import read_png
-from halation.models.model_ref import DEFAULT_STEPS, resolve_model
+from halation.models.model_path_resolver import DEFAULT_STEPS, resolve_model
 from halation.sampling import command as sample
 from halation.sampling.config import SampleConfig
 from support import tiny_pipelines

@@ -10,7 +10,7 @@ import pytest
 
 from halation.generation.config import GenerateConfig
 from halation.models.pipelines.capabilities import PipelineChecker, PipelineOptions
-from halation.models.pipelines.families import get_family
+from halation.models.pipelines.family_quirks import get_family
 from support.pipeline_specs import plain_pipe
 
 PAGE = (Path(__file__).parents[2] / "docs" / "determinism.md").read_text()

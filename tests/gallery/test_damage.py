@@ -21,7 +21,7 @@ from halation.gallery.run_catalog import RunCatalog
 from halation.gallery.run_file_reader import JsonlTailReader, read_json_object, read_last_lines
 from halation.gallery.server import encode_json
 from halation.runs import lock
-from halation.runs import run_record as runs
+from halation.runs import run_folder as runs
 from support.served import serving
 
 SECRET = "nobody outside should read this"

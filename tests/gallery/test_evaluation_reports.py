@@ -14,7 +14,7 @@ from halation.evaluation.config import EvaluateConfig
 from halation.gallery.evaluation_reports import ScoreIndex, metric_key
 from halation.gallery.run_catalog import RunCatalog, make_run_id
 from halation.gallery.training_runs import TrainingRun
-from halation.runs import run_record as runs
+from halation.runs import run_folder as runs
 
 VERSIONS = {"halation": "0.1.0"}
 

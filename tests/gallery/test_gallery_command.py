@@ -26,7 +26,7 @@ from halation.errors import InputError
 from halation.gallery import command as gallery
 from halation.gallery.config import GalleryConfig
 from halation.gallery.server import open_listener
-from halation.runs import run_record as runs
+from halation.runs import run_folder as runs
 from halation.training import command as train
 from halation.training.config import TrainConfig
 

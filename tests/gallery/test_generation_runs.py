@@ -26,7 +26,7 @@ from halation.generation.config import GenerateConfig
 from halation.generation.ledger import LEDGER_FILE, ImageOutcome, Ledger
 from halation.generation.shared_folder.shared_ledger import ProcessIdentity, SharedLedger
 from halation.images.png_codec import read_png
-from halation.runs import run_record as runs
+from halation.runs import run_folder as runs
 
 
 def opened(folder: Path) -> GenerationRun:

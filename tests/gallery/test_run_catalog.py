@@ -15,7 +15,7 @@ from halation.gallery.run_catalog import RunCatalog, make_run_id, read_run_kind
 from halation.gallery.training_runs import TrainingRun
 from halation.gallery.watcher_runs import WatchRun
 from halation.runs import lock
-from halation.runs import run_record as runs
+from halation.runs import run_folder as runs
 
 MAKERS = dict.fromkeys(("train", "distill", "sample", "generate"), TrainingRun) | {"watch": WatchRun}
 

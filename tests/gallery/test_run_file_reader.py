@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from halation.gallery.run_file_reader import JsonlTailReader, read_json_object, read_last_lines
-from halation.runs.run_record import MetricsFile
+from halation.runs.run_folder import MetricsFile
 
 
 def test_each_whole_line_is_given_once_and_a_half_one_when_it_has_its_end(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 from halation.errors import HalationError, InputError, Interrupted
 from halation.gallery.run_file_reader import RunState, read_run_state
 from halation.runs import lock
-from halation.runs import run_record as runs
+from halation.runs import run_folder as runs
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from halation.gallery.server import IMAGE_KEY, encode_json, image_type
 from halation.generation.image_requests import ImageRequest
 from halation.generation.ledger import LEDGER_FILE, Ledger
 from halation.runs import lock
-from halation.runs import run_record as runs
+from halation.runs import run_folder as runs
 from support.script_payloads import PAYLOADS
 from support.served import Visitor, serving
 

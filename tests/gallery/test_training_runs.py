@@ -17,7 +17,7 @@ from halation.gallery.metrics_reader import MAX_OLDER_ROWS, MAX_ROWS, MetricRows
 from halation.gallery.training_runs import TrainingRun
 from halation.gallery.watcher_runs import WatchRun
 from halation.runs import lock
-from halation.runs import run_record as runs
+from halation.runs import run_folder as runs
 
 SETTINGS = {"prompts": ["a", "b"], "seed": 42, "same_seed": False, "height": 8, "width": 16}
 

@@ -20,7 +20,7 @@ from halation.errors import InputError
 from halation.gallery.run_catalog import RunCatalog
 from halation.gallery.training_runs import TrainingRun
 from halation.images.png_codec import read_png
-from halation.runs.run_record import MetricsFile
+from halation.runs.run_folder import MetricsFile
 from halation.sampling.user_function_sampler import as_pixels
 
 IMAGE = np.arange(12, dtype=np.uint8).reshape(2, 2, 3)

@@ -37,7 +37,7 @@ def prepared(world: Any, config: Any, stop_at: int = 0, rank: int = 0) -> Prepar
     from halation.distillation.distillation_task import DistillationTask
     from halation.errors import Interrupted
     from halation.models.dit.network import DiT
-    from halation.runs.run_record import RunFolder
+    from halation.runs.run_folder import RunFolder
     from halation.training import command as train
 
     teachers: weakref.WeakSet[Any] = weakref.WeakSet()

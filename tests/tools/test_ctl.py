@@ -18,9 +18,9 @@ import pytest
 from halation import cli
 from halation.errors import InputError
 from halation.runs import control_requests
-from halation.runs import run_record as runs
+from halation.runs import run_folder as runs
 from halation.tools import ctl
-from halation.tools.config import CtlConfig
+from halation.tools.command_configs import CtlConfig
 
 
 def record(folder: Path, job: str = "train") -> Path:

@@ -16,14 +16,14 @@ from benchmarks.big_folders import training_folder
 
 from halation import cli
 from halation.config import as_json, fixed_settings
-from halation.distributed.signals import StopSignals
+from halation.distributed.stop_signals import StopSignals
 from halation.errors import Interrupted
 from halation.prompt_files import PromptFile
-from halation.runs import run_record as runs
-from halation.runs.run_record import RunFolder
+from halation.runs import run_folder as runs
+from halation.runs.run_folder import RunFolder
 from halation.tools import demo
 from halation.tools import demo as commands
-from halation.tools.config import DemoConfig
+from halation.tools.command_configs import DemoConfig
 from halation.tools.demo import num_images_done, run_command
 
 NAME = "a run's folder"

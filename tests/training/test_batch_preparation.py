@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halation import sample_batching as plan
+from halation import work_division as plan
 from halation.data.dataset_protocol import ImageDataset
 from halation.data.prefetch import BatchPrefetcher
 from halation.data.prompt_dataset import PromptDataset

@@ -12,20 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from halation import sample_batching
+from halation import work_division
 from halation.data.image_folder import ImageFolder
 from halation.data.streets import Streets
 from halation.errors import InputError
 from halation.images.png_codec import read_png
 from halation.models.denoiser import FamilyDefaults
-from halation.runs.run_record import RunFolder
+from halation.runs.run_folder import RunFolder
 from halation.sampling.denoiser_sampler import SampleSettings
 from halation.training import command as job
 from halation.training import evaluation
+from halation.training.build_components import sample_settings
 from halation.training.config import TrainConfig
 from halation.training.evaluation import CallbackSink, evaluation_settings, open_evaluation_data
 from halation.training.event_schedule import CheckpointSchedule
-from halation.training.setup import sample_settings
 from support import rank_jobs
 
 
@@ -65,7 +65,7 @@ def test_prompts_go_round_and_every_image_has_a_seed_of_its_own(tmp_path: Path) 
 def test_whole_batches_are_handed_on_by_their_indices_and_others_are_not(tmp_path: Path) -> None:
     taken: list[tuple[range, list[int]]] = []
     handing = CallbackSink(lambda indices, pixels: taken.append((indices, [int(image[0]) for image in pixels])))
-    for batch in sample_batching.make_batches(settings_of(tmp_path).specs(), 4):
+    for batch in work_division.make_batches(settings_of(tmp_path).specs(), 4):
         rows = [{"index": spec.index} for spec in batch.real_specs]
         drawn = {number: np.array([row["index"]]) for number, row in enumerate(rows)}
         handing.put(batch, drawn, rows)

@@ -16,10 +16,10 @@ import pytest
 
 from halation import cli
 from halation.data.streets import Streets
-from halation.distributed.signals import StopSignals
+from halation.distributed.stop_signals import StopSignals
 from halation.errors import InputError
 from halation.images.png_codec import encode_png, read_png
-from halation.runs import run_record as runs
+from halation.runs import run_folder as runs
 from halation.watcher.command import load_prompts, resolve_config
 from halation.watcher.config import WatchConfig
 from halation.watcher.display import WatchDisplay

@@ -30,7 +30,7 @@ from safetensors.torch import save
 
 from halation.data.dataset_protocol import JSON
 from halation.errors import InputError
-from halation.runs.run_record import write_atomic, writer_pid
+from halation.runs.run_folder import write_atomic, writer_pid
 
 _REBUILD_ADVICE = "delete the folder and build it again"
 _log = logging.getLogger(__name__)

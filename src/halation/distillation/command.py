@@ -17,7 +17,7 @@ from halation.distributed.engines import deepspeed_config
 from halation.errors import InputError
 from halation.models.bundled_models import portable_name, resolve_model_path
 from halation.models.fingerprint import fingerprint
-from halation.models.model_ref import (
+from halation.models.model_path_resolver import (
     distillation_settings,
     find_fine_tuned_run,
     fine_tuned_error,
@@ -25,10 +25,10 @@ from halation.models.model_ref import (
     resolve_pipeline_folder,
 )
 from halation.models.students.config import StudentConfig
-from halation.runs import run_record as runs
-from halation.runs.run_record import RunFolder
+from halation.runs import run_folder as runs
+from halation.runs.run_folder import RunFolder
 from halation.training import command as train
-from halation.training import finetune
+from halation.training import pipeline_finetuning
 
 RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("teacher_steps", "teacher_states", "sample_interval"), (1, math.inf)),
@@ -213,7 +213,7 @@ def _check_prompt_data(config: DistillConfig) -> None:
 
 
 def _resolve_for_pipeline(config: DistillConfig) -> DistillConfig:
-    finetune.check_peft_installed(config)
+    pipeline_finetuning.check_peft_installed(config)
     folder = resolve_pipeline_folder(config.teacher_path, flag="teacher_path")
     output = config.output_dir.resolve()
     if output == folder.resolve() or folder.resolve() in output.parents:
@@ -226,7 +226,7 @@ def _resolve_for_pipeline(config: DistillConfig) -> DistillConfig:
     config = _apply_teacher_guidance(config, folder, sampling)
     size = (sampling.get("height", 1), sampling.get("width", 1))
     if not sampling and not config.image_size:
-        size = finetune.native_size(folder)
+        size = pipeline_finetuning.native_size(folder)
     config = train.resolve_common_settings(config, size)
     return dataclasses.replace(config, model_path=str(folder.resolve()), teacher_path=str(folder.resolve()))
 
@@ -237,7 +237,7 @@ def _resolve_for_dit(config: DistillConfig, folder: Path) -> DistillConfig:
 
     checkpoint = find_checkpoint(folder)
     sampling, space = read_sampling_settings(checkpoint), read_space_description(checkpoint)
-    for name in finetune.ONLY_FOR_PIPELINES:
+    for name in pipeline_finetuning.ONLY_FOR_PIPELINES:
         if getattr(config, name) != getattr(DistillConfig(), name):
             raise InputError(
                 f"--{name} with a DiT of Halation as the teacher", "a diffusers pipeline", f"leave --{name} out"

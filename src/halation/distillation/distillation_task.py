@@ -13,7 +13,7 @@ from typing import Any
 
 from halation.data.dataset_protocol import ImageDataset
 from halation.data.prompt_dataset import PromptDataset, has_images
-from halation.distillation import objectives, teacher_runner
+from halation.distillation import objectives, teacher_setup
 from halation.distillation import teacher_targets as targets
 from halation.distillation.config import DistillConfig
 from halation.distillation.objectives import FAKE, PROJECTION, DistributionMatching, FeatureMatching
@@ -23,17 +23,17 @@ from halation.distributed.world import run_on_rank_zero, run_with_heartbeat
 from halation.errors import InputError
 from halation.flow.ema import Ema
 from halation.flow.samplers import schedule
-from halation.models.block_optimizations import compile_blocks
+from halation.models.block_compile_and_checkpointing import compile_blocks
 from halation.models.denoiser import PIPELINE_SCHEDULER, Denoiser
 from halation.models.dit.denoiser import DiTDenoiser
 from halation.models.frozen_teacher import Teacher
 from halation.models.pipelines.training.lora import LoraSettings
 from halation.models.students.build import open_student
 from halation.models.students.config import StudentConfig
-from halation.runs import run_record as runs
+from halation.runs import run_folder as runs
 from halation.sampling.denoiser_sampler import SampleSettings
 from halation.sampling.sample_folder import SampleFolder
-from halation.training import setup
+from halation.training import build_components
 from halation.training.loop import MODEL, MicroBatch, Objective, TrainedNetwork
 from halation.training.training_task import EngineFactory, TrainingTask
 
@@ -71,9 +71,9 @@ class DistillationTask(TrainingTask):
         student.set_guidance(1.0)
         self.guidance = self._resolve_guidance(student)
         self.has_images = has_images(config.data_path)
-        setup.confirm_device(world, config, self.run, student.space)  # type: ignore[attr-defined]
+        build_components.confirm_device(world, config, self.run, student.space)  # type: ignore[attr-defined]
         source = (
-            setup.open_source(world, config, self.run, student.space)  # type: ignore[attr-defined]
+            build_components.open_source(world, config, self.run, student.space)  # type: ignore[attr-defined]
             if self.has_images
             else self._open_prompts()
         )
@@ -99,7 +99,7 @@ class DistillationTask(TrainingTask):
         if config.lora_rank and lora:
             adapters = LoraSettings(rank=config.lora_rank, alpha=config.lora_alpha, targets=config.lora_targets)
         return open_student(
-            Path(config.model_path) if config.model_path else teacher_runner.open_dit(config),
+            Path(config.model_path) if config.model_path else teacher_setup.open_dit(config),
             shape,
             init=init,  # type: ignore[arg-type]
             seed=config.seed,
@@ -203,7 +203,7 @@ class DistillationTask(TrainingTask):
         teacher_samples = self._make_teacher_samples(settings)
         has_missing_samples = teacher_samples is not None and teacher_samples.has_missing()
         if missing or has_missing_samples or self._needs_teacher:
-            self.teacher = teacher_runner.open_teacher(self.world, self.config, self.denoiser, self.guidance)
+            self.teacher = teacher_setup.open_teacher(self.world, self.config, self.denoiser, self.guidance)
         if missing:
             self._write_targets(missing)
         if teacher_samples is not None:
@@ -215,12 +215,12 @@ class DistillationTask(TrainingTask):
                 self._target_folder, self._fingerprint, verify=False
             )  # read through while looking
             if not self.has_images:
-                teacher_runner.warn_if_few_targets(
+                teacher_setup.warn_if_few_targets(
                     len(self.teacher_targets) * self.teacher_targets.num_states, self._num_training_rows
                 )
         if not self._needs_teacher:
             self.teacher = None
-            teacher_runner.free_memory(self.world.device)
+            teacher_setup.free_memory(self.world.device)
 
     @cached_property
     def _target_plan(self) -> targets.TargetPlan:
@@ -284,7 +284,7 @@ class DistillationTask(TrainingTask):
         )
         self.denoiser.to(self.world.device, module=False)  # images become latents there
         teacher_inputs = TeacherInputs(self.denoiser, self.source, self.world.device, self._target_plan.dropout_mask)
-        teacher_runner.write_targets(
+        teacher_setup.write_targets(
             self.world,
             self.config,
             self.teacher,
@@ -297,11 +297,11 @@ class DistillationTask(TrainingTask):
 
     # -- the teacher's own images
 
-    def _make_teacher_samples(self, settings: SampleSettings) -> teacher_runner.TeacherSamples | None:
+    def _make_teacher_samples(self, settings: SampleSettings) -> teacher_setup.TeacherSamples | None:
         """Where the teacher's images go, and what they are made by; none where none are wanted."""
         if not (self.config.teacher_samples and self.config.sample and settings.prompts):
             return None
-        return teacher_runner.TeacherSamples(
+        return teacher_setup.TeacherSamples(
             self.world,
             self.config,
             SampleFolder(folder=self.run.samples / "teacher", label="teacher"),

@@ -24,7 +24,7 @@ from halation.fault_injection import fault_point
 from halation.flow.paths import DDPMPath, NoisePath, TimeDistribution, times_from_uniform
 from halation.flow.seeded_noise import TrainingDraw, training_draw
 from halation.flow.trajectory_segments import segments, select_steps, solve, stratified_indices
-from halation.sample_batching import rank_range
+from halation.work_division import rank_range
 
 FIRST_STREAM = 2
 """The first stream of an item's draws: those before are training's, at positions."""

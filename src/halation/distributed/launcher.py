@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from halation.distributed.signals import exit_code
+from halation.distributed.stop_signals import exit_code
 from halation.errors import HalationError, InputError, Interrupted, RankFailure, os_error_message
 
 log = logging.getLogger(__name__)

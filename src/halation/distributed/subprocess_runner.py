@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from halation.distributed.launcher import LAUNCHER_ENV_VARS, PARENT_PID_ENV, describe_exit
-from halation.distributed.signals import StopSignals, exit_code
+from halation.distributed.stop_signals import StopSignals, exit_code
 from halation.errors import Interrupted
 
 POLL_S = 0.1

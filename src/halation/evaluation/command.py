@@ -17,7 +17,7 @@ from halation.config import as_json, check_ranges, to_current_names
 from halation.distributed import launcher
 from halation.errors import InputError
 from halation.evaluation.config import EvaluateConfig
-from halation.runs import run_record as runs
+from halation.runs import run_folder as runs
 
 if TYPE_CHECKING:
     from halation.evaluation.image_sources import ImageSource

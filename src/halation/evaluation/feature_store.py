@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from halation.errors import InputError
-from halation.runs.run_record import write_atomic, writer_pid
+from halation.runs.run_folder import write_atomic, writer_pid
 
 FORMAT_VERSION = 1
 """Counts changes of what a chunk holds; part of every key."""

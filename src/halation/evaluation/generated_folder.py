@@ -17,7 +17,7 @@ from halation.generation.image_requests import RequestDefaults, iter_requests
 from halation.generation.ledger import Ledger
 from halation.generation.result_files import METADATA_FILE, SUMMARY_FILE
 from halation.prompt_files import PromptFile
-from halation.runs.run_record import read_json
+from halation.runs.run_folder import read_json
 
 LEDGER_FILE = "ledger.sqlite"
 SHARED_LEDGER_FOLDER = "ledger"

@@ -22,12 +22,12 @@ from halation.generation.image_requests import RequestDefaults, iter_requests
 from halation.generation.ledger import group_key
 from halation.generation.workers.model_runner import ModelRunner, collect_images
 from halation.generation.workers.open_model import open_model
-from halation.models.model_ref import ModelRef, resolve_model
+from halation.models.model_path_resolver import ModelRef, resolve_model
 from halation.models.pending_images import Frames, ImageError
 from halation.prompt_files import PromptFile
-from halation.sample_batching import BatchPlan, plan_batches
 from halation.sample_specs import SampleBatch as DrawnBatch
 from halation.sample_specs import SampleSpec
+from halation.work_division import BatchPlan, plan_batches
 
 CHUNK_SIZE = 64
 """Images that are drawn, scored and put away together."""

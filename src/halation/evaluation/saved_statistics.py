@@ -16,7 +16,7 @@ from safetensors.numpy import save
 
 from halation.errors import InputError
 from halation.evaluation.metrics.moments import Features, Gaussian, Moments, merge_moments
-from halation.runs.run_record import write_atomic
+from halation.runs.run_folder import write_atomic
 
 FORMAT = "halation statistics 1"
 SUFFIXES = (".npz", ".safetensors")

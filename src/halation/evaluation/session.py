@@ -13,7 +13,7 @@ import numpy as np
 
 from halation.data.streets.dataset import MAX_SIZE, MIN_SIZE
 from halation.distributed.launcher import describe_device
-from halation.distributed.signals import StopSignals
+from halation.distributed.stop_signals import StopSignals
 from halation.distributed.world import World, run_on_rank_zero, run_with_heartbeat
 from halation.errors import HalationError, InputError
 from halation.evaluation.config import EvaluateConfig

@@ -20,7 +20,7 @@ from typing import Any
 from halation.gallery.run_catalog import READ_ERRORS, RunCatalog, RunEntry, make_run_id
 from halation.gallery.run_file_reader import JsonlTailReader, as_dict, is_int64, is_number, read_json
 from halation.images.line_plots import best_direction
-from halation.runs.run_record import METRICS_FILE
+from halation.runs.run_folder import METRICS_FILE
 
 MAX_REPORT_BYTES = 8 << 20
 MAX_CHILDREN = 200_000

@@ -41,7 +41,7 @@ from halation.gallery.run_file_reader import (
     read_stamp,
 )
 from halation.runs.lock import ENDED_FILE, OWNER_FILE
-from halation.runs.run_record import CONFIG_FILE
+from halation.runs.run_folder import CONFIG_FILE
 
 PROMPT_COLUMNS = ("prompt", "negative_prompt", "seed", "width", "height", "steps", "guidance_scale")
 FLAGS = ("model_path", "num_frames", "scheduler", "raw", "pipeline_args", "batch_size", "dtype", "compile")

@@ -25,7 +25,7 @@ from halation.gallery.metrics_reader import select_evenly
 from halation.gallery.run_catalog import RunCatalog, RunEntry
 from halation.gallery.run_file_reader import NUM_LOG_LINES, replace_non_finite
 from halation.gallery.thumbnails import make_thumbnail
-from halation.runs.run_record import write_atomic
+from halation.runs.run_folder import write_atomic
 
 ENTRY_MODULE = "app.js"
 START_CALL = "start();"

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from halation.gallery.run_file_reader import read_json
 from halation.runs.lock import OWNER_FILE
-from halation.runs.run_record import CONFIG_FILE, METRICS_FILE
+from halation.runs.run_folder import CONFIG_FILE, METRICS_FILE
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from halation.runs.lock import ENDED_FILE, KILLED_REASON, OWNER_FILE, is_alive
-from halation.runs.run_record import CONFIG_FILE
+from halation.runs.run_folder import CONFIG_FILE
 
 NUM_LOG_LINES = 300
 MAX_LOG_BYTES = 256 * 1024

@@ -15,7 +15,7 @@ from pathlib import Path
 from PIL import Image
 
 from halation.images.png_codec import MAX_PIXELS
-from halation.runs.run_record import cache_folder, temporary_path
+from halation.runs.run_folder import cache_folder, temporary_path
 
 log = logging.getLogger(__name__)
 

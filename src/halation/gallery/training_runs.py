@@ -25,7 +25,7 @@ from halation.gallery.run_file_reader import (
 )
 from halation.gallery.training_samples import STEP_FOLDER, SampleCell, SampleStep, SampleStepReader
 from halation.runs.lock import ENDED_FILE, OWNER_FILE
-from halation.runs.run_record import COMMIT_FILE, CONFIG_FILE, EXTERNAL_TRAINER, METRICS_FILE
+from halation.runs.run_folder import COMMIT_FILE, CONFIG_FILE, EXTERNAL_TRAINER, METRICS_FILE
 
 IMAGE_KEY = re.compile(r"(?:s(\d{1,15})\.(\d{1,6})(\.raw)?|t\.(\d{1,6}))")
 SampleColumn = tuple[str, int, int]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from halation.gallery.run_file_reader import FileStamp, as_dict, is_int64, is_number, read_json_object, read_stamp
-from halation.runs.run_record import CONFIG_FILE
+from halation.runs.run_folder import CONFIG_FILE
 
 NUM_POLLED_STEPS = 2
 """Newest steps that are looked at every time: the names of older ones do not change while a training runs."""

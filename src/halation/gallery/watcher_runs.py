@@ -24,7 +24,7 @@ from halation.gallery.run_file_reader import (
     read_stamp,
 )
 from halation.runs.lock import ENDED_FILE, OWNER_FILE
-from halation.runs.run_record import CONFIG_FILE, METRICS_FILE
+from halation.runs.run_folder import CONFIG_FILE, METRICS_FILE
 
 IMAGE_KEY = re.compile(r"s(\d{1,15})\.0")
 NUM_SPARKLINE_POINTS = 60

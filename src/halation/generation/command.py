@@ -16,7 +16,7 @@ from typing import Any
 
 from halation.config import check_ranges
 from halation.distributed import launcher
-from halation.distributed.signals import STOP_SIGNALS, exit_code
+from halation.distributed.stop_signals import STOP_SIGNALS, exit_code
 from halation.errors import InputError, Interrupted
 from halation.generation import result_files
 from halation.generation.config import GenerateConfig
@@ -27,11 +27,11 @@ from halation.generation.workers import ray_cluster
 from halation.generation.workers.local_pool import LocalWorkerPool, WorkerPool, WorkerSlot, list_local_slots
 from halation.images import mp4_writer, png_codec
 from halation.logging_setup import log_to_folder
-from halation.models.model_ref import ModelRef, resolve_model
+from halation.models.model_path_resolver import ModelRef, resolve_model
 from halation.prompt_files import PromptFile
 from halation.runs import lock
-from halation.runs import run_record as runs
-from halation.runs.run_record import CONFIG_FILE
+from halation.runs import run_folder as runs
+from halation.runs.run_folder import CONFIG_FILE
 
 log = logging.getLogger(__name__)
 PoolFactory = Callable[[Mapping[str, Any]], WorkerPool]

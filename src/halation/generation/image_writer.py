@@ -17,7 +17,7 @@ from halation.generation.image_requests import ImageRequest
 from halation.generation.result_files import combined_digest, file_names
 from halation.images.mp4_writer import encode_mp4
 from halation.images.png_codec import encode_png, get_coder, metadata_texts
-from halation.runs import run_record as runs
+from halation.runs import run_folder as runs
 
 RETRY_WAITS_S = (0.1, 0.5, 2.0)
 

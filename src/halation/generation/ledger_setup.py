@@ -13,7 +13,7 @@ from halation.errors import InputError
 from halation.generation.image_requests import ImageRequest, RenamedId, RequestDefaults, RequestIterator, iter_requests
 from halation.generation.ledger import Ledger
 from halation.prompt_files import PromptFile
-from halation.runs import run_record as runs
+from halation.runs import run_folder as runs
 
 log = logging.getLogger(__name__)
 RENAMED_FILE = "renamed_ids.jsonl"

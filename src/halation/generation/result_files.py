@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from halation.generation.ledger import LedgerRow
-from halation.runs.run_record import open_atomic, write_json_atomic
+from halation.runs.run_folder import open_atomic, write_json_atomic
 
 METADATA_FILE = "metadata.jsonl"
 SUMMARY_FILE = "summary.json"

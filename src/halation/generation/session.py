@@ -13,9 +13,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from halation import progress_bar
+from halation import step_progress
 from halation.config import as_json, fixed_settings
-from halation.distributed.signals import StopSignals, exit_code
+from halation.distributed.stop_signals import StopSignals, exit_code
 from halation.errors import InputError, Interrupted
 from halation.generation import result_files
 from halation.generation.config import GenerateConfig
@@ -24,15 +24,15 @@ from halation.generation.ledger import Ledger
 from halation.generation.ledger_setup import plan
 from halation.generation.supervisor import RangeClaims, RunStats, Supervisor, SupervisorSettings
 from halation.generation.workers.local_pool import WorkerPool, WorkerSlot
+from halation.generation_progress import GenerationProgress
 from halation.images import png_codec
 from halation.logging_setup import ConsoleWarningHandler
 from halation.models.dit.prompt_warnings import find_prompt_warnings
-from halation.models.model_ref import ModelRef
-from halation.progress_display import GenerationProgress
+from halation.models.model_path_resolver import ModelRef
 from halation.prompt_files import PromptFile
-from halation.runs import run_record as runs
-from halation.runs.run_record import RunFolder
-from halation.sample_batching import BatchPlan, plan_batches
+from halation.runs import run_folder as runs
+from halation.runs.run_folder import RunFolder
+from halation.work_division import BatchPlan, plan_batches
 
 log = logging.getLogger(__name__)
 
@@ -178,7 +178,7 @@ class GenerationSession:
 
     def _verify(self) -> list[result_files.DamagedImage]:
         num_done = self.ledger.counts()["done"]
-        with progress_bar.StepProgress(self.config.progress, num_done, 0, "checking") as bar:
+        with step_progress.StepProgress(self.config.progress, num_done, 0, "checking") as bar:
             self.console_handler.print_line = bar.print_line
             try:
                 return result_files.verify(

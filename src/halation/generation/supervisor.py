@@ -22,8 +22,8 @@ from halation.generation.work_queue import WorkerState, WorkItem, WorkQueue
 from halation.generation.workers.local_pool import WorkerPool
 from halation.generation.workers.messages import WorkerEvent
 from halation.generation.workers.process import QUEUE_DEPTH
-from halation.progress_display import GenerationProgress
-from halation.sample_batching import BatchPlan
+from halation.generation_progress import GenerationProgress
+from halation.work_division import BatchPlan
 
 log = logging.getLogger(__name__)
 

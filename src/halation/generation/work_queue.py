@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from halation.generation.ledger import Ledger
 from halation.generation.workers.messages import BatchTask
-from halation.sample_batching import BatchPlan, initial_batches
 from halation.sample_specs import SampleSpec
+from halation.work_division import BatchPlan, initial_batches
 
 
 @dataclass(kw_only=True, eq=False)

@@ -1,6 +1,6 @@
 """Many images in one: grids with captions, and the progress of a training.
 
-It knows pixels and text alone: no model, no run folder, no torch. Files are the affair of `halation.images.png_codec` and `halation.runs.run_record`.
+It knows pixels and text alone: no model, no run folder, no torch. Files are the affair of `halation.images.png_codec` and `halation.runs.run_folder`.
 """
 
 from __future__ import annotations

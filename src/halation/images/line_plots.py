@@ -1,6 +1,6 @@
 """Numbers over steps as line plots, several small ones in an image; drawn by Pillow alone, so that a server without a plotting library has them.
 
-It knows series of numbers and pixels: no run folder, no torch. Files are the affair of `halation.images.png_codec` and `halation.runs.run_record`.
+It knows series of numbers and pixels: no run folder, no torch. Files are the affair of `halation.images.png_codec` and `halation.runs.run_folder`.
 """
 
 from __future__ import annotations

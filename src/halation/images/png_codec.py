@@ -1,6 +1,6 @@
 """PNG files: fast lossless bytes with text, and strict reading.
 
-It knows pixels and text alone: no model, no run folder, no torch. Publishing the bytes is `halation.runs.run_record`' affair.
+It knows pixels and text alone: no model, no run folder, no torch. Publishing the bytes is `halation.runs.run_folder`' affair.
 """
 
 from __future__ import annotations

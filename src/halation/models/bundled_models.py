@@ -6,7 +6,7 @@ import difflib
 import re
 from pathlib import Path
 
-from halation.runs.run_record import COMMIT_FILE
+from halation.runs.run_folder import COMMIT_FILE
 
 FOLDER = Path(__file__).with_name("bundled")
 

@@ -21,7 +21,7 @@ from halation.flow.guidance import guided_velocity
 from halation.flow.samplers import SAMPLERS, schedule
 from halation.flow.seeded_noise import spec_noise
 from halation.models.autoencoder import not_finite_rows
-from halation.models.block_optimizations import compile_blocks
+from halation.models.block_compile_and_checkpointing import compile_blocks
 from halation.models.denoiser import (
     PIPELINE_SCHEDULER,
     Condition,

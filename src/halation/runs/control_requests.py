@@ -19,7 +19,7 @@ from typing import Any
 
 from halation.errors import HalationError, InputError
 from halation.runs import lock
-from halation.runs import run_record as runs
+from halation.runs import run_folder as runs
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from halation.errors import HalationError, InputError, Interrupted
-from halation.runs.run_record import CONFIG_FILE, METRICS_FILE, write_atomic, write_json_atomic
+from halation.runs.run_folder import CONFIG_FILE, METRICS_FILE, write_atomic, write_json_atomic
 
 ENDED_FILE = "ended.json"
 OWNER_FILE = ".owner.json"

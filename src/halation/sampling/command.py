@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from halation.config import NON_NEGATIVE, POSITIVE, SEED_RANGE, as_json, check_ranges
 from halation.distributed import launcher
-from halation.distributed.signals import exit_code
+from halation.distributed.stop_signals import exit_code
 from halation.errors import HalationError, InputError, Interrupted
 from halation.models.bundled_models import bundled_names, portable_name, resolve_model_path, suggest_model
 from halation.models.dit.prompt_warnings import find_prompt_warnings
 from halation.runs import lock
-from halation.runs import run_record as runs
+from halation.runs import run_folder as runs
 from halation.sampling.config import SampleConfig
 
 if TYPE_CHECKING:
@@ -162,13 +162,13 @@ def run_rank(config: SampleConfig, is_locked: bool = False) -> None:
 def _draw_samples(world: World, config: SampleConfig, folder: Path) -> None:
     import torch
 
-    from halation.distributed.signals import StopSignals
-    from halation.models.block_optimizations import compile_blocks
+    from halation.distributed.stop_signals import StopSignals
+    from halation.models.block_compile_and_checkpointing import compile_blocks
     from halation.models.checkpoints import load_denoiser, read_sampling_settings
-    from halation.models.model_ref import distillation_settings, format_guidance_warning, format_step_warning
-    from halation.progress_bar import StepProgress
+    from halation.models.model_path_resolver import distillation_settings, format_guidance_warning, format_step_warning
     from halation.sampling.denoiser_sampler import DenoiserSampler, SampleSettings
     from halation.sampling.sample_folder import SampleFolder, publish_index
+    from halation.step_progress import StepProgress
 
     checkpoint = Path(config.checkpoint)
     recorded = read_sampling_settings(checkpoint)

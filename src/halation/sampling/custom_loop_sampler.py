@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from halation import sample_batching
+from halation import work_division
 from halation.distributed.external_process_group import external_world, is_fsdp1, is_sharded, reshard, unwrap_model
 from halation.distributed.world import World, run_on_rank_zero
 from halation.errors import InputError, RankFailure
 from halation.runs.lock import write_owner
-from halation.runs.run_record import EXTERNAL_TRAINER, MetricsFile, RunFolder, write_json_atomic
-from halation.sampling.distributed import complete_rows, make_row
+from halation.runs.run_folder import EXTERNAL_TRAINER, MetricsFile, RunFolder, write_json_atomic
+from halation.sampling.all_rank_sampler import complete_rows, make_row
 from halation.sampling.sample_folder import SampleFolder, SampleRow, SampleWriter, publish_index, remove_samples_after
 from halation.sampling.user_function_sampler import Draw, FunctionSampler, FunctionSpec
 
@@ -189,7 +189,7 @@ class RankSampler:
             timeout_s=self.timeout_s,
             num_forwards=self._num_forwards,
         )
-        batches = sample_batching.make_batches(specs, 1)
+        batches = work_division.make_batches(specs, 1)
         todo = sampler.find_missing(sample_folder, batches)
         existing_rows: list[SampleRow] | None = world.broadcast_from_rank_zero(
             _read_complete_rows(sample_folder, specs) if world.is_rank_zero and not todo else None

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from halation import sample_batching
+from halation import work_division
 from halation.distributed.launcher import is_lost_peer_message
 from halation.distributed.world import HeartbeatMonitor, World
 from halation.errors import RankFailure
@@ -20,7 +20,7 @@ from halation.fault_injection import fault_point
 from halation.models import denoise_and_decode
 from halation.models.denoiser import MIXED_PRECISION_DTYPES, Denoiser, SamplingInputs, SolverSettings
 from halation.sample_specs import SampleBatch, SampleSpec
-from halation.sampling.distributed import ImageSink, ShareMode, SpecSampler, complete_rows, make_row
+from halation.sampling.all_rank_sampler import ImageSink, ShareMode, SpecSampler, complete_rows, make_row
 from halation.sampling.sample_folder import SampleFolder, SampleRow, SampleWriter
 
 log = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class DenoiserSampler(SpecSampler):
     def run(self, sample_folder: SampleFolder, label: str) -> list[SampleRow]:
         """Draw what is missing in the folder; every rank returns the same rows, one a spec, done, failed or open."""
         specs = self.settings.specs()
-        batches = sample_batching.make_batches(specs, self.settings.batch_size)
+        batches = work_division.make_batches(specs, self.settings.batch_size)
         todo = self.find_missing(sample_folder, batches)
         log.info(
             "Generating samples: %d of %d images on %d ranks (%s)",
@@ -124,7 +124,7 @@ class DenoiserSampler(SpecSampler):
     ) -> list[SampleRow]:
         self.num_steps_done, self.num_steps_total = (
             0,
-            sample_batching.num_rounds(len(todo), self.world.size) * self.settings.steps,
+            work_division.num_rounds(len(todo), self.world.size) * self.settings.steps,
         )
         return super().draw_batches(batches, todo, sink, label)
 

@@ -16,12 +16,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from halation import sample_batching
+from halation import work_division
 from halation.errors import InputError
 from halation.fault_injection import fault_point
 from halation.images.grid import make_grid
 from halation.images.png_codec import encode_png, metadata_texts, read_png
-from halation.runs.run_record import step_name, write_atomic, write_json_atomic
+from halation.runs.run_folder import step_name, write_atomic, write_json_atomic
 from halation.sample_specs import SampleBatch, SampleSpec
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class RankNaming:
         return f"epoch_{self.epoch:04d}_"
 
     def name(self, spec: SampleSpec) -> str:
-        rank, number = sample_batching.rank_and_offset(spec.index, self.num_prompts, self.num_ranks)
+        rank, number = work_division.rank_and_offset(spec.index, self.num_prompts, self.num_ranks)
         return f"{self.prefix}rank_{rank}_sample_{number:02d}"
 
 

@@ -23,7 +23,7 @@ from halation.distributed.world import HeartbeatMonitor, World
 from halation.errors import InputError, RankFailure
 from halation.fault_injection import fault_point
 from halation.sample_specs import SampleBatch, SampleSpec
-from halation.sampling.distributed import ImageSink, SpecSampler, make_row
+from halation.sampling.all_rank_sampler import ImageSink, SpecSampler, make_row
 from halation.sampling.sample_folder import SampleRow
 
 log = logging.getLogger(__name__)

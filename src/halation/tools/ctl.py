@@ -7,7 +7,7 @@ import time
 
 from halation.errors import InputError
 from halation.runs import control_requests
-from halation.tools.config import CtlConfig
+from halation.tools.command_configs import CtlConfig
 
 POLL_S = 0.1
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halation import sample_batching
+from halation import work_division
 from halation.flow.guidance import drop_conditions
 from halation.flow.paths import times_from_uniform
 from halation.flow.seeded_noise import training_draw
@@ -22,8 +22,8 @@ def positions(
     start_step: int, start: int, n_steps: int, global_batch: int, num_ranks: int, rank: int, max_rows: int
 ) -> Iterator[tuple[int, np.ndarray]]:
     """(step, positions) of this rank for each step to come; behind its share, rows that only fill a micro-batch up."""
-    num_micro_batches, rows = sample_batching.micro_batch_layout(global_batch, num_ranks, max_rows)
-    share = sample_batching.rank_range(global_batch, num_ranks, rank)
+    num_micro_batches, rows = work_division.micro_batch_layout(global_batch, num_ranks, max_rows)
+    share = work_division.rank_range(global_batch, num_ranks, rank)
     padded = np.zeros(num_micro_batches * rows, np.int64)
     padded[: len(share)] = np.arange(share.start, share.stop)
     for step in range(start_step, n_steps):

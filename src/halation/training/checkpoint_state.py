@@ -20,7 +20,7 @@ from halation.models.autoencoder import ImageSpace, LatentSpace
 from halation.models.denoiser import Denoiser
 from halation.models.dit.denoiser import DiTDenoiser
 from halation.models.fingerprint import EXPORT_FILE
-from halation.runs.run_record import sync_folder, write_json_atomic
+from halation.runs.run_folder import sync_folder, write_json_atomic
 from halation.training.loop import MODEL, TrainedNetwork, TrainState
 
 

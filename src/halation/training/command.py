@@ -31,9 +31,9 @@ from halation.evaluation.config import Metric
 from halation.models.fingerprint import fingerprint
 from halation.prompt_files import collect_prompts
 from halation.runs import lock
-from halation.runs import run_record as runs
-from halation.runs.run_record import RunFolder
-from halation.training import finetune
+from halation.runs import run_folder as runs
+from halation.runs.run_folder import RunFolder
+from halation.training import pipeline_finetuning
 from halation.training.config import TrainConfig
 from halation.training.trackers import check_trackers
 
@@ -82,7 +82,7 @@ def read_config(path: Path, kind: type[ConfigT] = TrainConfig) -> ConfigT:  # ty
 
 def resolve_config(config: TrainConfig) -> TrainConfig:
     """The config with its short forms written out, or an error for what can be refused without looking at the data."""
-    config = resolve_common_settings(finetune.resolve_config(config), (64, 64))
+    config = resolve_common_settings(pipeline_finetuning.resolve_config(config), (64, 64))
     size = config.image_size
     if config.patch_size and (size[0] % config.patch_size or size[1] % config.patch_size) and not config.vae:
         raise InputError(
@@ -170,7 +170,9 @@ def open_record(config: TrainConfig, device: str) -> bool:
     if config.model_path:
         metadata |= {f"{name} version": version(name) for name in ("diffusers", "transformers")}
         metadata["model of --model_path"] = fingerprint(Path(config.model_path))
-    finetune.check_same_base_model(config, RunFolder(config.output_dir), metadata.get("model of --model_path", ""))
+    pipeline_finetuning.check_same_base_model(
+        config, RunFolder(config.output_dir), metadata.get("model of --model_path", "")
+    )
     check_same_engine(config, RunFolder(config.output_dir))
     return runs.create_or_resume_run(
         RunFolder(config.output_dir),

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from halation import sample_batching
+from halation import work_division
 from halation.data.dataset_factory import check_dataset, open_dataset
 from halation.data.dataset_protocol import ImageDataset
 from halation.data.decode import decode
@@ -53,7 +53,7 @@ from halation.evaluation.preprocess_pool import PreprocessPool, SourcePreprocess
 from halation.fault_injection import fault_point
 from halation.images import line_plots
 from halation.images.png_codec import encode_png
-from halation.runs import run_record as runs
+from halation.runs import run_folder as runs
 from halation.sample_specs import SampleBatch
 from halation.sampling.denoiser_sampler import DenoiserSampler, SampleSettings
 from halation.sampling.sample_folder import SampleRow
@@ -415,7 +415,7 @@ class TrainingEvaluator:
     def _draw_images(
         self, sampler: DenoiserSampler, writers: Mapping[str, FeatureWriter], name: str
     ) -> list[SampleRow]:
-        batches = sample_batching.make_batches(self.settings.specs(), self.config.eval_batch_size)
+        batches = work_division.make_batches(self.settings.specs(), self.config.eval_batch_size)
         missing = self._missing_chunks(writers)
         log.info("drawing %d of %d batches for an evaluation on %d ranks", len(missing), len(batches), self.world.size)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from halation import sample_batching
+from halation import work_division
 from halation.distributed.checkpoint.writer import CheckpointWriter
 from halation.distributed.engines.ddp_fsdp import Engine
 from halation.distributed.world import World
@@ -145,7 +145,7 @@ def warm_up(
     `tensor_bytes` are the sizes of the tensors of a checkpoint.
     """
     world = task.world
-    _, rows = sample_batching.micro_batch_layout(global_batch, world.size, config.batch_size)
+    _, rows = work_division.micro_batch_layout(global_batch, world.size, config.batch_size)
     _check_batch_fits(world, config, task.denoiser, rows)
     if config.compile and world.is_rank_zero:
         log.warning("compiling the blocks, which takes a minute or two before the first step")

@@ -18,8 +18,8 @@ from halation.errors import HalationError, InputError, Interrupted, RankFailure
 from halation.flow.ema import Ema
 from halation.images.png_codec import read_png
 from halation.models.denoiser import Denoiser
-from halation.runs import run_record as runs
-from halation.runs.run_record import write_json_atomic
+from halation.runs import run_folder as runs
+from halation.runs.run_folder import write_json_atomic
 from halation.sampling.denoiser_sampler import DenoiserSampler, SampleSettings, ShareMode
 from halation.sampling.sample_folder import (
     ComparisonImages,

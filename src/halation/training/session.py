@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from halation import logging_setup, sample_batching
+from halation import logging_setup, work_division
 from halation.config import as_json
 from halation.data.prefetch import BatchPrefetcher
 from halation.data.shuffle import BucketOrder
@@ -25,24 +25,24 @@ from halation.distributed.checkpoint.reader import CheckpointReader
 from halation.distributed.checkpoint.writer import CheckpointWriter, CommittedCheckpoint, find_newest_valid
 from halation.distributed.engines.ddp_fsdp import Engine
 from halation.distributed.engines.registry import build_engine, check_engine_settings
-from halation.distributed.signals import StopSignals, exit_code
+from halation.distributed.stop_signals import StopSignals, exit_code
 from halation.distributed.world import HeartbeatMonitor, World, check_ranks_agree, run_on_rank_zero, run_with_heartbeat
 from halation.errors import HalationError, InputError, Interrupted, RankFailure
 from halation.flow.ema import Ema
-from halation.models.block_optimizations import compile_blocks
-from halation.progress_bar import StepProgress
+from halation.models.block_compile_and_checkpointing import compile_blocks
 from halation.runs import control_requests
-from halation.runs import run_record as runs
+from halation.runs import run_folder as runs
 from halation.sampling import sample_folder
 from halation.sampling.denoiser_sampler import SampleSettings
+from halation.step_progress import StepProgress
 from halation.training import (
     batch_preparation,
+    build_components,
     checkpoint_state,
     evaluation,
-    finetune,
     memory_checks,
+    pipeline_finetuning,
     reporting,
-    setup,
     trackers,
 )
 from halation.training.config import TrainConfig
@@ -71,8 +71,8 @@ class TrainingSession:
         rng.seed_all(config.seed, world.rank)
         if config.deterministic:
             torch.use_deterministic_algorithms(True)
-        self.global_batch = setup.resolve_global_batch(world, config, self.folder)
-        check_engine_settings(config.engine, world, setup.engine_settings(world, config, self.global_batch))
+        self.global_batch = build_components.resolve_global_batch(world, config, self.folder)
+        check_engine_settings(config.engine, world, build_components.engine_settings(world, config, self.global_batch))
         self.task = new_task(world, config, self.folder)
         self.denoiser, self.source = self.task.open()
         self.config = config = self.task.resolve_num_steps(self.global_batch)
@@ -86,7 +86,7 @@ class TrainingSession:
         if config.model_path:
             evaluated = self.evaluator.settings.prompts if self.evaluator else ()
             prompts = (*self.sample_settings.prompts, *evaluated)
-            finetune.cache_texts(world, config, self.folder, self.denoiser, self.source, prompts)
+            pipeline_finetuning.cache_texts(world, config, self.folder, self.denoiser, self.source, prompts)
         self.task.prepare(self.checkpoint_sample_settings())
         # Sharding takes one unit after the other to the device; a model that only fits in shards must not be there as a whole before.
         self.denoiser.to(world.device, module=config.engine != "fsdp")
@@ -118,7 +118,7 @@ class TrainingSession:
 
     def _build_engine(self, module: torch.nn.Module, units: list[torch.nn.Module]) -> Engine:
         config = self.config
-        settings = setup.engine_settings(self.world, config, self.global_batch)
+        settings = build_components.engine_settings(self.world, config, self.global_batch)
         engine = build_engine(config.engine, self.world, module, units, settings)
         engine.prepare_optimizer(config.lr, config.betas, config.weight_decay)
         return engine
@@ -127,7 +127,7 @@ class TrainingSession:
         """The prompts that follow from model and data, and how they are drawn."""
         config, denoiser = self.config, self.denoiser
         denoiser.sample_shape(*config.image_size)
-        prompts = config.sample_prompts or setup.default_prompts(self.source, config.data)
+        prompts = config.sample_prompts or build_components.default_prompts(self.source, config.data)
         if self.source.class_names and not config.model_path:
             denoiser.encode_prompts(prompts)  # an unknown class is refused now, not at the first checkpoint
         return self.task.sample_settings(prompts)
@@ -205,11 +205,11 @@ class TrainingSession:
 
     def _train(self) -> None:
         config, world = self.config, self.world
-        number, rows = sample_batching.micro_batch_layout(self.global_batch, world.size, config.batch_size)
+        number, rows = work_division.micro_batch_layout(self.global_batch, world.size, config.batch_size)
         micro = f"{number} micro-batch{'es' if number > 1 else ''}"
         log.info("global batch %d: %s of %d rows on each of %d ranks", self.global_batch, micro, rows, world.size)
-        prepare = self.task.batch_transform(len(sample_batching.rank_range(self.global_batch, world.size, world.rank)))
-        order = setup.data_order(config.seed, self.source, self.global_batch)
+        prepare = self.task.batch_transform(len(work_division.rank_range(self.global_batch, world.size, world.rank)))
+        order = build_components.data_order(config.seed, self.source, self.global_batch)
         if isinstance(
             order, BucketOrder
         ):  # only another global batch (--accept_changes) leaves it in the middle of one
@@ -240,7 +240,7 @@ class TrainingSession:
             world,
             self.networks,
             (batch_preparation.to_micro_batches(self.denoiser, batch, rows, world.device) for batch in loader),
-            setup.step_settings(config, self.global_batch),
+            build_components.step_settings(config, self.global_batch),
             self.train_state,
             stop=lambda: self.signals.number,
             save_failed=lambda: self.checkpoints.error is not None,

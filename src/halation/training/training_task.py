@@ -14,10 +14,10 @@ from halation.distributed.world import World
 from halation.flow.ema import Ema
 from halation.models.autoencoder import ImageSpace, LatentSpace, PixelSpace
 from halation.models.denoiser import Denoiser
-from halation.runs.run_record import RunFolder
+from halation.runs.run_folder import RunFolder
 from halation.sampling.denoiser_sampler import SampleSettings
 from halation.sampling.sample_folder import SampleFolder
-from halation.training import batch_preparation, finetune, setup
+from halation.training import batch_preparation, build_components, pipeline_finetuning
 from halation.training.config import TrainConfig
 from halation.training.loop import MODEL, MicroBatch, TrainedNetwork, only_model
 from halation.training.objectives import denoising_objective
@@ -57,14 +57,14 @@ class TrainingTask:
     def _open(self) -> tuple[Denoiser, ImageDataset]:
         world, config = self.world, self.config
         if config.model_path:
-            denoiser = finetune.open_denoiser(config, world.device)
-            setup.confirm_device(world, config, self.run, denoiser.space)
-            multiple = finetune.bucket_multiple(config, denoiser)
-            return denoiser, setup.open_source(world, config, self.run, denoiser.space, multiple)
+            denoiser = pipeline_finetuning.open_denoiser(config, world.device)
+            build_components.confirm_device(world, config, self.run, denoiser.space)
+            multiple = pipeline_finetuning.bucket_multiple(config, denoiser)
+            return denoiser, build_components.open_source(world, config, self.run, denoiser.space, multiple)
         space: ImageSpace = LatentSpace.load(config.vae) if config.vae else PixelSpace()
-        setup.confirm_device(world, config, self.run, space)
-        source = setup.open_source(world, config, self.run, space)
-        return setup.new_denoiser(config, source, space), source
+        build_components.confirm_device(world, config, self.run, space)
+        source = build_components.open_source(world, config, self.run, space)
+        return build_components.new_denoiser(config, source, space), source
 
     def resolve_num_steps(self, global_batch: int) -> TrainConfig:
         """The config, with the number of steps written out where it follows from the data."""
@@ -72,7 +72,7 @@ class TrainingTask:
 
     def sample_settings(self, prompts: tuple[str, ...]) -> SampleSettings:
         """How its samples are drawn."""
-        return setup.sample_settings(self.config, prompts, self.denoiser.defaults)
+        return build_components.sample_settings(self.config, prompts, self.denoiser.defaults)
 
     def prepare(self, settings: SampleSettings) -> None:
         """What is to be done once texts can be read, before the model is on its device."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from halation import sample_batching
+from halation import work_division
 from halation.data.dataset_protocol import ImageDataset
 from halation.distributed.world import World
 from halation.flow.seeded_noise import training_draw
@@ -38,8 +38,8 @@ def validation_loss(
     num_rows = num_images * NUM_BINS
     num_batches = -(-num_rows // BATCH_SIZE)
     losses: dict[int, list[float]] = {}
-    for round_index in range(sample_batching.num_rounds(num_batches, world.size)):
-        batch = sample_batching.round_robin_batch(round_index, world.rank, world.size, num_batches)
+    for round_index in range(work_division.num_rounds(num_batches, world.size)):
+        batch = work_division.round_robin_batch(round_index, world.rank, world.size, num_batches)
         rows = np.arange(BATCH_SIZE) + (batch or 0) * BATCH_SIZE
         inputs = _make_micro_batch(denoiser, source, np.minimum(rows, num_rows - 1), world.device)
         with torch.no_grad(), mixed_precision(world.device, dtype):

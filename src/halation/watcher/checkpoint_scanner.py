@@ -19,7 +19,7 @@ from pathlib import Path
 from halation.errors import InputError
 from halation.models.fingerprint import EXPORT_FILE
 from halation.models.pipelines.folder_check import check_safetensors
-from halation.runs.run_record import COMMIT_FILE, sync_folder
+from halation.runs.run_folder import COMMIT_FILE, sync_folder
 
 MODEL_INDEX = "model_index.json"
 NO_HARD_LINK_ERRNOS = (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.EACCES)

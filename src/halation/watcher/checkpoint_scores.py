@@ -18,7 +18,7 @@ from halation.errors import InputError
 from halation.images import grid
 from halation.images.line_plots import best_direction, draw_panels, format_number, metric_panels
 from halation.images.png_codec import encode_png, read_png
-from halation.runs.run_record import METRICS_FILE, read_json, step_name, write_atomic
+from halation.runs.run_folder import METRICS_FILE, read_json, step_name, write_atomic
 
 EVALUATION_FILE = "evaluation.json"
 NUM_GRID_IMAGES, NUM_COLUMNS = 16, 4

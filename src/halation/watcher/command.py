@@ -11,15 +11,15 @@ from pathlib import Path
 
 from halation.config import as_json, check_ranges, fixed_settings
 from halation.distributed import launcher
-from halation.distributed.signals import StopSignals
+from halation.distributed.stop_signals import StopSignals
 from halation.errors import InputError
 from halation.evaluation.command import check_reference
 from halation.evaluation.config import EvaluateConfig
 from halation.models.bundled_models import bundled_folder
 from halation.prompt_files import PromptFile
 from halation.runs import lock
-from halation.runs import run_record as runs
-from halation.runs.run_record import RunFolder
+from halation.runs import run_folder as runs
+from halation.runs.run_folder import RunFolder
 from halation.watcher import checkpoint_scanner, checkpoint_scores
 from halation.watcher.config import WatchConfig
 from halation.watcher.display import WatchDisplay

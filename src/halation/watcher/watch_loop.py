@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from halation.distributed.signals import StopSignals, exit_code
+from halation.distributed.stop_signals import StopSignals, exit_code
 from halation.distributed.subprocess_runner import run_command
 from halation.errors import HalationError, InputError, Interrupted
-from halation.runs import run_record as runs
+from halation.runs import run_folder as runs
 from halation.watcher import checkpoint_scanner, checkpoint_scores
 from halation.watcher.checkpoint_scanner import CheckpointFolder, CheckpointScanner
 from halation.watcher.config import WatchConfig

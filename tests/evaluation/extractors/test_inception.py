@@ -32,7 +32,7 @@ from halation.evaluation.extractors.weights import (
     read_state_dict,
     sha256_files,
 )
-from halation.runs.run_record import cache_folder
+from halation.runs.run_folder import cache_folder
 from support import oracles, tiny_extractors
 
 

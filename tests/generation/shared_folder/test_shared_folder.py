@@ -23,9 +23,9 @@ from halation.generation.ledger import ImageOutcome
 from halation.generation.shared_folder.leases import BatchRanges, Leases
 from halation.generation.shared_folder.shared_ledger import ProcessIdentity, SharedLedger, create_once, link_once
 from halation.generation.shared_folder.shared_session import num_local_slurm_tasks, select_slurm_gpus
-from halation.runs import run_record as runs
-from halation.sample_batching import plan_batches
+from halation.runs import run_folder as runs
 from halation.sample_specs import SampleSpec
+from halation.work_division import plan_batches
 from support.commands import Started, finish, fired, halation, started, until
 
 pytestmark = pytest.mark.ranks

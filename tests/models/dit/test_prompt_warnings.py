@@ -20,7 +20,7 @@ from halation.logging_setup import ConsoleWarningHandler, log_to_folder
 from halation.models.bundled_models import FOLDER
 from halation.models.dit.prompt_warnings import MAX_PROMPTS, find_prompt_warnings
 from halation.models.dit.tokenizer import WordTokenizer
-from halation.models.model_ref import resolve_model
+from halation.models.model_path_resolver import resolve_model
 from halation.prompt_files import PromptFile
 
 MODEL = FOLDER / "streets-64"

@@ -17,7 +17,7 @@ from halation.flow.samplers import schedule
 from halation.flow.seeded_noise import spec_noise
 from halation.models.denoiser import SolverSettings
 from halation.models.dit.denoiser import DiTDenoiser
-from halation.models.pipelines.families import get_family
+from halation.models.pipelines.family_quirks import get_family
 from halation.models.pipelines.schedulers import few_step_scheduler, sampling_times, time_shift_for_tokens
 from halation.models.pipelines.training.denoiser import PipelineDenoiser
 from halation.models.students.build import open_student

@@ -30,7 +30,7 @@ from halation.distributed.checkpoint.reader import TensorShard
 from halation.distributed.world import World
 from halation.errors import HalationError, RankFailure
 from halation.fault_injection import fault_point
-from halation.runs.run_record import COMMIT_FILE, sync_folder, write_atomic, write_json_atomic
+from halation.runs.run_folder import COMMIT_FILE, sync_folder, write_atomic, write_json_atomic
 
 _CHUNK = 1 << 26
 _DTYPE_NAMES = {

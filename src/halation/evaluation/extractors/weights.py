@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from halation.errors import InputError
-from halation.runs.run_record import cache_folder, open_atomic
+from halation.runs.run_folder import cache_folder, open_atomic
 
 logger = logging.getLogger(__name__)
 FID_NAME = "pt_inception-2015-12-05-6726825d.pth"

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from halation.fault_injection import fault_point
 from halation.generation.shared_folder.shared_ledger import SharedLedger, link_once
-from halation.sample_batching import BatchPlan
+from halation.work_division import BatchPlan
 
 log = logging.getLogger(__name__)
 

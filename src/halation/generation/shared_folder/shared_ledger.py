@@ -27,7 +27,7 @@ import numpy.typing as npt
 from halation.errors import InputError
 from halation.fault_injection import fault_point
 from halation.generation.ledger import SCHEMA, ImageOutcome, Indices, Ledger
-from halation.runs.run_record import sync_folder
+from halation.runs.run_folder import sync_folder
 
 log = logging.getLogger(__name__)
 

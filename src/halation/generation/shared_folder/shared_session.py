@@ -27,7 +27,7 @@ from typing import Any
 
 from halation.config import as_json
 from halation.distributed import launcher
-from halation.distributed.signals import StopSignals
+from halation.distributed.stop_signals import StopSignals
 from halation.errors import InputError
 from halation.generation import result_files
 from halation.generation.config import GenerateConfig
@@ -40,14 +40,14 @@ from halation.generation.shared_folder.shared_ledger import SHARED_LEDGER, Proce
 from halation.generation.supervisor import RangeClaims, RunStats
 from halation.generation.workers.local_pool import LocalWorkerPool, WorkerPool, WorkerSlot, list_local_slots
 from halation.generation.workers.process import QUEUE_DEPTH
+from halation.generation_progress import GenerationProgress
 from halation.images import png_codec
 from halation.logging_setup import ConsoleWarningHandler, log_to_folder
-from halation.models.model_ref import ModelRef
-from halation.progress_display import GenerationProgress
+from halation.models.model_path_resolver import ModelRef
 from halation.prompt_files import PromptFile
-from halation.runs import run_record as runs
-from halation.runs.run_record import RunFolder
-from halation.sample_batching import BatchPlan
+from halation.runs import run_folder as runs
+from halation.runs.run_folder import RunFolder
+from halation.work_division import BatchPlan
 
 log = logging.getLogger(__name__)
 FACT_FILES = {"micro batch": "micro_batch.json", "painter": "painter.json", "computes on": "computes_on.json"}

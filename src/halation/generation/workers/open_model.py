@@ -9,7 +9,7 @@ from typing import Any
 
 from halation.distributed.launcher import describe_device
 from halation.generation.image_writer import EncodedImage, EncodeOptions, ImageStore
-from halation.generation.workers.async_runner import AsyncRunner
+from halation.generation.workers.generate_encode_store import AsyncRunner
 from halation.generation.workers.model_runner import ImageModel
 
 MAX_ENCODER_THREADS = 4

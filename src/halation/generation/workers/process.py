@@ -19,10 +19,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from halation.distributed import launcher
-from halation.distributed.signals import STOP_SIGNALS
+from halation.distributed.stop_signals import STOP_SIGNALS
 from halation.errors import HalationError
 from halation.generation.image_writer import DiskWriteError
-from halation.generation.workers.async_runner import AsyncRunner, TaskDropped
+from halation.generation.workers.generate_encode_store import AsyncRunner, TaskDropped
 from halation.generation.workers.messages import BatchTask
 from halation.sample_specs import SampleSpec
 

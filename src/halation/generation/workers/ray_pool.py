@@ -26,7 +26,7 @@ from typing import Any
 from halation.distributed.launcher import LAUNCHER_ENV_VARS
 from halation.errors import HalationError, InputError
 from halation.generation.image_writer import DiskWriteError, EncodedImage, ImageStore
-from halation.generation.workers.async_runner import AsyncRunner
+from halation.generation.workers.generate_encode_store import AsyncRunner
 from halation.generation.workers.local_pool import WorkerSlot
 from halation.generation.workers.messages import BatchTask, WorkerEvent
 from halation.generation.workers.process import QUEUE_DEPTH, TaskHandler

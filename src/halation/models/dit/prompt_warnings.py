@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from halation.runs.run_record import COMMIT_FILE
+from halation.runs.run_folder import COMMIT_FILE
 
 if TYPE_CHECKING:
     from halation.models.dit.tokenizer import WordTokenizer

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from halation.errors import InputError
-from halation.models.pipelines.families import FAMILIES, PipelineFamily
+from halation.models.pipelines.family_quirks import FAMILIES, PipelineFamily
 from halation.models.pipelines.pipeline_hooks import boundary_timestep
 from halation.models.pipelines.schedulers import copy_with_timesteps
 from halation.sample_specs import SampleSpec

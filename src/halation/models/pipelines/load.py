@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from halation.errors import InputError
-from halation.models.block_optimizations import compile_blocks
+from halation.models.block_compile_and_checkpointing import compile_blocks
 from halation.models.pipelines.capabilities import DTYPES, PipelineOptions, check_text_only
 from halation.models.pipelines.folder_check import PipelineFiles
 from halation.models.pipelines.pipeline_hooks import DENOISER_COMPONENTS

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from halation.models.pipelines.cuda_graphs import CudaGraphForward
-from halation.models.pipelines.families import GuidanceBranches
+from halation.models.pipelines.family_quirks import GuidanceBranches
 
 DENOISER_COMPONENTS = ("transformer", "transformer_2", "unet")
 _NOT_PER_ROW = ("image_rotary_emb", "img_ids", "txt_ids")

@@ -19,7 +19,7 @@ from halation.models.pipelines.capabilities import (
     call_parameters,
     convert_arguments,
 )
-from halation.models.pipelines.families import PipelineFamily, get_family
+from halation.models.pipelines.family_quirks import PipelineFamily, get_family
 from halation.models.pipelines.folder_check import inspect_pipeline_folder
 from halation.models.pipelines.load import apply_compile, apply_offload, load_pipeline, pipeline_class, pipeline_modules
 from halation.models.pipelines.pipeline_hooks import DecodeCall, PipelineCall, PipelineHooks, finite_rows

@@ -11,7 +11,7 @@ import numpy as np
 
 from halation.errors import InputError
 from halation.flow.paths import PREDICTION_TYPES, DDPMPath, RectifiedFlowPath
-from halation.models.pipelines.families import PipelineFamily
+from halation.models.pipelines.family_quirks import PipelineFamily
 
 SHORT_NAMES = {
     "ddim": "DDIMScheduler",

@@ -15,7 +15,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from halation.errors import InputError
-from halation.models.pipelines.families import PipelineFamily
+from halation.models.pipelines.family_quirks import PipelineFamily
 from halation.models.pipelines.folder_check import read_json
 from halation.sample_specs import SampleSpec
 

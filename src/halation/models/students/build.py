@@ -107,7 +107,7 @@ def _open_pipeline_student(
     from halation.models.pipelines.folder_check import inspect_pipeline_folder
     from halation.models.pipelines.load import pipeline_class, pipeline_modules
     from halation.models.pipelines.training.denoiser import PipelineDenoiser
-    from halation.models.pipelines.training.family import get_trainable_family
+    from halation.models.pipelines.training.trainable_family import get_trainable_family
     from halation.models.pipelines.wan_experts import transformer_names
     from halation.models.students.pipeline_student import PipelineStudent
 

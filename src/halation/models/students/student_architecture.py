@@ -10,7 +10,7 @@ from typing import Any
 
 from halation.errors import InputError
 from halation.models.dit.network import DiTConfig
-from halation.models.pipelines.families import get_family
+from halation.models.pipelines.family_quirks import get_family
 from halation.models.students.config import StudentConfig
 
 DIT_FAMILY = "dit"

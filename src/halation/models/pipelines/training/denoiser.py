@@ -15,15 +15,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from halation.errors import InputError
 from halation.flow import paths
 from halation.models.autoencoder import make_latent_space
-from halation.models.block_optimizations import apply_gradient_checkpointing
+from halation.models.block_compile_and_checkpointing import apply_gradient_checkpointing
 from halation.models.denoiser import Condition, FamilyDefaults, GuidanceKind, SolverSettings
 from halation.models.pipelines.capabilities import DTYPES, PipelineChecker, PipelineOptions, call_parameters
-from halation.models.pipelines.families import get_family
+from halation.models.pipelines.family_quirks import get_family
 from halation.models.pipelines.folder_check import PipelineFiles, inspect_pipeline_folder
 from halation.models.pipelines.load import load_components, pipeline_class, pipeline_modules, prepare_weights
 from halation.models.pipelines.schedulers import sampling_times
 from halation.models.pipelines.tokenizer_checks import check_tokenizers
-from halation.models.pipelines.training.family import TrainableFamily, get_trainable_family
 from halation.models.pipelines.training.lora import LoraSettings, inject_lora
 from halation.models.pipelines.training.text_encoding import (
     EncodeTexts,
@@ -32,6 +31,7 @@ from halation.models.pipelines.training.text_encoding import (
     components_fingerprint,
     other_components,
 )
+from halation.models.pipelines.training.trainable_family import TrainableFamily, get_trainable_family
 from halation.models.pipelines.wan_experts import ExpertPair, trained_module, transformer_names
 from halation.models.students.pipeline_student import PipelineStudent, num_tokens
 from halation.sample_specs import SampleBatch

@@ -31,7 +31,7 @@ from halation.models.pipelines.training.lora import (
     to_diffusers_lora,
 )
 from halation.models.students.pipeline_student import PipelineStudent
-from halation.runs.run_record import sync_folder, temporary_path
+from halation.runs.run_folder import sync_folder, temporary_path
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
 _INDEX_FILE = "model_index.json"

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from halation.models.denoiser import Condition
 from halation.models.pipelines.capabilities import DTYPES, call_parameters
-from halation.models.pipelines.families import get_family
+from halation.models.pipelines.family_quirks import get_family
 from halation.models.pipelines.folder_check import PipelineFiles
 from halation.models.pipelines.load import load_components
 from halation.models.pipelines.tokenizer_checks import PromptLengthCheck, check_tokenizers
-from halation.models.pipelines.training.family import TrainableFamily
+from halation.models.pipelines.training.trainable_family import TrainableFamily
 
 _MAX_CACHED_TEXTS = 64
 _NUM_WINDOWS, _WINDOW = 64, 1 << 14

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from halation.errors import HalationError, InputError, os_error_message
-from halation.runs import run_record as runs
+from halation.runs import run_folder as runs
 from halation.training.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from halation.distributed.world import World
     from halation.models.denoiser import Denoiser
     from halation.models.pipelines.training.denoiser import PipelineDenoiser
-    from halation.runs.run_record import RunFolder
+    from halation.runs.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ ONLY_FOR_PIPELINES = ("lora_rank", "lora_alpha", "lora_targets", "aspect_buckets
 
 def resolve_config(config: TrainConfig) -> TrainConfig:
     """The folder of the pipeline and the size of its images written out; flags that do not go together are refused."""
-    from halation.models.model_ref import resolve_pipeline_folder
+    from halation.models.model_path_resolver import resolve_pipeline_folder
 
     usual = TrainConfig()
     if not config.model_path:
@@ -86,7 +86,7 @@ def check_peft_installed(config: TrainConfig) -> None:
 
 def _check_not_pipeline(model: str) -> None:
     """`--model` is for DiTs of Halation; said at once where the folder is a pipeline, or a run that fine-tuned one."""
-    from halation.models.model_ref import find_fine_tuned_run, fine_tuned_error
+    from halation.models.model_path_resolver import find_fine_tuned_run, fine_tuned_error
 
     folder = Path(model)
     is_pipeline = (folder / "model_index.json").is_file()
@@ -217,7 +217,7 @@ def _encode_texts(
 
     from halation.data import text_cache as cache
     from halation.distributed.world import HeartbeatMonitor
-    from halation.training.setup import progress_bar
+    from halation.training.build_components import progress_bar
 
     with HeartbeatMonitor(world, "encoding texts", config.dist_timeout_s) as monitor, contextlib.ExitStack() as stack:
         error = ""

@@ -19,18 +19,18 @@ from halation.distillation.config import DistillConfig
 from halation.distillation.target_batches import TeacherInputs
 from halation.distributed.engines.ddp_fsdp import FSDPEngine
 from halation.distributed.launcher import is_lost_peer_message, num_gpus
-from halation.distributed.signals import StopSignals, exit_code
+from halation.distributed.stop_signals import StopSignals, exit_code
 from halation.distributed.world import HeartbeatMonitor, World, run_on_rank_zero, run_with_heartbeat
 from halation.errors import HalationError, InputError, Interrupted, RankFailure, os_error_message
-from halation.models.block_optimizations import compile_blocks
+from halation.models.block_compile_and_checkpointing import compile_blocks
 from halation.models.checkpoints import load_denoiser
 from halation.models.denoiser import MIXED_PRECISION_DTYPES, Denoiser
 from halation.models.dit.denoiser import DiTDenoiser
 from halation.models.frozen_teacher import Teacher, split_across_devices
-from halation.runs.run_record import write_json_atomic
+from halation.runs.run_folder import write_json_atomic
 from halation.sampling.denoiser_sampler import DenoiserSampler, SampleSettings
 from halation.sampling.sample_folder import SampleFolder, is_drawn
-from halation.training.setup import progress_bar
+from halation.training.build_components import progress_bar
 
 if TYPE_CHECKING:
     from halation.models.pipelines.training.denoiser import PipelineDenoiser

@@ -18,7 +18,7 @@ from halation import fault_injection
 from halation.errors import HalationError, InputError
 from halation.fault_injection import InjectedFault
 from halation.runs import lock
-from halation.runs import run_record as runs
+from halation.runs import run_folder as runs
 
 POINTS = ("open", "write", "fsync", "rename", "renamed")
 
@@ -84,7 +84,7 @@ def test_a_kill_while_publishing_leaves_the_old_or_the_new_and_what_it_left_is_s
 def test_a_refused_write_names_the_file(tmp_path: Path) -> None:
     """write() on a full disk knows no name; the person needs one. A limit on file size refuses as a full disk does."""
     code = (
-        "import resource, pathlib, sys; from halation.runs import run_record as runs; "
+        "import resource, pathlib, sys; from halation.runs import run_folder as runs; "
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100)); runs.write_atomic(pathlib.Path(sys.argv[1]), b'x' * 5000)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "a.json")], capture_output=True, text=True)

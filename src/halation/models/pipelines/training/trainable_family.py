@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from halation.errors import InputError
 from halation.flow import paths
 from halation.models.denoiser import Condition, GuidanceKind
-from halation.models.pipelines.families import FAMILIES
+from halation.models.pipelines.family_quirks import FAMILIES
 from halation.models.pipelines.training.flux import FluxFamily
 from halation.models.pipelines.training.hunyuan_dit import HunyuanFamily
 from halation.models.pipelines.training.pixart import PixArtFamily

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from halation import sample_batching
+from halation import work_division
 from halation.distributed.world import HeartbeatMonitor, World
 from halation.sample_specs import SampleBatch, SampleSpec
 from halation.sampling.sample_folder import SampleFolder, SampleRow, is_drawn
@@ -37,14 +37,14 @@ class BatchClaims:
         self.world = world
         self.prefix = f"claims/{name}"
         self.can_steal = True
-        self.shares = [sample_batching.rank_range(num_batches, world.size, rank) for rank in range(world.size)]
+        self.shares = [work_division.rank_range(num_batches, world.size, rank) for rank in range(world.size)]
 
     def __iter__(self) -> Iterator[int]:
         rank = self.world.rank
         yield from self.shares[rank][:1]
         while (batch := self._claim(rank)) is not None:
             yield batch
-        while self.can_steal and (owner := sample_batching.most_loaded_rank(self._count_unclaimed())) is not None:
+        while self.can_steal and (owner := work_division.most_loaded_rank(self._count_unclaimed())) is not None:
             batch = self._claim(owner)
             if batch is not None:  # else somebody was faster
                 yield batch
@@ -146,8 +146,8 @@ class SpecSampler(ABC):
 
     def _iter_rounds(self, num_batches: int) -> Iterator[int | None]:
         """The batches of this rank, in rounds; sharded ranks take a filler where they have none, to keep the others company."""
-        assign = sample_batching.round_robin_batch if self.share_mode == "round" else sample_batching.contiguous_batch
-        for turn in range(sample_batching.num_rounds(num_batches, self.world.size)):
+        assign = work_division.round_robin_batch if self.share_mode == "round" else work_division.contiguous_batch
+        for turn in range(work_division.num_rounds(num_batches, self.world.size)):
             if self._should_stop():
                 return
             batch_index = assign(turn, self.world.rank, self.world.size, num_batches)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from halation import sample_batching
+from halation import work_division
 from halation.data import latent_cache
 from halation.data.aspect_buckets import describe_buckets
 from halation.data.dataset_factory import check_dataset, open_dataset
@@ -30,9 +30,9 @@ from halation.models.checkpoints import load_denoiser
 from halation.models.denoiser import PIPELINE_SCHEDULER, FamilyDefaults
 from halation.models.dit.denoiser import DiTDenoiser, create_dit
 from halation.models.dit.network import SIZES
-from halation.progress_bar import StepProgress
-from halation.runs import run_record as runs
+from halation.runs import run_folder as runs
 from halation.sampling.denoiser_sampler import SampleSettings
+from halation.step_progress import StepProgress
 from halation.training.config import TrainConfig
 from halation.training.loop import StepSettings
 
@@ -292,7 +292,7 @@ def sample_settings(config: TrainConfig, prompts: tuple[str, ...], defaults: Fam
 
 def engine_settings(world: World, config: TrainConfig, global_batch: int) -> EngineSettings:
     """What an engine wants to know besides the module."""
-    number, rows = sample_batching.micro_batch_layout(global_batch, world.size, config.batch_size)
+    number, rows = work_division.micro_batch_layout(global_batch, world.size, config.batch_size)
     return EngineSettings(
         offload_optimizer=config.offload_optimizer,
         zero_stage=config.zero_stage,
