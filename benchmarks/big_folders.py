@@ -15,7 +15,7 @@ from halation.config import as_json, fixed_settings
 from halation.generation.config import GenerateConfig
 from halation.generation.image_requests import ImageRequest
 from halation.generation.ledger import LEDGER_FILE, ImageOutcome, Ledger
-from halation.generation.result_files import combined_digest
+from halation.generation.metadata_and_summary import combined_digest
 from halation.images.png_codec import encode_png, metadata_texts
 from halation.runs import run_folder as runs
 from halation.sample_specs import SampleSpec

@@ -30,7 +30,7 @@ from benchmarks.street_scores import Jury, Score, captions, run, table, with_int
 from halation.data.streets import caption, scene
 from halation.images.grid import make_grid
 from halation.images.png_codec import encode_png
-from halation.models.checkpoints import build_dit, find_checkpoint, load_denoiser, read_sampling_settings
+from halation.models.checkpoint_loading import build_dit, find_checkpoint, load_denoiser, read_sampling_settings
 from halation.models.denoise_and_decode import sample_batch
 from halation.models.denoiser import Denoiser, SolverSettings
 from halation.sample_specs import SampleBatch, SampleSpec

@@ -106,7 +106,7 @@ def as_rank(name: str, export: Path, place: Path) -> None:
     import torch.distributed as dist
 
     from halation.distributed.world import World, init_from_env
-    from halation.models.checkpoints import load_denoiser
+    from halation.models.checkpoint_loading import load_denoiser
 
     torch.set_num_threads(1)
     setting = FULL if name == "full" else SMALL

@@ -23,7 +23,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from halation.sampling.custom_loop_sampler import RankSampler, Sample
+    from halation.sampling.user_training_loop_sampler import RankSampler, Sample
 
 __version__ = "0.1.0"
 __all__ = ["RankSampler", "Sample", "__version__", "distill", "evaluate", "generate", "sample", "train", "watch"]
@@ -32,9 +32,9 @@ __all__ = ["RankSampler", "Sample", "__version__", "distill", "evaluate", "gener
 def __getattr__(name: str) -> Any:
     """What needs torch is imported when it is asked for: `import halation` takes no time."""
     if name in ("RankSampler", "Sample"):
-        from halation.sampling import custom_loop_sampler
+        from halation.sampling import user_training_loop_sampler
 
-        return getattr(custom_loop_sampler, name)
+        return getattr(user_training_loop_sampler, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

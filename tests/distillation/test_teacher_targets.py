@@ -16,7 +16,7 @@ from halation.data.dataset_protocol import ImageDataset
 from halation.data.prompt_dataset import PromptDataset
 from halation.data.streets import Streets
 from halation.distillation import teacher_targets
-from halation.distillation.target_batches import TeacherInputs
+from halation.distillation.batches_with_targets import TeacherInputs
 from halation.distillation.teacher_targets import TargetPlan, compute_targets
 from halation.errors import HalationError, InputError
 from halation.flow.paths import PREDICTION_TYPES, DDPMPath, RectifiedFlowPath

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from halation.data.prompt_dataset import PromptDataset
-from halation.distillation.target_batches import TeacherInputs
+from halation.distillation.batches_with_targets import TeacherInputs
 from halation.distillation.teacher_targets import TargetPlan
 from halation.flow.seeded_noise import spec_noise
 from halation.flow.trajectory_segments import solve

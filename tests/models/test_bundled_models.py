@@ -34,7 +34,7 @@ from halation.generation.config import GenerateConfig
 from halation.generation.workers.model_runner import ModelRunner, collect_images
 from halation.generation.workers.open_model import open_model
 from halation.models import bundled_models
-from halation.models.checkpoints import find_checkpoint, load_denoiser, weights_digest
+from halation.models.checkpoint_loading import find_checkpoint, load_denoiser, weights_digest
 from halation.models.model_path_resolver import DEFAULT_STEPS, ModelRef, resolve_model, resolve_pipeline_folder
 from halation.sample_specs import SampleBatch, SampleSpec
 from halation.sampling import command as sample

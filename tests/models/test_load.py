@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from halation.errors import InputError
 from halation.models.autoencoder import PixelSpace
-from halation.models.checkpoints import build_dit, load_export, load_weights
+from halation.models.checkpoint_loading import build_dit, load_export, load_weights
 from halation.models.dit.denoiser import DiTDenoiser
 
 Make = Callable[..., DiTDenoiser]

@@ -16,7 +16,7 @@ import halation
 from halation.distributed.checkpoint.writer import commit_sha256
 from halation.errors import InputError
 from halation.images.png_codec import read_png
-from halation.models.checkpoints import load_denoiser
+from halation.models.checkpoint_loading import load_denoiser
 from halation.models.fingerprint import fingerprint
 from halation.models.model_path_resolver import (
     DEFAULT_GUIDANCE_SCALE,

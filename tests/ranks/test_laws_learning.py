@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from halation.training import command as job
-from halation.training import validation
+from halation.training import validation_loss
 from halation.training.config import TrainConfig
 from halation.training.objectives import denoising_objective
 from halation.training.session import TrainingSession
@@ -26,7 +26,7 @@ def measure(world: Any, config: TrainConfig) -> dict[str, float]:
     with job._lock_run_folder(config, world, has_lock=False), TrainingSession(world, config) as session:
         assert session._resume()
         with session.ema.swap_during():
-            losses = validation.validation_loss(
+            losses = validation_loss.validation_loss(
                 world,
                 session.denoiser,
                 session.source,
@@ -36,7 +36,7 @@ def measure(world: Any, config: TrainConfig) -> dict[str, float]:
                 heartbeat=lambda: None,
             )
             session.engine.reshard()
-        return validation.summarize_losses(world.all_gather_object(losses), config.validation_images)
+        return validation_loss.summarize_losses(world.all_gather_object(losses), config.validation_images)
 
 
 @pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])

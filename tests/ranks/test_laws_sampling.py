@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from halation.distributed import rng
-from halation.models.checkpoints import find_checkpoint, load_denoiser, read_sampling_settings
+from halation.models.checkpoint_loading import find_checkpoint, load_denoiser, read_sampling_settings
 from halation.sampling.config import SampleConfig
 from halation.sampling.denoiser_sampler import DenoiserSampler, SampleSettings
 from halation.sampling.sample_folder import SampleFolder, publish_index

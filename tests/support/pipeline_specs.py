@@ -11,7 +11,7 @@ import diffusers
 import numpy as np
 import torch
 
-from halation.models.pending_images import Frames
+from halation.models.async_image_result import Frames
 from halation.models.pipelines.pipeline_model import PipelineModel, open_pipeline
 from halation.sample_specs import SampleSpec
 from support import tiny_pipelines

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
-from halation.generation_progress import GenerationProgress
+from halation.generation_progress_display import GenerationProgress
 
 
 def play(kind: str, num_workers: int, seconds: float) -> None:

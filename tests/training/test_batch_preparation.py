@@ -20,7 +20,7 @@ from halation.data.prompt_dataset import PromptDataset
 from halation.data.shuffle import ShuffledOrder
 from halation.data.streets import Streets
 from halation.distillation import teacher_targets
-from halation.distillation.target_batches import NoiseTransform, TeacherInputs, TeacherTargetTransform
+from halation.distillation.batches_with_targets import NoiseTransform, TeacherInputs, TeacherTargetTransform
 from halation.flow.seeded_noise import training_draw
 from halation.models.dit.denoiser import DiTDenoiser, create_dit
 from halation.training.batch_preparation import BatchTransform, positions, to_micro_batches

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from halation.step_progress import StepProgress
+from halation.progress_bar import StepProgress
 from halation.training.config import TrainConfig
 from halation.training.reporting import count_adapter_layers, describe_parameters
 

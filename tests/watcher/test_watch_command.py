@@ -22,7 +22,7 @@ from halation.images.png_codec import encode_png, read_png
 from halation.runs import run_folder as runs
 from halation.watcher.command import load_prompts, resolve_config
 from halation.watcher.config import WatchConfig
-from halation.watcher.display import WatchDisplay
+from halation.watcher.terminal_display import WatchDisplay
 from halation.watcher.watch_loop import CheckpointWatcher
 from support import commands
 

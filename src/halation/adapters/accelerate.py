@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from halation.sampling.custom_loop_sampler import Draw, RankSampler
+from halation.sampling.user_training_loop_sampler import Draw, RankSampler
 
 
 def rank_sampler(

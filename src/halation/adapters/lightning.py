@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from halation.errors import InputError
-from halation.sampling.custom_loop_sampler import RankSampler
+from halation.sampling.user_training_loop_sampler import RankSampler
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from halation.sampling.custom_loop_sampler import RankSampler
+from halation.sampling.user_training_loop_sampler import RankSampler
 
 
 class TransformersSamplerCallback(TrainerCallback):

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save
 
-from halation.data import row_cache
+from halation.data import tensor_row_cache
 from halation.data.aspect_buckets import buckets_of
 from halation.data.dataset_protocol import JSON, CaptionedImage, ImageDataset
 from halation.data.decode_pool import ImageBatch, ProcessPool, concat_batches, load_images
@@ -65,7 +65,7 @@ def build(
             source.num_train + source.num_validation, encode_size
         )
     manifest = _make_manifest(source, fingerprint, shard_size)
-    row_cache.ensure_manifest(folder / _MANIFEST, manifest)
+    tensor_row_cache.ensure_manifest(folder / _MANIFEST, manifest)
     own_shards = [shard for shard in _plan_shards(manifest) if shard.number % world_size == rank]
     total = sum(shard.num_images for shard in own_shards)
     missing = [shard for shard in own_shards if _read_commit(folder, shard, verify=True) is None]
@@ -101,7 +101,7 @@ def _existing_shard_size(folder: Path) -> int | None:
     """The shard size of a cache that is there already, whoever chose it."""
     if not (folder / _MANIFEST).exists():
         return None
-    size = row_cache.read_manifest(folder / _MANIFEST, FORMAT).get("shard_size")
+    size = tensor_row_cache.read_manifest(folder / _MANIFEST, FORMAT).get("shard_size")
     return size if isinstance(size, int) and size > 0 else None
 
 
@@ -111,13 +111,13 @@ def open_cache(folder: str | Path, fingerprint: dict[str, JSON], *, verify: bool
     `verify` reads everything once to compare the SHA-256s (one rank of a machine is enough); sizes are compared always.
     """
     folder = Path(folder)
-    manifest = row_cache.read_manifest(folder / _MANIFEST, FORMAT)
-    row_cache.check_fingerprint(folder, manifest["fingerprint"], fingerprint)
+    manifest = tensor_row_cache.read_manifest(folder / _MANIFEST, FORMAT)
+    tensor_row_cache.check_fingerprint(folder, manifest["fingerprint"], fingerprint)
     shards = list(_plan_shards(manifest))
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
         commits = list(threads.map(lambda shard: _read_commit(folder, shard, verify=verify), shards))
     bad = [shard.name for shard, commit in zip(shards, commits, strict=True) if commit is None]
-    row_cache.check_no_damaged_shards(folder, bad, len(shards))
+    tensor_row_cache.check_no_damaged_shards(folder, bad, len(shards))
     committed = [(shard, commit) for shard, commit in zip(shards, commits, strict=True) if commit is not None]
     return CachedImageDataset(folder, manifest, committed)
 
@@ -301,7 +301,7 @@ def _plan_shards(manifest: dict[str, Any]) -> Iterator[_Shard]:
 
 def _read_commit(folder: Path, shard: _Shard, *, verify: bool) -> dict[str, Any] | None:
     """What is written beside a shard, or None where shard or note are missing, cut or changed."""
-    commit = row_cache.read_commit(folder / shard.name, verify=verify)
+    commit = tensor_row_cache.read_commit(folder / shard.name, verify=verify)
     if commit is None or any(len(commit[key]) != shard.num_images for key in ("captions", "labels", "originals")):
         return None
     return commit
@@ -368,11 +368,11 @@ def _publish_shard(folder: Path, shard: _Shard, indices: list[int], batch: Image
     }
     if shard.is_bucketed:
         notes["indices"] = indices
-    row_cache.publish_shard(folder / shard.name, save({"x": np.ascontiguousarray(samples)}), notes)
+    tensor_row_cache.publish_shard(folder / shard.name, save({"x": np.ascontiguousarray(samples)}), notes)
 
 
 def _map_shard(path: Path) -> np.ndarray:
-    entries, start = row_cache.read_header(path)
+    entries, start = tensor_row_cache.read_header(path)
     entry = entries["x"]
     mapped = np.memmap(path, _DTYPES[entry["dtype"]], mode="r", offset=start, shape=tuple(entry["shape"]))
     return np.asarray(mapped).view(np.ndarray)

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from halation.data.dataset_protocol import JSON
-from halation.data.row_cache import CachedRows, RowCacheWriter, RowFolder, Tensors, row_bytes
+from halation.data.tensor_row_cache import CachedRows, RowCacheWriter, RowFolder, Tensors, row_bytes
 
 FORMAT = 1
 CachedTexts = CachedRows

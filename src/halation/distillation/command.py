@@ -233,7 +233,7 @@ def _resolve_for_pipeline(config: DistillConfig) -> DistillConfig:
 
 def _resolve_for_dit(config: DistillConfig, folder: Path) -> DistillConfig:
     """A DiT draws one size, in its own space, at its own times."""
-    from halation.models.checkpoints import find_checkpoint, read_sampling_settings, read_space_description
+    from halation.models.checkpoint_loading import find_checkpoint, read_sampling_settings, read_space_description
 
     checkpoint = find_checkpoint(folder)
     sampling, space = read_sampling_settings(checkpoint), read_space_description(checkpoint)
@@ -299,6 +299,6 @@ def open_record(config: DistillConfig, device: str) -> bool:
 def _teacher_fingerprint(config: DistillConfig) -> str:
     if config.model_path:
         return fingerprint(Path(config.model_path))
-    from halation.models.checkpoints import find_checkpoint, weights_digest
+    from halation.models.checkpoint_loading import find_checkpoint, weights_digest
 
     return weights_digest(find_checkpoint(Path(config.teacher_path)), raw=False)

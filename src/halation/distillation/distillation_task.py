@@ -15,9 +15,9 @@ from halation.data.dataset_protocol import ImageDataset
 from halation.data.prompt_dataset import PromptDataset, has_images
 from halation.distillation import objectives, teacher_setup
 from halation.distillation import teacher_targets as targets
+from halation.distillation.batches_with_targets import NoiseTransform, TeacherInputs, TeacherTargetTransform
 from halation.distillation.config import DistillConfig
 from halation.distillation.objectives import FAKE, PROJECTION, DistributionMatching, FeatureMatching
-from halation.distillation.target_batches import NoiseTransform, TeacherInputs, TeacherTargetTransform
 from halation.distributed.engines.ddp_fsdp import Engine
 from halation.distributed.world import run_on_rank_zero, run_with_heartbeat
 from halation.errors import InputError

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from halation.data.dataset_protocol import JSON
-from halation.data.row_cache import CachedRows, RowCacheWriter, RowFolder, row_bytes
+from halation.data.tensor_row_cache import CachedRows, RowCacheWriter, RowFolder, row_bytes
 from halation.errors import HalationError, InputError
 from halation.fault_injection import fault_point
 from halation.flow.paths import DDPMPath, NoisePath, TimeDistribution, times_from_uniform

@@ -24,8 +24,8 @@ from halation.evaluation.metrics import metric_computation
 from halation.evaluation.model_images import ModelImages
 from halation.evaluation.preprocess_pool import ExtractorBatch, PreparedBatch, PreprocessPool, SourcePreprocessor
 from halation.generation.workers.model_runner import ModelRunner
+from halation.progress_bar import StepProgress
 from halation.runs.run_folder import read_json, write_json_atomic
-from halation.step_progress import StepProgress
 
 MAX_DECODE_WORKERS = 16
 STOP_KEY = "evaluate/stop"

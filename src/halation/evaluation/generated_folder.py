@@ -15,7 +15,7 @@ from halation.errors import InputError
 from halation.evaluation.image_sources import ImageFiles, find_image_files, read_stamps
 from halation.generation.image_requests import RequestDefaults, iter_requests
 from halation.generation.ledger import Ledger
-from halation.generation.result_files import METADATA_FILE, SUMMARY_FILE
+from halation.generation.metadata_and_summary import METADATA_FILE, SUMMARY_FILE
 from halation.prompt_files import PromptFile
 from halation.runs.run_folder import read_json
 

@@ -22,8 +22,8 @@ from halation.generation.image_requests import RequestDefaults, iter_requests
 from halation.generation.ledger import group_key
 from halation.generation.workers.model_runner import ModelRunner, collect_images
 from halation.generation.workers.open_model import open_model
+from halation.models.async_image_result import Frames, ImageError
 from halation.models.model_path_resolver import ModelRef, resolve_model
-from halation.models.pending_images import Frames, ImageError
 from halation.prompt_files import PromptFile
 from halation.sample_specs import SampleBatch as DrawnBatch
 from halation.sample_specs import SampleSpec

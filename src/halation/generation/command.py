@@ -18,7 +18,7 @@ from halation.config import check_ranges
 from halation.distributed import launcher
 from halation.distributed.stop_signals import STOP_SIGNALS, exit_code
 from halation.errors import InputError, Interrupted
-from halation.generation import result_files
+from halation.generation import metadata_and_summary
 from halation.generation.config import GenerateConfig
 from halation.generation.ledger import LEDGER_FILE, Ledger
 from halation.generation.session import GenerationSession, remove_temporary_files
@@ -36,7 +36,7 @@ from halation.runs.run_folder import CONFIG_FILE
 log = logging.getLogger(__name__)
 PoolFactory = Callable[[Mapping[str, Any]], WorkerPool]
 MAX_FLOAT = sys.float_info.max
-RESULT_FILES = (CONFIG_FILE, result_files.METADATA_FILE, result_files.SUMMARY_FILE)
+RESULT_FILES = (CONFIG_FILE, metadata_and_summary.METADATA_FILE, metadata_and_summary.SUMMARY_FILE)
 IMAGE_NAME = re.compile(r".*_seed\d+(\.png|\.mp4)?")
 VALUE_RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("num_samples", "micro_batch"), (0, 10**12)),

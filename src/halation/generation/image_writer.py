@@ -14,7 +14,7 @@ from pathlib import Path
 
 from halation.errors import RESOURCE_ERRNOS, HalationError
 from halation.generation.image_requests import ImageRequest
-from halation.generation.result_files import combined_digest, file_names
+from halation.generation.metadata_and_summary import combined_digest, file_names
 from halation.images.mp4_writer import encode_mp4
 from halation.images.png_codec import encode_png, get_coder, metadata_texts
 from halation.runs import run_folder as runs

@@ -13,18 +13,18 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from halation import step_progress
+from halation import progress_bar
 from halation.config import as_json, fixed_settings
 from halation.distributed.stop_signals import StopSignals, exit_code
 from halation.errors import InputError, Interrupted
-from halation.generation import result_files
+from halation.generation import metadata_and_summary
 from halation.generation.config import GenerateConfig
 from halation.generation.image_requests import RequestDefaults
 from halation.generation.ledger import Ledger
 from halation.generation.ledger_setup import plan
 from halation.generation.supervisor import RangeClaims, RunStats, Supervisor, SupervisorSettings
 from halation.generation.workers.local_pool import WorkerPool, WorkerSlot
-from halation.generation_progress import GenerationProgress
+from halation.generation_progress_display import GenerationProgress
 from halation.images import png_codec
 from halation.logging_setup import ConsoleWarningHandler
 from halation.models.dit.prompt_warnings import find_prompt_warnings
@@ -164,7 +164,7 @@ class GenerationSession:
 
     def _reopen_damaged(self) -> None:
         """A done image whose file is gone is missing; with --verify, so is one whose bytes are not what they were."""
-        missing = result_files.find_missing(self.folder, self.ledger.done_names())
+        missing = metadata_and_summary.find_missing(self.folder, self.ledger.done_names())
         if missing:
             log.warning("%d images were drawn but their files are gone: drawing them again", len(missing))
             self.ledger.reopen(missing)
@@ -176,12 +176,12 @@ class GenerationSession:
             if not damages:
                 log.info("every image is as the ledger says")
 
-    def _verify(self) -> list[result_files.DamagedImage]:
+    def _verify(self) -> list[metadata_and_summary.DamagedImage]:
         num_done = self.ledger.counts()["done"]
-        with step_progress.StepProgress(self.config.progress, num_done, 0, "checking") as bar:
+        with progress_bar.StepProgress(self.config.progress, num_done, 0, "checking") as bar:
             self.console_handler.print_line = bar.print_line
             try:
-                return result_files.verify(
+                return metadata_and_summary.verify(
                     self.folder,
                     self.ledger.done_rows(),
                     lambda checked, damaged: bar.update(checked, f"{damaged} damaged", {"damaged": damaged}),
@@ -305,15 +305,17 @@ class GenerationSession:
     # -- after
 
     def _write_results(self, stats: RunStats | None) -> None:
-        result_files.write_metadata(self.folder, self.ledger.done_rows())
-        result_files.write_failures(self.folder, list(stats.workers) if stats else [], self.ledger.failed_rows())
+        metadata_and_summary.write_metadata(self.folder, self.ledger.done_rows())
+        metadata_and_summary.write_failures(
+            self.folder, list(stats.workers) if stats else [], self.ledger.failed_rows()
+        )
         summary = self._summarize(stats)
-        if stats is not None or not result_files.is_summary_current(self.folder, summary):
-            result_files.write_summary(self.folder, summary)
+        if stats is not None or not metadata_and_summary.is_summary_current(self.folder, summary):
+            metadata_and_summary.write_summary(self.folder, summary)
 
-    def _summarize(self, stats: RunStats | None) -> result_files.RunSummary:
+    def _summarize(self, stats: RunStats | None) -> metadata_and_summary.RunSummary:
         counts = self.ledger.counts()
-        return result_files.RunSummary(
+        return metadata_and_summary.RunSummary(
             planned=counts["planned"],
             done=counts["done"],
             failed=counts["failed"],
@@ -323,7 +325,7 @@ class GenerationSession:
             workers=stats.workers if stats else {},
             retries=stats.num_retries if stats else 0,
             redone_sheets=stats.num_redone_batches if stats else 0,
-            failures_by_reason=result_files.count_reasons(self.ledger.failed_rows()),
+            failures_by_reason=metadata_and_summary.count_reasons(self.ledger.failed_rows()),
             smaller_micro_batches=self.ledger.num_smaller_micro_batches(),
             equality_classes=dict(
                 self.model_facts.get("options") or self.record["fixed"].get("painter", {}).get("options", {})
@@ -340,7 +342,7 @@ class GenerationSession:
                 f", {stats.num_drawn} of them now in {stats.elapsed_s:.0f} s" if stats else ", all of them there before"
             )
             lines = [f"{counts['done']} of {counts['planned']} images in {self.folder}{rate}"]
-            for reason, number in list(result_files.count_reasons(self.ledger.failed_rows()).items())[:5]:
+            for reason, number in list(metadata_and_summary.count_reasons(self.ledger.failed_rows()).items())[:5]:
                 lines.append(f"  {number} failed: {reason}")
             if missing:
                 lines.append(f"  which ones: {self.folder}/failed_prompts_gpu*.txt; the same command tries them again")

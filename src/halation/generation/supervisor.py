@@ -17,12 +17,12 @@ from typing import Protocol
 
 from halation.errors import HalationError
 from halation.generation.ledger import ImageOutcome, Ledger
-from halation.generation.result_files import WorkerStats
+from halation.generation.metadata_and_summary import WorkerStats
 from halation.generation.work_queue import WorkerState, WorkItem, WorkQueue
 from halation.generation.workers.local_pool import WorkerPool
 from halation.generation.workers.messages import WorkerEvent
 from halation.generation.workers.process import QUEUE_DEPTH
-from halation.generation_progress import GenerationProgress
+from halation.generation_progress_display import GenerationProgress
 from halation.work_division import BatchPlan
 
 log = logging.getLogger(__name__)

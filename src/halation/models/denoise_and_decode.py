@@ -20,6 +20,7 @@ from halation.errors import HalationError, InputError
 from halation.flow.guidance import guided_velocity
 from halation.flow.samplers import SAMPLERS, schedule
 from halation.flow.seeded_noise import spec_noise
+from halation.models.async_image_result import Frames, ImageError, PendingImages
 from halation.models.autoencoder import not_finite_rows
 from halation.models.block_compile_and_checkpointing import compile_blocks
 from halation.models.denoiser import (
@@ -30,7 +31,6 @@ from halation.models.denoiser import (
     SolverSettings,
     VelocityDenoiser,
 )
-from halation.models.pending_images import Frames, ImageError, PendingImages
 from halation.sample_specs import SampleBatch, SampleSpec
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -103,7 +103,12 @@ def distillation_settings(sampling: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _resolve_checkpoint(folder: Path, raw: bool) -> ModelRef:
-    from halation.models.checkpoints import check_base_exists, find_checkpoint, read_sampling_settings, weights_digest
+    from halation.models.checkpoint_loading import (
+        check_base_exists,
+        find_checkpoint,
+        read_sampling_settings,
+        weights_digest,
+    )
 
     try:
         found = find_checkpoint(folder)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from halation.errors import InputError
-from halation.models.pending_images import Frames, OnStep, PendingImages
+from halation.models.async_image_result import Frames, OnStep, PendingImages
 from halation.sample_specs import SampleSpec
 
 MODEL_NAME = "testcard"

@@ -75,7 +75,7 @@ def resolve_checkpoint(checkpoint: str | Path) -> Path:
 
 def _resolve_config(config: SampleConfig) -> tuple[SampleConfig, dict[str, Any]]:
     """The checkpoint that is meant, the prompts written out, a folder of its own for these very images, and what decides them."""
-    from halation.models.checkpoints import check_base_exists, weights_digest
+    from halation.models.checkpoint_loading import check_base_exists, weights_digest
 
     folder, recorded = _find_checkpoint(Path(config.checkpoint))
     check_base_exists(folder)
@@ -90,7 +90,7 @@ def _resolve_config(config: SampleConfig) -> tuple[SampleConfig, dict[str, Any]]
 
 def _find_checkpoint(checkpoint: Path) -> tuple[Path, dict[str, Any]]:
     """The checkpoint and how it was sampled; looked for again where a run that is still training has just replaced it."""
-    from halation.models.checkpoints import find_checkpoint, read_sampling_settings
+    from halation.models.checkpoint_loading import find_checkpoint, read_sampling_settings
 
     for _again in range(3):
         folder = find_checkpoint(checkpoint)
@@ -164,11 +164,11 @@ def _draw_samples(world: World, config: SampleConfig, folder: Path) -> None:
 
     from halation.distributed.stop_signals import StopSignals
     from halation.models.block_compile_and_checkpointing import compile_blocks
-    from halation.models.checkpoints import load_denoiser, read_sampling_settings
+    from halation.models.checkpoint_loading import load_denoiser, read_sampling_settings
     from halation.models.model_path_resolver import distillation_settings, format_guidance_warning, format_step_warning
+    from halation.progress_bar import StepProgress
     from halation.sampling.denoiser_sampler import DenoiserSampler, SampleSettings
     from halation.sampling.sample_folder import SampleFolder, publish_index
-    from halation.step_progress import StepProgress
 
     checkpoint = Path(config.checkpoint)
     recorded = read_sampling_settings(checkpoint)

@@ -25,19 +25,19 @@ from halation.config import as_json, to_current_names
 from halation.data.streets import DRIVING_PROMPTS, Streets
 from halation.distributed import launcher
 from halation.distributed.launcher import describe_exit
+from halation.distributed.run_command_as_subprocess import start_command, wait_for_command
 from halation.distributed.stop_signals import StopSignals, exit_code
-from halation.distributed.subprocess_runner import start_command, wait_for_command
 from halation.errors import HalationError, InputError, Interrupted
 from halation.evaluation.config import EvaluateConfig
 from halation.gallery.ledger_reader import LEDGER_FILE, SqliteLedgerReader
 from halation.generation.config import GenerateConfig
-from halation.generation.result_files import METADATA_FILE
+from halation.generation.metadata_and_summary import METADATA_FILE
 from halation.images.grid import progress_figure
 from halation.images.png_codec import encode_png, read_png
 from halation.models.bundled_models import resolve_model_path
 from halation.runs import run_folder as runs
 from halation.runs.run_folder import MetricsFile, RunFolder, write_atomic
-from halation.tools.command_configs import DemoConfig
+from halation.tools.ctl_demo_doctor_config import DemoConfig
 from halation.training.config import TrainConfig
 
 POLL_S = 0.02

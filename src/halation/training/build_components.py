@@ -26,13 +26,13 @@ from halation.distributed.world import HeartbeatMonitor, World, run_on_rank_zero
 from halation.errors import HalationError, InputError, os_error_message
 from halation.models.autoencoder import ImageSpace
 from halation.models.bundled_models import bundled_names, resolve_model_path, suggest_model
-from halation.models.checkpoints import load_denoiser
+from halation.models.checkpoint_loading import load_denoiser
 from halation.models.denoiser import PIPELINE_SCHEDULER, FamilyDefaults
 from halation.models.dit.denoiser import DiTDenoiser, create_dit
 from halation.models.dit.network import SIZES
+from halation.progress_bar import StepProgress
 from halation.runs import run_folder as runs
 from halation.sampling.denoiser_sampler import SampleSettings
-from halation.step_progress import StepProgress
 from halation.training.config import TrainConfig
 from halation.training.loop import StepSettings
 

@@ -29,7 +29,7 @@ from halation.sampling.sample_folder import (
     is_drawn,
     publish_index,
 )
-from halation.training import validation
+from halation.training import validation_loss
 from halation.training.config import TrainConfig
 from halation.training.evaluation import (
     EvaluationReport,
@@ -163,7 +163,7 @@ class PeriodicTasks:
 
     def _log_validation_loss(self, step: int) -> None:
         with HeartbeatMonitor(self.world, f"validation loss at step {step}", self.config.dist_timeout_s) as monitor:
-            losses = validation.validation_loss(
+            losses = validation_loss.validation_loss(
                 self.world,
                 self.denoiser,
                 self.source,
@@ -175,7 +175,7 @@ class PeriodicTasks:
             rank_losses = monitor.gather_results(losses)
         if not self.world.is_rank_zero:
             return
-        values = validation.summarize_losses(rank_losses, self.num_validation)
+        values = validation_loss.summarize_losses(rank_losses, self.num_validation)
         bins = {name: value for name, value in values.items() if name != "heldout_loss"}
         self.metrics.append({"step": step, "metric": "heldout_loss", "value": values["heldout_loss"], "bins": bins})
         for tracker in self.trackers:

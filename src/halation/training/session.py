@@ -30,17 +30,17 @@ from halation.distributed.world import HeartbeatMonitor, World, check_ranks_agre
 from halation.errors import HalationError, InputError, Interrupted, RankFailure
 from halation.flow.ema import Ema
 from halation.models.block_compile_and_checkpointing import compile_blocks
+from halation.progress_bar import StepProgress
 from halation.runs import control_requests
 from halation.runs import run_folder as runs
 from halation.sampling import sample_folder
 from halation.sampling.denoiser_sampler import SampleSettings
-from halation.step_progress import StepProgress
 from halation.training import (
     batch_preparation,
     build_components,
     checkpoint_state,
     evaluation,
-    memory_checks,
+    memory_fit_check,
     pipeline_finetuning,
     reporting,
     trackers,
@@ -76,7 +76,7 @@ class TrainingSession:
         self.task = new_task(world, config, self.folder)
         self.denoiser, self.source = self.task.open()
         self.config = config = self.task.resolve_num_steps(self.global_batch)
-        memory_checks.check_weights_fit(world, config, self.denoiser)
+        memory_fit_check.check_weights_fit(world, config, self.denoiser)
         self.sample_settings = self._make_sample_settings()
         self.evaluator = (
             evaluation.TrainingEvaluator(world, config, self.folder, self.source, self.sample_settings)
@@ -164,9 +164,9 @@ class TrainingSession:
         world, config = self.world, self.config
         fresh = not self._resume()
         saved = self.checkpoint_tensor_bytes()
-        memory_checks.warm_up(self.task, config, self.networks, self.checkpoints, self.global_batch, saved)
+        memory_fit_check.warm_up(self.task, config, self.networks, self.checkpoints, self.global_batch, saved)
         if world.device.type == "cuda":
-            memory_checks.check_samples_fit(self.task, config, self.networks, self.sample_settings)
+            memory_fit_check.check_samples_fit(self.task, config, self.networks, self.sample_settings)
         if world.is_rank_zero:
             names = trackers.check_trackers(config.report_to, required=config.report_to != TrainConfig.report_to)
             name = config.run_name or self.folder.folder.resolve().name

@@ -22,7 +22,7 @@ from halation.runs import run_folder as runs
 from halation.runs.run_folder import RunFolder
 from halation.watcher import checkpoint_scanner, checkpoint_scores
 from halation.watcher.config import WatchConfig
-from halation.watcher.display import WatchDisplay
+from halation.watcher.terminal_display import WatchDisplay
 from halation.watcher.watch_loop import CheckpointWatcher
 
 MAX_FLOAT = sys.float_info.max

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from halation.distributed.run_command_as_subprocess import run_command
 from halation.distributed.stop_signals import StopSignals, exit_code
-from halation.distributed.subprocess_runner import run_command
 from halation.errors import HalationError, InputError, Interrupted
 from halation.runs import run_folder as runs
 from halation.watcher import checkpoint_scanner, checkpoint_scores
 from halation.watcher.checkpoint_scanner import CheckpointFolder, CheckpointScanner
 from halation.watcher.config import WatchConfig
-from halation.watcher.display import WatchDisplay
+from halation.watcher.terminal_display import WatchDisplay
 
 MAX_TRIES = 2
 FAILED_FILE, BEST_FILE, BEST_FOLDER, PINNED_FOLDER, FEATURES_FOLDER = (

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from halation.models.pending_images import ImageError, NonFiniteImageError
+from halation.models.async_image_result import ImageError, NonFiniteImageError
 from halation.models.pipelines.pipeline_model import PipelineModel
 from support import tiny_pipelines
 from support.pipeline_specs import drawn, opened, reopened, specs

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from halation.models.pending_images import NonFiniteImageError
+from halation.models.async_image_result import NonFiniteImageError
 from halation.models.pipelines.cuda_graphs import NUM_WARM_UPS, CudaGraphForward
 from halation.models.pipelines.pipeline_hooks import DENOISER_COMPONENTS
 from halation.models.pipelines.pipeline_model import PipelineModel

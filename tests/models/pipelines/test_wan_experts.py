@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from halation.errors import InputError
-from halation.models.checkpoints import build_denoiser
+from halation.models.checkpoint_loading import build_denoiser
 from halation.models.denoiser import SolverSettings
 from halation.models.pipelines.training.denoiser import PipelineDenoiser
 from halation.models.pipelines.wan_experts import ExpertPair

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from halation.models.dit.denoiser import DiTDenoiser
 from halation.models.dit.network import sincos_positions
+from halation.models.students.architecture_from_teacher import CONFIG_FORMATS, dit_config, transformer_config
 from halation.models.students.build import open_student
 from halation.models.students.config import StudentConfig
 from halation.models.students.shrink import HeadLayout, ShrinkPlan, _within_head_indices, even_indices, shrink_weights
-from halation.models.students.student_architecture import CONFIG_FORMATS, dit_config, transformer_config
 from support import tiny_pipelines
 
 PIPELINES = {

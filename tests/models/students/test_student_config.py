@@ -10,8 +10,8 @@ import pytest
 
 from halation.errors import InputError
 from halation.models.dit.network import DiTConfig, config_for_size
+from halation.models.students.architecture_from_teacher import dit_config, select_layers, transformer_config
 from halation.models.students.config import StudentConfig
-from halation.models.students.student_architecture import dit_config, select_layers, transformer_config
 
 WAN = {
     "num_attention_heads": 40,

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from halation.errors import InputError
-from halation.models.checkpoints import build_denoiser, load_weights
+from halation.models.checkpoint_loading import build_denoiser, load_weights
 from halation.models.denoiser import SolverSettings
 from halation.models.dit.denoiser import DiTDenoiser
 from halation.models.pipelines.training.denoiser import PipelineDenoiser

@@ -29,18 +29,18 @@ from halation.config import as_json
 from halation.distributed import launcher
 from halation.distributed.stop_signals import StopSignals
 from halation.errors import InputError
-from halation.generation import result_files
+from halation.generation import metadata_and_summary
 from halation.generation.config import GenerateConfig
 from halation.generation.ledger import LEDGER_FILE
 from halation.generation.ledger_setup import RENAMED_FILE
-from halation.generation.result_files import RunSummary, WorkerStats
+from halation.generation.metadata_and_summary import RunSummary, WorkerStats
 from halation.generation.session import GenerationSession
 from halation.generation.shared_folder.leases import BatchRanges, Leases, read_lease
 from halation.generation.shared_folder.shared_ledger import SHARED_LEDGER, ProcessIdentity, SharedLedger, create_once
 from halation.generation.supervisor import RangeClaims, RunStats
 from halation.generation.workers.local_pool import LocalWorkerPool, WorkerPool, WorkerSlot, list_local_slots
 from halation.generation.workers.process import QUEUE_DEPTH
-from halation.generation_progress import GenerationProgress
+from halation.generation_progress_display import GenerationProgress
 from halation.images import png_codec
 from halation.logging_setup import ConsoleWarningHandler, log_to_folder
 from halation.models.model_path_resolver import ModelRef
@@ -241,17 +241,17 @@ class SharedSession(GenerationSession):
     def _write_results(self, stats: RunStats | None) -> None:
         """Whoever ends writes what it knows, and once more where others told news meanwhile: the last word is then the whole."""
         if stats is not None:
-            own = result_files.summary_json(self._summarize(stats))
+            own = metadata_and_summary.summary_json(self._summarize(stats))
             runs.write_json_atomic(self.ledger.folder / PROCESS_SUMMARY_FILE.format(process=self.process.name), own)
         self.ledger.refresh()
         for _ in range(MAX_RESULT_WRITES):
             if self.ledger.has_longer_plan():
                 break
             summary = self._merge_summaries(self._summarize(stats))
-            result_files.write_metadata(self.folder, self.ledger.rows())
-            result_files.write_failures(self.folder, list(summary.workers), self.ledger.failed_rows())
-            if stats is not None or not (self.folder / result_files.SUMMARY_FILE).exists():
-                result_files.write_summary(self.folder, summary)
+            metadata_and_summary.write_metadata(self.folder, self.ledger.rows())
+            metadata_and_summary.write_failures(self.folder, list(summary.workers), self.ledger.failed_rows())
+            if stats is not None or not (self.folder / metadata_and_summary.SUMMARY_FILE).exists():
+                metadata_and_summary.write_summary(self.folder, summary)
             if not self.ledger.refresh():
                 break
 

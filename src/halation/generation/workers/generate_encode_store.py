@@ -20,7 +20,7 @@ from halation.generation.image_writer import EncodedImage, EncodeOptions, encode
 from halation.generation.ledger import ImageOutcome
 from halation.generation.workers.messages import BatchTask
 from halation.generation.workers.model_runner import ImageModel, MicroBatchResult, ModelRunner, OnStep, collect_images
-from halation.models.pending_images import ImageError
+from halation.models.async_image_result import ImageError
 from halation.sample_specs import SampleSpec
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from halation.errors import HalationError, InputError
 from halation.fault_injection import fault_point
-from halation.models.pending_images import DRY_RUN, Frames, ImageError, NonFiniteImageError, OnStep, PendingImages
+from halation.models.async_image_result import DRY_RUN, Frames, ImageError, NonFiniteImageError, OnStep, PendingImages
 from halation.sample_specs import SampleBatch, SampleSpec
 
 log = logging.getLogger(__name__)

@@ -66,7 +66,7 @@ def _open_pipeline(settings: Mapping[str, Any]) -> ImageModel:
 
 def _open_checkpoint(settings: Mapping[str, Any]) -> ImageModel:
     from halation.models.bundled_models import bundled_folder
-    from halation.models.checkpoints import load_denoiser
+    from halation.models.checkpoint_loading import load_denoiser
     from halation.models.denoise_and_decode import DiTModel
 
     model = settings["model"]

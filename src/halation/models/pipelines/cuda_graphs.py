@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from halation.models.pending_images import DRY_RUN
+from halation.models.async_image_result import DRY_RUN
 
 log = logging.getLogger(__name__)
 NUM_WARM_UPS = 2

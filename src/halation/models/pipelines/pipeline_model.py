@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halation.models.pending_images import DRY_RUN, Frames, ImageError, NonFiniteImageError, PendingImages
+from halation.models.async_image_result import DRY_RUN, Frames, ImageError, NonFiniteImageError, PendingImages
 from halation.models.pipelines.capabilities import (
     PipelineChecker,
     PipelineOptions,

@@ -72,8 +72,8 @@ def open_student(
 
 def _open_dit_student(teacher: DiTDenoiser, shape: StudentConfig, init: StudentInit, seed: int) -> DiTDenoiser:
     # Not at the top: the names of layers in a DiT need nothing of diffusers.
+    from halation.models.students.architecture_from_teacher import dit_config
     from halation.models.students.shrink import ShrinkPlan, shrink_weights
-    from halation.models.students.student_architecture import dit_config
 
     config, layers = dit_config(teacher.config, shape)
     student = DiTDenoiser(

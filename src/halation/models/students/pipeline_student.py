@@ -17,9 +17,9 @@ from halation.models.pipelines.load import load_components
 from halation.models.pipelines.schedulers import few_step_scheduler
 from halation.models.pipelines.training.text_encoding import other_components
 from halation.models.pipelines.wan_experts import has_two_experts
+from halation.models.students.architecture_from_teacher import CONFIG_FORMATS, check_patch_size, transformer_config
 from halation.models.students.config import StudentConfig
 from halation.models.students.shrink import ShrinkPlan, shrink_weights
-from halation.models.students.student_architecture import CONFIG_FORMATS, check_patch_size, transformer_config
 
 InitialWeights = Literal["teacher", "random", "none"]
 """A copy of the teacher's, cut to size; random ones; or, where a checkpoint follows, whatever comes."""

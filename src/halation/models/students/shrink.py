@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halation.models.dit.network import TEXT_HEADS, DiTConfig
-from halation.models.students.student_architecture import ConfigFormat
+from halation.models.students.architecture_from_teacher import ConfigFormat
 
 _HEAD_INPUT_LAYERS = ("to_out.0", "to_add_out", "out")
 _HEAD_OUTPUT_LAYERS = (

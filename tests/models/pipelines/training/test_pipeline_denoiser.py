@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from halation.errors import InputError
-from halation.models.checkpoints import build_denoiser
+from halation.models.checkpoint_loading import build_denoiser
 from halation.models.denoiser import Condition
 from halation.models.pipelines.training.denoiser import PipelineDenoiser
 from halation.models.pipelines.training.lora import LoraSettings

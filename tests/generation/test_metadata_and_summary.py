@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from halation.generation import result_files
+from halation.generation import metadata_and_summary
 from halation.generation.image_requests import RequestDefaults, iter_requests
 from halation.generation.ledger import ImageOutcome, Ledger, LedgerRow
-from halation.generation.result_files import RunSummary, WorkerStats
+from halation.generation.metadata_and_summary import RunSummary, WorkerStats
 from halation.images.png_codec import encode_png
 from halation.prompt_files import PromptRow
 
@@ -65,14 +65,14 @@ def draw(
     outcomes = []
     for row in list(ledger.rows()):
         index = row.request.spec.index
-        files = result_files.file_names(row.request.name, frames)
+        files = metadata_and_summary.file_names(row.request.name, frames)
         blobs = [image(1000 * index + number) for number in range(len(files))]
         for name, blob in zip(files, blobs, strict=True):
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(blob)
         outcomes.append(
             ImageOutcome(
-                index=index, state="done", sha256=result_files.combined_digest(blobs), num_bytes=sum(map(len, blobs)), worker=str(index % 2)
+                index=index, state="done", sha256=metadata_and_summary.combined_digest(blobs), num_bytes=sum(map(len, blobs)), worker=str(index % 2)
             )
         )  # fmt: skip
     ledger.record(outcomes)
@@ -87,8 +87,8 @@ def fail(ledger: Ledger, prompts: Sequence[str], workers: Sequence[str], reason:
     )
 
 
-def damages(folder: Path, ledger: Ledger) -> list[result_files.DamagedImage]:
-    return result_files.verify(folder, ledger.rows(), lambda checked, damaged: None)
+def damages(folder: Path, ledger: Ledger) -> list[metadata_and_summary.DamagedImage]:
+    return metadata_and_summary.verify(folder, ledger.rows(), lambda checked, damaged: None)
 
 
 # -- metadata
@@ -99,7 +99,7 @@ def test_metadata_has_a_line_for_each_done_row_by_index_and_nothing_of_workers_o
 ) -> None:
     draw(folder, ledger)
     ledger.reopen([1])
-    result_files.write_metadata(folder, ledger.rows())
+    metadata_and_summary.write_metadata(folder, ledger.rows())
     lines = [json.loads(line) for line in (folder / "metadata.jsonl").read_bytes().split(b"\n")[:-1]]
     assert [line["index"] for line in lines] == [0, 2, 3, 4, 5]
     assert [line["prompt"] for line in lines] == [PROMPTS[index] for index in (0, 2, 3, 4, 5)]
@@ -133,7 +133,7 @@ def test_other_workers_and_times_leave_the_same_metadata_bytes(tmp_path: Path) -
                 )
                 for index in list(range(len(PROMPTS)))[:: 1 if number == 1 else -1]
             )
-            result_files.write_metadata(folder, ledger.rows())
+            metadata_and_summary.write_metadata(folder, ledger.rows())
         written.append((folder / "metadata.jsonl").read_bytes())
     assert written[0] == written[1]
 
@@ -166,9 +166,11 @@ def test_datasets_reads_the_folder_and_our_own_files_do_not_disturb_it(
     folder: Path, tmp_path: Path, ledger: Ledger
 ) -> None:
     draw(folder, ledger, ids=["007", "b", "c", "../d", "E", "1e5"])
-    result_files.write_metadata(folder, ledger.rows())
-    result_files.write_failures(folder, ["0", "1"], ledger.failed_rows())
-    result_files.write_summary(folder, RunSummary(planned=6, done=6, failed=0, open=0, drawn_now=6, seconds=1.0))
+    metadata_and_summary.write_metadata(folder, ledger.rows())
+    metadata_and_summary.write_failures(folder, ["0", "1"], ledger.failed_rows())
+    metadata_and_summary.write_summary(
+        folder, RunSummary(planned=6, done=6, failed=0, open=0, drawn_now=6, seconds=1.0)
+    )
     for name in (
         "config.json",
         ".lock",
@@ -195,7 +197,7 @@ def test_ids_that_name_splits_are_read_when_datasets_is_told_to_take_all_files(
 ) -> None:
     ids = ["COCO_val2014_1", "test_2", "train_3"]
     draw(folder, ledger, PROMPTS[:3], ids=ids)
-    result_files.write_metadata(folder, ledger.rows())
+    metadata_and_summary.write_metadata(folder, ledger.rows())
     rows = loaded(folder, tmp_path / "cache", data_files="**")
     assert [(row["image_id"], row["prompt"]) for row in rows] == list(zip(ids, PROMPTS, strict=False))
 
@@ -211,7 +213,7 @@ def test_metadata_that_could_not_be_written_leaves_the_old_one_and_no_temporary_
     for point in ("open", "write", "fsync", "rename"):
         monkeypatch.setenv("HALATION_FAULT", f"metadata.{point}:1+:ENOSPC")
         with pytest.raises(OSError, match="No space left"):
-            result_files.write_metadata(folder, ledger.rows())
+            metadata_and_summary.write_metadata(folder, ledger.rows())
         assert (folder / "metadata.jsonl").read_text() == "old"
         assert sorted(os.listdir(folder)) == names
         assert f"metadata.{point}:" in log.read_text()
@@ -222,7 +224,7 @@ def test_metadata_that_could_not_be_written_leaves_the_old_one_and_no_temporary_
 
 def test_each_worker_has_a_list_of_its_failures_empty_where_it_had_none(folder: Path, ledger: Ledger) -> None:
     fail(ledger, PROMPTS[:3], ["0", "3", "0"], 'RuntimeError: "x"\nline\ttwo')
-    result_files.write_failures(folder, ["0", "2", "3"], ledger.failed_rows())
+    metadata_and_summary.write_failures(folder, ["0", "2", "3"], ledger.failed_rows())
     assert sorted(os.listdir(folder)) == [f"failed_prompts_gpu{worker}.txt" for worker in (0, 2, 3)]
     header, *lines = (folder / "failed_prompts_gpu0.txt").read_text().split("\n")[:-1]
     assert header.startswith("# index\tid\tseed\tprompt\treason")
@@ -241,20 +243,20 @@ def test_the_list_of_a_worker_that_is_gone_stays_and_is_emptied_when_nothing_of_
     folder: Path, ledger: Ledger
 ) -> None:
     fail(ledger, PROMPTS[:2], ["5", "1"], "out of memory")
-    result_files.write_failures(folder, ["1", "5"], ledger.failed_rows())
-    result_files.write_failures(folder, ["0"], ledger.failed_rows())
+    metadata_and_summary.write_failures(folder, ["1", "5"], ledger.failed_rows())
+    metadata_and_summary.write_failures(folder, ["0"], ledger.failed_rows())
     names = [f"failed_prompts_gpu{worker}.txt" for worker in (0, 1, 5)]
     assert sorted(os.listdir(folder)) == names
     assert [len((folder / name).read_text().splitlines()) for name in names] == [1, 2, 2]
     ledger.record([ImageOutcome(index=0, state="done", sha256="ab", num_bytes=1, worker="0")])
-    result_files.write_failures(folder, [], ledger.failed_rows())
+    metadata_and_summary.write_failures(folder, [], ledger.failed_rows())
     assert sorted(os.listdir(folder)) == names
     assert [len((folder / name).read_text().splitlines()) for name in names] == [1, 2, 1]
 
 
 def test_a_failure_without_a_worker_is_listed_with_the_first(folder: Path, ledger: Ledger) -> None:
     fail(ledger, PROMPTS[:1], [""], "nobody came back with it")
-    result_files.write_failures(folder, ["4", "2"], ledger.failed_rows())
+    metadata_and_summary.write_failures(folder, ["4", "2"], ledger.failed_rows())
     assert "nobody came back with it" in (folder / "failed_prompts_gpu4.txt").read_text()
 
 
@@ -312,7 +314,7 @@ def test_gone_and_unreadable_images_are_told_apart_by_index_and_only_done_rows_a
         (folder / name).unlink()
     (folder / "000006_seed47.png").mkdir()
     told: list[tuple[int, int]] = []
-    found = result_files.verify(folder, ledger.rows(), lambda checked, damaged: told.append((checked, damaged)))
+    found = metadata_and_summary.verify(folder, ledger.rows(), lambda checked, damaged: told.append((checked, damaged)))
     assert [(damage.index, damage.reason) for damage in found] == [(0, "missing"), (5, "cannot be read (not a file)")]
     assert [checked for checked, _ in told] == [1, 2, 3, 4, 5]
     assert told[-1][1] == 2
@@ -321,18 +323,20 @@ def test_gone_and_unreadable_images_are_told_apart_by_index_and_only_done_rows_a
 def test_a_video_is_its_file_and_every_frame(folder: Path, ledger: Ledger) -> None:
     draw(folder, ledger, PROMPTS[:2], frames=3)
     name = "000002_seed43"
-    files = result_files.file_names(name, 3)
+    files = metadata_and_summary.file_names(name, 3)
     assert files == [f"{name}.mp4", *(f"{name}/frame_000{number}.png" for number in range(3))]
     row = list(ledger.rows())[1]
     inner = "\n".join(hashlib.sha256((folder / file).read_bytes()).hexdigest() for file in files)
-    assert row.sha256 == result_files.digest_files(folder, name, 3) == hashlib.sha256(inner.encode()).hexdigest()
+    assert (
+        row.sha256 == metadata_and_summary.digest_files(folder, name, 3) == hashlib.sha256(inner.encode()).hexdigest()
+    )
     assert damages(folder, ledger) == []
     for file in files:
         whole = (folder / file).read_bytes()
         (folder / file).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
         assert [(found.index, found.reason.split(" (")[0]) for found in damages(folder, ledger)] == [(1, "changed")]
         (folder / file).unlink()
-        assert damages(folder, ledger) == [result_files.DamagedImage(index=1, file=file, reason="missing")]
+        assert damages(folder, ledger) == [metadata_and_summary.DamagedImage(index=1, file=file, reason="missing")]
         (folder / file).write_bytes(whole)
     first, second = (folder / file for file in files[1:3])
     swapped = first.read_bytes(), second.read_bytes()
@@ -345,20 +349,22 @@ def test_missing_names_what_is_gone_whatever_else_lies_there(folder: Path, ledge
     draw(folder, ledger)
     (folder / "metadata.jsonl").touch()
     (folder / ".000001_seed42.png.host-1.tmp").touch()
-    assert result_files.find_missing(folder, ledger.done_names()) == []
+    assert metadata_and_summary.find_missing(folder, ledger.done_names()) == []
     for name in ("000002_seed43.png", "000005_seed46.png"):
         (folder / name).unlink()
-    assert result_files.find_missing(folder, ledger.done_names()) == [1, 4]
+    assert metadata_and_summary.find_missing(folder, ledger.done_names()) == [1, 4]
     for name in ("stray.png", "000007_seed48.png"):
         (folder / name).touch()
-    assert result_files.find_missing(folder, ledger.done_names()) == [1, 4], "others in their place are not them"
+    assert metadata_and_summary.find_missing(folder, ledger.done_names()) == [1, 4], (
+        "others in their place are not them"
+    )
 
 
 def test_a_video_whose_frames_are_gone_is_missing(folder: Path, ledger: Ledger) -> None:
     draw(folder, ledger, PROMPTS[:2], frames=2)
-    assert result_files.find_missing(folder, ledger.done_names()) == []
+    assert metadata_and_summary.find_missing(folder, ledger.done_names()) == []
     (folder / "000001_seed42.mp4").unlink()
-    assert result_files.find_missing(folder, ledger.done_names()) == [0]
+    assert metadata_and_summary.find_missing(folder, ledger.done_names()) == [0]
 
 
 @pytest.mark.slow
@@ -373,7 +379,7 @@ def test_a_look_at_700_000_images_takes_two_seconds_at_most(folder: Path) -> Non
             os.link(source, folder / f"{index + 1:06d}_seed{index + 42}.png")
     names = [(index, f"{index + 1:06d}_seed{index + 42}", 1) for index in range(700_000)]
     started = time.perf_counter()
-    assert result_files.find_missing(folder, names) == []
+    assert metadata_and_summary.find_missing(folder, names) == []
     assert time.perf_counter() - started < 2.0
 
 
@@ -381,7 +387,7 @@ def test_a_row_out_of_order_is_our_own_mistake(folder: Path, ledger: Ledger) -> 
     draw(folder, ledger)
     backwards: list[LedgerRow] = list(ledger.rows())[::-1]
     with pytest.raises(AssertionError, match="by index"):
-        result_files.write_metadata(folder, backwards)
+        metadata_and_summary.write_metadata(folder, backwards)
     assert not (folder / "metadata.jsonl").exists()
 
 
@@ -400,14 +406,14 @@ def test_the_summary_says_how_fast_how_busy_and_what_failed(folder: Path, ledger
         workers={"GPU 0": WorkerStats(done=3, failed=3, seconds_painting=3.0, restarts=1), "GPU 1": WorkerStats()},
         retries=6,
         redone_sheets=1,
-        failures_by_reason=result_files.count_reasons(ledger.failed_rows()),
+        failures_by_reason=metadata_and_summary.count_reasons(ledger.failed_rows()),
         smaller_micro_batches=2,
         equality_classes={"compile": "E1"},
         interrupted=True,
     )
-    result_files.write_summary(folder, tally)
+    metadata_and_summary.write_summary(folder, tally)
     written = json.loads((folder / "summary.json").read_text())
-    assert written == result_files.summary_json(tally)
+    assert written == metadata_and_summary.summary_json(tally)
     assert (written["planned"], written["done"], written["failed"], written["open"]) == (10, 4, 6, 0)
     assert written["pictures_per_s"] == 2.0
     assert written["workers"]["GPU 0"] == {
@@ -425,7 +431,7 @@ def test_the_summary_says_how_fast_how_busy_and_what_failed(folder: Path, ledger
 
 def test_a_call_that_drew_nothing_has_a_summary_too() -> None:
     assert (
-        result_files.summary_json(RunSummary(planned=0, done=0, failed=0, open=0, drawn_now=0, seconds=0.0))[
+        metadata_and_summary.summary_json(RunSummary(planned=0, done=0, failed=0, open=0, drawn_now=0, seconds=0.0))[
             "pictures_per_s"
         ]
         == 0.0
@@ -437,7 +443,7 @@ def test_reasons_are_counted_by_their_first_line_and_beyond_a_hundred_together(t
     ledger.add_plan(iter_requests(rows, DEFAULTS, "prompts.csv"), {})
     reasons = ["", "", *(f"reason {number:03d}\nmore" for number in range(103))]
     ledger.record(ImageOutcome(index=index, state="failed", reason=reason) for index, reason in enumerate(reasons))
-    counted = result_files.count_reasons(ledger.failed_rows())
+    counted = metadata_and_summary.count_reasons(ledger.failed_rows())
     assert next(iter(counted.items())) == ("no reason given", 2)
     assert len(counted) == 101
     assert counted["other reasons"] == 4

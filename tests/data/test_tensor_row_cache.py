@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from halation.data.row_cache import RowCacheWriter, RowFolder
+from halation.data.tensor_row_cache import RowCacheWriter, RowFolder
 
 ROWS = {
     "state": torch.arange(5 * 3 * 4, dtype=torch.float16).reshape(5, 3, 4),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from halation.models.dit.denoiser import DiTDenoiser, create_dit
-from halation.training import batch_preparation, memory_checks
+from halation.training import batch_preparation, memory_fit_check
 from halation.training.objectives import denoising_objective
 
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ def test_the_estimate_is_within_a_quarter_of_what_is_kept(size: int, patch: int,
     ).init_weights(0)
     each = (kept_bytes(denoiser, 4, size) - kept_bytes(denoiser, 2, size)) / 2
     config = denoiser.config
-    cost = memory_checks.ImageCost(
+    cost = memory_fit_check.ImageCost(
         flops=denoiser.flops_per_image(),
         hidden=config.hidden,
         depth=config.depth,
@@ -47,40 +47,40 @@ def test_the_estimate_is_within_a_quarter_of_what_is_kept(size: int, patch: int,
     assert 0.75 < cost.activation_bytes() / each < 1.25
 
 
-def cost(checkpointing: bool = False) -> memory_checks.ImageCost:
-    return memory_checks.ImageCost(
+def cost(checkpointing: bool = False) -> memory_fit_check.ImageCost:
+    return memory_fit_check.ImageCost(
         flops=10**9, hidden=100, depth=6, num_values=10, dtype="fp32", gradient_checkpointing=checkpointing
     )
 
 
 def test_a_batch_that_fits_is_not_refused_and_one_that_does_not_gets_a_size_that_does() -> None:
     each = cost().bytes_on(CPU)
-    assert memory_checks.batch_error(64, 1, cost(), CPU, 64 * each) is None
-    error = memory_checks.batch_error(64, 2, cost(), CPU, 50 * each)
+    assert memory_fit_check.batch_error(64, 1, cost(), CPU, 64 * each) is None
+    error = memory_fit_check.batch_error(64, 2, cost(), CPU, 50 * each)
     assert error is not None
     assert "--batch_size 32 " in error.action
     assert "--accumulate 4 " in error.action
-    assert memory_checks.batch_error(32, 4, cost(), CPU, 50 * each) is None
+    assert memory_fit_check.batch_error(32, 4, cost(), CPU, 50 * each) is None
 
 
 def test_where_not_even_one_image_fits_a_smaller_model_is_the_advice() -> None:
-    error = memory_checks.batch_error(1, 1, cost(), CPU, cost().bytes_on(CPU) / 2)
+    error = memory_fit_check.batch_error(1, 1, cost(), CPU, cost().bytes_on(CPU) / 2)
     assert error is not None
     assert "--model" in error.action
 
 
 def test_checkpointing_keeps_less_and_ranks_share_a_machine() -> None:
     assert cost(checkpointing=True).activation_bytes() < cost().activation_bytes() / 3
-    alone, shared = memory_checks.free_bytes(CPU, 1), memory_checks.free_bytes(CPU, 4)
+    alone, shared = memory_fit_check.free_bytes(CPU, 1), memory_fit_check.free_bytes(CPU, 4)
     assert 0 < shared < alone
 
 
 def test_weights_that_cannot_be_trained_on_a_device_are_refused_and_shared_out_they_are_not() -> None:
     billions = 14_300_000_000
-    refusal = memory_checks.weights_error(billions, 0, 4, 1, 141e9)
+    refusal = memory_fit_check.weights_error(billions, 0, 4, 1, 141e9)
     assert refusal is not None
     assert "266 GiB" in str(refusal)
     assert "--engine fsdp" in str(refusal)
-    assert memory_checks.weights_error(billions, 0, 4, 8, 141e9) is None
-    assert memory_checks.weights_error(20_000_000, billions, 2, 1, 141e9) is None, "adapters"
-    assert memory_checks.weights_error(1_400_000_000, 0, 4, 1, 40e9) is None
+    assert memory_fit_check.weights_error(billions, 0, 4, 8, 141e9) is None
+    assert memory_fit_check.weights_error(20_000_000, billions, 2, 1, 141e9) is None, "adapters"
+    assert memory_fit_check.weights_error(1_400_000_000, 0, 4, 1, 40e9) is None

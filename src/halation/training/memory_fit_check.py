@@ -20,7 +20,7 @@ from halation.distributed.world import World
 from halation.errors import InputError
 from halation.models.denoiser import Denoiser
 from halation.sampling.denoiser_sampler import SampleSettings
-from halation.training import validation
+from halation.training import validation_loss
 from halation.training.config import TrainConfig
 from halation.training.loop import MODEL, TrainedNetwork, mixed_precision
 from halation.training.objectives import denoising_objective
@@ -220,7 +220,7 @@ def check_samples_fit(
     rows = 2 * config.sample_batch_size if config.sample and settings.prompts else 0
     checks = [(rows, f"try --sample_batch_size {max(1, config.sample_batch_size // 2)}, or --no_sample")]
     if min(config.validation_images, task.source.num_validation):
-        checks.append((validation.BATCH_SIZE, "try --validation_images 0"))
+        checks.append((validation_loss.BATCH_SIZE, "try --validation_images 0"))
     if config.eval_every:
         checks.append((2 * config.eval_batch_size, f"try --eval_batch_size {max(1, config.eval_batch_size // 2)}"))
     with contextlib.ExitStack() as stack:

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from halation.generation_progress import (
+from halation.generation_progress_display import (
     GenerationProgress,
     ProgressState,
     column_widths,
@@ -363,7 +363,7 @@ def test_plain_lines_come_at_the_start_at_events_and_at_the_end_and_not_at_every
 
 
 def test_plain_lines_come_every_half_minute_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("halation.generation_progress.PLAIN_EVERY_S", 0.05)
+    monkeypatch.setattr("halation.generation_progress_display.PLAIN_EVERY_S", 0.05)
     stream, clock = io.StringIO(), Clock()
     with GenerationProgress(
         "plain", ["GPU 0", "GPU 1"], num_planned=5000, num_done=0, stream=stream, clock=clock
@@ -422,6 +422,6 @@ def test_none_writes_nothing() -> None:
 
 
 def test_the_progress_does_not_import_torch_nor_rich_before_it_draws_bars() -> None:
-    code = "import sys, halation.generation_progress, halation.generation.result_files; print(*{'torch', 'rich'} & sys.modules.keys())"
+    code = "import sys, halation.generation_progress_display, halation.generation.metadata_and_summary; print(*{'torch', 'rich'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout.strip()) == (0, "")
