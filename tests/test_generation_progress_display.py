@@ -422,6 +422,7 @@ def test_none_writes_nothing() -> None:
 
 
 def test_the_progress_does_not_import_torch_nor_rich_before_it_draws_bars() -> None:
-    code = "import sys, halation.generation_progress_display, halation.generation.metadata_and_summary; print(*{'torch', 'rich'} & sys.modules.keys())"
+    modules = "halation.generation_progress_display, halation.generation.metadata_and_summary"
+    code = f"import sys, {modules}; print(*{{'torch', 'rich'}} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout.strip()) == (0, "")
