@@ -171,7 +171,7 @@ def small(place: Place, teacher: Path) -> tuple[list[Score], list[str]]:
     scores: list[Score] = []
     for seed in place.seeds:
         settings = ("--max_images", size.small_images, *rates(2e-3, size.small_steps))
-        lessons = ("--teacher_states", size.small_states, "--cache_dir", place.work / f"small_lessons_{seed}")
+        targets = ("--teacher_states", size.small_states, "--cache_dir", place.work / f"small_targets_{seed}")
         words = (
             "--data",
             "streets",
@@ -179,7 +179,7 @@ def small(place: Place, teacher: Path) -> tuple[list[Score], list[str]]:
             "velocity",
             "--student_config",
             place.small_shape,
-            *lessons,
+            *targets,
             *settings,
         )
         distilled = distil(place, f"small_distilled_{seed}", teacher, seed, *words)
@@ -233,7 +233,7 @@ def few(place: Place, teacher: Path, objectives: Sequence[str]) -> tuple[list[Sc
         for seed in place.seeds:
             student = distil(
                 place, f"few_{objective}_{seed}", teacher, seed, "--objective", objective, "--student_steps", FEW, "--data", prompts,
-                "--teacher_states", size.num_states, "--cache_dir", place.work / f"few_lessons_{seed}", *rates(5e-4, size.few_steps),
+                "--teacher_states", size.num_states, "--cache_dir", place.work / f"few_targets_{seed}", *rates(5e-4, size.few_steps),
             )  # fmt: skip
             scores.append(jury.score(objective, student, seed, steps=FEW, guidance=1.0))
         lines.append(_closed(scores, objective, place.seeds))
@@ -263,7 +263,7 @@ def batch_of(num: int, steps: int, guidance: float) -> SampleBatch:
     return SampleBatch(specs=tuple(spec(index) for index in range(num)), num_real=num)
 
 
-def painter(model: Path, steps: int, guidance: float, num: int) -> Callable[[], np.ndarray]:
+def make_sampler(model: Path, steps: int, guidance: float, num: int) -> Callable[[], np.ndarray]:
     """Draws the same batch at every call, with the sampler its run says."""
     found = find_checkpoint(model)
     denoiser: Denoiser = load_denoiser(found, raw=False, checked=True)
@@ -277,8 +277,8 @@ def speed(place: Place, teacher: Path, student: Path, num: int = 16) -> str:
     torch.set_num_threads(1)
     many = place.size.many
     turns: dict[str, Callable[[], float]] = {
-        "teacher": partial(measure.seconds, painter(teacher, many, GUIDANCE, num)),
-        "student": partial(measure.seconds, painter(student, FEW, 1.0, num)),
+        "teacher": partial(measure.seconds, make_sampler(teacher, many, GUIDANCE, num)),
+        "student": partial(measure.seconds, make_sampler(student, FEW, 1.0, num)),
     }
     measure.interleaved(turns, 1)
     rate = {name: num / value for name, value in measure.medians(measure.interleaved(turns, 5)).items()}
@@ -289,7 +289,7 @@ def speed(place: Place, teacher: Path, student: Path, num: int = 16) -> str:
 def draw_grid(place: Place, teacher: Path, student: Path, num: int = 8, scale: int = 3) -> None:
     """Teacher at many steps, teacher at few, student at few, a row each, from the same seeds."""
     rows = [(teacher, place.size.many, GUIDANCE), (teacher, FEW, GUIDANCE), (student, FEW, 1.0)]
-    drawn = [image for model, steps, guidance in rows for image in painter(model, steps, guidance, num)()]
+    drawn = [image for model, steps, guidance in rows for image in make_sampler(model, steps, guidance, num)()]
     cells = [np.kron(image, np.ones((scale, scale, 1), np.uint8)) for image in drawn]
     who = [
         f"{name}, {steps} steps" for name, steps in (("teacher", place.size.many), ("teacher", FEW), ("student", FEW))
@@ -331,7 +331,7 @@ def epoch_s(place: Place, teacher: Path, flag: str, words: Sequence[object]) -> 
     """Seconds of a pass over the data by the run's own clock, from its median step; teacher targets were made before its first."""
     folder = distil(
         place, f"epoch_{next(_turns)}_{flag}", teacher, 0, "--objective", "velocity", *words, f"--{flag}",
-        "--cache_dir", place.work / "epoch_lessons", *rates(1e-3, place.size.cache_steps), "--log_every", 1,
+        "--cache_dir", place.work / "epoch_targets", *rates(1e-3, place.size.cache_steps), "--log_every", 1,
     )  # fmt: skip
     lines = shipped.training_lines(folder)
     steps = [later["time_s"] - sooner["time_s"] for sooner, later in itertools.pairwise(lines)]

@@ -120,14 +120,14 @@ def as_rank(name: str, export: Path, place: Path) -> None:
         )
     patterns = Patterns(setting, world, solo, load_denoiser(export, raw=False), place)
     found = {}
-    for painter, fault in (("real", ""), ("sleeping", setting.fault)):
+    for kind, fault in (("real", ""), ("sleeping", setting.fault)):
         os.environ["HALATION_FAULT"] = fault
         patterns.all_ranks()
         turns: dict[str, Callable[[], float]] = {
             "ours": lambda: measure.seconds(patterns.all_ranks),
             "peer": lambda: measure.seconds(patterns.rank_0_alone),
         }
-        found[painter] = measure.interleaved(turns, setting.rounds)
+        found[kind] = measure.interleaved(turns, setting.rounds)
     if world.is_rank_zero:
         (place / RESULT).write_text(json.dumps(found))
     dist.barrier()
@@ -189,10 +189,10 @@ def duel(setting: Setting, name: str, work: Path) -> measure.Report:
         check = f"{len(files[size])} files {'byte-identical' if same else 'DIFFERENT'}"
         found = world_of(size, setting, name, export, work)
         measure.say(f"{size} ranks: {found}")
-        for painter in ("sleeping", "real"):
-            middle = measure.medians(found[painter])
-            ideal = size if painter == "sleeping" else min(size, measure.num_cores())
-            rows.append(_row(f"{size} ranks, {painter} model", middle["ours"], middle["peer"], ideal, check))
+        for kind in ("sleeping", "real"):
+            middle = measure.medians(found[kind])
+            ideal = size if kind == "sleeping" else min(size, measure.num_cores())
+            rows.append(_row(f"{size} ranks, {kind} model", middle["ours"], middle["peer"], ideal, check))
         rows.append(_row(f"{size} ranks, halation sample, one run each", command[size], command[1], size, check))
     facts = measure.machine() | {"prompts": len(PROMPTS), "steps": setting.steps, "sleep_s": setting.sleep_s}
     return measure.Report(name="duel_04_all_ranks", rows=tuple(rows), facts=facts)

@@ -76,7 +76,7 @@ class Ours:
             "threads": 1,
             "raw": False,
         }
-        self.easel = open_runner(order | options)
+        self.runner = open_runner(order | options)
         self.numbers = itertools.count()
 
     def draw(self, num: int) -> list[Any]:
@@ -107,7 +107,7 @@ class Ours:
         task = BatchTask(
             number=number, requests=requests, batch_size=self.batch, micro_batch=self.batch, wanted=frozenset(spec.index for spec in specs)
         )  # fmt: skip
-        return self.easel.run_task(task, lambda: None, lambda: None)
+        return self.runner.run_task(task, lambda: None, lambda: None)
 
 
 def _coder() -> str:

@@ -97,9 +97,9 @@ def opened(setting: Setting, work: Path, fid: Any) -> Bench:
     }
     real = scored.images(min(setting.num, MOST_REFERENCE), setting.size, 1.6, seed=1000)
     shutil.rmtree(work / "reference", ignore_errors=True)  # a kept --work may hold those of another number of images
-    desks = _desks({"main": extractors["main"]}, work / "reference", len(real), None)
-    extraction_of(_drawn(real, desks, Turn()), desks, device)
-    reference = load_feature_set(desks["main"], None)
+    writers = _open_writers({"main": extractors["main"]}, work / "reference", len(real), None)
+    extraction_of(_drawn(real, writers, Turn()), writers, device)
+    reference = load_feature_set(writers["main"], None)
     assert reference.features is not None
     images = scored.images(setting.num, setting.size, 1.9, seed=0)
     clean_fid.write_folder(images, work / "png", num_threads=measure.num_cores())
@@ -117,7 +117,7 @@ def opened(setting: Setting, work: Path, fid: Any) -> Bench:
     )
 
 
-def _desks(
+def _open_writers(
     extractors: dict[str, Extractor], folder: Path, num: int, captions: Sequence[str] | None
 ) -> dict[str, FeatureWriter]:
     starts = range(0, num, CHUNK_SIZE)
@@ -133,12 +133,12 @@ def _desks(
 
 
 def extraction_of(
-    prepared: Iterator[tuple[ExtractorBatch, PreparedBatch]], desks: dict[str, FeatureWriter], device: torch.device
+    prepared: Iterator[tuple[ExtractorBatch, PreparedBatch]], writers: dict[str, FeatureWriter], device: torch.device
 ) -> None:
     """The product's own pass."""
     broken = extraction.extract_features(
         prepared,
-        desks,
+        writers,
         batch_size=BATCH_SIZE,
         device=device,
         expected_size=None,
@@ -149,21 +149,21 @@ def extraction_of(
         raise SystemExit(f"broken images: {broken}")
 
 
-def _batches(desks: dict[str, FeatureWriter]) -> Iterator[ExtractorBatch]:
-    store = next(iter(desks.values())).store
-    return extraction.plan_batches(desks, range(store.num_chunks), BATCH_SIZE)
+def _batches(writers: dict[str, FeatureWriter]) -> Iterator[ExtractorBatch]:
+    store = next(iter(writers.values())).store
+    return extraction.plan_batches(writers, range(store.num_chunks), BATCH_SIZE)
 
 
 def _drawn(
-    images: Sequence[Pixels], desks: dict[str, FeatureWriter], turn: Turn
+    images: Sequence[Pixels], writers: dict[str, FeatureWriter], turn: Turn
 ) -> Iterator[tuple[ExtractorBatch, PreparedBatch]]:
     """As the batches of a live model are handed on."""
 
     def loader(index: int) -> Callable[[], tuple[Pixels, bytes]]:
         return lambda: (images[index], hashlib.sha256(images[index].tobytes()).digest())
 
-    preparations = {label: desk.extractor.transform for label, desk in desks.items()}
-    for batch in _batches(desks):
+    preparations = {label: writer.extractor.transform for label, writer in writers.items()}
+    for batch in _batches(writers):
         with turn.stage("prepare", waiting=False):
             ready = prepare_images([(index, loader(index)) for index in batch.indices], preparations)
         yield batch, ready
@@ -173,13 +173,13 @@ def ours(bench: Bench) -> Turn:
     turn, folder = Turn(), bench.work / "features"
     shutil.rmtree(folder, ignore_errors=True)
     with turn.stage("features"):
-        desks = _desks(bench.extractors, folder, len(bench.images), bench.captions)
-        extraction_of(_drawn(bench.images, desks, turn), desks, bench.device)
+        writers = _open_writers(bench.extractors, folder, len(bench.images), bench.captions)
+        extraction_of(_drawn(bench.images, writers, turn), writers, bench.device)
     for clock in (turn.wall_s, turn.cpu_s):
         clock["features"] -= clock["prepare"]
     rules = measures.MetricSettings(allow_few=True, device=str(bench.device))
     with turn.stage("moments"):
-        sides = {label: load_feature_set(desk, None) for label, desk in desks.items()}
+        sides = {label: load_feature_set(writer, None) for label, writer in writers.items()}
     for metric, label in (("fid", "main"), ("kid", "main"), ("clip", "clip")):
         with turn.stage(metric):
             subject = measures.MetricInputs(
@@ -246,16 +246,18 @@ def folder_pass(bench: Bench, num_workers: int) -> tuple[float, float]:
     source: ImageSource = find_image_files(bench.folder, "--generated").first(MOST_OF_FOLDER)
     stores = bench.work / f"folder_{num_workers}"
     shutil.rmtree(stores, ignore_errors=True)
-    desks = _desks(bench.extractors, stores, len(source), bench.captions)
-    preparations = {label: desk.extractor.transform for label, desk in desks.items()}
-    names = tuple(desks)
+    writers = _open_writers(bench.extractors, stores, len(source), bench.captions)
+    preparations = {label: writer.extractor.transform for label, writer in writers.items()}
+    names = tuple(writers)
     with PreprocessPool(SourcePreprocessor(source=source, transforms=preparations), num_workers) as processes:
         for _ in processes.iter_batches(
             [ExtractorBatch(range(start, start + 1), names) for start in range(max(1, num_workers))]
         ):
             pass
-        supply = measure.seconds(lambda: [None for _ in processes.iter_batches(_batches(desks))])
-        features = measure.seconds(lambda: extraction_of(processes.iter_batches(_batches(desks)), desks, bench.device))
+        supply = measure.seconds(lambda: [None for _ in processes.iter_batches(_batches(writers))])
+        features = measure.seconds(
+            lambda: extraction_of(processes.iter_batches(_batches(writers)), writers, bench.device)
+        )
     return len(source) / features, len(source) / supply
 
 
@@ -290,7 +292,7 @@ def duel(setting: Setting, work: Path, fid: Any) -> measure.Report:
         )
         measure.say(f"round {number + 1}, networks alone: {alone[-1]:.2f} s; folder: {rates}")
     facts = measure.machine() | {
-        "pictures": f"{setting.num} of {setting.size} px",
+        "images": f"{setting.num} of {setting.size} px",
         "clip": setting.clip.name,
         "ours_s": medians_by_stage(mine),
         "peer_s": medians_by_stage(others),

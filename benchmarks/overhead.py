@@ -165,7 +165,7 @@ def compare(setting: Setting, work: Path) -> measure.Report:
         write_prompts(work / f"prompts_{num_workers}.txt", setting.num_images * num_workers)
         for size in HEIGHTS:
             rows += rows_of(setting, size, num_workers, work, startups)
-    facts = measure.machine() | {"painter s": PAINT_S, "pictures": setting.num_images}
+    facts = measure.machine() | {"model s": PAINT_S, "images": setting.num_images}
     facts |= {"load": f"{os.getloadavg()[0]:.1f}", "start-up s": f"{measure.spread(startups)}, apart"}
     return measure.Report(name="overhead", rows=tuple(rows), facts=facts)
 

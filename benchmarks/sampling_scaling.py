@@ -62,7 +62,7 @@ class Sleeping(DiTDenoiser):
         return x / 2
 
 
-def painter(setting: Setting) -> Sleeping:
+def make_model(setting: Setting) -> Sleeping:
     from halation.models.dit.denoiser import create_dit
 
     plain = create_dit("tiny", height=SIZE, width=SIZE, captions=PROMPTS)
@@ -82,7 +82,7 @@ class Drawings:
         from halation.sampling.denoiser_sampler import SampleSettings
 
         self.world, self.place, self.number = world, place, 0
-        self.denoiser = painter(setting)
+        self.denoiser = make_model(setting)
         self.settings = SampleSettings(
             prompts=PROMPTS, height=SIZE, width=SIZE, steps=setting.steps, seed=42, same_seed=False, sampler="multistep",
             guidance_scale=3.0, batch_size=1, dtype="fp32",

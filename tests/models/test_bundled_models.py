@@ -58,7 +58,7 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def drawn(subject: ModelRef, prompts: Sequence[str]) -> list[Pixels]:
     order = {"model": subject.load_args, "device": "cpu", "threads": 1, "dtype": "fp32", "scheduler": "", "raw": False}
-    painter = ModelRunner(open_model(order | {"cfg_truncation_step": None, "compile": False}))
+    runner = ModelRunner(open_model(order | {"cfg_truncation_step": None, "compile": False}))
     specs = [
         SampleSpec(
             index=index,
@@ -73,7 +73,7 @@ def drawn(subject: ModelRef, prompts: Sequence[str]) -> list[Pixels]:
         for index, prompt in enumerate(prompts)
     ]
     batch = SampleBatch(specs=tuple(specs), num_real=len(specs))
-    pieces = painter.run_batch(batch, len(specs), range(len(specs)), lambda *_: None)
+    pieces = runner.run_batch(batch, len(specs), range(len(specs)), lambda *_: None)
     images = [image for piece in pieces for image in collect_images(piece, lambda action: action())]
     return [image[0] for image in images if not isinstance(image, Exception)]
 

@@ -241,20 +241,20 @@ class Clumsy(TrainingSession):
     num_failures = 0
 
     def _make_periodic_tasks(self) -> PeriodicTasks:
-        duties = super()._make_periodic_tasks()
+        periodic_tasks = super()._make_periodic_tasks()
         asked = 0
 
         def stop() -> int:
             nonlocal asked
-            asked = asked + 1 if duties.ema.is_swapped else 0
+            asked = asked + 1 if periodic_tasks.ema.is_swapped else 0
             if asked == 2:
                 asked = 0
                 self.num_failures += 1
                 raise HalationError("clumsy")
             return 0
 
-        duties.stop = stop
-        return duties
+        periodic_tasks.stop = stop
+        return periodic_tasks
 
 
 def train_clumsily(world: Any, config: TrainConfig) -> int:

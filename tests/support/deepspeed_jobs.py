@@ -122,7 +122,7 @@ class Trainee:
         return output
 
     def drawn(self) -> torch.Tensor:
-        """A forward with the averages in the weights' place, by the road of the duties."""
+        """A forward with the averages in the weights' place, as the tasks after a save do it."""
         self.ema.swap()
         self.engine.sync_master_weights()
         output = self.forward()

@@ -1,4 +1,4 @@
-"""What a rank of the pool does in the tests of words, vigils and engines."""
+"""What a rank of the pool does in the tests of words, heartbeats and engines."""
 
 from __future__ import annotations
 
@@ -57,16 +57,16 @@ def meet(world: World, timeout_s: float, idle: dict[int, str]) -> tuple[str, flo
     """All ranks work and meet, but the idle ones sleep, stop or die on the way; what this rank was told, and when."""
     began = time.monotonic()
     try:
-        with HeartbeatMonitor(world, "a test", timeout_s) as vigil:
+        with HeartbeatMonitor(world, "a test", timeout_s) as monitor:
             for _ in range(3):
-                vigil.heartbeat()
+                monitor.heartbeat()
                 time.sleep(0.1)
             what = idle.get(world.rank)
             if what == "sleep":
                 doze_off()
             elif what == "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
-            words = vigil.gather_results(world.rank)
+            words = monitor.gather_results(world.rank)
     except RankFailure as failure:
         return str(failure), time.monotonic() - began
     return str(words), time.monotonic() - began
@@ -78,12 +78,12 @@ def doze_off() -> None:
 
 def blame(world: World) -> str:
     """Rank 1 has come one beat less far than the others when rank 0 asks who is behind."""
-    with HeartbeatMonitor(world, "a forward", 5.0) as vigil:
+    with HeartbeatMonitor(world, "a forward", 5.0) as monitor:
         for _ in range(3 if world.rank == 1 else 4):
-            vigil.heartbeat()
+            monitor.heartbeat()
         time.sleep(1.2)
-        found = vigil.explain_failure()
-        vigil.gather_results("")
+        found = monitor.explain_failure()
+        monitor.gather_results("")
     return found
 
 

@@ -8,7 +8,7 @@ from halation.training.session import TrainingSession
 
 
 class SuspiciousSession(TrainingSession):
-    """`_visible` is what must be the same on both sides of a save's duties; what that is depends on the engine."""
+    """`_visible` is what must be the same on both sides of the tasks after a save; what that is depends on the engine."""
 
     num_looks = 0
 

@@ -21,7 +21,7 @@ def entry(name: str, value: float, **more: Any) -> dict[str, Any]:
     return {"name": name, "value": value, "std": None, "few": False} | more
 
 
-def verdict(step: int, fd: float, agreement: float = 0.5, **more: Any) -> CheckpointScore:
+def score(step: int, fd: float, agreement: float = 0.5, **more: Any) -> CheckpointScore:
     metrics = {
         "fd": entry("FD-streets", fd, **more),
         "agreement": entry("prompt agreement", agreement, better="higher"),
@@ -38,7 +38,7 @@ def written(folder: Path, *found: CheckpointScore) -> None:
 
 
 def test_every_evaluation_is_a_line_for_each_number_and_a_point_in_the_plot(tmp_path: Path) -> None:
-    written(tmp_path, verdict(500, 31.2), verdict(40, 40.0, std=1.5))
+    written(tmp_path, score(500, 31.2), score(40, 40.0, std=1.5))
     (tmp_path / "step_0000600").mkdir()
     found = checkpoint_scores.read_scores(tmp_path)
     assert [each.step for each in found] == [40, 500]
@@ -61,7 +61,7 @@ def test_every_evaluation_is_a_line_for_each_number_and_a_point_in_the_plot(tmp_
 
 
 def test_the_best_is_the_lowest_or_the_highest_by_what_the_number_means() -> None:
-    found = [verdict(1, 3.0, 0.9), verdict(2, 1.0, 0.2), verdict(3, 1.0, 0.9)]
+    found = [score(1, 3.0, 0.9), score(2, 1.0, 0.2), score(3, 1.0, 0.9)]
     assert checkpoint_scores.best_score(found, "fd").step == 2
     assert checkpoint_scores.best_score(found, "agreement").step == 1
     opposite = [
@@ -72,7 +72,7 @@ def test_the_best_is_the_lowest_or_the_highest_by_what_the_number_means() -> Non
 
 
 def test_the_first_number_decides_unless_another_is_asked_for() -> None:
-    one = verdict(1, 3.0)
+    one = score(1, 3.0)
     assert checkpoint_scores.deciding_metric(one, "") == "fd"
     assert checkpoint_scores.deciding_metric(one, "agreement") == "agreement"
     with pytest.raises(InputError, match="--best_by kid, and the evaluation has fd, agreement"):
@@ -80,7 +80,7 @@ def test_the_first_number_decides_unless_another_is_asked_for() -> None:
 
 
 def test_the_sentence_says_where_a_checkpoint_stands() -> None:
-    first, second, third = verdict(300, 35.0), verdict(400, 29.83), verdict(500, 31.24, few=True)
+    first, second, third = score(300, 35.0), score(400, 29.83), score(500, 31.24, few=True)
     assert (
         checkpoint_scores.format_score(first, [first], "fd")
         == "step 300: FD-streets 35 (the first), prompt agreement 0.5"

@@ -17,7 +17,7 @@ from halation.sample_specs import SampleSpec
 STYLE = {"model": "testcard", "sampler": "", "coder": "zlib", "fps": 16}
 
 
-def crew(folder: Path, num_workers: int) -> LocalWorkerPool:
+def start_pool(folder: Path, num_workers: int) -> LocalWorkerPool:
     orders = {"folder": str(folder), "model": {"kind": "testcard", "seconds": 0.0}, "style": STYLE, "threads": 1}
     return LocalWorkerPool(
         [WorkerSlot(label=str(n), device="cpu") for n in range(num_workers)], orders, folder / "logs", 1
@@ -46,7 +46,7 @@ def await_kind(workers: LocalWorkerPool, kind: str, *who: int) -> list[WorkerEve
 
 @pytest.mark.faults
 def test_orders_to_a_stopped_worker_do_not_keep_the_supervisor_waiting(tmp_path: Path) -> None:
-    workers = crew(tmp_path, 2)
+    workers = start_pool(tmp_path, 2)
     try:
         for worker in range(2):
             workers.start(worker)
