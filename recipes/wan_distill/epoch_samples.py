@@ -17,7 +17,7 @@ from halation.distributed.external_process_group import eval_mode, external_worl
 from halation.distributed.world import World
 from halation.models.denoiser import PIPELINE_SCHEDULER
 from halation.models.pipelines import load
-from halation.models.pipelines.folder_check import PipelineFiles
+from halation.models.pipelines.folder_safety_check import PipelineFiles
 from halation.sampling.denoiser_sampler import DenoiserSampler, SampleSettings
 from halation.sampling.sample_folder import RankNaming, SampleFolder, SampleRow, publish_index
 

@@ -17,7 +17,7 @@ from halation.evaluation.config import EvaluateConfig
 from halation.gallery.config import GalleryConfig
 from halation.generation.config import GenerateConfig
 from halation.sampling.config import SampleConfig
-from halation.tools.ctl_demo_doctor_config import CtlConfig, DemoConfig, DoctorConfig
+from halation.tools.config import CtlConfig, DemoConfig, DoctorConfig
 from halation.training.config import TrainConfig
 from halation.watcher.config import WatchConfig
 

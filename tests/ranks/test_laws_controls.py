@@ -14,7 +14,7 @@ import pytest
 from halation.errors import Interrupted
 from halation.runs import control_requests
 from halation.tools import ctl
-from halation.tools.ctl_demo_doctor_config import CtlConfig
+from halation.tools.config import CtlConfig
 from halation.training import command as job
 from halation.training.config import TrainConfig
 from halation.training.session import TrainingSession

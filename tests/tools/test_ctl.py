@@ -20,7 +20,7 @@ from halation.errors import InputError
 from halation.runs import control_requests
 from halation.runs import run_folder as runs
 from halation.tools import ctl
-from halation.tools.ctl_demo_doctor_config import CtlConfig
+from halation.tools.config import CtlConfig
 
 
 def record(folder: Path, job: str = "train") -> Path:

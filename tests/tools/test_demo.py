@@ -23,7 +23,7 @@ from halation.runs import run_folder as runs
 from halation.runs.run_folder import RunFolder
 from halation.tools import demo
 from halation.tools import demo as commands
-from halation.tools.ctl_demo_doctor_config import DemoConfig
+from halation.tools.config import DemoConfig
 from halation.tools.demo import num_images_done, run_command
 
 NAME = "a run's folder"

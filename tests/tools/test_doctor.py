@@ -15,10 +15,10 @@ import pytest
 import tyro
 
 from halation.errors import InputError
-from halation.tools.ctl_demo_doctor_config import DoctorConfig
+from halation.tools.config import DoctorConfig
 from halation.tools.doctor import EXTRAS, check_communication, run
 
-DOCTOR = "import sys, tyro; from halation.tools.doctor import run; from halation.tools.ctl_demo_doctor_config import DoctorConfig; "
+DOCTOR = "import sys, tyro; from halation.tools.doctor import run; from halation.tools.config import DoctorConfig; "
 COMMAND = [sys.executable, "-c", DOCTOR + "sys.exit(run(tyro.cli(DoctorConfig)))"]
 
 

@@ -7,7 +7,7 @@ import time
 
 from halation.errors import InputError
 from halation.runs import control_requests
-from halation.tools.ctl_demo_doctor_config import CtlConfig
+from halation.tools.config import CtlConfig
 
 POLL_S = 0.1
 

@@ -37,7 +37,7 @@ from halation.images.png_codec import encode_png, read_png
 from halation.models.bundled_models import resolve_model_path
 from halation.runs import run_folder as runs
 from halation.runs.run_folder import MetricsFile, RunFolder, write_atomic
-from halation.tools.ctl_demo_doctor_config import DemoConfig
+from halation.tools.config import DemoConfig
 from halation.training.config import TrainConfig
 
 POLL_S = 0.02

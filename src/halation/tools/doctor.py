@@ -22,7 +22,7 @@ from typing import Any
 from halation import __version__
 from halation.errors import InputError
 from halation.models.bundled_models import bundled_folder, bundled_names
-from halation.tools.ctl_demo_doctor_config import DoctorConfig
+from halation.tools.config import DoctorConfig
 
 EXTRAS = {
     "train": ("tensorboard>=2.18", "datasets>=4", "peft>=0.17"),

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from halation.errors import InputError
 from halation.models.fingerprint import EXPORT_FILE
-from halation.models.pipelines.folder_check import check_safetensors
+from halation.models.pipelines.folder_safety_check import check_safetensors
 from halation.runs.run_folder import COMMIT_FILE, sync_folder
 
 MODEL_INDEX = "model_index.json"

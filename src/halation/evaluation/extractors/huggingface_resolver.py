@@ -15,7 +15,7 @@ from PIL import Image
 from halation.errors import InputError
 from halation.evaluation.extractors.resize import ShortestEdgeCrop, describe_transform
 from halation.evaluation.extractors.weights import is_offline, sha256_files
-from halation.models.pipelines.folder_check import PICKLE_SUFFIXES, read_json
+from halation.models.pipelines.folder_safety_check import PICKLE_SUFFIXES, read_json
 
 # The library that the hub asks the network with changes with its versions; its own error is a kind of that library's.
 _NETWORK_ERROR: type[BaseException] = HfHubHTTPError.__bases__[0]

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from halation.errors import HalationError, InputError
-from halation.evaluation.metrics.bootstrap import frechet_interval
 from halation.evaluation.metrics.caption_agreement import caption_agreement
 from halation.evaluation.metrics.frechet import frechet_distance, frechet_distance_from_features
+from halation.evaluation.metrics.frechet_bootstrap import frechet_interval
 from halation.evaluation.metrics.inception_and_clip_score import NUM_SPLITS, clip_score, inception_score
 from halation.evaluation.metrics.kid import kernel_distance
 from halation.evaluation.metrics.moments import Features, Gaussian, Moments, single_thread

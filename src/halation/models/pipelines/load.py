@@ -17,7 +17,7 @@ from torch import nn
 from halation.errors import InputError
 from halation.models.block_compile_and_checkpointing import compile_blocks
 from halation.models.pipelines.capabilities import DTYPES, PipelineOptions, check_text_only
-from halation.models.pipelines.folder_check import PipelineFiles
+from halation.models.pipelines.folder_safety_check import PipelineFiles
 from halation.models.pipelines.pipeline_hooks import DENOISER_COMPONENTS
 from halation.models.pipelines.tokenizer_checks import check_has_vocabulary
 

@@ -20,7 +20,7 @@ from halation.models.pipelines.capabilities import (
     convert_arguments,
 )
 from halation.models.pipelines.family_quirks import PipelineFamily, get_family
-from halation.models.pipelines.folder_check import inspect_pipeline_folder
+from halation.models.pipelines.folder_safety_check import inspect_pipeline_folder
 from halation.models.pipelines.load import apply_compile, apply_offload, load_pipeline, pipeline_class, pipeline_modules
 from halation.models.pipelines.pipeline_hooks import DecodeCall, PipelineCall, PipelineHooks, finite_rows
 from halation.models.pipelines.schedulers import make_scheduler

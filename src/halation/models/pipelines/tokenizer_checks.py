@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from halation.errors import InputError
 from halation.models.pipelines.family_quirks import PipelineFamily
-from halation.models.pipelines.folder_check import read_json
+from halation.models.pipelines.folder_safety_check import read_json
 from halation.sample_specs import SampleSpec
 
 log = logging.getLogger(__name__)

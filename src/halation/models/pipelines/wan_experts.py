@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from halation.errors import InputError
-from halation.models.pipelines.folder_check import PipelineFiles, read_json
+from halation.models.pipelines.folder_safety_check import PipelineFiles, read_json
 from halation.models.pipelines.pipeline_hooks import boundary_timestep
 
 

@@ -104,7 +104,7 @@ def _open_pipeline_student(
     from halation.models.pipelines.load import filter_library_warnings
 
     filter_library_warnings()
-    from halation.models.pipelines.folder_check import inspect_pipeline_folder
+    from halation.models.pipelines.folder_safety_check import inspect_pipeline_folder
     from halation.models.pipelines.load import pipeline_class, pipeline_modules
     from halation.models.pipelines.training.denoiser import PipelineDenoiser
     from halation.models.pipelines.training.trainable_family import get_trainable_family

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from halation.models.pipelines.family_quirks import get_family
-from halation.models.pipelines.folder_check import PipelineFiles, read_json
+from halation.models.pipelines.folder_safety_check import PipelineFiles, read_json
 from halation.models.pipelines.load import load_components
 from halation.models.pipelines.schedulers import few_step_scheduler
 from halation.models.pipelines.training.text_encoding import other_components

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from halation.errors import HalationError
 from halation.models.denoiser import SolverSettings
-from halation.models.pipelines.folder_check import inspect_pipeline_folder
+from halation.models.pipelines.folder_safety_check import inspect_pipeline_folder
 from halation.models.pipelines.load import pipeline_modules
 from halation.models.pipelines.training import export
 from halation.models.pipelines.training.denoiser import PipelineDenoiser

@@ -19,7 +19,7 @@ from halation.models.block_compile_and_checkpointing import apply_gradient_check
 from halation.models.denoiser import Condition, FamilyDefaults, GuidanceKind, SolverSettings
 from halation.models.pipelines.capabilities import DTYPES, PipelineChecker, PipelineOptions, call_parameters
 from halation.models.pipelines.family_quirks import get_family
-from halation.models.pipelines.folder_check import PipelineFiles, inspect_pipeline_folder
+from halation.models.pipelines.folder_safety_check import PipelineFiles, inspect_pipeline_folder
 from halation.models.pipelines.load import load_components, pipeline_class, pipeline_modules, prepare_weights
 from halation.models.pipelines.schedulers import sampling_times
 from halation.models.pipelines.tokenizer_checks import check_tokenizers

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from halation.errors import HalationError
 from halation.fault_injection import fault_point
-from halation.models.pipelines.folder_check import PipelineFiles, inspect_pipeline_folder, read_json
+from halation.models.pipelines.folder_safety_check import PipelineFiles, inspect_pipeline_folder, read_json
 from halation.models.pipelines.load import pipeline_modules
 from halation.models.pipelines.training.denoiser import PipelineDenoiser
 from halation.models.pipelines.training.lora import (

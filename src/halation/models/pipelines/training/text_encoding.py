@@ -16,7 +16,7 @@ from torch import Tensor
 from halation.models.denoiser import Condition
 from halation.models.pipelines.capabilities import DTYPES, call_parameters
 from halation.models.pipelines.family_quirks import get_family
-from halation.models.pipelines.folder_check import PipelineFiles
+from halation.models.pipelines.folder_safety_check import PipelineFiles
 from halation.models.pipelines.load import load_components
 from halation.models.pipelines.tokenizer_checks import PromptLengthCheck, check_tokenizers
 from halation.models.pipelines.training.trainable_family import TrainableFamily
