@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from benchmarks import measure
-from halation.images.png_codec import CODERS, Pixels, best_coder, encode_png
+from halation.images.png_codec import CODERS, Pixels, encode_png, fastest_coder
 
 MOST_BYTES = 1.15
 """How much larger than Pillow's file ours may be."""
@@ -125,7 +125,7 @@ def compare(case: Case, rounds: int) -> list[measure.Row]:
         "default": lambda: milliseconds(lambda: pillow(pixels), num),
         "level 1": lambda: milliseconds(lambda: pillow(pixels, compress_level=1), num),
     }
-    names = [name for name in CODERS if name != "isal" or best_coder() == "isal"]
+    names = [name for name in CODERS if name != "isal" or fastest_coder() == "isal"]
     for name in names:
         coder = CODERS[name]
         turns[name] = lambda coder=coder: milliseconds(lambda: encode_png(pixels, {}, coder), num)  # type: ignore[misc]
@@ -154,7 +154,7 @@ def compare(case: Case, rounds: int) -> list[measure.Row]:
 
 def two_threads(pixels: Pixels, rounds: int) -> float:
     """How many times the images of one thread two threads encode: 2 where no lock is held."""
-    coder = CODERS[best_coder()]
+    coder = CODERS[fastest_coder()]
 
     def work() -> None:
         for _ in range(8):
@@ -175,7 +175,7 @@ def two_threads(pixels: Pixels, rounds: int) -> float:
 
 def duel(size: int, rounds: int) -> measure.Report:
     cores = sorted(os.sched_getaffinity(0))
-    facts = measure.machine() | {"best coder": best_coder()}
+    facts = measure.machine() | {"best coder": fastest_coder()}
     rows = []
     images = cases(size)
     for case in images:

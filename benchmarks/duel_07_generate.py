@@ -111,9 +111,9 @@ class Ours:
 
 
 def _coder() -> str:
-    from halation.images.png_codec import best_coder
+    from halation.images.png_codec import fastest_coder
 
-    return best_coder()
+    return fastest_coder()
 
 
 def peer(pipe: Any, setting: Setting, folder: Path) -> Callable[[int], None]:

@@ -419,7 +419,7 @@ class GenerationProgress:
             worker_progress.num_succeeded += success
             worker_progress.num_failed += failed
 
-    def set_elsewhere(self, success: int, failed: int) -> None:
+    def set_other_process_counts(self, success: int, failed: int) -> None:
         """Commands that share the folder have drawn so many in all since this one began, or given them up."""
         with self.progress_state.lock:
             self.progress_state.num_done_elsewhere = success

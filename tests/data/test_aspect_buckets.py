@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from halation.data.aspect_buckets import bucket_shapes, describe_buckets, nearest_shapes
+from halation.data.aspect_buckets import bucket_shapes, describe_buckets, nearest_shape_indices
 from halation.data.dataset_factory import check_dataset, open_dataset
 from halation.errors import InputError
 
@@ -60,7 +60,7 @@ def test_too_little_room_for_one_multiple_is_refused() -> None:
 @given(sizes=st.lists(st.tuples(st.integers(1, 5000), st.integers(1, 5000)), max_size=30))
 def test_each_image_goes_where_the_least_of_it_is_cut_off(sizes: list[tuple[int, int]]) -> None:
     shapes = bucket_shapes(512, 512, 32)
-    chosen = nearest_shapes(np.array(sizes).reshape(-1, 2), shapes)
+    chosen = nearest_shape_indices(np.array(sizes).reshape(-1, 2), shapes)
     assert len(chosen) == len(sizes)
 
     def kept(size: tuple[int, int], shape: tuple[int, int]) -> float:
@@ -72,7 +72,7 @@ def test_each_image_goes_where_the_least_of_it_is_cut_off(sizes: list[tuple[int,
 
 
 def test_of_two_shapes_that_are_equally_near_the_first_is_taken() -> None:
-    assert nearest_shapes(np.array([[7, 7], [300, 300]]), ((20, 10), (10, 20))).tolist() == [0, 0]
+    assert nearest_shape_indices(np.array([[7, 7], [300, 300]]), ((20, 10), (10, 20))).tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from halation.data.prompt_dataset import PromptDataset
 from halation.distillation.batches_with_targets import TeacherInputs
 from halation.distillation.teacher_targets import TargetPlan
-from halation.flow.seeded_noise import spec_noise
+from halation.flow.seeded_noise import noise_from_seed
 from halation.flow.trajectory_segments import solve
 from halation.models.denoiser import PIPELINE_SCHEDULER, SolverSettings
 from halation.models.frozen_teacher import Teacher
@@ -68,7 +68,7 @@ def test_from_a_prompt_and_its_noise_a_teacher_s_few_steps_are_those_of_its_pipe
     teacher = Teacher(student, guidance=guidance, device=CPU, dtype=torch.float32)
     items = TeacherInputs(student, PromptDataset(tmp_path / "prompts.txt", SIDE, SIDE), CPU, plan.dropout_mask)
     condition = items.condition([0, 1])
-    x = torch.stack([spec_noise(spec.seed, shape) for spec in specs])
+    x = torch.stack([noise_from_seed(spec.seed, shape) for spec in specs])
     for piece in plan.segments:
         for step in solve(teacher.noise_path, lambda x, t: teacher.predict(x, t, condition), x, piece):
             x = step.end

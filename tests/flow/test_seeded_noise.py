@@ -6,33 +6,33 @@ import numpy as np
 import pytest
 import torch
 
-from halation.flow.seeded_noise import MAX_SEED, spec_noise, training_draw
+from halation.flow.seeded_noise import MAX_SEED, noise_from_seed, training_draw
 
 
 def test_a_spec_s_noise_is_a_function_of_its_seed_alone() -> None:
-    first = spec_noise(7, (3, 8, 8))
+    first = noise_from_seed(7, (3, 8, 8))
     torch.rand(5)
-    assert torch.equal(first, spec_noise(7, (3, 8, 8)))
-    assert not torch.equal(first, spec_noise(8, (3, 8, 8)))
+    assert torch.equal(first, noise_from_seed(7, (3, 8, 8)))
+    assert not torch.equal(first, noise_from_seed(8, (3, 8, 8)))
     assert first.dtype == torch.float32
     assert first.device.type == "cpu"
 
 
-def test_spec_noise_is_the_plain_draw_of_a_torch_generator() -> None:
+def test_noise_from_seed_is_the_plain_draw_of_a_torch_generator() -> None:
     expected = torch.randn(4, 2, 2, generator=torch.Generator().manual_seed(42))
-    assert torch.equal(spec_noise(42, (4, 2, 2)), expected)
+    assert torch.equal(noise_from_seed(42, (4, 2, 2)), expected)
 
 
 @pytest.mark.parametrize("seed", [-1, 2**63, 2**64 - 1])
 def test_seeds_that_torch_would_wrap_are_refused(seed: int) -> None:
     with pytest.raises(ValueError, match="from 0 to"):
-        spec_noise(seed, (1,))
+        noise_from_seed(seed, (1,))
     with pytest.raises(ValueError, match="from 0 to"):
         training_draw(seed, 0, (1,))
 
 
 def test_the_largest_seed_and_far_positions_are_accepted() -> None:
-    assert spec_noise(MAX_SEED, (2,)).isfinite().all()
+    assert noise_from_seed(MAX_SEED, (2,)).isfinite().all()
     assert np.isfinite(training_draw(MAX_SEED, 2**40, (2,)).noise).all()
 
 
@@ -62,7 +62,7 @@ def test_training_draws_are_standard_normal_and_uniform_over_positions() -> None
 
 def test_no_global_generator_moves() -> None:
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
-    spec_noise(3, (8,))
+    noise_from_seed(3, (8,))
     training_draw(3, 3, (8,))
     assert random.getstate() == states[0]
     assert np.random.get_state()[1].tolist() == states[1]

@@ -206,7 +206,7 @@ def test_what_a_command_records_is_seen_while_it_has_the_ledger_open(tmp_path: P
         assert found(run, text="street", state="done", limit=500) == [0, 10]
         assert found(run, worker="b", limit=500) == [12, 13, 14, 15]
         ledger.record([ImageOutcome(index=19, state="done", sha256="f" * 64, worker="c")])  # another try
-        ledger.reopen([0])
+        ledger.mark_open([0])
         refreshed(run)
         assert run.detail()["counts"] == {"planned": 40, "open": 21, "done": 18, "failed": 1}
         assert found(run, worker="c") == [19]

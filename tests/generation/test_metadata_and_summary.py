@@ -98,7 +98,7 @@ def test_metadata_has_a_line_for_each_done_row_by_index_and_nothing_of_workers_o
     folder: Path, ledger: Ledger
 ) -> None:
     draw(folder, ledger)
-    ledger.reopen([1])
+    ledger.mark_open([1])
     metadata_and_summary.write_metadata(folder, ledger.rows())
     lines = [json.loads(line) for line in (folder / "metadata.jsonl").read_bytes().split(b"\n")[:-1]]
     assert [line["index"] for line in lines] == [0, 2, 3, 4, 5]
@@ -126,7 +126,7 @@ def test_other_workers_and_times_leave_the_same_metadata_bytes(tmp_path: Path) -
         folder.mkdir()
         with Ledger(folder / "ledger.sqlite") as ledger:
             draw(folder, ledger)
-            ledger.reopen(range(len(PROMPTS)))
+            ledger.mark_open(range(len(PROMPTS)))
             ledger.record(
                 ImageOutcome(
                     index=index, state="done", sha256="ab", worker=str(number), seconds=number, attempts=number
@@ -309,7 +309,7 @@ def test_gone_and_unreadable_images_are_told_apart_by_index_and_only_done_rows_a
     folder: Path, ledger: Ledger
 ) -> None:
     draw(folder, ledger)
-    ledger.reopen([2])
+    ledger.mark_open([2])
     for name in ("000001_seed42.png", "000003_seed44.png", "000006_seed47.png"):
         (folder / name).unlink()
     (folder / "000006_seed47.png").mkdir()
@@ -405,7 +405,7 @@ def test_the_summary_says_how_fast_how_busy_and_what_failed(folder: Path, ledger
         seconds=4.0,
         workers={"GPU 0": WorkerStats(done=3, failed=3, seconds_painting=3.0, restarts=1), "GPU 1": WorkerStats()},
         retries=6,
-        redone_sheets=1,
+        num_redone_batches=1,
         failures_by_reason=metadata_and_summary.count_reasons(ledger.failed_rows()),
         smaller_micro_batches=2,
         equality_classes={"compile": "E1"},

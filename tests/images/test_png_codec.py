@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageDraw
 
 from halation.errors import InputError
-from halation.images.png_codec import CODERS, Pixels, best_coder, encode_png, get_coder, metadata_texts, read_png
+from halation.images.png_codec import CODERS, Pixels, encode_png, fastest_coder, get_coder, metadata_texts, read_png
 
 SPEC = {
     "index": 3,
@@ -258,14 +258,14 @@ def test_other_images_are_at_most_fifteen_percent_larger_than_pillows_files_too(
 
 
 def test_the_fast_coder_is_the_best_where_it_is_installed() -> None:
-    assert best_coder() == ("isal" if importlib.util.find_spec("isal") else "zlib")
+    assert fastest_coder() == ("isal" if importlib.util.find_spec("isal") else "zlib")
 
 
 def test_without_the_fast_coder_zlib_is_the_best_and_asking_for_it_says_how_to_install_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "isal", None)
-    assert best_coder() == "zlib"
+    assert fastest_coder() == "zlib"
     with pytest.raises(InputError, match=r"halation\[fast\]") as refusal:
         get_coder("isal")
     assert refusal.value.exit_code == 2

@@ -50,7 +50,7 @@ def config(folder: Path, stage: int, **changes: Any) -> TrainConfig:
 
 class Suspicious(SuspiciousSession):
     def _visible(self) -> dict[str, Any]:
-        pieces = checkpoint_state.checkpoint_pieces(self.networks)
+        pieces = checkpoint_state.checkpoint_parts(self.networks)
         return {
             "random": rng.capture(self.world.device),
             "modes": [module.training for module in self.denoiser.module.modules()],

@@ -26,7 +26,7 @@ def measure(world: Any, config: TrainConfig) -> dict[str, float]:
     with job._lock_run_folder(config, world, has_lock=False), TrainingSession(world, config) as session:
         assert session._resume()
         with session.ema.swap_during():
-            losses = validation_loss.validation_loss(
+            losses = validation_loss.compute_validation_losses(
                 world,
                 session.denoiser,
                 session.source,

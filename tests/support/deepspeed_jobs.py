@@ -131,13 +131,13 @@ class Trainee:
         return output
 
     def bits(self) -> dict[str, torch.Tensor]:
-        pieces = checkpoint_state.checkpoint_pieces(self.parts())
+        pieces = checkpoint_state.checkpoint_parts(self.parts())
         return {f"{part}/{name}": p.local.clone() for part, named in pieces.items() for name, p in named.items()}
 
     def save(self, folder: Path) -> None:
         checkpoints = CheckpointWriter(self.world, folder, keep_last=0, sharded=self.engine.saves_shards)
         words = checkpoint_state.shared_state(self.position, self.ema, {}, {})
-        checkpoints.save(self.position.step, "kept", checkpoint_state.checkpoint_pieces(self.parts()), words, {})
+        checkpoints.save(self.position.step, "kept", checkpoint_state.checkpoint_parts(self.parts()), words, {})
         checkpoints.wait()
         checkpoints.raise_if_failed()
         self.world.all_gather_object("saved")

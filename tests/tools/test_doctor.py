@@ -16,7 +16,7 @@ import tyro
 
 from halation.errors import InputError
 from halation.tools.config import DoctorConfig
-from halation.tools.doctor import EXTRAS, check_communication, run
+from halation.tools.doctor import EXTRAS, probe_communication, run
 
 DOCTOR = "import sys, tyro; from halation.tools.doctor import run; from halation.tools.config import DoctorConfig; "
 COMMAND = [sys.executable, "-c", DOCTOR + "sys.exit(run(tyro.cli(DoctorConfig)))"]
@@ -80,7 +80,7 @@ def test_a_rank_that_hangs_is_named_within_the_timeout_and_none_is_left(
 ) -> None:
     monkeypatch.setenv("HALATION_FAULT", "doctor.all_reduce:1:stop:1")
     monkeypatch.setenv("HALATION_FAULT_LOG", str(tmp_path / "fired"))
-    result = check_communication(3, "gloo", timeout_s=2.0)
+    result = probe_communication(3, "gloo", timeout_s=2.0)
     assert (tmp_path / "fired").read_text() == "doctor.all_reduce:1:stop:1\n"
     assert result["state"] == "failed"
     assert result["errors"]["rank 1"] == "no answer while reducing"
@@ -91,7 +91,7 @@ def test_a_rank_that_hangs_is_named_within_the_timeout_and_none_is_left(
 @pytest.mark.faults
 def test_a_rank_that_fails_is_named_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HALATION_FAULT", "doctor.all_reduce:1:raise:1")
-    result = check_communication(2, "gloo", timeout_s=5.0)
+    result = probe_communication(2, "gloo", timeout_s=5.0)
     assert result["state"] == "failed"
     assert "fault injected at doctor.all_reduce" in result["errors"]["rank 1"]
 

@@ -211,6 +211,6 @@ def test_images_of_a_training_become_what_the_model_learns(denoiser: DiTDenoiser
     )
     for items, rows in rows_of(denoiser, source, prepare, rows=6):
         pixels = torch.from_numpy(np.stack([source.train(item).pixels for item in items.tolist()]))
-        assert torch.equal(rows.x0, denoiser.to_model(pixels))
+        assert torch.equal(rows.x0, denoiser.encode_images(pixels))
         assert rows.noise.shape == rows.x0.shape
         assert rows.extra == {}

@@ -160,7 +160,7 @@ def test_lines_plot_and_what_is_forgotten(tmp_path: Path) -> None:
     rows = []
     for step in (10, 20):
         found = {"fd": {**numbers, "name": "FD-x", "value": float(step), "seconds": 1.0, "note": "not in a line"}}
-        lines = evaluation.metric_rows({"step": step, "metrics": found})
+        lines = evaluation.evaluation_rows({"step": step, "metrics": found})
         assert [(line["step"], line["metric"], line["value"]) for line in lines] == [(step, "FD-x", step)]
         rows += [{"step": step, "loss": 1.0}, {"step": step, "metric": "heldout_loss", "value": 1.0}, *lines]
         evaluation.publish_plot(run, rows)

@@ -213,8 +213,8 @@ def test_a_checkpoint_of_halation_that_is_gone_gets_no_second_name(tmp_path: Pat
 
 def test_a_folder_is_removed_as_a_whole(tmp_path: Path) -> None:
     folder = pipeline(tmp_path / "checkpoint-1")
-    checkpoint_scanner.remove_checkpoint(folder)
-    checkpoint_scanner.remove_checkpoint(folder)
+    checkpoint_scanner.remove_folder(folder)
+    checkpoint_scanner.remove_folder(folder)
     assert list(tmp_path.iterdir()) == []
 
 

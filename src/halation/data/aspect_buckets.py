@@ -69,7 +69,7 @@ def describe_buckets(source: ImageDataset, multiple: int) -> list[str]:
     return lines
 
 
-def nearest_shapes(sizes: np.ndarray, shapes: Sequence[ImageShape]) -> np.ndarray:
+def nearest_shape_indices(sizes: np.ndarray, shapes: Sequence[ImageShape]) -> np.ndarray:
     """For each (height, width) the shape whose proportions are nearest, by the difference of their logarithms."""
     ratios = np.log(np.array([wide / high for high, wide in shapes]))
     if not len(sizes):

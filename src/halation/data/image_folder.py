@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from halation.data import decode
-from halation.data.aspect_buckets import BucketAssignment, ImageShape, nearest_shapes
+from halation.data.aspect_buckets import BucketAssignment, ImageShape, nearest_shape_indices
 from halation.data.dataset_protocol import JSON, CaptionedImage
 from halation.data.image_annotations import ImageEntry, is_table, read_folder, read_table
 from halation.errors import InputError
@@ -136,7 +136,7 @@ class ImageFolder:
     def _assign_buckets(self) -> BucketAssignment:
         if self._bucket_assignment is None:
             sizes = [self._sizes.get(entry.name) or self._read_size(entry) for entry in self._train]
-            used, of = np.unique(nearest_shapes(np.array(sizes), self._bucket_shapes), return_inverse=True)
+            used, of = np.unique(nearest_shape_indices(np.array(sizes), self._bucket_shapes), return_inverse=True)
             self._bucket_assignment = BucketAssignment(
                 of.astype(np.int64), tuple(self._bucket_shapes[bucket] for bucket in used)
             )

@@ -58,11 +58,11 @@ def read_config(path: Path) -> DistillConfig:
     return train.read_config(path, DistillConfig)
 
 
-def run_rank(config: DistillConfig, held: bool = False) -> None:
+def run_rank(config: DistillConfig, has_lock: bool = False) -> None:
     """One rank of the distillation."""
     from halation.distillation.distillation_task import DistillationTask
 
-    train.run_rank(config, held, "distill", open_record, DistillationTask)
+    train.run_rank(config, has_lock, "distill", open_record, DistillationTask)
 
 
 def resolve_config(config: DistillConfig) -> DistillConfig:

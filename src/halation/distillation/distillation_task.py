@@ -71,7 +71,7 @@ class DistillationTask(TrainingTask):
         student.set_guidance(1.0)
         self.guidance = self._resolve_guidance(student)
         self.has_images = has_images(config.data_path)
-        build_components.confirm_device(world, config, self.run, student.space)  # type: ignore[attr-defined]
+        build_components.record_device_and_space(world, config, self.run, student.space)  # type: ignore[attr-defined]
         source = (
             build_components.open_source(world, config, self.run, student.space)  # type: ignore[attr-defined]
             if self.has_images
@@ -201,7 +201,7 @@ class DistillationTask(TrainingTask):
         """Ask the teacher what it need say only once; it stays only where it will be asked again."""
         missing = self._find_missing()
         teacher_samples = self._make_teacher_samples(settings)
-        has_missing_samples = teacher_samples is not None and teacher_samples.has_missing()
+        has_missing_samples = teacher_samples is not None and teacher_samples.remove_outdated_and_find_missing()
         if missing or has_missing_samples or self._needs_teacher:
             self.teacher = teacher_setup.open_teacher(self.world, self.config, self.denoiser, self.guidance)
         if missing:

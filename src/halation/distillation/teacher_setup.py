@@ -278,7 +278,7 @@ class TeacherSamples:
         words: dict[str, Any] = json.loads(json.dumps({"teacher": self.teacher_fingerprint, "settings": settings}))
         return words
 
-    def has_missing(self) -> bool:
+    def remove_outdated_and_find_missing(self) -> bool:
         """Whether an image is missing; what somebody else drew is removed."""
 
         def find_missing(heartbeat: Callable[[], None]) -> bool:

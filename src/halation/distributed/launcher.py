@@ -157,13 +157,13 @@ def select_devices(nproc: int, gpu_ids: Sequence[int], oversubscribe: bool) -> t
     return tuple(f"cuda:{gpus[rank % len(gpus)]}" for rank in range(count))
 
 
-def tie_rank_to_parent() -> None:
+def set_rank_parent_death_signal() -> None:
     """Tie a rank to what started it; torchrun's SIGKILL leaves orphans otherwise. A rank of srun's or nobody's stays free."""
     if RENDEZVOUS_ENV in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
-        tie_to_parent()
+        set_parent_death_signal()
 
 
-def tie_to_parent() -> None:
+def set_parent_death_signal() -> None:
     """Ask the kernel to kill this process when the one that started it is gone."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

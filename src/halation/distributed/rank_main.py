@@ -13,7 +13,7 @@ def main() -> int:
     # A person's Ctrl+C reaches the parent; the parent tells every rank, so that all stop at one step.
     from halation.distributed import launcher
 
-    launcher.tie_rank_to_parent()
+    launcher.set_rank_parent_death_signal()
     name, path = sys.argv[1], Path(sys.argv[2])
     try:
         module = importlib.import_module(name)

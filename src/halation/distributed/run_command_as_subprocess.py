@@ -29,7 +29,8 @@ NUM_TAIL_LINES = 12
 BOOTSTRAP_CODE = (
     "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "
     "signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT]); "
-    "from halation.distributed.launcher import tie_to_parent as tie; tie(); import sys; from halation.cli import main; "
+    "from halation.distributed.launcher import set_parent_death_signal; set_parent_death_signal(); "
+    "import sys; from halation.cli import main; "
     "signal.signal(signal.SIGINT, signal.default_int_handler); sys.exit(main())"
 )
 

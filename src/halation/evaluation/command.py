@@ -297,7 +297,7 @@ def read_config(path: Path) -> EvaluateConfig:
 
 def run_rank(config: EvaluateConfig) -> dict[str, Any]:
     """One rank; the first leaves the report in --output and returns it."""
-    launcher.tie_rank_to_parent()
+    launcher.set_rank_parent_death_signal()
     from halation.distributed.world import init_world
     from halation.evaluation.session import EvaluationSession
     from halation.logging_setup import ConsoleWarningHandler, exclusive_console_handler

@@ -12,13 +12,13 @@ TIME_DISTRIBUTIONS: tuple[str, ...] = get_args(TimeDistribution)
 PREDICTION_TYPES = ("epsilon", "v_prediction", "sample")
 
 
-def _per_image(t: Tensor, x: Tensor) -> Tensor:
+def _broadcast_time(t: Tensor, x: Tensor) -> Tensor:
     return t.to(x.dtype).reshape(-1, *([1] * (x.ndim - 1)))
 
 
 def interpolate(x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
     """The point at time `t` (one per image) on the straight line from `x0` to `noise`."""
-    time = _per_image(t, x0)
+    time = _broadcast_time(t, x0)
     return (1 - time) * x0 + time * noise
 
 
@@ -80,14 +80,14 @@ class RectifiedFlowPath:
         return velocity_target(x0, noise)
 
     def predict_x0_and_noise(self, x: Tensor, model_output: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        time = _per_image(t, x)
+        time = _broadcast_time(t, x)
         return x - time * model_output, x + (1 - time) * model_output
 
     def step(self, x: Tensor, model_output: Tensor, t: Tensor, s: Tensor) -> Tensor:
-        return x + _per_image(s - t, x) * model_output
+        return x + _broadcast_time(s - t, x) * model_output
 
     def output_leading_to(self, x: Tensor, t: Tensor, end: Tensor, s: Tensor) -> Tensor:
-        return (end - x) / _per_image(s - t, x)
+        return (end - x) / _broadcast_time(s - t, x)
 
     def step_sensitivity(self, t: Tensor, s: Tensor) -> Tensor:
         return t - s
@@ -155,11 +155,11 @@ class DDPMPath:
     def _end_scales(self, s: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Shares where a step ends: at 0 there is no noise left, though the table's first row has some."""
         signal, noise_scale = self._scales(s, x)
-        at_end = _per_image(s, x) == 0
+        at_end = _broadcast_time(s, x) == 0
         return torch.where(at_end, 1.0, signal), torch.where(at_end, 0.0, noise_scale)
 
     def _scales(self, t: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         if self._signal_scales.device != x.device:  # once a device; the tables are small
             self._signal_scales, self._noise_scales = self._signal_scales.to(x.device), self._noise_scales.to(x.device)
         index = self.timestep_index(t)
-        return _per_image(self._signal_scales[index], x), _per_image(self._noise_scales[index], x)
+        return _broadcast_time(self._signal_scales[index], x), _broadcast_time(self._noise_scales[index], x)

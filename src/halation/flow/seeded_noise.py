@@ -28,7 +28,7 @@ def check_seed(seed: int) -> int:
     return seed
 
 
-def spec_noise(seed: int, shape: Sequence[int]) -> Tensor:
+def noise_from_seed(seed: int, shape: Sequence[int]) -> Tensor:
     """Standard normal float32 noise on the CPU for one image, drawn whole because a shorter draw is not a prefix."""
     generator = torch.Generator(device="cpu").manual_seed(check_seed(seed))
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float32)

@@ -214,7 +214,7 @@ class GenerationRun:
         """Bring what is known up to date; a ledger that cannot be read now leaves it as it is."""
         began, before = time.monotonic(), self._visible_state()
         try:
-            with self._ledger.connect() as connection, _transaction(connection):
+            with self._ledger.connect() as connection, _read_snapshot(connection):
                 if self._index is not None and not self._index.update(connection):
                     self._index = RowIndex(connection)
                 self._counts = self._index.count_states() if self._index is not None else count_rows(connection)
@@ -270,7 +270,7 @@ class GenerationRun:
     def _load_index(self) -> RowIndex:
         """The rows; read now if nobody looked at them yet. Raises sqlite3.Error where that cannot be done."""
         if self._index is None:
-            with self._ledger.connect() as connection, _transaction(connection):
+            with self._ledger.connect() as connection, _read_snapshot(connection):
                 self._index = RowIndex(connection)
             self._counts = self._index.count_states()
             self._record_rate()
@@ -463,7 +463,7 @@ class GenerationRun:
 
 
 @contextlib.contextmanager
-def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
+def _read_snapshot(connection: sqlite3.Connection) -> Iterator[None]:
     """All that is read belongs to one moment."""
     connection.execute("BEGIN")
     try:

@@ -251,7 +251,7 @@ class Ledger:
 
         self._retry(write)
 
-    def reopen(self, indices: Iterable[int]) -> None:
+    def mark_open(self, indices: Iterable[int]) -> None:
         """Back to open: the file of a done image is gone or damaged."""
         with self._transaction("reopen"):
             self.connection.executemany(
@@ -276,7 +276,7 @@ class Ledger:
         """Index, file stem and number of frames of every image that should be in the folder."""
         return iter(self.connection.execute(f"SELECT picture, name, num_frames FROM pictures WHERE state = {DONE}"))
 
-    def num_smaller_micro_batches(self) -> int:
+    def num_images_in_smaller_micro_batches(self) -> int:
         """Images that were drawn with fewer at once than planned."""
         return int(self.connection.execute("SELECT COUNT(*) FROM pictures WHERE micro_batch > 0").fetchone()[0])
 

@@ -234,7 +234,7 @@ class RunSummary:
     seconds: float
     workers: Mapping[str, WorkerStats] = field(default_factory=dict)
     retries: int = 0
-    redone_sheets: int = 0
+    num_redone_batches: int = 0
     failures_by_reason: Mapping[str, int] = field(default_factory=dict)
     smaller_micro_batches: int = 0
     """Images of the folder drawn with fewer at once than planned, after an out of memory."""
@@ -273,7 +273,7 @@ def summary_json(summary: RunSummary) -> dict[str, Any]:
             for label, worker in summary.workers.items()
         },
         "retries": summary.retries,
-        "redone_sheets": summary.redone_sheets,
+        "redone_sheets": summary.num_redone_batches,
         "failures_by_reason": dict(summary.failures_by_reason),
         "smaller_micro_batches": summary.smaller_micro_batches,
         "equality_classes": dict(summary.equality_classes),

@@ -138,7 +138,7 @@ class GenerationSession:
         config, run = self.config, RunFolder(self.folder)
         runs.create_or_resume_run(run, "generate", as_json(config), settings, config.accept_changes, has_done_images)
         chosen = runs.read_record(run)["fixed"].get("png coder") if has_done_images else None
-        coder = config.png if config.png != "auto" else chosen or png_codec.best_coder()
+        coder = config.png if config.png != "auto" else chosen or png_codec.fastest_coder()
         return runs.record_facts(run, {"png coder": coder}, config.accept_changes)
 
     def _plan(self, prompts: PromptFile, has_done_images: bool, folder: Path) -> None:
@@ -167,12 +167,12 @@ class GenerationSession:
         missing = metadata_and_summary.find_missing(self.folder, self.ledger.done_names())
         if missing:
             log.warning("%d images were drawn but their files are gone: drawing them again", len(missing))
-            self.ledger.reopen(missing)
+            self.ledger.mark_open(missing)
         if self.config.verify:
             damages = self._verify()
             for damage in damages:
                 log.warning("%s is damaged: %s; drawing it again", damage.file, damage.reason)
-            self.ledger.reopen(damage.index for damage in damages)
+            self.ledger.mark_open(damage.index for damage in damages)
             if not damages:
                 log.info("every image is as the ledger says")
 
@@ -279,11 +279,11 @@ class GenerationSession:
 
     def _on_dry_run(self, size: int) -> int:
         """The micro-batch of the run, from what a dry run here found."""
-        self._confirm({"micro batch": size})
+        self._record_facts({"micro batch": size})
         found: int = self.record["fixed"]["micro batch"]
         return found
 
-    def _confirm(self, facts: dict[str, Any]) -> None:
+    def _record_facts(self, facts: dict[str, Any]) -> None:
         self.record = runs.record_facts(RunFolder(self.folder), facts, self.config.accept_changes)
 
     def _on_ready(self, facts: dict[str, Any]) -> None:
@@ -300,7 +300,7 @@ class GenerationSession:
         if is_first:
             # What changes no bit (E0) may change from call to call.
             fixed_options = {name: kind for name, kind in facts.get("options", {}).items() if kind != "E0"}
-            self._confirm({"computes on": device, "painter": {**facts, "options": fixed_options}})
+            self._record_facts({"computes on": device, "painter": {**facts, "options": fixed_options}})
 
     # -- after
 
@@ -324,9 +324,9 @@ class GenerationSession:
             seconds=stats.elapsed_s if stats else 0.0,
             workers=stats.workers if stats else {},
             retries=stats.num_retries if stats else 0,
-            redone_sheets=stats.num_redone_batches if stats else 0,
+            num_redone_batches=stats.num_redone_batches if stats else 0,
             failures_by_reason=metadata_and_summary.count_reasons(self.ledger.failed_rows()),
-            smaller_micro_batches=self.ledger.num_smaller_micro_batches(),
+            smaller_micro_batches=self.ledger.num_images_in_smaller_micro_batches(),
             equality_classes=dict(
                 self.model_facts.get("options") or self.record["fixed"].get("painter", {}).get("options", {})
             ),

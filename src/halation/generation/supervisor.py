@@ -125,7 +125,7 @@ class Supervisor:
                     state.status = "spare"
             while not self._is_finished():
                 self._handle_events()
-                self._check_timeouts_and_stop()
+                self._kill_stalled_and_handle_stop()
                 self._start_dry_run()
                 self._claim_batches()
                 self._assign_work()
@@ -389,7 +389,7 @@ class Supervisor:
 
     # -- what the clock and people say
 
-    def _check_timeouts_and_stop(self) -> None:
+    def _kill_stalled_and_handle_stop(self) -> None:
         now = time.monotonic()
         for worker, state in enumerate(self.workers):
             is_loading = state.status == "starting" or worker == self.dry_run_worker

@@ -61,7 +61,7 @@ def igzip(residuals: memoryview) -> bytes:
 CODERS: dict[str, Coder] = {"zlib": deflate, "isal": igzip}
 
 
-def best_coder() -> str:
+def fastest_coder() -> str:
     """The fastest coder that is installed; a run records the name, because each coder gives other bytes."""
     return "isal" if importlib.util.find_spec("isal") is not None else "zlib"
 
@@ -69,7 +69,7 @@ def best_coder() -> str:
 def get_coder(name: str) -> Coder:
     if name not in CODERS:
         raise InputError(f"PNG coder {name!r}", f"one of {', '.join(CODERS)}", "name one of these, or auto")
-    if name == "isal" and best_coder() != "isal":
+    if name == "isal" and fastest_coder() != "isal":
         raise InputError(
             "PNG coder 'isal', and the isal wheel is not installed",
             "a coder that this Python can import",

@@ -48,14 +48,14 @@ def normalize_images(pixels: Tensor) -> Tensor:
 
 def denormalize_images(x: Tensor) -> Tensor:
     """Float NCHW in [-1, 1] to uint8 NHWC: clamp, scale, round half to even; a NaN is refused rather than drawn black."""
-    rows = not_finite_rows(x)
+    rows = non_finite_rows(x)
     if rows:
         raise NonFiniteRowsError(f"images {', '.join(map(str, rows))} of the batch are not finite", rows)
     scaled = x.to(torch.float32).clamp(-1.0, 1.0) * 127.5 + 127.5
     return scaled.round().to(torch.uint8).permute(0, 2, 3, 1).contiguous()
 
 
-def not_finite_rows(x: Tensor) -> tuple[int, ...]:
+def non_finite_rows(x: Tensor) -> tuple[int, ...]:
     """Which images of a batch hold a NaN or an infinity."""
     bad = ~torch.isfinite(x).flatten(1).all(dim=1)
     return tuple(bad.nonzero().flatten().tolist())
@@ -160,7 +160,7 @@ class LatentSpace:
             dtype = self._half_dtype if self.device.type == "cuda" else torch.float32
         latents = x.to(self.device, torch.float32) / self.scaling + self.shift
         images = self._decode_in_dtype(latents, dtype)
-        overflowed = not_finite_rows(images) if dtype != torch.float32 else ()
+        overflowed = non_finite_rows(images) if dtype != torch.float32 else ()
         if overflowed:
             logger.info("%d images overflowed in %s and are decoded again in float32", len(overflowed), dtype)
             for row in overflowed:
@@ -192,14 +192,14 @@ class LatentSpace:
     def fingerprint(self) -> str:
         """A hash of the weights and of the numbers applied around them."""
         if self._fingerprint is None:
-            digest = hashlib.sha256(self._scale_and_shift().encode())
+            digest = hashlib.sha256(self._scaling_text().encode())
             for name, tensor in sorted(self._vae.state_dict().items()):
                 digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
                 digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
             self._fingerprint = f"{self.kind}:{digest.hexdigest()}"
         return self._fingerprint
 
-    def _scale_and_shift(self) -> str:
+    def _scaling_text(self) -> str:
         return f"{self.scaling!r} {self.shift!r}"
 
     def save(self, folder: str | Path) -> None:
@@ -254,7 +254,7 @@ class WanLatentSpace(LatentSpace):
     def _run_decoder(self, vae: Any, latents: Tensor) -> Tensor:
         return super()._run_decoder(vae, latents.unsqueeze(_FRAME_AXIS)).squeeze(_FRAME_AXIS)
 
-    def _scale_and_shift(self) -> str:
+    def _scaling_text(self) -> str:
         return f"{self.scaling.flatten().tolist()} {self.shift.flatten().tolist()}"
 
     def to(self, device: torch.device | str) -> WanLatentSpace:

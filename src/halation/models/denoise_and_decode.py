@@ -19,9 +19,9 @@ from torch import Tensor
 from halation.errors import HalationError, InputError
 from halation.flow.guidance import guided_velocity
 from halation.flow.samplers import SAMPLERS, schedule
-from halation.flow.seeded_noise import spec_noise
+from halation.flow.seeded_noise import noise_from_seed
 from halation.models.async_image_result import Frames, ImageError, PendingImages
-from halation.models.autoencoder import not_finite_rows
+from halation.models.autoencoder import non_finite_rows
 from halation.models.block_compile_and_checkpointing import compile_blocks
 from halation.models.denoiser import (
     PIPELINE_SCHEDULER,
@@ -100,7 +100,7 @@ def prepare(denoiser: VelocityDenoiser, batch: SampleBatch, device: torch.device
         raise ValueError("the specs of one batch have one shape")
     shape = denoiser.sample_shape(first.height, first.width)
     prompts = [spec.prompt for spec in batch.specs]
-    noise = torch.stack([spec_noise(spec.seed, shape) for spec in batch.specs])
+    noise = torch.stack([noise_from_seed(spec.seed, shape) for spec in batch.specs])
     scales = torch.tensor([spec.guidance_scale for spec in batch.specs], dtype=torch.float32)
     return NoiseInputs(
         noise=noise.to(device),
@@ -149,7 +149,7 @@ def denoise(denoiser: VelocityDenoiser, inputs: NoiseInputs, solver: SolverSetti
 def decode(denoiser: Denoiser, x: Tensor, batch: SampleBatch) -> DecodedImages:
     """Pixels on the CPU; a row that is not finite fails alone and says whose prompt it was."""
     failures: dict[int, SamplingError] = {}
-    for row in not_finite_rows(x):
+    for row in non_finite_rows(x):
         failures[row] = _sampling_error(batch.specs[row], "the model's output is not finite")
     if failures:
         x = x.clone()

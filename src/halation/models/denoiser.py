@@ -131,7 +131,7 @@ class Denoiser(Protocol):
     def sample_shape(self, height: int, width: int) -> tuple[int, int, int]:
         """(channels, height, width) of the tensor behind an image of this size; another size than the model's is an InputError."""
 
-    def to_model(self, pixels: Tensor) -> Tensor:
+    def encode_images(self, pixels: Tensor) -> Tensor:
         """uint8 NHWC images to the float32 NCHW tensors the module learns, on the device of the images."""
 
     def to_pixels(self, x: Tensor) -> Tensor:

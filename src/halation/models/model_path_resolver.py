@@ -29,21 +29,21 @@ class ModelRef:
     width: int = DEFAULT_WIDTH
     guidance_scale: float = DEFAULT_GUIDANCE_SCALE
     steps: int = DEFAULT_STEPS
-    distilled: str = ""
+    distillation_objective: str = ""
     """The objective by which it learned to draw in that many steps and no other number, if it did."""
 
-    student: bool = False
+    is_distilled: bool = False
     """Whether it was distilled, with guidance in it or none to be drawn with."""
 
     def step_warning(self, num_steps: int) -> str:
         """What there is to say to another number of steps than a model was distilled for."""
-        if not self.distilled or num_steps == self.steps:
+        if not self.distillation_objective or num_steps == self.steps:
             return ""
-        return format_step_warning(num_steps, self.steps, self.distilled)
+        return format_step_warning(num_steps, self.steps, self.distillation_objective)
 
     def guidance_warning(self, guidance_scale: float) -> str:
         """What there is to say to another guidance than a student is drawn with."""
-        if not self.student or guidance_scale == self.guidance_scale:
+        if not self.is_distilled or guidance_scale == self.guidance_scale:
             return ""
         return format_guidance_warning(guidance_scale, self.guidance_scale)
 
@@ -84,8 +84,9 @@ def read_export_settings(folder: Path) -> dict[str, Any]:
         sampling = json.loads((folder / EXPORT_FILE).read_bytes())["sampling"]
         height, width, guidance_scale = (sampling[name] for name in ("height", "width", "guidance_scale"))
         size = {"height": int(height), "width": int(width)}
-        student = bool(sampling.get("distilled"))
-        return {**size, "guidance_scale": float(guidance_scale), "student": student, **distillation_settings(sampling)}
+        is_distilled = bool(sampling.get("distilled"))
+        guidance = {"guidance_scale": float(guidance_scale), "is_distilled": is_distilled}
+        return {**size, **guidance, **distillation_settings(sampling)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(
             f"{folder / EXPORT_FILE} cannot be read: {type(error).__name__}: {error}",
@@ -99,7 +100,7 @@ def distillation_settings(sampling: Mapping[str, Any]) -> dict[str, Any]:
     distilled = sampling.get("distilled") or {}
     if not distilled.get("steps"):
         return {}
-    return {"steps": int(distilled["steps"]), "distilled": str(distilled.get("objective", ""))}
+    return {"steps": int(distilled["steps"]), "distillation_objective": str(distilled.get("objective", ""))}
 
 
 def _resolve_checkpoint(folder: Path, raw: bool) -> ModelRef:
@@ -134,7 +135,7 @@ def _resolve_checkpoint(folder: Path, raw: bool) -> ModelRef:
         height=sampling["height"],
         width=sampling["width"],
         guidance_scale=sampling["guidance_scale"],
-        student=bool(sampling.get("distilled")),
+        is_distilled=bool(sampling.get("distilled")),
         **own_steps | distillation_settings(sampling),
     )
 

@@ -51,7 +51,7 @@ def run(config: SampleConfig) -> int:
         prepare_folder(config.output_dir, identity)
         if len(devices) == 1:
             os.environ[launcher.DEVICE_ENV] = devices[0]
-            run_rank(config, is_locked=True)
+            run_rank(config, has_lock=True)
         else:
             launcher.Launcher(__name__, as_json(config), devices, 0, config.output_dir).run()
     return 0
@@ -134,14 +134,14 @@ def config_from_json(values: dict[str, Any]) -> SampleConfig:
     return SampleConfig(**values | {"checkpoint": Path(values["checkpoint"]), "output_dir": Path(values["output_dir"])})
 
 
-def run_rank(config: SampleConfig, is_locked: bool = False) -> None:
+def run_rank(config: SampleConfig, has_lock: bool = False) -> None:
     """One rank; under torchrun or srun, where no parent did it, rank 0 also holds the folder."""
-    launcher.tie_rank_to_parent()
+    launcher.set_rank_parent_death_signal()
     from halation.distributed.world import init_world, run_on_rank_zero
 
     world = init_world(config.gpu_ids, config.oversubscribe, config.dist_timeout_s, max(1, config.threads))
     with world.close_on_success(), contextlib.ExitStack() as stack:
-        if not is_locked and launcher.RENDEZVOUS_ENV not in os.environ:
+        if not has_lock and launcher.RENDEZVOUS_ENV not in os.environ:
 
             def prepare_on_first_rank(_heartbeat: Any) -> dict[str, Any]:
                 """On rank 0 for all: a run that is still training may have another newest checkpoint a moment later."""
@@ -175,7 +175,7 @@ def _draw_samples(world: World, config: SampleConfig, folder: Path) -> None:
     settings = SampleSettings.from_json(_merge_settings(config, recorded))
     distilled = distillation_settings(recorded)
     if distilled and settings.steps != distilled["steps"] and world.is_rank_zero:
-        words = format_step_warning(settings.steps, distilled["steps"], distilled["distilled"])
+        words = format_step_warning(settings.steps, distilled["steps"], distilled["distillation_objective"])
         sys.stderr.write(f"halation: --sample_steps: {words}\n")
     if recorded.get("distilled") and settings.guidance_scale != recorded["guidance_scale"] and world.is_rank_zero:
         words = format_guidance_warning(settings.guidance_scale, recorded["guidance_scale"])

@@ -77,7 +77,7 @@ def run(config: DoctorConfig) -> int:
         "extras": {name: _extra_info(requirements) for name, requirements in EXTRAS.items()},
         "models": {name: str(bundled_folder(name)) for name in bundled_names()},
         "environment": _environment(os.environ),
-        "communication": check_communication(
+        "communication": probe_communication(
             config.nproc or num_gpus or 2, "nccl" if num_gpus else "gloo", config.timeout_s
         ),
     }
@@ -242,7 +242,7 @@ def _gib(num_bytes: int) -> str:
 # --- Can ranks talk -----------------------------------------------------------------------------------------
 
 
-def check_communication(world_size: int, backend: str, timeout_s: float) -> dict[str, Any]:
+def probe_communication(world_size: int, backend: str, timeout_s: float) -> dict[str, Any]:
     """Let `world_size` processes do an all-reduce; state `ok` with the bandwidth, or `failed` with what each one said."""
     result: dict[str, Any] = {"ranks": world_size, "backend": backend}
     with tempfile.TemporaryDirectory(prefix="halation_doctor_") as name:

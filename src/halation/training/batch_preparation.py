@@ -94,7 +94,7 @@ def pack_batch(step: int, tensors: dict[str, Tensor], condition: Condition, num_
 
 def to_model_space(denoiser: Denoiser, pixels: Tensor) -> Tensor:
     """Pixels as the model learns them; latents are that already."""
-    return pixels.float() if pixels.is_floating_point() else denoiser.to_model(pixels)
+    return pixels.float() if pixels.is_floating_point() else denoiser.encode_images(pixels)
 
 
 def to_micro_batches(

@@ -42,7 +42,7 @@ NUM_DEFAULT_PROMPTS = 8
 PROGRESS_DELAY_S = 2.0
 
 
-def confirm_device(world: World, config: TrainConfig, run: runs.RunFolder, space: ImageSpace) -> None:
+def record_device_and_space(world: World, config: TrainConfig, run: runs.RunFolder, space: ImageSpace) -> None:
     """Record what computes and what encodes; a resumed run on another GPU or autoencoder is not the run it was."""
     devices = world.all_gather_object(describe_device(str(world.device)))
     if len(set(devices)) > 1:

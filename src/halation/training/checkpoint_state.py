@@ -24,7 +24,7 @@ from halation.runs.run_folder import sync_folder, write_json_atomic
 from halation.training.loop import MODEL, TrainedNetwork, TrainState
 
 
-def checkpoint_pieces(networks: Mapping[str, TrainedNetwork]) -> dict[str, dict[str, TensorShard]]:
+def checkpoint_parts(networks: Mapping[str, TrainedNetwork]) -> dict[str, dict[str, TensorShard]]:
     """This rank's pieces of model, EMA and optimizer; those of other parts go by the part's name, as `fake_model`."""
     result: dict[str, dict[str, TensorShard]] = {}
     for network_name, network in networks.items():

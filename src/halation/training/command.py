@@ -35,7 +35,7 @@ from halation.runs import run_folder as runs
 from halation.runs.run_folder import RunFolder
 from halation.training import pipeline_finetuning
 from halation.training.config import TrainConfig
-from halation.training.trackers import check_trackers
+from halation.training.trackers import select_trackers
 
 if TYPE_CHECKING:
     from halation.training.session import TrainingSession
@@ -65,7 +65,7 @@ def launch(config: TrainConfig, job: str, open_record: OpenRecord, run_rank: Cal
         open_record(config, devices[0])
         if len(devices) == 1:
             os.environ[launcher.DEVICE_ENV] = devices[0]
-            run_rank(config, held=True)
+            run_rank(config, has_lock=True)
         else:
             launcher.Launcher(run_rank.__module__, as_json(config), devices, config.max_restarts, folder.folder).run()
     return 0
@@ -110,7 +110,7 @@ def resolve_common_settings(config: ConfigT, default_size: tuple[int, int]) -> C
             "give one or two positive numbers",
         )
     check_ranges(config, RANGES)
-    check_trackers(config.report_to, required=config.report_to != TrainConfig.report_to)
+    select_trackers(config.report_to, required=config.report_to != TrainConfig.report_to)
     if config.eval_every:
         config = resolve_evaluation(config)
     prompts = tuple(collect_prompts(config.sample_prompts, config.sample_prompts_file or None))
@@ -209,7 +209,7 @@ def _engine_name(engine: Any, zero_stage: int, file: dict[str, Any]) -> str:
 
 def run_rank(
     config: TrainConfig,
-    held: bool = False,
+    has_lock: bool = False,
     job: str = "train",
     open_record: OpenRecord = open_record,
     new_task: TaskFactory | None = None,
@@ -218,13 +218,13 @@ def run_rank(
     # cuBLAS reads this when it is first used, so it has to be there before torch touches the GPU.
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    launcher.tie_rank_to_parent()
+    launcher.set_rank_parent_death_signal()
     from halation.distributed.world import init_world
     from halation.training.session import TrainingSession
     from halation.training.training_task import TrainingTask
 
     world = init_world(config.gpu_ids, config.oversubscribe, config.dist_timeout_s, config.threads)
-    has_lock = held or launcher.RENDEZVOUS_ENV in os.environ
+    has_lock = has_lock or launcher.RENDEZVOUS_ENV in os.environ
     task = new_task or TrainingTask
     with (
         world.close_on_success(),

@@ -480,7 +480,7 @@ def free_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def metric_rows(report: EvaluationReport) -> list[dict[str, Any]]:
+def evaluation_rows(report: EvaluationReport) -> list[dict[str, Any]]:
     """The report's lines in metrics.jsonl, a number each."""
     fields = ("value", "std", "better", "num_generated", "num_reference", "few", "extractor", "seconds")
     by_name = {found["name"]: found for found in report["metrics"].values()}  # fid and fd may be the same number
@@ -490,14 +490,14 @@ def metric_rows(report: EvaluationReport) -> list[dict[str, Any]]:
     ]
 
 
-def is_metric_row(row: Mapping[str, Any]) -> bool:
+def is_evaluation_row(row: Mapping[str, Any]) -> bool:
     """Whether a line of metrics.jsonl is one of those."""
     return "metric" in row and "num_generated" in row
 
 
 def publish_plot(run: runs.RunFolder, rows: list[dict[str, Any]]) -> None:
     """Every metric over the steps, as soon as there are two of them."""
-    lines = [row for row in rows if is_metric_row(row)]
+    lines = [row for row in rows if is_evaluation_row(row)]
     if len({row["step"] for row in lines}) > 1:
         title = f"{run.folder.resolve().name}: evaluations of the averaged weights"
         runs.write_atomic(

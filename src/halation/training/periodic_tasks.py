@@ -34,9 +34,9 @@ from halation.training.config import TrainConfig
 from halation.training.evaluation import (
     EvaluationReport,
     TrainingEvaluator,
+    evaluation_rows,
     free_memory,
-    is_metric_row,
-    metric_rows,
+    is_evaluation_row,
     publish_plot,
 )
 from halation.training.objectives import denoising_objective
@@ -74,7 +74,7 @@ class PeriodicTasks:
     def run_pending(self, step: int, loss: float) -> None:
         """Everything that is open for this step."""
         tasks, num_ranks = self.world.broadcast_from_rank_zero(
-            self._find_pending(step) if self.world.is_rank_zero else None
+            self._remove_outdated_and_find_pending(step) if self.world.is_rank_zero else None
         )
         self._run_tasks(step, loss, tasks, self._sample_folder(step, num_ranks))
 
@@ -101,7 +101,7 @@ class PeriodicTasks:
         if drawn and self.world.is_rank_zero:
             self._publish_samples(step, loss, drawn)
 
-    def _find_pending(self, step: int) -> tuple[list[str], int]:
+    def _remove_outdated_and_find_pending(self, step: int) -> tuple[list[str], int]:
         """What is not there yet, everything after a save and after a kill what it left undone, and the ranks its names are made for."""
         tasks = []
         known = any(row.get("metric") == "heldout_loss" and row["step"] == step for row in self.metrics.read_rows())
@@ -163,7 +163,7 @@ class PeriodicTasks:
 
     def _log_validation_loss(self, step: int) -> None:
         with HeartbeatMonitor(self.world, f"validation loss at step {step}", self.config.dist_timeout_s) as monitor:
-            losses = validation_loss.validation_loss(
+            losses = validation_loss.compute_validation_losses(
                 self.world,
                 self.denoiser,
                 self.source,
@@ -249,8 +249,8 @@ class PeriodicTasks:
 
     def _log_report(self, report: EvaluationReport) -> None:
         """The report's numbers to metrics.jsonl and the trackers, unless a kill came between the report and the rest of this."""
-        step, lines = report["step"], metric_rows(report)
-        known = [row for row in self.metrics.read_rows() if row["step"] == step and is_metric_row(row)]
+        step, lines = report["step"], evaluation_rows(report)
+        known = [row for row in self.metrics.read_rows() if row["step"] == step and is_evaluation_row(row)]
         lines = [line for line in lines if line not in known]
         if not lines:
             return

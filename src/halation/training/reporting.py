@@ -61,7 +61,7 @@ def measure_peak_flops(device: torch.device, dtype: str) -> float:
     return 2 * size**3 * repeats / (time.perf_counter() - start_time)
 
 
-def memory_gb(device: torch.device) -> float:
+def peak_memory_gib(device: torch.device) -> float:
     """Most memory this rank has held so far: on a GPU what torch allocated, on a CPU the resident size."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
@@ -161,7 +161,7 @@ class StepLogger:
             "grad_norm": report.grad_norm,
             "pictures_per_s": round(images_per_s, 3),
             "mfu": round(flops / self.peak_flops, 4),
-            "memory_gb": round(memory_gb(self.world.device), 3),
+            "memory_gb": round(peak_memory_gib(self.world.device), 3),
             "data_s": round(report.data_s, 5),
             "epoch": round(num_images / self.num_train, 4),
         }

@@ -168,7 +168,7 @@ class TrainingSession:
         if world.device.type == "cuda":
             memory_fit_check.check_samples_fit(self.task, config, self.networks, self.sample_settings)
         if world.is_rank_zero:
-            names = trackers.check_trackers(config.report_to, required=config.report_to != TrainConfig.report_to)
+            names = trackers.select_trackers(config.report_to, required=config.report_to != TrainConfig.report_to)
             name = config.run_name or self.folder.folder.resolve().name
             self.trackers = trackers.open_trackers(
                 names, self.folder.folder, name, as_json(config), self.train_state.step
@@ -294,7 +294,7 @@ class TrainingSession:
         )
         rank_state = {"rng": rng.capture(self.world.device)}
         self.checkpoints.save(
-            self.train_state.step, kind, checkpoint_state.checkpoint_pieces(self.networks), shared_state, rank_state
+            self.train_state.step, kind, checkpoint_state.checkpoint_parts(self.networks), shared_state, rank_state
         )
         blocked_s, queued_s = self.checkpoints.blocked_s, self.checkpoints.queued_s
         log.info("checkpoint %d (%s): training waited %.3f s", self.train_state.step, kind, blocked_s + queued_s)

@@ -105,7 +105,7 @@ TRACKER_PACKAGES = {
 }
 
 
-def check_trackers(names: Sequence[str], required: bool) -> tuple[str, ...]:
+def select_trackers(names: Sequence[str], required: bool) -> tuple[str, ...]:
     """The trackers that can be used; one that was asked for and is not installed is an error, a default one is left out."""
     usable = []
     for name in names:

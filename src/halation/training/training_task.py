@@ -58,11 +58,11 @@ class TrainingTask:
         world, config = self.world, self.config
         if config.model_path:
             denoiser = pipeline_finetuning.open_denoiser(config, world.device)
-            build_components.confirm_device(world, config, self.run, denoiser.space)
+            build_components.record_device_and_space(world, config, self.run, denoiser.space)
             multiple = pipeline_finetuning.bucket_multiple(config, denoiser)
             return denoiser, build_components.open_source(world, config, self.run, denoiser.space, multiple)
         space: ImageSpace = LatentSpace.load(config.vae) if config.vae else PixelSpace()
-        build_components.confirm_device(world, config, self.run, space)
+        build_components.record_device_and_space(world, config, self.run, space)
         source = build_components.open_source(world, config, self.run, space)
         return build_components.new_denoiser(config, source, space), source
 

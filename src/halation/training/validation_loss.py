@@ -20,7 +20,7 @@ BATCH_SIZE = 32
 NOISE_SEED = 0x48414C41  # its own stream: the same noise for every run, whatever the run's seed
 
 
-def validation_loss(
+def compute_validation_losses(
     world: World,
     denoiser: Denoiser,
     source: ImageDataset,
@@ -74,7 +74,7 @@ def _make_micro_batch(denoiser: Denoiser, source: ImageDataset, rows: np.ndarray
 def _encode_images(denoiser: Denoiser, samples: torch.Tensor) -> torch.Tensor:
     """A few at a time where they are large: an autoencoder takes more memory for an image than the model does."""
     size = max(1, min(BATCH_SIZE, BATCH_SIZE * 256**2 // (samples.shape[1] * samples.shape[2])))
-    return torch.cat([denoiser.to_model(piece) for piece in samples.split(size)])
+    return torch.cat([denoiser.encode_images(piece) for piece in samples.split(size)])
 
 
 def summarize_losses(rank_losses: list[dict[str, Any]], num_images: int) -> dict[str, float]:

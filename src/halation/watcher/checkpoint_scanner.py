@@ -202,7 +202,7 @@ def clean_up(folder: Path) -> None:
                 shutil.rmtree(leftover, ignore_errors=True)
 
 
-def remove_checkpoint(folder: Path) -> None:
+def remove_folder(folder: Path) -> None:
     """Take the name away first, so that half a folder never has it."""
     trash = folder.with_name(f".{folder.name}.removing")
     shutil.rmtree(trash, ignore_errors=True)

@@ -165,5 +165,5 @@ def prepare_output_dir(config: WatchConfig, folder: Path, prompts: PromptFile) -
     if previous and any(previous.get(name) != settings[name] for name in IMAGE_SETTINGS):
         for images_folder in folder.glob("step_*/pictures"):
             if not (images_folder.parent / checkpoint_scores.EVALUATION_FILE).exists():
-                checkpoint_scanner.remove_checkpoint(images_folder)
+                checkpoint_scanner.remove_folder(images_folder)
     runs.write_atomic(folder / f"prompts.{prompts.format}", prompts.data)

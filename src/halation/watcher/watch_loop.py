@@ -218,7 +218,7 @@ class CheckpointWatcher:
         ]
         arguments += _format_flags(config, "num_samples", "seed_start", "batch_size")
         given = ("num_inference_steps", "guidance_scale", "height", "width", "dtype", "gpu_ids", "nproc")
-        arguments += _format_flags(config, *_non_default(config, *given))
+        arguments += _format_flags(config, *_non_empty_names(config, *given))
         return [*arguments, *(["--raw"] if config.raw else []), "--progress", "json"]
 
     def _evaluate_arguments(self, images_folder: Path, scores_file: Path) -> list[str]:
@@ -227,14 +227,14 @@ class CheckpointWatcher:
         return [
             *arguments,
             *self._metric_arguments(),
-            *_format_flags(self.config, *_non_default(self.config, "gpu_ids", "nproc")),
+            *_format_flags(self.config, *_non_empty_names(self.config, "gpu_ids", "nproc")),
         ]
 
     def _metric_arguments(self) -> list[str]:
         """What an evaluation compares, and how."""
         config = self.config
         arguments = _format_flags(config, "reference", "num_reference", "resize")
-        arguments += _format_flags(config, *_non_default(config, "metrics", "extractor", "weights", "clip_model"))
+        arguments += _format_flags(config, *_non_empty_names(config, "metrics", "extractor", "weights", "clip_model"))
         return [*arguments, *(["--allow_few"] if config.allow_few else [])]
 
     def _remove_unused_features(self) -> None:
@@ -243,7 +243,7 @@ class CheckpointWatcher:
         if self.state.reference_features is None:
             self.state.reference_features = there
         for leftover in there - self.state.reference_features:
-            checkpoint_scanner.remove_checkpoint(leftover)
+            checkpoint_scanner.remove_folder(leftover)
 
     def _handle_failure(self, checkpoint: CheckpointFolder, error: ScoringError) -> None:
         if error.phase == "scoring" and error.returncode == InputError.exit_code and not self.scores:
@@ -254,7 +254,7 @@ class CheckpointWatcher:
         self.display.show_warning(f"step {checkpoint.step}: {error.phase} failed, {again}:\n{error.reason}")
         self._record_failure(checkpoint.name, checkpoint.step, tries, error)
         if tries == MAX_TRIES:
-            checkpoint_scanner.remove_checkpoint(self.folder / PINNED_FOLDER / checkpoint.name)
+            checkpoint_scanner.remove_folder(self.folder / PINNED_FOLDER / checkpoint.name)
 
     def _record_failure(self, name: str, step: int | None, tries: int, error: ScoringError) -> None:
         when = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -290,10 +290,8 @@ class CheckpointWatcher:
         scored = {score.checkpoint for score in self.scores}
         for score in self.scores:
             if self.config.images == "none" or (self.config.images == "best" and score is not best):
-                checkpoint_scanner.remove_checkpoint(
-                    checkpoint_scores.step_folder(self.folder, score.step) / "pictures"
-                )
-            checkpoint_scanner.remove_checkpoint(self.folder / PINNED_FOLDER / score.checkpoint)
+                checkpoint_scanner.remove_folder(checkpoint_scores.step_folder(self.folder, score.step) / "pictures")
+            checkpoint_scanner.remove_folder(self.folder / PINNED_FOLDER / score.checkpoint)
         if scored & self.failures.keys():
             self.failures = {name: facts for name, facts in self.failures.items() if name not in scored}
             runs.write_json_atomic(self.folder / FAILED_FILE, self.failures)
@@ -320,14 +318,14 @@ class CheckpointWatcher:
         names = [self.folder / PINNED_FOLDER, self.config.run, self.config.run / "checkpoints"]
         source = next((top / best.checkpoint for top in names if (top / best.checkpoint).is_dir()), None)
         incoming = self.folder / f".{BEST_FOLDER}.incoming"
-        checkpoint_scanner.remove_checkpoint(incoming)
+        checkpoint_scanner.remove_folder(incoming)
         try:
             checkpoint_scanner.copy_checkpoint(source or self.config.run / best.checkpoint, incoming)
         except FileNotFoundError:
             self._warn_once(f"{best.checkpoint} is the best, but it was removed: {best_folder} cannot hold it")
             return
         best_file.unlink(missing_ok=True)
-        checkpoint_scanner.remove_checkpoint(best_folder)
+        checkpoint_scanner.remove_folder(best_folder)
         incoming.rename(best_folder)
         runs.write_atomic(best_file, f"{best.checkpoint}\n".encode())
 
@@ -364,7 +362,7 @@ def _command_error(message: str, code: int) -> HalationError:
     return failure
 
 
-def _non_default(config: WatchConfig, *names: str) -> list[str]:
+def _non_empty_names(config: WatchConfig, *names: str) -> list[str]:
     return [name for name in names if getattr(config, name) not in (None, "", (), 0)]
 
 

@@ -51,7 +51,7 @@ def test_another_size_than_the_model_s_is_refused_with_the_right_one(denoiser: D
 
 def test_pixels_go_into_the_model_s_space_and_back(denoiser: DiTDenoiser) -> None:
     pixels = torch.randint(0, 256, (2, 16, 16, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    assert torch.equal(denoiser.to_pixels(denoiser.to_model(pixels)), pixels)
+    assert torch.equal(denoiser.to_pixels(denoiser.encode_images(pixels)), pixels)
 
 
 @pytest.mark.parametrize(("size", "num_patches"), [(32, 64), (64, 256), (128, 256)])

@@ -14,7 +14,7 @@ from torch import Tensor
 from halation.errors import InputError
 from halation.flow.paths import DDPMPath
 from halation.flow.samplers import schedule
-from halation.flow.seeded_noise import spec_noise
+from halation.flow.seeded_noise import noise_from_seed
 from halation.models.denoiser import SolverSettings
 from halation.models.dit.denoiser import DiTDenoiser
 from halation.models.pipelines.family_quirks import get_family
@@ -48,7 +48,7 @@ def asked(denoiser: PipelineDenoiser) -> list[float]:
 def stepped(denoiser: PipelineDenoiser, batch: SampleBatch, times: tuple[float, ...]) -> Tensor:
     """By hand, from the noise of the seeds."""
     shape = denoiser.sample_shape(HEIGHT, WIDTH)
-    x = torch.stack([spec_noise(spec.seed, shape) for spec in batch.specs])
+    x = torch.stack([noise_from_seed(spec.seed, shape) for spec in batch.specs])
     condition = denoiser.encode_prompts([spec.prompt for spec in batch.specs])
     denoiser.set_guidance(1.0)
     for time, following in itertools.pairwise(times):

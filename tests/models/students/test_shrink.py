@@ -18,7 +18,13 @@ from halation.models.dit.network import sincos_positions
 from halation.models.students.architecture_from_teacher import CONFIG_FORMATS, dit_config, transformer_config
 from halation.models.students.build import open_student
 from halation.models.students.config import StudentConfig
-from halation.models.students.shrink import HeadLayout, ShrinkPlan, _within_head_indices, even_indices, shrink_weights
+from halation.models.students.shrink import (
+    HeadLayout,
+    ShrinkPlan,
+    _within_head_indices,
+    evenly_spaced_indices,
+    shrink_weights,
+)
 from support import tiny_pipelines
 
 PIPELINES = {
@@ -122,7 +128,7 @@ def test_heads_are_kept_whole_and_every_part_of_a_fused_layer_alike(make_denoise
     config, layers = dit_config(teacher.config, StudentConfig(width=96, heads=3))
     student = student_of(teacher, width=96, heads=3)
     weights = shrink_weights(teacher.module, student.module, ShrinkPlan.for_dits(teacher.config, config, layers))
-    channels = even_indices(96, 160)
+    channels = evenly_spaced_indices(96, 160)
     full = teacher.module.state_dict()["blocks.2.attention.projections.qkv.weight"].reshape(3, 5, 32, 160)
     kept = weights["blocks.2.attention.projections.qkv.weight"].reshape(3, 3, 32, 96)
     assert torch.equal(kept, full[:, heads][..., channels])
@@ -136,7 +142,7 @@ def test_heads_are_kept_whole_and_every_part_of_a_fused_layer_alike(make_denoise
 
 def test_the_channels_that_are_kept_have_the_positions_of_a_narrower_model() -> None:
     wide, narrow = sincos_positions(4, 4, 160), sincos_positions(4, 4, 80)
-    torch.testing.assert_close(wide[:, even_indices(80, 160)], narrow, rtol=0, atol=1e-6)
+    torch.testing.assert_close(wide[:, evenly_spaced_indices(80, 160)], narrow, rtol=0, atol=1e-6)
     # A Wan head of 24: 8 channels turn with the frame, 8 with the row, 8 with the column, in pairs.
     kept = _within_head_indices(
         HeadLayout(num_heads=1, axis_widths=(16, 16, 16)), HeadLayout(num_heads=1, axis_widths=(8, 8, 8))

@@ -178,7 +178,7 @@ def _frechet(inputs: MetricInputs, settings: MetricSettings) -> dict[str, Metric
     assert other is not None
     assert one.moments is not None
     assert other.moments is not None
-    if one.features is not None and other.features is not None and _are_few(one.features, other.features):
+    if one.features is not None and other.features is not None and _are_rank_deficient(one.features, other.features):
         value = frechet_distance_from_features(one.features, other.features, device=settings.device)
     else:
         value = frechet_distance(one.moments, other.moments, device=settings.device)
@@ -205,7 +205,7 @@ def _is_rank_deficient(feature_set: FeatureSet) -> bool:
     return feature_set.num is not None and feature_set.num <= len(feature_set.moments.mean)
 
 
-def _are_few(*feature_arrays: Features) -> bool:
+def _are_rank_deficient(*feature_arrays: Features) -> bool:
     return all(len(features) <= features.shape[1] for features in feature_arrays)
 
 

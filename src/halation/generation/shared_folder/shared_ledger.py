@@ -190,11 +190,11 @@ class SharedLedger(Ledger):
             if outcome.state == "done" or self._has_refreshed:
                 self._settled_mask[outcome.index] = True
 
-    def reopen(self, indices: Iterable[int]) -> None:
+    def mark_open(self, indices: Iterable[int]) -> None:
         """Every process looks for damage itself, so this is nobody else's matter; the image's next outcome is."""
         indices = list(indices)
         self._settled_mask[indices] = False
-        super().reopen(indices)
+        super().mark_open(indices)
 
     def refresh(self) -> bool:
         """Read what others wrote since the last time; whether there was anything. What stands there at the first time is history."""

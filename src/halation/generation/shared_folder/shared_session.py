@@ -144,7 +144,7 @@ class SharedSession(GenerationSession):
     def _open_record(self, settings: dict[str, Any], has_done_images: bool) -> dict[str, Any]:
         """config.json as its first writer made it: it binds from then on, because others may be drawing by it."""
         config, run = self.config, RunFolder(self.folder)
-        coder = config.png if config.png != "auto" else png_codec.best_coder()
+        coder = config.png if config.png != "auto" else png_codec.fastest_coder()
         new_record = {
             "job": "generate",
             "settings": as_json(config),
@@ -209,7 +209,7 @@ class SharedSession(GenerationSession):
     def _make_claims(self, batches: BatchPlan, pool: WorkerPool, progress: GenerationProgress) -> RangeClaims:
         def on_refresh() -> None:
             num_by_others = self.ledger.num_by_others
-            progress.set_elsewhere(num_by_others["done"], num_by_others["failed"])
+            progress.set_other_process_counts(num_by_others["done"], num_by_others["failed"])
 
         self.leases = Leases(
             self.ledger,
@@ -221,7 +221,7 @@ class SharedSession(GenerationSession):
         )
         return self.leases
 
-    def _confirm(self, facts: dict[str, Any]) -> None:
+    def _record_facts(self, facts: dict[str, Any]) -> None:
         """The first process's word counts: its micro-batch is taken, its model must be ours, another device is only said."""
         for fact, value in facts.items():
             written = create_once(
@@ -272,7 +272,7 @@ class SharedSession(GenerationSession):
             seconds=max([own.seconds, *(summary["seconds"] for summary in other_summaries)]),
             drawn_now=own.drawn_now + sum(summary["drawn_now"] for summary in other_summaries),
             retries=own.retries + sum(summary["retries"] for summary in other_summaries),
-            redone_sheets=own.redone_sheets + sum(summary["redone_sheets"] for summary in other_summaries),
+            num_redone_batches=own.num_redone_batches + sum(summary["redone_sheets"] for summary in other_summaries),
             interrupted=own.interrupted and own.done < own.planned,
         )
 

@@ -159,7 +159,7 @@ def _error_text(error: BaseException) -> str:
 
 
 def main() -> int:
-    launcher.tie_to_parent()
+    launcher.set_parent_death_signal()
     for number in STOP_SIGNALS:  # a scheduler signals every process of a job; the supervisor decides
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")

@@ -461,14 +461,14 @@ class RayWorkerPool:
         if not handle.host:
             handle.host = reply["host"]
             log.info("%s is on %s (node %s)", self.names[worker], handle.host, handle.node)
-        restarted = self._check_restarted(worker, handle, reply["who"])
+        restarted = self._detect_restart(worker, handle, reply["who"])
         self._write_log(worker, reply["lines"])
         # A step's word may come after the batch's own; and a new process needs as long as it needs to open the model.
         steps = {task: {"done": 0, "total": 1} for task in handle.tasks} if restarted else {}
         steps |= {task: body for task, body in reply["steps"].items() if task in handle.tasks}
         return [WorkerEvent(worker=worker, kind="step", task=task, body=body) for task, body in steps.items()]
 
-    def _check_restarted(self, worker: int, handle: RayWorkerHandle, process_id: str) -> bool:
+    def _detect_restart(self, worker: int, handle: RayWorkerHandle, process_id: str) -> bool:
         """Whether the process that speaks is another than the one that spoke before."""
         restarted = handle.process_id not in ("", process_id)
         handle.process_id = process_id
@@ -487,7 +487,7 @@ class RayWorkerPool:
 
     def _handle_reply(self, worker: int, handle: RayWorkerHandle, message: dict[str, Any]) -> list[WorkerEvent]:
         if process_id := message.pop("who", ""):
-            self._check_restarted(worker, handle, process_id)
+            self._detect_restart(worker, handle, process_id)
         handle.tasks.discard(message["task"])
         return [WorkerEvent(worker=worker, **message), *self._end_if_idle(worker, handle)]
 

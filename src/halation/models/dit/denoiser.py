@@ -104,7 +104,7 @@ class DiTDenoiser:
             )
         return (config.channels, config.height, config.width)
 
-    def to_model(self, pixels: Tensor) -> Tensor:
+    def encode_images(self, pixels: Tensor) -> Tensor:
         return self.space.encode(pixels)
 
     def to_pixels(self, x: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ class DiTConfig:
             raise InputError(
                 f"a size of {self.height} x {self.width} that patches of {self.patch_size} do not divide",
                 f"height and width that are multiples of {self.patch_size}",
-                f"use {_nearest_multiple(self.height, self.patch_size)} x {_nearest_multiple(self.width, self.patch_size)}, or another patch size",
+                f"use {_round_to_multiple(self.height, self.patch_size)} x {_round_to_multiple(self.width, self.patch_size)}, or another patch size",
             )
         if self.hidden % self.heads or self.hidden % 4 or self.text_hidden % TEXT_HEADS:
             raise InputError(
@@ -78,7 +78,7 @@ class DiTConfig:
         return asdict(self)
 
 
-def _nearest_multiple(size: int, patch: int) -> int:
+def _round_to_multiple(size: int, patch: int) -> int:
     return max(1, round(size / max(1, patch))) * max(1, patch)
 
 

@@ -32,7 +32,7 @@ def find_prompt_warnings(
     is_limited = len(checked) > MAX_PROMPTS
     checked = checked[:MAX_PROMPTS]
     total = f"{'the first ' if is_limited else ''}{len(checked):,} prompt{'s' if len(checked) != 1 else ''}"
-    unknown, num_affected = _count_unknown_words(tokenizer, checked)
+    unknown, num_affected = _find_unknown_words(tokenizer, checked)
     if unknown:
         rest = f" and {len(unknown) - MAX_WORDS} more" if len(unknown) > MAX_WORDS else ""
         shown = ", ".join(word[:MAX_WORD_LENGTH] for word in unknown[:MAX_WORDS])
@@ -42,7 +42,7 @@ def find_prompt_warnings(
         yield f"{num_long:,} of {total} {'is' if num_long == 1 else 'are'} longer than {name} reads: the end has no effect"
 
 
-def _count_unknown_words(tokenizer: WordTokenizer, prompts: Iterable[str]) -> tuple[list[str], int]:
+def _find_unknown_words(tokenizer: WordTokenizer, prompts: Iterable[str]) -> tuple[list[str], int]:
     """The words, the most frequent first, and the number of prompts that have one; a mark between words is none."""
     from halation.models.dit.tokenizer import split_words
 

@@ -243,7 +243,7 @@ class PipelineChecker:
         return all(part is not None for part in parts) and self.pipe.config.get("boundary_ratio") is not None
 
     @property
-    def has_negative_prompt(self) -> bool:
+    def accepts_negative_prompt(self) -> bool:
         if "negative_prompt" not in self._parameters:
             return False
         argument = self.family.guidance_argument
@@ -299,7 +299,7 @@ class PipelineChecker:
             raise InputError(
                 f"a size of {height} x {width} with {type(self.pipe).__name__}",
                 f"height and width that are multiples of {multiple}",
-                f"the nearest size is {_nearest(height, multiple)} x {_nearest(width, multiple)}",
+                f"the nearest size is {_round_to_multiple(height, multiple)} x {_round_to_multiple(width, multiple)}",
             )
         denoiser = self._denoiser
         largest = denoiser.config.get("pos_embed_max_size") if denoiser is not None else None
@@ -379,7 +379,7 @@ class PipelineChecker:
         name = type(self.pipe).__name__
         if not math.isfinite(spec.guidance_scale):
             raise InputError(f"--guidance_scale {spec.guidance_scale}", "a number", "use 1 for no guidance")
-        if spec.negative_prompt and not self.has_negative_prompt:
+        if spec.negative_prompt and not self.accepts_negative_prompt:
             options = sorted(name for name in self._parameters if name.endswith(("_scale", "_prompt")))
             argument = self.family.guidance_argument
             action = "leave the negative prompt out"
@@ -436,7 +436,7 @@ class PipelineChecker:
         }
 
 
-def _nearest(size: int, multiple: int) -> int:
+def _round_to_multiple(size: int, multiple: int) -> int:
     return max(multiple, round(size / multiple) * multiple)
 
 

@@ -290,7 +290,7 @@ class PipelineModel:
             "use_resolution_binning": False,
         }
         nothing_given = not any(spec.negative_prompt for spec in specs)
-        if self._checker.has_negative_prompt and not (nothing_given and self._zeroes_empty_negative_prompt):
+        if self._checker.accepts_negative_prompt and not (nothing_given and self._zeroes_empty_negative_prompt):
             offered["negative_prompt"] = [spec.negative_prompt for spec in specs]
         keywords |= {name: value for name, value in offered.items() if name in self._parameters}
         return keywords | self._checker.default_arguments | self._arguments

@@ -57,16 +57,16 @@ _COMMON_FIXED_FIELDS = {"latent_channels": _SAME_LATENTS_REASON, "text_width": _
 # Families
 
 
-def _two_axes(head: int) -> tuple[int, ...]:
+def _two_axis_rotary_dims(head: int) -> tuple[int, ...]:
     return (head // 2, head // 2)
 
 
-def _wan_axes(head: int) -> tuple[int, ...]:
+def _wan_rotary_dims(head: int) -> tuple[int, ...]:
     side = 2 * (head // 6)
     return (head - 2 * side, side, side)
 
 
-def flux_axes(teacher: Sequence[int], head: int) -> tuple[int, ...]:
+def flux_rotary_dims(teacher: Sequence[int], head: int) -> tuple[int, ...]:
     """The teacher's axes in proportion, each even; what rounding leaves goes to the first."""
     total = sum(teacher)
     axes = [max(2, int(axis * head / total) // 2 * 2) for axis in teacher]
@@ -97,7 +97,7 @@ def _head_settings(shape: TransformerShape) -> dict[str, Any]:
     return {"num_attention_heads": shape.heads, "attention_head_dim": shape.head_width, "num_layers": shape.depth}
 
 
-def _write_hunyuan(teacher: Mapping[str, Any], shape: TransformerShape, layers: Sequence[int]) -> dict[str, Any]:
+def _hunyuan_config(teacher: Mapping[str, Any], shape: TransformerShape, layers: Sequence[int]) -> dict[str, Any]:
     return {
         **_head_settings(shape),
         "hidden_size": shape.width,
@@ -106,11 +106,11 @@ def _write_hunyuan(teacher: Mapping[str, Any], shape: TransformerShape, layers: 
     }
 
 
-def _write_pixart(teacher: Mapping[str, Any], shape: TransformerShape, layers: Sequence[int]) -> dict[str, Any]:
+def _pixart_config(teacher: Mapping[str, Any], shape: TransformerShape, layers: Sequence[int]) -> dict[str, Any]:
     return {**_head_settings(shape), "cross_attention_dim": shape.width, "patch_size": shape.patch_size}
 
 
-def _write_sd3(teacher: Mapping[str, Any], shape: TransformerShape, layers: Sequence[int]) -> dict[str, Any]:
+def _sd3_config(teacher: Mapping[str, Any], shape: TransformerShape, layers: Sequence[int]) -> dict[str, Any]:
     dual = set(teacher.get("dual_attention_layers") or ())
     kept = [place for place, layer in enumerate(layers) if layer in dual]
     # Positions are counted in patches: with larger ones the same image has fewer.
@@ -124,17 +124,17 @@ def _write_sd3(teacher: Mapping[str, Any], shape: TransformerShape, layers: Sequ
     }
 
 
-def _write_flux(teacher: Mapping[str, Any], shape: TransformerShape, layers: Sequence[int]) -> dict[str, Any]:
+def _flux_config(teacher: Mapping[str, Any], shape: TransformerShape, layers: Sequence[int]) -> dict[str, Any]:
     double = sum(layer < teacher["num_layers"] for layer in layers)
     return {
         **_head_settings(shape),
         "num_layers": double,
         "num_single_layers": len(layers) - double,
-        "axes_dims_rope": list(flux_axes(teacher["axes_dims_rope"], shape.head_width)),
+        "axes_dims_rope": list(flux_rotary_dims(teacher["axes_dims_rope"], shape.head_width)),
     }
 
 
-def _write_wan(teacher: Mapping[str, Any], shape: TransformerShape, layers: Sequence[int]) -> dict[str, Any]:
+def _wan_config(teacher: Mapping[str, Any], shape: TransformerShape, layers: Sequence[int]) -> dict[str, Any]:
     return {
         **_head_settings(shape),
         "ffn_dim": round(shape.mlp_ratio * shape.width),
@@ -152,8 +152,8 @@ CONFIG_FORMATS: Mapping[str, ConfigFormat] = {
                 "mlp_ratio": "mlp_ratio",
             }
         ),
-        write=_write_hunyuan,
-        rotary_dims=_two_axes,
+        write=_hunyuan_config,
+        rotary_dims=_two_axis_rotary_dims,
         head_multiple=4,
         fixed_fields=_COMMON_FIXED_FIELDS,
     ),
@@ -161,7 +161,7 @@ CONFIG_FORMATS: Mapping[str, ConfigFormat] = {
         read=_make_shape_reader(
             {"patch_size": "patch_size", "latent_channels": "in_channels", "text_width": "caption_channels"}
         ),
-        write=_write_pixart,
+        write=_pixart_config,
         width_multiple=4,
         block_lists=("transformer_blocks",),
         fixed_fields={**_COMMON_FIXED_FIELDS, "mlp_ratio": _FIXED_MLP_RATIO_REASON},
@@ -170,7 +170,7 @@ CONFIG_FORMATS: Mapping[str, ConfigFormat] = {
         read=_make_shape_reader(
             {"patch_size": "patch_size", "latent_channels": "in_channels", "text_width": "joint_attention_dim"}
         ),
-        write=_write_sd3,
+        write=_sd3_config,
         width_multiple=4,
         block_lists=("transformer_blocks",),
         fixed_fields={**_COMMON_FIXED_FIELDS, "mlp_ratio": _FIXED_MLP_RATIO_REASON},
@@ -182,7 +182,7 @@ CONFIG_FORMATS: Mapping[str, ConfigFormat] = {
             latent_channels=lambda config: config["in_channels"] // 4,
             depth=lambda config: config["num_layers"] + config["num_single_layers"],
         ),
-        write=_write_flux,
+        write=_flux_config,
         head_multiple=2,
         block_lists=("transformer_blocks", "single_transformer_blocks"),
         fixed_fields={
@@ -197,8 +197,8 @@ CONFIG_FORMATS: Mapping[str, ConfigFormat] = {
             patch_size=lambda config: config["patch_size"][-1],
             mlp_ratio=lambda config: config["ffn_dim"] / (config["num_attention_heads"] * config["attention_head_dim"]),
         ),
-        write=_write_wan,
-        rotary_dims=_wan_axes,
+        write=_wan_config,
+        rotary_dims=_wan_rotary_dims,
         head_multiple=2,
         fixed_fields=_COMMON_FIXED_FIELDS,
     ),

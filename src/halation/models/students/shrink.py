@@ -172,7 +172,7 @@ def _fit_tensor(name: str, tensor: Tensor, shape: torch.Size, plan: ShrinkPlan, 
     return tensor
 
 
-def even_indices(num: int, total: int) -> list[int]:
+def evenly_spaced_indices(num: int, total: int) -> list[int]:
     """Channel j of `num` is channel floor(j * total / num): of sines and cosines, and of quarters and sixths that stand one after
     the other, a whole fraction keeps exactly the ones that a narrower model would have."""
     return [place * total // num for place in range(num)]
@@ -185,7 +185,7 @@ def _kept_indices(name: str, axis: int, before: int, size: int, plan: ShrinkPlan
         r"single_transformer_blocks\.\d+\.proj_out$", layer
     ):  # attention first, then its feed-forward part
         inner, narrow = teacher.num_heads * teacher.width, student.num_heads * student.width
-        rest = [inner + place for place in even_indices(size - narrow, before - inner)]
+        rest = [inner + place for place in evenly_spaced_indices(size - narrow, before - inner)]
         return torch.tensor([*_head_indices(teacher, student), *rest])
     is_of_heads = any(
         layer.endswith(f".{ending}") for ending in (_HEAD_OUTPUT_LAYERS if axis == 0 else _HEAD_INPUT_LAYERS)
@@ -196,7 +196,7 @@ def _kept_indices(name: str, axis: int, before: int, size: int, plan: ShrinkPlan
         inner = teacher.num_heads * teacher.width
         heads = _head_indices(teacher, student)
         return torch.tensor([chunk * inner + place for chunk in range(before // inner) for place in heads])
-    return torch.tensor(even_indices(size, before))
+    return torch.tensor(evenly_spaced_indices(size, before))
 
 
 def _head_layouts(name: str, plan: ShrinkPlan) -> tuple[HeadLayout, HeadLayout]:
@@ -206,7 +206,9 @@ def _head_layouts(name: str, plan: ShrinkPlan) -> tuple[HeadLayout, HeadLayout]:
 def _head_indices(teacher: HeadLayout, student: HeadLayout) -> list[int]:
     within = _within_head_indices(teacher, student)
     return [
-        head * teacher.width + place for head in even_indices(student.num_heads, teacher.num_heads) for place in within
+        head * teacher.width + place
+        for head in evenly_spaced_indices(student.num_heads, teacher.num_heads)
+        for place in within
     ]
 
 
@@ -216,7 +218,7 @@ def _within_head_indices(teacher: HeadLayout, student: HeadLayout) -> list[int]:
     first = 0
     for before, size in zip(teacher.axis_widths, student.axis_widths, strict=True):
         step = 1 if before % 2 or size % 2 else 2
-        pairs = even_indices(size // step, before // step)
+        pairs = evenly_spaced_indices(size // step, before // step)
         kept += [first + step * pair + inner for pair in pairs for inner in range(step)]
         first += before
     return kept

@@ -391,7 +391,7 @@ class PipelineDenoiser:
         self._checker.check_size(height, width)
         return (self.space.channels, height // self.downsample, width // self.downsample)
 
-    def to_model(self, pixels: Tensor) -> Tensor:
+    def encode_images(self, pixels: Tensor) -> Tensor:
         return self.space.encode(pixels)
 
     def to_pixels(self, x: Tensor) -> Tensor:
