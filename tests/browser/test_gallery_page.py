@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ from support.opened import Opened, opened
 from support.script_payloads import PAYLOADS
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import Page, Route
 
 pytestmark = pytest.mark.browser
 NUM_STEPS, EVERY, NUM_PROMPTS = 120, 100, 8
@@ -201,6 +202,20 @@ def test_curves_show_every_number_and_the_samples_where_the_pointer_is(
     assert str(NUM_STEPS * EVERY) in text_of(page, "tr[data-setting='n_steps']").replace(",", "")
     page.locator("#tab-log").click()
     page.locator("#log").get_by_text("[rank 0] trained").wait_for()
+
+
+def test_a_search_typed_before_the_settings_have_come_is_applied_to_them(
+    served: Opened, folders: Path, page: Page
+) -> None:
+    held: list[Route] = []
+    page.route(re.compile("/api/runs/[^/]+/config$"), lambda route: held.append(route))
+    served.show(page, folders / "long", "/config")
+    page.locator("#config-search").fill("n_steps")
+    while not held:
+        page.wait_for_timeout(20)
+    page.unroute_all()  # lets what was held go on
+    page.locator("tr[data-setting='n_steps']").wait_for()
+    assert page.locator("tr[data-setting]").count() == 1
 
 
 @pytest.mark.ranks

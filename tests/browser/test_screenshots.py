@@ -38,7 +38,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return Path(os.environ["HALATION_RUNS"]).resolve()
     folder = tmp_path_factory.mktemp("runs")
     training_folder(folder / "streets", 30, 8, size=32, raw=True)
-    generation_folder(folder / "pictures", 400, size=32)
+    generation_folder(folder / "images", 400, size=32)
     return folder
 
 
@@ -96,7 +96,7 @@ def wide(gallery: Opened, page: Page, runs: Path, album: Path) -> None:
     page.locator(".figure[data-metric='loss'] svg").hover(position={"x": 400, "y": 80})
     page.locator("#strip img").first.wait_for()
     take(page, album / "gallery_curves.png")
-    gallery.show(page, runs / "pictures")
+    gallery.show(page, runs / "images")
     page.locator("#grid [data-index='0'] img").wait_for()
     take(page, album / "gallery_generation.png")
     page.goto(f"{gallery.address}/#/scores")

@@ -76,7 +76,7 @@ export class Settings {
     } catch (error) {
       notify(`The settings of the other run cannot be read: ${error.message}`, "bad");
     }
-    if (this.config) this.show();
+    this.show();
   }
 
   /** Settings and facts that differ, both values side by side. */
@@ -102,6 +102,7 @@ export class Settings {
   }
 
   show() {
+    if (this.config === null) return; // a search typed before the settings have come is applied when they are shown
     const { settings, fixed, changes, differs } = this.config;
     const names = differs ?? [];
     const pairs = flatPairs(settings ?? {});
