@@ -265,7 +265,7 @@ def _resolve_for_dit(config: DistillConfig, folder: Path) -> DistillConfig:
 
 def _apply_teacher_guidance(config: DistillConfig, folder: Path, sampling: Mapping[str, Any]) -> DistillConfig:
     """With the guidance that a teacher of Halation's own is drawn with, which a student has in it already."""
-    if sampling.get("distilled"):
+    if sampling.get("distillation_objective"):
         raise InputError(
             f"{folder} was distilled to draw in {sampling['steps']} steps, and between them it has nothing to say",
             "a teacher that answers at every noise level",
