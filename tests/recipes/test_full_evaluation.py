@@ -82,7 +82,7 @@ def report_of(path: Path) -> dict[str, Any]:
 def test_captions_become_prompts_images_and_scores_and_again_nothing_is_drawn(
     tmp_path: Path, parts: dict[str, str]
 ) -> None:
-    variables = parts | {"OUTPUT_DIR": "my pictures/"}
+    variables = parts | {"OUTPUT_DIR": "my images/"}
     done = started(tmp_path, variables)
     assert done.returncode == 0, done.stderr
     images = sorted((tmp_path / "my images").glob("*.png"))
@@ -92,14 +92,14 @@ def test_captions_become_prompts_images_and_scores_and_again_nothing_is_drawn(
     with Image.open(images[0]) as image:
         assert image.size == (SIZE, SIZE)
 
-    report = report_of(tmp_path / "my pictures_results.json")
+    report = report_of(tmp_path / "my images_results.json")
     assert set(report["metrics"]) == {"fid", "clip"}
     assert report["metrics"]["fid"]["name"] == "FD-inception", "random weights are not FID's"
     assert report["metrics"]["fid"]["few"] is True
     assert (report["generated"]["num"], report["reference"]["num"]) == (3, 4)
     assert report["metrics"]["fid"]["value"] > 0
     assert 0 <= report["metrics"]["clip"]["value"] <= 100
-    assert "my pictures_results.json" in done.stdout
+    assert "my images_results.json" in done.stdout
 
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.suffix in (".png", ".safetensors")}
     assert len(before) > len(images), "features are kept beside the images"
@@ -109,7 +109,7 @@ def test_captions_become_prompts_images_and_scores_and_again_nothing_is_drawn(
     there = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.suffix in (".png", ".safetensors")}
     assert there == before
     values = {name: found["value"] for name, found in report["metrics"].items()}
-    repeated = report_of(tmp_path / "my pictures_results.json")["metrics"]
+    repeated = report_of(tmp_path / "my images_results.json")["metrics"]
     assert {name: found["value"] for name, found in repeated.items()} == values
 
 
