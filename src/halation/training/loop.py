@@ -20,7 +20,7 @@ from halation.flow.ema import Ema
 from halation.models.denoiser import MIXED_PRECISION_DTYPES
 
 MAX_SKIPPED_STEPS = 20
-_STORED_NAMES = {"num_images": "pictures"}
+_STORED_AS = {"num_images": "pictures"}
 """Names in a checkpoint that differ from those in code."""
 
 
@@ -98,12 +98,12 @@ class TrainState:
     def as_json(self) -> dict[str, Any]:
         """The position as a checkpoint stores it."""
         values = asdict(self)
-        return {_STORED_NAMES.get(name, name): value for name, value in values.items()}
+        return {_STORED_AS.get(name, name): value for name, value in values.items()}
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> TrainState:
         """The position that a checkpoint stores."""
-        names = {key: name for name, key in _STORED_NAMES.items()}
+        names = {key: name for name, key in _STORED_AS.items()}
         return cls(**{names.get(key, key): value for key, value in stored.items()})
 
 

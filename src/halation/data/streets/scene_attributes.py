@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, get_args
 
 import numpy as np
 
@@ -23,20 +23,11 @@ TimeOfDay = Literal["day", "dusk", "night"]
 Weather = Literal["dry", "wet"]
 Colour = Literal["red", "blue", "white", "black", "yellow", "silver"]
 
-SPLITS: tuple[Split, ...] = ("train", "heldout")
-PLACES: tuple[StreetPlace, ...] = (
-    "residential",
-    "urban intersection",
-    "highway",
-    "rainy street",
-    "suburban",
-    "parking lot",
-    "city crossing",
-    "rural",
-)
-TIMES: tuple[TimeOfDay, ...] = ("day", "dusk", "night")
-WEATHERS: tuple[Weather, ...] = ("dry", "wet")
-CAR_COLOURS: tuple[Colour, ...] = ("red", "blue", "white", "black", "yellow", "silver")
+SPLITS: tuple[Split, ...] = get_args(Split)
+PLACES: tuple[StreetPlace, ...] = get_args(StreetPlace)
+TIMES: tuple[TimeOfDay, ...] = get_args(TimeOfDay)
+WEATHERS: tuple[Weather, ...] = get_args(Weather)
+CAR_COLOURS: tuple[Colour, ...] = get_args(Colour)
 
 _Item = TypeVar("_Item")
 

@@ -38,7 +38,7 @@ class ConfigFormat:
     """How a family writes a shape down. `rotary_dims` are the channels of a head that turn together, one number an axis."""
 
     read: Callable[[Mapping[str, Any]], TransformerShape]
-    write: Callable[[Mapping[str, Any], TransformerShape, Sequence[int]], dict[str, Any]]
+    make_config: Callable[[Mapping[str, Any], TransformerShape, Sequence[int]], dict[str, Any]]
     rotary_dims: Callable[[int], tuple[int, ...]] = lambda head: (head,)
     head_multiple: int = 1
     width_multiple: int = 1
@@ -152,7 +152,7 @@ CONFIG_FORMATS: Mapping[str, ConfigFormat] = {
                 "mlp_ratio": "mlp_ratio",
             }
         ),
-        write=_hunyuan_config,
+        make_config=_hunyuan_config,
         rotary_dims=_two_axis_rotary_dims,
         head_multiple=4,
         fixed_fields=_COMMON_FIXED_FIELDS,
@@ -161,7 +161,7 @@ CONFIG_FORMATS: Mapping[str, ConfigFormat] = {
         read=_make_shape_reader(
             {"patch_size": "patch_size", "latent_channels": "in_channels", "text_width": "caption_channels"}
         ),
-        write=_pixart_config,
+        make_config=_pixart_config,
         width_multiple=4,
         block_lists=("transformer_blocks",),
         fixed_fields={**_COMMON_FIXED_FIELDS, "mlp_ratio": _FIXED_MLP_RATIO_REASON},
@@ -170,7 +170,7 @@ CONFIG_FORMATS: Mapping[str, ConfigFormat] = {
         read=_make_shape_reader(
             {"patch_size": "patch_size", "latent_channels": "in_channels", "text_width": "joint_attention_dim"}
         ),
-        write=_sd3_config,
+        make_config=_sd3_config,
         width_multiple=4,
         block_lists=("transformer_blocks",),
         fixed_fields={**_COMMON_FIXED_FIELDS, "mlp_ratio": _FIXED_MLP_RATIO_REASON},
@@ -182,7 +182,7 @@ CONFIG_FORMATS: Mapping[str, ConfigFormat] = {
             latent_channels=lambda config: config["in_channels"] // 4,
             depth=lambda config: config["num_layers"] + config["num_single_layers"],
         ),
-        write=_flux_config,
+        make_config=_flux_config,
         head_multiple=2,
         block_lists=("transformer_blocks", "single_transformer_blocks"),
         fixed_fields={
@@ -197,7 +197,7 @@ CONFIG_FORMATS: Mapping[str, ConfigFormat] = {
             patch_size=lambda config: config["patch_size"][-1],
             mlp_ratio=lambda config: config["ffn_dim"] / (config["num_attention_heads"] * config["attention_head_dim"]),
         ),
-        write=_wan_config,
+        make_config=_wan_config,
         rotary_dims=_wan_rotary_dims,
         head_multiple=2,
         fixed_fields=_COMMON_FIXED_FIELDS,
@@ -254,7 +254,7 @@ def transformer_config(
         _check_flux_layer_order(layers, teacher["num_layers"])
     if shape == teacher_shape and layers == tuple(range(teacher_shape.depth)):
         return dict(teacher), layers
-    return {**teacher, **config_format.write(teacher, shape, layers)}, layers
+    return {**teacher, **config_format.make_config(teacher, shape, layers)}, layers
 
 
 def _widen_for_size_embeddings(config_format: ConfigFormat, name: str, teacher: Mapping[str, Any]) -> ConfigFormat:
@@ -315,7 +315,7 @@ def _raise_no_dict_config(*_: Any) -> Any:
 
 DIT_CONFIG_FORMAT = ConfigFormat(
     read=_raise_no_dict_config,
-    write=_raise_no_dict_config,
+    make_config=_raise_no_dict_config,
     width_multiple=4,
     fixed_fields={"latent_channels": _SAME_LATENTS_REASON, "mlp_ratio": _FIXED_MLP_RATIO_REASON},
 )
