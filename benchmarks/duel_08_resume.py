@@ -113,7 +113,8 @@ def least(work: Path, _: str) -> int:
     import sqlite3
 
     began = time.perf_counter()
-    connection = sqlite3.connect(work / "out" / "ledger.sqlite")
+    # To read only: otherwise closing it would move the log into the file, as no reader of ours does.
+    connection = sqlite3.connect(f"file:{work / 'out' / 'ledger.sqlite'}?mode=ro", uri=True)
     num = len(connection.execute("SELECT picture FROM pictures WHERE state != 1").fetchall())
     with os.scandir(work / "out") as entries:
         num += sum(1 for _ in entries)

@@ -66,6 +66,7 @@ ENVIRONMENT = """\
 | `RAY_ADDRESS` | the cluster that `--cluster auto` joins |
 | `WANDB_MODE` | where it is not set, wandb is offline |
 | `HALATION_FAULT`, `HALATION_FAULT_LOG` | [make something fail on purpose](reliability.md#how-faults-are-made) |
+| `HALATION_INPUT_LIMITS`, `HALATION_FOLLOW_LINKS` | `--input_limits` and `--follow_links`: [limits on input](security.md#limits-on-input) |
 
 Variables of torchrun, SLURM, NCCL and gloo mean what they always mean ([several machines](cluster.md)). `halation doctor` shows those that matter.
 """

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halation.csv_jsonl_reader import BLOCK_SIZE, csv_rows, decode, iter_lines
+from halation.csv_jsonl_reader import BLOCK_SIZE, check_text, csv_rows, decode_blocks, iter_lines
 from halation.errors import InputError
 from halation.prompt_files import PromptFile, PromptRow, collect_prompts, iter_prompts, read_prompts
 
@@ -158,7 +158,10 @@ def test_a_fault_far_down_is_refused_where_it_is(tmp_path: Path, fault: bytes, f
     assert found in refused(write(tmp_path, "p.csv", content + b"\nx\n"))
 
 
-def test_a_field_longer_than_a_block_is_read_and_one_without_an_end_is_refused(tmp_path: Path) -> None:
+def test_a_field_longer_than_a_block_is_read_and_one_without_an_end_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HALATION_INPUT_LIMITS", "8")
     long = 'a "quoted" word\n' * (5 * BLOCK_SIZE // 16)
     rows = read_prompts(write(tmp_path, "p.csv", f"prompt,seed\n{quoted(long)},1\nb,2\n"))
     assert [(row.prompt == long, row.seed, row.line) for row in rows] == [
@@ -397,7 +400,8 @@ def test_letters_lost_in_conversion_are_refused(tmp_path: Path) -> None:
 
 def test_real_text_in_many_scripts_is_not_taken_for_damage() -> None:
     for text in REAL:
-        assert decode("x", text.encode()) == text
+        check_text("x", text.encode())
+        assert "".join(decode_blocks(text.encode())) == text
 
 
 REAL = [

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from halation.config import RENAMED_SETTINGS, to_current_names
+from halation.distributed import launcher, stop_signals
 from halation.errors import HalationError, InputError, os_error_message
+from halation.input_files import RefusedFileError, use_limits
 
 
 class Command(NamedTuple):
@@ -62,6 +64,8 @@ COMMANDS = {
     ),
     "doctor": Command("tools.doctor", "DoctorConfig", "show devices, versions, backends, and what is missing"),
 }
+RANK_COMMANDS = ("train", "distill", "sample", "evaluate")
+"""Commands that join the ranks of torchrun or srun."""
 TRUE_WORDS, FALSE_WORDS = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 
@@ -85,6 +89,8 @@ def run(
     """Run one command and return its exit code; a recipe brings its own defaults and the name it goes by."""
     # Read by torch when it is imported. A rank that outlives the host of the store by a moment would print twenty-five frames.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if command in RANK_COMMANDS and launcher.is_launched():
+        stop_signals.remember_signals()
     code = _run_command(command, args, defaults, prog)
     if code and "RANK" in os.environ and "torch" in sys.modules:
         # A rank that failed must not wait, in taking its groups down, for peers that wait for it.
@@ -101,8 +107,14 @@ def _run_command(command: str, args: Sequence[str], defaults: Mapping[str, Any] 
             raise InputError(
                 f"there is no command '{command}'", f"one of {', '.join(COMMANDS)}", _suggest_command(command)
             )
-        config = parse(command, args, defaults=defaults, prog=prog)
-        return int(importlib.import_module(f"halation.{COMMANDS[command].module}").run(config))
+        scale, follow_links, args = _pop_input_flags(args)
+        with use_limits(scale, follow_links):
+            config = parse(command, args, defaults=defaults, prog=prog)
+            return int(importlib.import_module(f"halation.{COMMANDS[command].module}").run(config))
+    except RefusedFileError as refused:
+        error = refused.as_input_error()
+        _print_error(f"{name}: {error}")
+        return error.exit_code
     except HalationError as error:
         _print_error(f"{name}: {error}")
         return error.exit_code
@@ -261,6 +273,21 @@ def _pop_config_flag(args: Sequence[str]) -> tuple[Path | None, list[str]]:
     return file, rest
 
 
+def _pop_input_flags(args: Sequence[str]) -> tuple[str | None, bool, list[str]]:
+    """`--input_limits SCALE` and `--follow_links`, which all commands have and no run records; and the other words."""
+    scale, follow_links, rest = None, False, []
+    words = iter(args)
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if flag in ("--input_limits", "--input-limits"):
+            scale = value if equals else next(words, "")
+        elif flag in ("--follow_links", "--follow-links"):
+            follow_links = value.lower() not in FALSE_WORDS
+        else:
+            rest.append(word)
+    return scale, follow_links, rest
+
+
 def _usage_text() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name.ljust(width)}  {command.summary}" for name, command in COMMANDS.items()]
@@ -274,6 +301,7 @@ def _usage_text() -> str:
             *lines,
             "",
             "halation COMMAND --help lists the flags. Dashes and underscores are the same; --config FILE (YAML, TOML, JSON) lies below flags.",
+            "--input_limits SCALE raises the limits on files that are read; --follow_links lets links in a folder of images lead out of it.",
         ]
     )
 

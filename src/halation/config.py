@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from halation import input_files
 from halation.errors import InputError
 
 ChangePolicy = Literal["refused", "free", "grows"]
@@ -77,7 +78,7 @@ def read_settings_file(path: Path) -> dict[str, Any]:
             f"there is no file {path}", "a YAML, TOML or JSON file of settings", "check the path given to --config"
         )
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = input_files.read_bytes(path, input_files.MAX_SETTINGS_BYTES).decode("utf-8-sig")
         match path.suffix.lower():
             case ".yaml" | ".yml":
                 values = _parse_yaml(text)

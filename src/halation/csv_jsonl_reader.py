@@ -11,11 +11,14 @@ import codecs
 import difflib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+from halation import input_files
 from halation.errors import InputError
 
 Text = str | Iterator[str]
@@ -28,7 +31,12 @@ _CODE_PAGES = ("cp1252", "cp1253", "cp1251", "cp437", "cp850")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _PUNCTUATION = frozenset("\xa0\xab\xbb\u2013\u2014\u2018\u2019\u201a\u201c\u201d\u201e\u2022\u2026\u2039\u203a")
 _MIN_SEQUENCES = 3
-_MAX_SHOWN = 60
+MAX_PATH_SHOWN = 300
+_MAX_NAMES_SHOWN = 20
+_OTHER_MARKS = {  # UTF-32's first mark begins with that of UTF-16
+    "UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
+    "UTF-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
+}
 _MAX_DIGITS = 1000
 
 
@@ -47,28 +55,51 @@ def error_at(name: str, line: int, column: int, found: str, expected: str, actio
 
 def nearest_hint(name: str, known: Sequence[str]) -> str:
     """A hint at the known name that looks most like this one, or nothing."""
-    close = difflib.get_close_matches(name.lower(), known, n=1)
+    close = difflib.get_close_matches(name[:MAX_PATH_SHOWN].lower(), known, n=1)
     return f" (nearest: {close[0]!r})" if close else ""
 
 
-def format_value(value: object) -> str:
+def shorten(text: object, max_chars: int = 60) -> str:
+    """A name from a file, short enough for a message and without characters that a terminal would not show."""
+    shown = str(text)
+    shown = shown if len(shown) <= max_chars else shown[:max_chars] + "..."
+    return shown if shown.isprintable() else repr(shown)[1:-1]
+
+
+def format_names(names: Sequence[str]) -> str:
+    """Names of columns, the first of them where there are many."""
+    more = [f"{len(names) - _MAX_NAMES_SHOWN} more"] if len(names) > _MAX_NAMES_SHOWN else []
+    return ", ".join([*map(format_value, names[:_MAX_NAMES_SHOWN]), *more])
+
+
+def format_value(value: object, max_chars: int = 60) -> str:
     """A value from a file, short enough for a message."""
-    text = repr(value[: _MAX_SHOWN + 1] if isinstance(value, str | bytes) else value)
-    return text if len(text) <= _MAX_SHOWN + 2 else text[:_MAX_SHOWN] + "..."
+    text = repr(value[: max_chars + 1] if isinstance(value, str | bytes) else value)
+    return text if len(text) <= max_chars + 2 else text[:max_chars] + "..."
 
 
-def decode(name: str, data: bytes) -> str:
-    """UTF-8 with or without a byte order mark; the text is what the bytes say, NULs and re-encoded text are refused."""
-    check_text(name, data)
-    return data.removeprefix(codecs.BOM_UTF8).decode("utf-8")
+def read_text_bytes(path: Path, *, within: str | None = None) -> bytes:
+    """The bytes of a table that `check_text` finds nothing wrong with, for `decode_blocks`; FileNotFoundError where there is none."""
+    try:
+        data = input_files.read_bytes(path, input_files.MAX_TABLE_BYTES, within=within)
+    except input_files.RefusedFileError as error:
+        raise error.as_input_error() from None
+    check_text(str(path), data)
+    return data
 
 
 def check_text(name: str, data: bytes) -> None:
     """Refuse bytes that are not UTF-8, NULs and text that was once read in another code page, each with its place."""
-    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise error_at(name, 1, 1, "UTF-16 text (its byte order mark)", "UTF-8 text", _SAVE_AS_UTF8)
-    line = 1
+    for encoding, marks in _OTHER_MARKS.items():
+        if data.startswith(marks):
+            raise error_at(name, 1, 1, f"{encoding} text (its byte order mark)", "UTF-8 text", _SAVE_AS_UTF8)
+    if data.startswith(2 * codecs.BOM_UTF8):
+        found, action = "two byte order marks (U+FEFF)", "save the file as UTF-8 without a byte order mark"
+        raise error_at(name, 1, 1, found, "one at most", action)
+    line, max_bytes = 1, input_files.limit(input_files.MAX_ROW_BYTES)
     for block in _byte_blocks(data):
+        if len(block) > max_bytes and len(block) > BLOCK_SIZE:  # then it is one line
+            raise _limit_error(name, line, f"a line of {len(block)} bytes", f"at most {max_bytes}")
         try:
             text = block.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -100,6 +131,30 @@ def _byte_blocks(data: bytes) -> Iterator[bytes]:
         stop = data.rfind(b"\n", start, start + BLOCK_SIZE) + 1 or data.find(b"\n", start + BLOCK_SIZE) + 1 or len(data)
         yield data[start:stop]
         start = stop
+
+
+def _limit_error(name: str, line: int, found: str, expected: str) -> InputError:
+    return input_files.over_limit_error(f"{name}, line {line}: {found}", expected)
+
+
+def check_field(name: str, line: int, column: str, text: str) -> None:
+    """Refuse a text that no prompt, caption or id is as long as."""
+    max_chars = input_files.limit(input_files.MAX_FIELD_CHARS)
+    if len(text) > max_chars:
+        found = f"{format_value(column)} has {len(text)} characters"
+        raise _limit_error(name, line, found, f"at most {max_chars}")
+
+
+def check_num_rows(name: str, line: int, num_rows: int) -> None:
+    max_rows = input_files.limit(input_files.MAX_TABLE_ROWS)
+    if num_rows > max_rows:
+        raise _limit_error(name, line, f"row {num_rows}", f"at most {max_rows} rows")
+
+
+def check_num_columns(name: str, line: int, num_columns: int) -> None:
+    max_columns = input_files.limit(input_files.MAX_TABLE_COLUMNS)
+    if num_columns > max_columns:
+        raise _limit_error(name, line, f"{num_columns} columns", f"at most {max_columns}")
 
 
 def line_and_column(text: str, offset: int, first_line: int = 1) -> tuple[int, int]:
@@ -142,32 +197,52 @@ def csv_table(name: str, text: Text) -> tuple[list[str], Iterator[CsvRecord]]:
     if first is None:
         raise error_at(name, 1, 1, "no line with text", "a header and one line for each record", "fill the file")
     header = [column.strip() for column in first[1]]
-    twice = sorted({column for column in header if header.count(column) > 1})
-    if twice:
-        found = f"the column {twice[0]!r} is there twice"
+    check_num_columns(name, first[0], len(header))
+    if twice := find_duplicate(header):
+        found = f"the column {format_value(twice[0])} is there twice"
         raise error_at(name, first[0], 1, found, "each column once", "rename or remove one of them")
     return header, _check_num_fields(name, header, records)
 
 
+def find_duplicate(names: Sequence[str]) -> list[str]:
+    """The first of the names that is there twice, or an empty list."""
+    counts = Counter(names)
+    return sorted(name for name, count in counts.items() if count > 1)[:1] if len(counts) < len(names) else []
+
+
 def _check_num_fields(name: str, header: Sequence[str], records: Iterator[CsvRecord]) -> Iterator[CsvRecord]:
-    for record in records:
+    max_rows, max_chars = input_files.limit(input_files.MAX_TABLE_ROWS), input_files.limit(input_files.MAX_FIELD_CHARS)
+    for num_rows, record in enumerate(records, start=1):
         if len(record[1]) != len(header):
-            found = f"{len(record[1])} fields where the header has {len(header)} ({', '.join(header)})"
+            names = ", ".join(shorten(column) for column in header[:_MAX_NAMES_SHOWN])
+            names += ", ..." if len(header) > _MAX_NAMES_SHOWN else ""
+            found = f"{len(record[1])} fields where the header has {len(header)} ({names})"
             action = "put quotes around a field that has a comma or a line end in it"
             raise error_at(name, record[0], 1, found, "the same number of fields in every line", action)
+        if num_rows > max_rows:
+            check_num_rows(name, record[0], num_rows)
+        if max(map(len, record[1])) > max_chars:
+            for column, text in zip(header, record[1], strict=True):
+                check_field(name, record[0], column, text)
         yield record
 
 
-def csv_header(name: str, text: str) -> list[str]:
+def csv_header(name: str, text: Text) -> list[str]:
     """The columns a comma-separated file says it has."""
     first = next(_parse_records(name, text), None)
-    return [] if first is None else [column.strip() for column in first[1]]
+    if first is None:
+        return []
+    check_num_columns(name, first[0], len(first[1]))
+    return [column.strip() for column in first[1]]
 
 
 def json_rows(name: str, text: Text) -> Iterator[TableRow]:
     """One JSON object a line; blank lines are skipped."""
     expected, action = "one JSON object a line", "correct the line"
-    for number, line in iter_lines(name, text):
+    max_rows, max_chars = input_files.limit(input_files.MAX_TABLE_ROWS), input_files.limit(input_files.MAX_FIELD_CHARS)
+    for num_rows, (number, line) in enumerate(iter_lines(name, text), start=1):
+        if num_rows > max_rows:
+            check_num_rows(name, number, num_rows)
         try:
             values = _JSON.decode(line)
         except json.JSONDecodeError as error:
@@ -178,6 +253,10 @@ def json_rows(name: str, text: Text) -> Iterator[TableRow]:
             raise error_at(name, number, 1, "JSON that is nested too deep", expected, action) from None
         if not isinstance(values, dict):
             raise error_at(name, number, 1, f"JSON, but a {type(values).__name__}", expected, action)
+        check_num_columns(name, number, len(values))
+        if len(line) > max_chars:
+            for column, value in values.items():
+                check_field(name, number, column, value if isinstance(value, str) else "")
         yield TableRow(line=number, values=values)
 
 
@@ -200,6 +279,9 @@ def _parse_records(name: str, text: Text) -> Iterator[CsvRecord]:
         else:
             fields, stop, complete = _parse_fields(block, offset)
             if not complete:
+                if len(block) - offset > input_files.limit(input_files.MAX_ROW_BYTES):
+                    found = f"a record of more than {input_files.limit(input_files.MAX_ROW_BYTES)} characters"
+                    raise _limit_error(name, line, f"{found}; perhaps a quote that is never closed", "shorter ones")
                 more = _read_at_least_as_much(blocks_left, block, offset) if _is_unclosed_quote(block, stop) else ""
                 if not more:
                     raise _csv_error(name, block[offset:], stop - offset, line)
@@ -258,11 +340,11 @@ def _csv_error(name: str, text: str, offset: int, line: int) -> InputError:
 def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) != len(pairs):
-        names = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in names if names.count(key) > 1)!r} is there twice")
+        twice = find_duplicate([key for key, _ in pairs])[0]
+        raise ValueError(f"the key {format_value(twice)} is there twice")
     for key, value in pairs:
         if isinstance(value, str) and not value.isascii() and _SURROGATE.search(value):
-            raise ValueError(f"half of a surrogate pair in {key!r}, which is no text")
+            raise ValueError(f"half of a surrogate pair in {format_value(key)}, which is no text")
     return values
 
 

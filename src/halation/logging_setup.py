@@ -23,6 +23,16 @@ class ConsoleWarningHandler(logging.Handler):
             sys.stderr.write(f"halation: {record.getMessage()}\n")
 
 
+class _LogFile(logging.FileHandler):
+    """A log that cannot be written costs its lines; the disk's error is told by whoever writes results there."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, encoding="utf-8")
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's own name
+        del record
+
+
 @contextlib.contextmanager
 def exclusive_console_handler(console_handler: ConsoleWarningHandler) -> Iterator[None]:
     """This one speaks to the person, and not also one that an earlier job of this process left behind."""
@@ -48,7 +58,7 @@ def configure_rank_logging(folder: Path, rank: int) -> ConsoleWarningHandler:
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
         handler.close()
-    file = logging.FileHandler(folder / ("train.log" if rank == 0 else f"rank_{rank}.log"), encoding="utf-8")
+    file = _LogFile(folder / ("train.log" if rank == 0 else f"rank_{rank}.log"))
     file.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s [rank {rank}] %(message)s"))
     logger.addHandler(file)
     console_handler = ConsoleWarningHandler()
@@ -62,7 +72,7 @@ def log_to_folder(folder: Path) -> Iterator[ConsoleWarningHandler]:
     """generate.log for everything, and warnings for the person."""
     folder.mkdir(parents=True, exist_ok=True)
     logger = logging.getLogger("halation")
-    file = logging.FileHandler(folder / "generate.log", encoding="utf-8")
+    file = _LogFile(folder / "generate.log")
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     console_handler = ConsoleWarningHandler()
     level, propagate = logger.level, logger.propagate

@@ -11,19 +11,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from halation import input_files
 from halation.csv_jsonl_reader import (
     TableRow,
+    check_field,
+    check_num_columns,
+    check_num_rows,
     check_text,
     csv_table,
     decode_blocks,
     error_at,
+    find_duplicate,
     find_encoding_damage,
     format_value,
     iter_lines,
     json_rows,
     nearest_hint,
+    shorten,
 )
 from halation.errors import InputError
+from halation.input_files import format_size
 
 FORMATS = ("csv", "txt", "jsonl", "parquet")
 PROMPT_COLUMNS = ("prompt", "caption", "text")
@@ -32,6 +39,7 @@ NUM_SEEDS = 2**63
 _SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}
 _MAX_COLUMNS_SHOWN = 20
 _ROWS_PER_BATCH = 4096
+_BATCH_BYTES = 128 << 20
 _WHOLE_NUMBER = re.compile(r"\s*[+-]?[0-9]+\s*")
 _NUMBER = re.compile(r"\s*[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?\s*")
 
@@ -178,14 +186,16 @@ def _find_ignored_columns(name: str, kind: str, data: bytes) -> tuple[str, ...]:
     _check_separator(name, next(decode_blocks(data), ""))
     header, _ = csv_table(name, decode_blocks(data))
     known = {*_map_columns(header).values(), *PROMPT_COLUMNS[: 2 if "prompt" in header else 3]}
-    return tuple(column for column in header if column and column not in known)
+    return tuple(shorten(column) for column in header if column and column not in known)
 
 
 def _read_bytes(path: str | Path, name: str) -> bytes:
-    if str(path) == "-":
-        return sys.stdin.buffer.read()
     try:
-        return Path(path).read_bytes()
+        if str(path) == "-":
+            return input_files.read_stream(sys.stdin.buffer, name, input_files.MAX_TABLE_BYTES)
+        return input_files.read_bytes(path, input_files.MAX_TABLE_BYTES)
+    except input_files.RefusedFileError as error:
+        raise error.as_input_error() from None
     except FileNotFoundError:
         raise InputError(f"no such file: {name}", "a file with prompts", "check the path") from None
     except IsADirectoryError:
@@ -197,7 +207,11 @@ def _read_bytes(path: str | Path, name: str) -> bytes:
 
 
 def _read_txt(name: str, data: bytes) -> Iterator[PromptRow]:
-    for number, line in iter_lines(name, decode_blocks(data)):
+    max_rows, max_chars = input_files.limit(input_files.MAX_TABLE_ROWS), input_files.limit(input_files.MAX_FIELD_CHARS)
+    for num_rows, (number, line) in enumerate(iter_lines(name, decode_blocks(data)), start=1):
+        if num_rows > max_rows or len(line) > max_chars:
+            check_num_rows(name, number, num_rows)
+            check_field(name, number, "prompt", line)
         yield PromptRow(prompt=line, line=number)
 
 
@@ -228,27 +242,169 @@ def _read_parquet(name: str, data: bytes) -> Iterator[PromptRow]:
     except ImportError:
         action = "pip install pyarrow, or save the prompts as CSV"
         raise InputError(f"{name} is a Parquet file, and pyarrow is not installed", "pyarrow", action) from None
+    max_footer, num_footer = (
+        input_files.limit(input_files.MAX_PARQUET_FOOTER_BYTES),
+        int.from_bytes(data[-8:-4], "little"),
+    )
+    if data.endswith(b"PAR1") and max_footer < num_footer < len(data):
+        found = f"{name} has a Parquet footer of {num_footer} bytes"
+        raise input_files.over_limit_error(found, f"at most {max_footer}")
     try:
         file = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(data))
         names = list(file.schema_arrow.names)
+        check_num_columns(name, 1, len(names))
+        check_num_rows(name, file.metadata.num_rows, file.metadata.num_rows)
         wanted = [_prompt_column(name, 1, names), *_map_columns(names).values()]
-        twice = [column for column in wanted if names.count(column) > 1]
-        if twice:
-            found = f"the column {twice[0]!r} is there twice"
+        if twice := find_duplicate([column for column in names if column in wanted]):
+            found = f"the column {format_value(twice[0])} is there twice"
             raise error_at(name, 1, 1, found, "each column once", "rename or remove one of them")
-        yield from _parse_typed_rows(name, _iter_parquet_rows(name, file, wanted))
+        for column in wanted:
+            _check_parquet_type(name, column, file.schema_arrow.field(column).type, pyarrow.types)
+        batch_size = _parquet_batch_size(name, data, wanted)
+        yield from _parse_typed_rows(name, _iter_parquet_rows(name, file, wanted, batch_size))
     except (pyarrow.ArrowException, OSError) as error:
-        raise InputError(f"{name} is not a Parquet file: {error}", "Parquet", _FORMAT_HINT) from None
+        text = shorten(str(error).partition("\n")[0])
+        raise InputError(f"{name} is not a Parquet file: {text}", "Parquet", _FORMAT_HINT) from None
 
 
-def _iter_parquet_rows(name: str, file: Any, columns: Sequence[str]) -> Iterator[TableRow]:
-    num_before = 0
-    for batch in file.iter_batches(batch_size=_ROWS_PER_BATCH, columns=list(columns)):
+def _check_parquet_type(name: str, column: str, type: Any, types: Any) -> None:
+    value_type = type.value_type if types.is_dictionary(type) else type
+    is_plain = (types.is_string, types.is_large_string, types.is_integer, types.is_floating, types.is_boolean)
+    if not types.is_null(type) and not any(is_kind(value_type) for is_kind in is_plain):
+        found = f"the column {format_value(column)} is of the type {shorten(type)}"
+        raise error_at(name, 1, 1, found, "text or numbers", "convert the column")
+
+
+def _parquet_batch_size(name: str, data: bytes, columns: Sequence[str]) -> int:
+    """How many rows can be unpacked at once; files that unpack to more than a table may hold are refused.
+
+    A value can be as large as its page, and stand in every row of it at the price of a few bits. What the footer says of sizes may be
+    wrong; what a page's own header says is what the reader allocates.
+    """
+    max_bytes = input_files.limit(input_files.MAX_TABLE_BYTES)
+    num_bytes, largest = 0, 1
+    for group, start, stop in _parquet_chunks(data, columns):
+        for size in _parquet_page_sizes(data, start, stop):
+            num_bytes, largest = num_bytes + size, max(largest, size)
+            if num_bytes > max_bytes:
+                raise input_files.over_limit_error(
+                    f"{name}, row group {group + 1}: its columns unpack to more than {format_size(max_bytes)}",
+                    "a smaller table",
+                )
+    return max(1, min(_ROWS_PER_BATCH, _BATCH_BYTES // largest))
+
+
+def _parquet_chunks(data: bytes, columns: Sequence[str]) -> Iterator[tuple[int, int, int]]:
+    """Row group, first byte and end of the chunks of these columns.
+
+    Read here and not by pyarrow, whose own view of a damaged footer may end the process.
+    """
+    paths = [[column.encode("utf-8", "surrogatepass")] for column in columns]
+    footer = data[-8 - int.from_bytes(data[-8:-4], "little") : -8]
+    try:
+        for number, group in enumerate(_read_thrift_struct(footer, 0, 0)[0].get(4, [])):
+            for chunk in (chunk[3] for chunk in group[1] if 3 in chunk and chunk[3][3] in paths):
+                offsets = [chunk[9], *([chunk[11]] if 0 < chunk.get(11, 0) < chunk[9] else [])]
+                yield number, min(offsets), min(offsets) + chunk[7]
+    except (IndexError, KeyError, TypeError) as error:
+        raise OSError("a footer that cannot be read") from error
+
+
+def _parquet_page_sizes(data: bytes, start: int, stop: int) -> Iterator[int]:
+    """The unpacked size of each page, from the headers of the pages."""
+    while 0 <= start < min(stop, len(data)):
+        try:
+            fields, start = _read_thrift_struct(data, start, 0)
+            unpacked, packed = fields[2], fields[3]
+            if packed < 0 or unpacked < 0:
+                raise OSError("a page of negative size")
+        except (IndexError, KeyError, TypeError) as error:
+            raise OSError("a page header that cannot be read") from error
+        yield unpacked
+        start += packed
+
+
+def _read_thrift_struct(data: bytes, offset: int, depth: int) -> tuple[dict[int, Any], int]:
+    """The values of a struct of Thrift's compact protocol by their field, and where it ends."""
+    fields: dict[int, Any] = {}
+    number = 0
+    while kind := data[offset]:
+        offset += 1
+        if kind >> 4:
+            number += kind >> 4
+        else:
+            number, offset = _read_thrift_int(data, offset)
+        fields[number], offset = _read_thrift_value(data, offset, kind & 15, depth)
+    return fields, offset + 1
+
+
+def _read_thrift_value(data: bytes, offset: int, kind: int, depth: int) -> tuple[Any, int]:
+    match kind:
+        case 1 | 2:
+            return kind == 1, offset
+        case 3:
+            return data[offset], offset + 1
+        case 4 | 5 | 6:
+            return _read_thrift_int(data, offset)
+        case 7:
+            return None, offset + 8
+        case 8:
+            length, offset = _read_thrift_varint(data, offset)
+            return data[offset : offset + length], offset + length
+        case 9 | 10:
+            return _read_thrift_list(data, offset, depth + 1)
+        case 12 if depth < 8:
+            return _read_thrift_struct(data, offset, depth + 1)
+    raise KeyError(kind)
+
+
+def _read_thrift_list(data: bytes, offset: int, depth: int) -> tuple[list[Any], int]:
+    size, kind = data[offset] >> 4, data[offset] & 15
+    offset += 1
+    if size == 15:
+        size, offset = _read_thrift_varint(data, offset)
+    values = []
+    for _ in range(size if depth < 8 else 0):
+        # In a list, a truth value takes a byte.
+        value, offset = _read_thrift_value(data, offset, 3 if kind in (1, 2) else kind, depth)
+        values.append(value)
+        if offset > len(data):
+            raise IndexError(offset)
+    return values, offset
+
+
+def _read_thrift_int(data: bytes, offset: int) -> tuple[int, int]:
+    value, offset = _read_thrift_varint(data, offset)
+    return (value >> 1) ^ -(value & 1), offset
+
+
+def _read_thrift_varint(data: bytes, offset: int) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 70, 7):
+        value |= (data[offset] & 127) << shift
+        offset += 1
+        if data[offset - 1] < 128:
+            return value, offset
+    raise KeyError(value)
+
+
+def _iter_parquet_rows(name: str, file: Any, columns: Sequence[str], batch_size: int) -> Iterator[TableRow]:
+    num_before, num_chars, max_chars = 0, 0, input_files.limit(input_files.MAX_TABLE_BYTES)
+    max_field = input_files.limit(input_files.MAX_FIELD_CHARS)
+    for batch in file.iter_batches(batch_size=batch_size, columns=list(columns), use_threads=False):
         try:
             records = batch.to_pylist()
         except UnicodeDecodeError:
             raise _utf8_error(name, num_before, batch) from None
         for line, values in enumerate(records, start=num_before + 1):
+            for column, value in values.items():
+                if isinstance(value, str):
+                    num_chars += len(value)
+                    if len(value) > max_field:
+                        check_field(name, line, column, value)
+            if num_chars > max_chars:
+                found = f"{name}, line {line}: more than {max_chars} characters up to here"
+                raise input_files.over_limit_error(found, "a smaller table")
             yield TableRow(line=line, values=values)
         num_before += len(records)
 

@@ -74,7 +74,7 @@ def test_columns_that_cannot_be_told_are_refused_with_those_found(
     assert action in error.action
 
 
-def test_whole_paths_may_lead_into_the_folder_and_nowhere_else(tmp_path: Path) -> None:
+def test_whole_paths_may_lead_into_the_folder_and_nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inside, beside = tmp_path / "data", tmp_path / "beside.png"
     Image.new("RGB", (20, 12)).save(beside)
     path = listed(inside, f"path,text\n{inside}/pictures/1.png,x\n")
@@ -82,9 +82,16 @@ def test_whole_paths_may_lead_into_the_folder_and_nowhere_else(tmp_path: Path) -
     for name in (str(beside), "../beside.png", f"{inside}/../beside.png", f"{inside}x.png"):
         error = refused(listed(inside, f"path,text\n{name},x\n"))
         assert f"line 2, column 1: path {name!r} leaves the folder" in error.found
-        assert "move list.csv into a folder above all its images, or put a link" in error.action
+        assert (
+            "move list.csv into a folder above all its images, or link to their folder and give --follow_links"
+            in error.action
+        )
     (inside / "link").symlink_to(tmp_path)
-    assert ImageFolder(listed(inside, "path,text\nlink/beside.png,x\n"), 8, 8).num_train == 1
+    linked = listed(inside, "path,text\nlink/beside.png,x\n")
+    with pytest.raises(InputError, match=r"link/beside\.png: it is a link that leads out of"):
+        ImageFolder(linked, 8, 8).check()
+    monkeypatch.setenv("HALATION_FOLLOW_LINKS", "1")
+    assert ImageFolder(linked, 8, 8).check().broken == {}
 
 
 def test_a_csv_file_that_lacks_something_is_refused(tmp_path: Path) -> None:

@@ -484,14 +484,21 @@ def test_one_broken_image_is_named_and_nothing_is_scored(
             score(generated=str(folder))
 
 
-def test_images_in_linked_folders_count_and_other_formats_are_named(
-    scenes: Path, tmp_path: Path, score: Callable[..., dict[str, Any]], caplog: pytest.LogCaptureFixture
+def test_images_in_linked_folders_count_if_asked_for_and_other_formats_are_named(
+    scenes: Path,
+    tmp_path: Path,
+    score: Callable[..., dict[str, Any]],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = made(tmp_path / "linked")
     shutil.copy(scenes / "generated" / "000.png", folder)
     (folder / "more").symlink_to(scenes / "generated")
     (folder / "again").symlink_to(folder)
     Image.new("RGB", (SIZE, SIZE)).save(folder / "old.bmp")
+    with pytest.raises(InputError, match="more is a link that leads out of"):
+        score(generated=str(folder), metrics=("fd",))
+    monkeypatch.setenv("HALATION_FOLLOW_LINKS", "1")
     report = score(generated=str(folder), metrics=("fd",))
     assert report["generated"] == {"kind": "folder", "path": str(folder), "num": NUM + 1, "num_left_out": 1}
     assert "old.bmp" in caplog.text

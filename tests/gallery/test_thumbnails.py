@@ -8,7 +8,7 @@ import stat
 import struct
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -32,6 +32,10 @@ def opened(data: bytes | None) -> Image.Image:
 def image(path: Path, width: int, height: int, colour: tuple[int, int, int] = (200, 30, 60)) -> Path:
     path.write_bytes(encode_png(np.full((height, width, 3), colour, np.uint8), {}))
     return path
+
+
+def flip_bit(data: bytes) -> bytes:
+    return data[:100] + bytes([data[100] ^ 4]) + data[101:]
 
 
 @pytest.fixture
@@ -119,14 +123,18 @@ def test_a_image_that_is_gone_or_a_folder_has_no_thumbnail(tmp_path: Path, small
     assert small.get(tmp_path) is None
 
 
-def test_a_thumbnail_that_a_power_cut_halved_is_made_again(tmp_path: Path, small: ThumbnailCache) -> None:
+@pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], flip_bit, lambda data: b""])
+def test_a_damaged_thumbnail_is_made_again(
+    tmp_path: Path, small: ThumbnailCache, damage: Callable[[bytes], bytes]
+) -> None:
     path = image(tmp_path / "a.png", 300, 300)
     first = small.get(path)
     assert first is not None
     (kept,) = small.folder.glob("*/*.webp")
-    kept.write_bytes(first[: len(first) // 2])
+    written = kept.read_bytes()
+    kept.write_bytes(damage(written))
     assert small.get(path) == first
-    assert kept.read_bytes() == first
+    assert kept.read_bytes() == written
 
 
 def test_the_oldest_are_removed_when_there_are_too_many_and_leftovers_with_them(tmp_path: Path) -> None:

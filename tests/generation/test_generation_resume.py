@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from halation.runs import run_folder as runs
 from support import generation_checker as checker
 from support.generation_commands import PROMPTS, assert_completed_by_the_same_command, run, said
 
@@ -59,7 +60,7 @@ def changed_record(folder: Path, key: str) -> None:
     record = json.loads(path.read_bytes())
     assert key in record["fixed"]
     record["fixed"][key] = "of yesterday"
-    path.write_text(json.dumps(record))
+    runs.write_json_with_digest(path, record)
 
 
 def test_another_model_is_refused_with_what_is_different(folder: Path) -> None:

@@ -19,8 +19,10 @@ from halation.generation import metadata_and_summary
 from halation.generation.image_requests import RequestDefaults, iter_requests
 from halation.generation.ledger import ImageOutcome, Ledger, LedgerRow
 from halation.generation.metadata_and_summary import RunSummary, WorkerStats
-from halation.images.png_codec import encode_png
+from halation.images.png_codec import encode_png, metadata_texts
 from halation.prompt_files import PromptRow
+from halation.runs import run_folder as runs
+from halation.sample_specs import SampleSpec
 
 DEFAULTS = RequestDefaults(
     seed_start=42, height=16, width=24, num_frames=1, steps=2, guidance_scale=7.5, negative_prompt="blurry"
@@ -48,9 +50,12 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
         yield ledger
 
 
-def image(index: int) -> bytes:
-    pixels = np.random.default_rng(index).integers(0, 256, (16, 24, 3), dtype=np.uint8)
-    return encode_png(pixels, {"halation": json.dumps({"index": index})})
+OTHER_SPEC = SampleSpec(index=77, id="77", prompt="another", seed=1, height=16, width=24, steps=1, guidance_scale=1.0)
+
+
+def image(number: int, spec: SampleSpec) -> bytes:
+    pixels = np.random.default_rng(number).integers(0, 256, (16, 24, 3), dtype=np.uint8)
+    return encode_png(pixels, metadata_texts(spec.as_json()))
 
 
 def draw(
@@ -66,7 +71,7 @@ def draw(
     for row in list(ledger.rows()):
         index = row.request.spec.index
         files = metadata_and_summary.file_names(row.request.name, frames)
-        blobs = [image(1000 * index + number) for number in range(len(files))]
+        blobs = [image(1000 * index + number, row.request.spec) for number in range(len(files))]
         for name, blob in zip(files, blobs, strict=True):
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(blob)
@@ -275,7 +280,7 @@ DAMAGED: list[tuple[Callable[[bytes], bytes], str]] = [
     (lambda data: b"", "cut short (empty)"),
     (lambda data: data[:99] + bytes([data[99] ^ 4]) + data[100:], "changed (its SHA-256"),
     (lambda data: data + b"\0", "changed"),
-    (lambda data: image(77), ""),
+    (lambda data: image(77, OTHER_SPEC), ""),
 ]
 
 
@@ -413,6 +418,7 @@ def test_the_summary_says_how_fast_how_busy_and_what_failed(folder: Path, ledger
     )
     metadata_and_summary.write_summary(folder, tally)
     written = json.loads((folder / "summary.json").read_text())
+    assert runs.json_digest(written) == written.pop("digest")
     assert written == metadata_and_summary.summary_json(tally)
     assert (written["planned"], written["done"], written["failed"], written["open"]) == (10, 4, 6, 0)
     assert written["pictures_per_s"] == 2.0

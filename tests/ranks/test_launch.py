@@ -169,6 +169,24 @@ def test_a_signal_while_ranks_are_starting_is_no_failure(tmp_path: Path, number:
     assert checker.leftovers(tmp_path / "run") == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 143), (signal.SIGINT, 130)])
+def test_a_signal_to_one_rank_while_it_starts_is_no_failure_and_no_reason_to_start_again(
+    tmp_path: Path, number: int, code: int
+) -> None:
+    with started(halation(train(tmp_path / "run", max_restarts=3)), tmp_path / "log") as command:
+        until(lambda: len(command.rank_pids()) == 2, command=command)
+        os.kill(command.rank_pids()[1], number)
+        assert command.process.wait(60) == code, command.said()
+        command.until_gone(5.0)
+        assert f"rank 1 was asked to stop (signal {number})" in command.said()
+        assert "starting again" not in command.said()
+        assert "Traceback" not in command.said()
+    assert checker.leftovers(tmp_path / "run") == []
+    assert finish(halation(train(tmp_path / "run")), tmp_path / "log") == 0
+    assert commands.last_bits(tmp_path / "run") == commands.unbroken()
+
+
 # -- being killed
 
 

@@ -80,6 +80,28 @@ def test_torchrun_told_to_end_saves_first(tmp_path: Path) -> None:
     assert checker.leftovers(run) == []
 
 
+def catches_sigterm(pid: int) -> bool:
+    caught = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt"))
+    return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+def test_a_signal_to_one_rank_of_torchrun_while_it_loads_stops_all_at_one_step_that_is_saved(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = torchrun("--standalone", "--nproc_per_node", "2") + train(run, nproc=None)
+    with started(words, tmp_path / "log", "train.step:3+:sleep=1") as command:
+        until(lambda: 1 in command.rank_pids(), command=command)
+        pid = command.rank_pids()[1]
+        until(lambda: catches_sigterm(pid) or "libtorch" in Path(f"/proc/{pid}/maps").read_text(), command=command)
+        os.kill(pid, signal.SIGTERM)
+        assert command.process.wait(120) == 1, "torchrun's own code for ranks that ended with 143"
+        command.until_gone(5.0)
+        assert "asked to stop (signal 15): saved at step" in command.said()
+        assert "exitcode  : 143" in command.said()
+    assert 0 < max(checker.good(run / "checkpoints")) < 6
+
+
 def slurm(job: str, rank: int, folder: Path) -> dict[str, str]:
     """What srun tells each task of a step of two."""
     return {

@@ -21,7 +21,7 @@ from halation.training import checkpoint_state
 from halation.training import command as job
 from halation.training.config import TrainConfig
 from halation.training.session import TrainingSession
-from support import rank_jobs, run_folders
+from support import commands, rank_jobs, run_folders
 from support.rank_pool import RankPool, RanksFailed
 from support.suspicious import SuspiciousSession
 
@@ -187,3 +187,13 @@ def test_another_engine_is_refused_with_the_way_through_the_exported_weights(ran
     # The way it names.
     ranks.run(2, rank_jobs.train, config(tmp_path / "new", 3, model=str(tmp_path / "export"), **settings))
     assert sorted(run_folders.losses(tmp_path / "new")) == [1]
+
+
+@SLOW
+def test_a_run_of_two_ranks_on_zero_3_goes_on_with_one_that_no_launcher_started(tmp_path: Path) -> None:
+    run, settings = tmp_path / "run", {"engine": "deepspeed", "zero_stage": 3}
+    for size, num_steps in ((2, 4), (1, 6)):
+        words = commands.halation(commands.train(run, nproc=size, n_steps=num_steps, **settings))
+        assert commands.finish(words, tmp_path / "log") == 0, (tmp_path / "log").read_text()
+    assert commands.last_step(run) == 6
+    assert commands.last_bits(run)

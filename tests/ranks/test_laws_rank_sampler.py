@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
+import socket
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from halation import RankSampler
 from support import own_trainer_jobs as jobs
 from support.rank_pool import RankPool, RanksFailed
 
@@ -137,11 +141,75 @@ def test_a_rank_that_hangs_in_draw_is_named_with_where_it_stands(ranks: RankPool
     assert "time.sleep(" in said
 
 
+SLOW = pytest.mark.slow
+GONE = "is gone: its process ended or was killed"
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("who", "how", "where", "words"),
+    [
+        (0, "SIGKILL", "draw", f"{GONE} (the process that hosts the rendezvous store)"),
+        (1, "SIGKILL", "draw", GONE),
+        pytest.param(2, "SIGKILL", "draw", GONE, marks=SLOW),
+        pytest.param(0, "_exit", "draw", GONE, marks=SLOW),
+        pytest.param(1, "_exit", "draw", GONE, marks=SLOW),
+        pytest.param(1, "SIGTERM", "draw", GONE, marks=SLOW),
+        (1, "exit", "on", "left: SystemExit: 3"),
+        pytest.param(0, "exit", "on", "left: SystemExit: 3", marks=SLOW),
+        pytest.param(0, "exit", "draw", "left: SystemExit: 3", marks=SLOW),
+        pytest.param(2, "SIGINT", "on", "left: KeyboardInterrupt", marks=SLOW),
+        pytest.param(0, "SIGINT", "draw", "left: KeyboardInterrupt", marks=SLOW),
+        pytest.param(1, "BaseException", "on", "left: BaseException: no such kind", marks=SLOW),
+        pytest.param(0, "SIGKILL", "between", GONE, marks=SLOW),
+        pytest.param(1, "SIGKILL", "between", GONE, marks=SLOW),
+        pytest.param(1, "SIGKILL", "worker", GONE, marks=SLOW),
+        pytest.param(0, "SIGKILL", "forward", "is gone", marks=SLOW),
+        (1, "SIGKILL", "forward", GONE),
+        pytest.param(1, "exit", "forward", "left: SystemExit: 3", marks=SLOW),
+    ],
+)
+def test_a_rank_that_leaves_for_any_reason_is_named_to_all_others_within_ten_seconds(
+    ranks: RankPool, tmp_path: Path, who: int, how: str, where: str, words: str
+) -> None:
+    with pytest.raises(RanksFailed):
+        ranks.run(3, jobs.leaving, str(tmp_path), who, how, where, timeout_s=90.0)
+    for rank in {0, 1, 2} - {who}:
+        kind, said, after_s = json.loads((tmp_path / f"told_{rank}").read_text())
+        assert kind == "RankFailure", said
+        assert f"rank {who} {words}" in said
+        assert after_s < 10.0
+
+
+def test_a_rank_that_is_busy_or_stopped_has_not_left(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(3, jobs.drawn_while_stopped, str(tmp_path)) == [["done"] * 3] * 3
+
+
 def test_a_rank_that_never_calls_is_missed_after_the_timeout(ranks: RankPool, tmp_path: Path) -> None:
     with pytest.raises(RanksFailed) as caught:
         ranks.run(2, jobs.called_by_first_alone, str(tmp_path / "run"))
     assert caught.value.troubles[0].kind == "RankFailure"
     assert "not every rank called sampler(step) within 2 s" in caught.value.troubles[0].message
+
+
+def test_a_second_training_in_one_folder_is_refused_on_all_its_ranks_and_changes_nothing(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    model = jobs.network()
+    first = RankSampler(jobs.drawer(model), jobs.PROMPTS, tmp_path / "run", 1, model=model)
+    first(3), first(12)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(RanksFailed) as caught:
+        ranks.run(3, drawn, str(tmp_path / "run"), jobs.PROMPTS, False)
+    troubles = caught.value.troubles.values()
+    assert {(trouble.kind, trouble.exit_code) for trouble in troubles} == {("InputError", 2)}
+    (said,) = {trouble.message for trouble in troubles}
+    assert f"in use by a training, process {os.getpid()} on {socket.gethostname()}" in said
+    assert "choose another out=" in said
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    del first
+    gc.collect()
+    assert {row[3] for row in ranks.run(3, drawn, str(tmp_path / "run"), jobs.PROMPTS, False)[0]} == {"done"}
 
 
 def test_what_the_first_rank_alone_meets_costs_no_other_rank_its_time(ranks: RankPool, tmp_path: Path) -> None:

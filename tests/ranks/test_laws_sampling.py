@@ -15,6 +15,7 @@ import torch
 
 from halation.distributed import rng
 from halation.models.checkpoint_loading import find_checkpoint, load_denoiser, read_sampling_settings
+from halation.runs import run_folder as runs
 from halation.sampling.config import SampleConfig
 from halation.sampling.denoiser_sampler import DenoiserSampler, SampleSettings
 from halation.sampling.sample_folder import SampleFolder, publish_index
@@ -187,3 +188,20 @@ def test_sharded_ranks_draw_none_one_and_five_prompts_to_the_bytes_of_one_whole_
         ranks.run(1, draw, folder, rank_jobs.PROMPTS[:num], batch_size, tmp_path / "whole" / f"{num}_{batch_size}")
         whole = run_folders.images(tmp_path / "whole" / f"{num}_{batch_size}")
         assert run_folders.images(tmp_path / "sharded" / f"{num}_{batch_size}") == whole
+
+
+def test_an_index_of_samples_that_was_changed_on_disk_is_made_again_and_its_images_stay(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    config = sampled(tmp_path / "run", ckpt_every=0)
+    ranks.run(1, rank_jobs.train, config)
+    folder = tmp_path / f"run/samples/step_{NUM_STEPS:07d}"
+    index = folder / "samples.json"
+    written, drawn = index.read_bytes(), run_folders.images(folder)
+    stamps = {path.name: path.stat().st_mtime_ns for path in folder.glob("sample_*.png")}
+    index.write_bytes(written.replace(b'"state": "done"', b'"state": "dond"', 1))
+    ranks.run(1, rank_jobs.train, config)
+    assert runs.read_json_with_digest(index)["step"] == NUM_STEPS
+    assert [row["state"] for row in runs.read_json_with_digest(index)["samples"]] == ["done"] * len(stamps)
+    assert run_folders.images(folder) == drawn
+    assert {path.name: path.stat().st_mtime_ns for path in folder.glob("sample_*.png")} == stamps

@@ -33,6 +33,45 @@ def fired(tmp_path: Path) -> list[str]:
     return (tmp_path / "fired").read_text().splitlines()
 
 
+# -- digests
+
+
+def test_no_flipped_bit_of_a_json_object_with_a_digest_changes_what_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    value = {"step": 20, "prompt": "a street, é", "metrics": {"fd": 31.25, "few": None}, "rows": [1, 2, {"x": "y"}]}
+    runs.write_json_with_digest(path, value)
+    assert runs.read_json_with_digest(path) == value
+    data = path.read_bytes()
+    num_noticed = 0
+    for position in range(8 * len(data)):
+        flipped = bytearray(data)
+        flipped[position // 8] ^= 1 << position % 8
+        path.write_bytes(flipped)
+        try:
+            read = runs.read_json_with_digest(path)
+        except InputError:
+            num_noticed += 1
+            continue
+        assert {key: read[key] for key in value} == value
+    assert num_noticed > 4 * len(data)
+
+
+def test_a_json_object_of_an_earlier_version_has_no_digest_and_is_read(tmp_path: Path) -> None:
+    runs.write_json_atomic(tmp_path / "a.json", {"step": 20})
+    assert runs.read_json_with_digest(tmp_path / "a.json") == {"step": 20}
+
+
+def test_a_changed_record_of_a_run_is_refused_by_name_and_stays_as_it_is(tmp_path: Path) -> None:
+    run = runs.RunFolder(tmp_path)
+    (run.checkpoints / "step_0000010").mkdir(parents=True)
+    assert runs.create_or_resume_run(run, "train", {"lr": 0.5}, {"seed": 1}, accept_changes=False)
+    changed = run.config.read_bytes().replace(b"0.5", b"0.4")
+    run.config.write_bytes(changed)
+    with pytest.raises(InputError, match=r"(?s)config\.json is damaged: .*remove its line 'digest'"):
+        runs.create_or_resume_run(run, "train", {"lr": 0.5}, {"seed": 1}, accept_changes=False)
+    assert run.config.read_bytes() == changed
+
+
 # -- publishing
 
 

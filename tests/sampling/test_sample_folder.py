@@ -95,7 +95,7 @@ def test_samples_of_later_steps_are_forgotten_and_the_teachers_stay(tmp_path: Pa
     assert [path.name for path in sorted(tmp_path.glob("step_*"))] == ["step_0000010", "step_0000020"]
     (tmp_path / "epoch_0001_samples.json").write_text("{damaged")
     remove_samples_after(tmp_path, 20)
-    assert not list(tmp_path.glob("epoch_0001*")), "nobody knows of which step these are"
+    assert len(list(tmp_path.glob("epoch_0001*"))) == 6, "nobody knows of which step these are: they may be good"
     remove_samples_after(tmp_path, -1)
     assert names(tmp_path) == ["teacher"]
     assert len(names(tmp_path / "teacher")) == 4

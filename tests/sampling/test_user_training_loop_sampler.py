@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
+import os
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import nn
 
 from halation import RankSampler
 from halation.errors import InputError
 from halation.gallery.run_catalog import RunCatalog
 from halation.gallery.training_runs import TrainingRun
 from halation.images.png_codec import read_png
+from halation.runs.lock import lock_folder
 from halation.runs.run_folder import MetricsFile
 from halation.sampling.user_function_sampler import as_pixels
 
@@ -183,6 +189,118 @@ def test_inside_an_autocast_region_the_weights_in_place_are_the_ones_that_draw(t
     assert inside.file.read_bytes() == outside.file.read_bytes()
 
 
+LEAKED: list[Any] = []
+"""Contexts that a draw entered and never left."""
+
+
+def leak(context: Any) -> None:
+    context.__enter__()
+    LEAKED.append(context)
+
+
+BACKENDS: Any = torch.backends
+MISBEHAVIOURS = {
+    "autocast entered": lambda: leak(torch.autocast("cpu", torch.bfloat16)),
+    "autocast entered with its cache": lambda: leak(torch.autocast("cpu", torch.bfloat16, cache_enabled=True)),
+    "autocast on": lambda: torch.set_autocast_enabled("cpu", True),
+    "autocast dtype": lambda: torch.set_autocast_dtype("cpu", torch.float16),
+    "autocast cache": lambda: torch.set_autocast_cache_enabled(True),
+    "autocast depth": torch.autocast_decrement_nesting,
+    "inference mode": lambda: leak(torch.inference_mode()),
+    "gradients on": lambda: torch.set_grad_enabled(True),
+    "gradients off": lambda: leak(torch.no_grad()),
+    "anomaly mode": lambda: torch.autograd.set_detect_anomaly(True),
+    "default dtype": lambda: torch.set_default_dtype(torch.float64),
+    "default device": lambda: torch.set_default_device("meta"),
+    "threads": lambda: torch.set_num_threads(torch.get_num_threads() + 2),
+    "denormals": lambda: torch.set_flush_denormal(True),
+    "deterministic": lambda: torch.use_deterministic_algorithms(True, warn_only=True),
+    "cudnn": lambda: [setattr(BACKENDS.cudnn, name, True) for name in ("benchmark", "deterministic")],
+    "tf32": lambda: [setattr(owner, "allow_tf32", True) for owner in (BACKENDS.cudnn, BACKENDS.cuda.matmul)],
+    "matmul precision": lambda: torch.set_float32_matmul_precision("medium"),
+    "fp32 precision": lambda: setattr(BACKENDS, "fp32_precision", "tf32"),
+    "mkldnn precision": lambda: setattr(BACKENDS.mkldnn.matmul, "fp32_precision", "bf16"),
+    "mkldnn off": lambda: setattr(BACKENDS.mkldnn, "enabled", False),
+    "attention": lambda: torch.backends.cuda.enable_flash_sdp(False),
+}
+
+
+def torch_state() -> list[Any]:
+    """Settings of torch by their public names."""
+    smallest = torch.tensor([torch.finfo(torch.float32).tiny], dtype=torch.float32, device="cpu")
+    cudnn, mkldnn = BACKENDS.cudnn, BACKENDS.mkldnn
+    return [
+        (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()),
+        (torch.autocast_increment_nesting(), torch.autocast_decrement_nesting()),
+        (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_anomaly_enabled()),
+        (torch.get_default_dtype(), torch.get_default_device(), torch.get_num_threads(), (smallest / 2).item() > 0),
+        (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        (cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32, mkldnn.enabled),
+        (torch.get_float32_matmul_precision(), BACKENDS.cuda.matmul.allow_tf32, BACKENDS.fp32_precision),
+        [part.fp32_precision for part in (BACKENDS.cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul, mkldnn.conv)],
+        (torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()),
+    ]
+
+
+def trained_bits(sampler: Callable[[nn.Module], RankSampler] | None, autocast: bool, inside: bool) -> list[Any]:
+    """Losses and weights of a few steps; samples are drawn after each, or inside of an autocast region before it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    draw = sampler(model) if sampler is not None else lambda step: ()
+    seen: list[Any] = []
+    for step in range(1, 4):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            if inside:
+                draw(step)
+            batch = torch.randn(2, 4, 8, 64)
+            values = model(nn.functional.scaled_dot_product_attention(batch, batch, batch))
+            loss = (values - 1e-39).float().square().mean() + (torch.ones(1) / 3).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        seen.append((loss.item(), loss.dtype))
+        if not inside:
+            draw(step)
+    return [seen, [weight.detach().numpy().tobytes() for weight in model.parameters()]]
+
+
+@pytest.mark.parametrize(
+    ("autocast", "inside"),
+    [
+        pytest.param(False, False, id="plain", marks=pytest.mark.slow),
+        pytest.param(True, False, id="autocast"),
+        pytest.param(True, True, id="inside", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("name", MISBEHAVIOURS)
+def test_a_draw_that_changes_how_torch_computes_leaves_the_training_its_bits(
+    tmp_path: Path, name: str, autocast: bool, inside: bool
+) -> None:
+    found: list[torch.dtype] = []
+
+    def sampler(model: nn.Module) -> RankSampler:
+        def draw(prompt: str, generator: torch.Generator) -> np.ndarray:
+            found.append(torch.get_default_dtype())
+            MISBEHAVIOURS[name]()
+            if prompt == "fails":
+                raise ValueError("after it changed something")
+            with torch.autocast("cpu", torch.bfloat16):
+                model(torch.zeros(1, 64, device="cpu", dtype=torch.float32))
+            return IMAGE
+
+        return RankSampler(draw, ["fails", "draws"], tmp_path / "run", model=model)
+
+    expected, state = trained_bits(None, autocast, inside), torch_state()
+    try:
+        assert trained_bits(sampler, autocast, inside) == expected
+        assert torch_state() == state
+    finally:
+        LEAKED.clear()  # what inference mode leaves behind goes with its guard
+        torch.set_grad_enabled(True)
+    assert found == [torch.float32] * 6, "an image does not depend on the one before it"
+
+
 def test_the_gallery_shows_it_as_a_run(tmp_path: Path) -> None:
     settings = {"data": "pebbles", "image_size": [4, 4]}
     sampler = RankSampler(plain, ["one", "two"], tmp_path / "runs" / "mine", model=torch.nn.ReLU(), settings=settings)
@@ -259,6 +377,36 @@ def test_a_folder_of_somebody_elses_is_refused_before_training(tmp_path: Path, c
     with pytest.raises(InputError, match="belongs to something else"):
         RankSampler(plain, ["one"], tmp_path)
     assert (tmp_path / "config.json").read_text() == content
+
+
+@pytest.mark.slow
+def test_a_folder_is_free_again_when_the_sampler_or_its_process_is_gone(tmp_path: Path) -> None:
+    """Also where a worker that the process forked outlives it."""
+    code = (
+        "import os, signal, sys, time, numpy; from halation import RankSampler;"
+        f"sampler = RankSampler(lambda *_: numpy.zeros((2, 2, 3), 'u1'), 'one', {str(tmp_path / 'run')!r}); sampler(1);"
+        "worker = os.fork() or time.sleep(30);"
+        "print(worker, flush=True); time.sleep(30)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as owner:
+        worker = int(owner.stdout.readline())
+        try:
+            with pytest.raises(InputError, match=rf"in use by a training, process {owner.pid} on {gethostname()}"):
+                RankSampler(plain, "two", tmp_path / "run")(1)
+            assert (tmp_path / "run" / "samples" / "step_0000001" / "sample_00.txt").read_text().startswith("one")
+            owner.kill()
+            owner.wait()
+            first = RankSampler(plain, "two", tmp_path / "run")
+            assert [sample.state for sample in first(1)] == ["done"]
+        finally:
+            os.kill(worker, signal.SIGKILL)
+    assert [sample.state for sample in RankSampler(plain, "two", tmp_path / "run")(2)] == ["done"], "the same process"
+    with pytest.raises(InputError, match=rf"process {os.getpid()} "), lock_folder(tmp_path / "run", "train"):
+        pass
+    del first
+    gc.collect()
+    with lock_folder(tmp_path / "run", "train"):
+        pass
 
 
 def test_ranks_without_a_group_are_told_to_make_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

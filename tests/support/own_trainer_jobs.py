@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -177,7 +182,6 @@ def drawn_by_wrapper(world: World, out: str) -> list[tuple[str, str]]:
 
 def drawn_slowly(world: World, out: str) -> list[str]:
     """Rank 1 takes twice as long as the trainer's group has patience."""
-    import time
 
     def draw(prompt: str, generator: torch.Generator) -> np.ndarray:
         time.sleep(2.0 if world.rank == 1 else 0.0)
@@ -228,8 +232,6 @@ def failing_between(world: World, out: str, step: int, nested: bool = True) -> l
 
 
 def hanging(world: World, out: str) -> None:
-    import time
-
     def draw(prompt: str, generator: torch.Generator) -> np.ndarray:
         if world.rank == 1:
             time.sleep(3.4)
@@ -237,6 +239,100 @@ def hanging(world: World, out: str) -> None:
         return np.zeros((2, 2, 3), np.uint8)
 
     RankSampler(draw, PROMPTS[:2], out, timeout_s=2.0)(1)
+
+
+def join_by_tcp(folder: Path, rank: int, size: int) -> None:
+    """A default group as torchrun, mp.spawn and own launchers make it: rank 0 hosts the store."""
+    dist.destroy_process_group()
+    port = folder / "port"
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
+        (folder / "port.tmp").write_text(str(store.port))
+        (folder / "port.tmp").rename(port)
+    else:
+        wait_for(port)
+        store = dist.TCPStore("127.0.0.1", int(port.read_text()), size, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+
+
+def wait_for(*paths: Path, timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not all(path.exists() for path in paths) and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+WAYS_TO_LEAVE = {
+    "exit": lambda: sys.exit(3),
+    "BaseException": lambda: exec("raise BaseException('no such kind')"),
+    "SIGINT": lambda: (os.kill(os.getpid(), signal.SIGINT), time.sleep(5)),
+    "SIGTERM": lambda: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(5)),
+    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "_exit": lambda: os._exit(0),
+}
+
+
+def leaving(world: World, out: str, who: int, how: str, where: str = "draw") -> None:
+    """One rank leaves while the others wait for it; each of those leaves a file with what it was told and after how many seconds.
+
+    `where`: inside `draw`; `between` two calls; in a draw whose `forward` is sharded; in a draw, but its process lives `on`; or in a
+    draw while a `worker` that the rank forked lives on.
+    """
+    folder = Path(out)
+    size, rank = world.size, world.rank
+    join_by_tcp(folder, rank, size)
+    model = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 12))
+    if where == "forward":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        for part in (*model, model):
+            fully_shard(part, mesh=init_device_mesh("cpu", (size,)))
+    now = 0
+
+    def leave() -> None:
+        if where == "worker" and os.fork() == 0:
+            time.sleep(12)
+            os._exit(0)
+        (folder / "left").write_text(str(time.time()))
+        WAYS_TO_LEAVE[how]()
+
+    def draw(prompt: str, generator: torch.Generator) -> torch.Tensor:
+        image = torch.sigmoid(model(torch.randn(1, 12, generator=generator))).reshape(3, 2, 2)
+        if now == 2 and rank == who:
+            time.sleep(0.5)
+            leave()
+        return torch.sigmoid(model(image.reshape(1, 12))).reshape(3, 2, 2)
+
+    sampler = RankSampler(draw, PROMPTS, folder / "run", model=model, timeout_s=100.0)
+    sampler(1)
+    now = 2
+    if where == "between" and rank == who:
+        leave()
+    try:
+        sampler(2)
+    except BaseException as error:
+        if rank == who and where == "on":
+            wait_for(*(folder / f"told_{other}" for other in range(size) if other != who), timeout_s=50.0)
+        if rank != who:
+            after_s = time.time() - float((folder / "left").read_text())
+            (folder / f"told_{rank}.tmp").write_text(json.dumps([type(error).__name__, str(error), after_s]))
+            (folder / f"told_{rank}.tmp").rename(folder / f"told_{rank}")
+        raise
+
+
+def drawn_while_stopped(world: World, out: str) -> list[str]:
+    """Rank 1 computes without giving other threads a turn, rank 2 is stopped, both for a second."""
+
+    def draw(prompt: str, generator: torch.Generator) -> np.ndarray:
+        if world.rank == 1:
+            sum(range(10**8))
+        if world.rank == 2:
+            subprocess.Popen(["/bin/sh", "-c", f"sleep 1; kill -CONT {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return np.zeros((2, 2, 3), np.uint8)
+
+    samples = RankSampler(draw, PROMPTS[:3], Path(out) / "run", timeout_s=60.0)(1)
+    return [sample.state for sample in samples]
 
 
 def called_by_first_alone(world: World, out: str) -> None:

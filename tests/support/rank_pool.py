@@ -16,7 +16,6 @@ import os
 import pickle
 import signal
 import sys
-import tempfile
 import time
 import traceback
 import warnings
@@ -31,6 +30,7 @@ from typing import Any
 from halation import fault_injection
 from halation.distributed.launcher import PR_SET_PDEATHSIG
 from halation.errors import HalationError
+from halation.runs.run_folder import scratch_folder
 
 GRACE_S = 10.0
 """How long the others may take to notice, once one rank failed, before they count as hanging too."""
@@ -88,7 +88,8 @@ class RankPool:
         self.num_replaced = 0
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([*PRELOAD, *preload])
-        self._folder = tempfile.TemporaryDirectory(prefix="halation_ranks_")
+        self._scratch = contextlib.ExitStack()
+        self._folder = self._scratch.enter_context(scratch_folder("halation_ranks_"))
         self._num_calls = 0
         self._num_started = 0
         # A process serves one rank for all its life: torch remembers offsets of shards by mesh, and a mesh does not say whose it is.
@@ -121,7 +122,7 @@ class RankPool:
         self._fill()
         ranks = [self._ranks[number] for number in range(size)]
         self._num_calls += 1
-        store = str(Path(self._folder.name) / f"store_{self._num_calls}")
+        store = str(self._folder / f"store_{self._num_calls}")
         pickled = pickle.dumps((function, args))
         for number, rank in enumerate(ranks):
             rank.result, rank.trouble, rank.done = None, None, False
@@ -148,7 +149,7 @@ class RankPool:
 
     def close(self) -> None:
         self._replace(list(self._ranks.values()))
-        self._folder.cleanup()
+        self._scratch.close()
 
     def _fill(self) -> None:
         for number in range(self.num):
@@ -156,7 +157,7 @@ class RankPool:
                 continue
             ours, theirs = self._context.Pipe()
             self._num_started += 1
-            stacks = Path(self._folder.name) / f"stacks_{self._num_started}"
+            stacks = self._folder / f"stacks_{self._num_started}"
             process = self._context.Process(target=_serve, args=(theirs, str(stacks)), daemon=True)
             process.start()
             theirs.close()

@@ -52,6 +52,24 @@ class Nodes:
                     found.append(process)
         return found
 
+    def kill_head(self) -> int:
+        """SIGKILL to every process of the head, as a machine that is switched off loses them; how many there were."""
+        processes = psutil.Process(self.process.pid).children(recursive=True)
+        lines = {process: _command_line(process) for process in processes}
+        others = [process for process, line in lines.items() if f"--node_ip_address={OTHER}" in line]
+        spared = {*others, *(child for process in others for child in process.children(recursive=True))}
+        killed = [process for process in processes if process not in spared]
+        for process in killed:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        return len(killed)
+
+
+def _command_line(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+        return " ".join(process.cmdline())
+    return ""
+
 
 @contextlib.contextmanager
 def nodes() -> Iterator[Nodes]:

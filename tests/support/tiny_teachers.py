@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import functools
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,12 @@ from safetensors.torch import save_file
 
 from halation.distillation.config import DistillConfig
 from halation.models.dit.denoiser import create_dit
+from halation.runs.run_folder import scratch_folder
 from support import rank_jobs
 
 SIDE = 32
+_folders = contextlib.ExitStack()
+atexit.register(_folders.close)
 
 
 @functools.cache
@@ -27,7 +31,7 @@ def dit(side: int = SIDE, guidance_scale: float = 2.0) -> Path:
         for parameter in denoiser.module.parameters():
             if not parameter.any():
                 parameter.normal_(0.0, 0.1, generator=generator)
-    folder = Path(tempfile.mkdtemp(prefix="halation_teacher_"))
+    folder = _folders.enter_context(scratch_folder("halation_teacher_"))
     sampling = {
         "height": side,
         "width": side,

@@ -13,6 +13,7 @@ from PIL import Image
 
 from halation.errors import InputError
 from halation.images.png_codec import read_png
+from halation.runs import run_folder as runs
 from halation.watcher import checkpoint_scores
 from halation.watcher.checkpoint_scores import CheckpointScore
 
@@ -119,3 +120,14 @@ def test_the_grid_shows_the_first_sixteen_images(tmp_path: Path) -> None:
     shown = {int(value) for value in np.unique(pixels[..., 0])}
     assert {10 * number for number in range(16)} <= shown
     assert pixels.shape[1] == 12 + 4 * 140
+
+
+def test_an_evaluation_that_was_changed_on_disk_is_refused_by_name(tmp_path: Path) -> None:
+    place = checkpoint_scores.step_folder(tmp_path, 40)
+    place.mkdir(parents=True)
+    path = place / checkpoint_scores.EVALUATION_FILE
+    runs.write_json_with_digest(path, {"step": 40, "checkpoint": "a", "metrics": {"fd": entry("FD", 31.25)}})
+    assert checkpoint_scores.read_scores(tmp_path)[0].value("fd") == 31.25
+    path.write_bytes(path.read_bytes().replace(b"31.25", b"11.25"))
+    with pytest.raises(InputError, match=r"(?s)evaluation\.json is damaged: .*delete it"):
+        checkpoint_scores.read_scores(tmp_path)

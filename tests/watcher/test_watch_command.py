@@ -20,6 +20,7 @@ from halation.distributed.stop_signals import StopSignals
 from halation.errors import InputError
 from halation.images.png_codec import encode_png, read_png
 from halation.runs import run_folder as runs
+from halation.runs.lock import FolderMonitor
 from halation.watcher.command import load_prompts, resolve_config
 from halation.watcher.config import WatchConfig
 from halation.watcher.terminal_display import WatchDisplay
@@ -211,6 +212,27 @@ def test_a_checkpoint_that_is_removed_while_it_is_scored_is_scored_to_the_end(la
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_checkpoint_whose_turn_came_is_not_called_skipped_when_it_is_removed(
+    last_alone: Path, tmp_path: Path, is_damaged: bool
+) -> None:
+    checkpoint = last_alone / "checkpoints/step_0000006"
+    if is_damaged:
+        data = (checkpoint / "ema.safetensors").read_bytes()
+        (checkpoint / "ema.safetensors").write_bytes(data[:-1] + b"?")
+    words = commands.halation(["watch", str(last_alone), *FEW])
+    with commands.started(words, tmp_path / "log") as command:
+        commands.until((last_alone / "watch/.pinned/step_0000006/COMMIT.json").exists, command=command)
+        shutil.rmtree(checkpoint)
+        last_words = "failed, it is left out" if is_damaged else "step 6: FD-streets"
+        commands.until(lambda: last_words in command.said(), 120, command)
+        command.process.terminate()
+        assert command.process.wait(60) == 143
+    assert "stopped with 0 checkpoints waiting" in command.said()
+    assert "removed" not in command.said()
+
+
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_tried_twice_and_named_and_the_next_one_is_scored(
     trained: Path, tmp_path: Path
 ) -> None:
@@ -382,7 +404,8 @@ def test_one_that_is_removed_before_its_turn_is_named_once(tmp_path: Path, capsy
         place.mkdir(parents=True)
         (place / "COMMIT.json").write_text('{"sha256": {}}')
     config = WatchConfig(run=tmp_path, every=2, min_step=3)
-    watching = CheckpointWatcher(config, tmp_path / "watch", WatchDisplay("plain"), StopSignals(), "prompts.txt")
+    display, monitor = WatchDisplay("plain"), FolderMonitor(tmp_path)
+    watching = CheckpointWatcher(config, tmp_path / "watch", display, StopSignals(), "prompts.txt", monitor)
     assert [each.step for each in watching.list_waiting()] == [4], "2 is too early, 7 is odd"
     shutil.rmtree(tmp_path / "checkpoints/step_0000004")
     assert watching.list_waiting() == watching.list_waiting() == []

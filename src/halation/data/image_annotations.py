@@ -8,15 +8,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from halation.csv_jsonl_reader import TableRow, csv_header, csv_rows, decode, error_at, json_rows
-from halation.data.decode import SUFFIXES
+from halation.csv_jsonl_reader import (
+    MAX_PATH_SHOWN,
+    TableRow,
+    csv_header,
+    csv_rows,
+    decode_blocks,
+    error_at,
+    format_names,
+    format_value,
+    json_rows,
+    read_text_bytes,
+    shorten,
+)
+from halation.data.decode import SUFFIXES, UNSUPPORTED_SUFFIXES
 from halation.errors import InputError
+from halation.input_files import data_folder
 
 METADATA_FILES = ("metadata.jsonl", "metadata.csv")
 FILE_COLUMNS = ("file_name", "filename", "file", "image", "image_path", "path")
 TEXT_COLUMNS = ("text", "caption", "prompt", "description")
 """What the two columns of a table of images may be called; the first goes before the others."""
 VALIDATION_SPLITS = ("validation", "valid", "val", "test")
+_NUM_SHOWN = 10
 _LAYOUT_ADVICE = (
     "put a metadata.jsonl or metadata.csv with the columns file_name and text beside the images, "
     "or the images of each class into a folder of their own"
@@ -41,6 +55,8 @@ class FolderListing:
     train: tuple[ImageEntry, ...]
     validation: tuple[ImageEntry, ...] | None
     class_names: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
+    """Images in the class folders whose formats are not read."""
 
 
 def read_folder(folder: Path) -> FolderListing:
@@ -62,7 +78,13 @@ def read_folder(folder: Path) -> FolderListing:
         next((folder / name for name in VALIDATION_SPLITS if (folder / name).is_dir()), None) if has_splits else None
     )
     validation = None if validation_folder is None else _list_validation(folder, validation_folder, names)
-    return FolderListing(train=train, validation=validation, class_names=names)
+    left_out = tuple(
+        path.relative_to(folder).as_posix()
+        for name in names
+        for path in _list_files(top / name)
+        if path.suffix.lower() in UNSUPPORTED_SUFFIXES
+    )
+    return FolderListing(train=train, validation=validation, class_names=names, left_out=left_out)
 
 
 class _Columns(NamedTuple):
@@ -82,23 +104,23 @@ def is_table(path: Path) -> bool:
 
 def read_table(table: Path) -> FolderListing:
     """List the images of a CSV file with a column of paths, from its own folder on, and one of captions."""
-    text = _read_table_text(table)
-    header = csv_header(str(table), text)
+    data = _read_table(table)
+    header = csv_header(str(table), decode_blocks(data))
     columns = _Columns(
         _find_column(table, "files", FILE_COLUMNS, header), _find_column(table, "captions", TEXT_COLUMNS, header)
     )
-    train = _read_entries(table.parent, table, csv_rows(str(table), text), columns)
+    train = _read_entries(table.parent, table, csv_rows(str(table), decode_blocks(data)), columns)
     return FolderListing(train=train, validation=None, class_names=())
 
 
 def has_file_column(table: Path) -> bool:
     """Whether a CSV file has a column that could be one of images."""
-    return bool(_matching_columns(FILE_COLUMNS, csv_header(str(table), _read_table_text(table))))
+    return bool(_matching_columns(FILE_COLUMNS, csv_header(str(table), decode_blocks(_read_table(table)))))
 
 
-def _read_table_text(table: Path) -> str:
+def _read_table(table: Path) -> bytes:
     try:
-        return decode(str(table), table.read_bytes())
+        return read_text_bytes(table)
     except FileNotFoundError:
         raise InputError(f"no such file: {table}", "a CSV file of images and captions", "check the path") from None
 
@@ -109,9 +131,11 @@ def _find_column(table: Path, what: str, names: Sequence[str], header: Sequence[
     found = _matching_columns(names, header)
     if len(found) == 1:
         return found[0]
-    listed = ", ".join(map(repr, header)) or "none"
+    listed = format_names(header) or "none"
     problem = (
-        f"{' and '.join(map(repr, found))} could each be the column of {what}" if found else f"no column of {what}"
+        f"{' and '.join(map(format_value, found))} could each be the column of {what}"
+        if found
+        else f"no column of {what}"
     )
     other_separator = len(header) == 1 and re.search(r"[;\t|]", header[0])
     action = "put commas between the columns" if other_separator else f"rename the right one to {names[0]!r}"
@@ -173,7 +197,7 @@ def _list_classes(folder: Path, top: Path) -> tuple[tuple[ImageEntry, ...], tupl
     entries = [
         ImageEntry(
             name=path.relative_to(folder).as_posix(),
-            num_bytes=path.stat().st_size,
+            num_bytes=path.lstat().st_size if path.is_symlink() and not path.exists() else path.stat().st_size,
             caption=name.replace("_", " "),
             label=label,
         )
@@ -188,44 +212,46 @@ def _find_images(folder: Path) -> list[Path]:
 
 
 def _list_files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if not path.name.startswith(".") and path.is_file())
+    """What is no folder: a pipe or a link to nothing that is called as an image is one that is broken."""
+    return sorted(path for path in folder.rglob("*") if not path.name.startswith(".") and not path.is_dir())
 
 
 def _read_metadata(folder: Path, top: Path) -> tuple[ImageEntry, ...]:
     metadata = _find_metadata(top)
     if metadata is None:
         raise InputError(f"{top} has no metadata file", " or ".join(METADATA_FILES), _LAYOUT_ADVICE)
-    text = decode(str(metadata), metadata.read_bytes())
+    data = read_text_bytes(metadata, within=data_folder(folder))
     is_csv = metadata.suffix == ".csv"
     if is_csv:
-        _check_columns(metadata, 1, csv_header(str(metadata), text))
-    rows = csv_rows(str(metadata), text) if is_csv else json_rows(str(metadata), text)
+        _check_columns(metadata, 1, csv_header(str(metadata), decode_blocks(data)))
+    rows = (csv_rows if is_csv else json_rows)(str(metadata), decode_blocks(data))
     return _read_entries(folder, metadata, rows, _DEFAULT_COLUMNS)
 
 
 def _read_entries(folder: Path, table: Path, rows: Iterable[TableRow], columns: _Columns) -> tuple[ImageEntry, ...]:
-    entries, missing = [], []
+    entries, missing, num_missing = [], [], 0
     tops = tuple(f"{top}/" for top in (table.parent.absolute(), table.parent.resolve()))
     for row in rows:
         path = table.parent / _parse_file_name(table, row, columns, tops)
         try:
             num_bytes = path.stat().st_size
         except OSError:
-            missing.append(row)
+            num_missing += 1
+            missing += [row] if num_missing <= _NUM_SHOWN else []
             continue
         name = path.relative_to(folder).as_posix()
         entries.append(ImageEntry(name=name, num_bytes=num_bytes, caption=_parse_caption(table, row, columns)))
-    _check_files_exist(table, missing, columns)
+    _check_files_exist(table, missing, num_missing, columns)
     if not entries:
         raise InputError(f"{table} lists no images", "one line for each image", _LAYOUT_ADVICE)
     return tuple(entries)
 
 
-def _check_files_exist(table: Path, missing: Sequence[TableRow], columns: _Columns) -> None:
+def _check_files_exist(table: Path, missing: Sequence[TableRow], num_missing: int, columns: _Columns) -> None:
     if missing:
-        names = ", ".join(f"{row.values[columns.file]} (line {row.line})" for row in missing[:10])
+        names = ", ".join(f"{shorten(row.values[columns.file], MAX_PATH_SHOWN)} (line {row.line})" for row in missing)
         raise InputError(
-            f"{table} names {len(missing)} files that are not there: {names}",
+            f"{table} names {num_missing} files that are not there: {names}",
             f"every {columns.file} to be a file in that folder",
             "add the files, or remove their lines",
         )
@@ -239,10 +265,10 @@ def _check_columns(metadata: Path, line: int, columns: Iterable[str]) -> None:
     ):
         if expected not in columns:
             guess = _closest_column(expected, synonyms, columns)
-            hint = f"; the nearest is {guess!r}" if guess else ""
+            hint = f"; the nearest is {format_value(guess)}" if guess else ""
             raise error_at(
-                str(metadata), line, 1, f"no column {expected!r} among {', '.join(map(repr, columns)) or 'none'}{hint}",
-                "the columns file_name and text", f"rename {repr(guess) if guess else 'the right one'} to {expected!r}",
+                str(metadata), line, 1, f"no column {expected!r} among {format_names(columns) or 'none'}{hint}",
+                "the columns file_name and text", f"rename {format_value(guess) if guess else 'the right one'} to {expected!r}",
             )  # fmt: skip
 
 
@@ -262,13 +288,15 @@ def _parse_file_name(table: Path, row: TableRow, columns: _Columns, tops: Sequen
         _check_columns(table, row.line, row.values)
     name = row.values[columns.file]
     if not isinstance(name, str) or not name.strip():
-        found = f"{columns.file} is {name!r}"
+        found = f"{columns.file} is {format_value(name)}"
         raise error_at(str(table), row.line, 1, found, "the name of a file", "correct the line")
     below = next((name.removeprefix(top) for top in tops if name.startswith(top)), name)
     parts = below.replace("\\", "/").split("/")
     if "" in parts[:1] or ".." in parts or "\0" in below or re.match(r"[A-Za-z]:[\\/]", below):
-        found = f"{columns.file} {name!r} leaves the folder"
-        action = f"move {table.name} into a folder above all its images, or put a link to their folder beside it"
+        found = f"{columns.file} {format_value(name, MAX_PATH_SHOWN)} leaves the folder"
+        action = (
+            f"move {table.name} into a folder above all its images, or link to their folder and give --follow_links"
+        )
         raise error_at(str(table), row.line, 1, found, "a file in the folder or below it", action)
     return below
 
@@ -276,5 +304,7 @@ def _parse_file_name(table: Path, row: TableRow, columns: _Columns, tops: Sequen
 def _parse_caption(table: Path, row: TableRow, columns: _Columns) -> str:
     text = row.values[columns.text]
     if not isinstance(text, str):
-        raise error_at(str(table), row.line, 1, f"{columns.text} is {text!r}", "a caption", "correct the line")
+        raise error_at(
+            str(table), row.line, 1, f"{columns.text} is {format_value(text)}", "a caption", "correct the line"
+        )
     return text

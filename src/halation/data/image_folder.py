@@ -19,6 +19,8 @@ from halation.data.aspect_buckets import BucketAssignment, ImageShape, nearest_s
 from halation.data.dataset_protocol import JSON, CaptionedImage
 from halation.data.image_annotations import ImageEntry, is_table, read_folder, read_table
 from halation.errors import InputError
+from halation.input_files import data_folder
+from halation.runs.run_folder import DIGEST_KEY, json_digest, temporary_path
 
 _log = logging.getLogger(__name__)
 
@@ -71,6 +73,7 @@ class ImageFolder:
     ) -> None:
         path = Path(folder)
         self.folder = path.parent if is_table(path) else path
+        self._within = data_folder(self.folder)
         self.name = str(folder)
         self.height = height
         self.width = width
@@ -79,6 +82,7 @@ class ImageFolder:
         self._bucket_assignment: BucketAssignment | None = None
         listing = read_table(path) if is_table(path) else read_folder(path)
         self.class_names = listing.class_names
+        self._left_out = listing.left_out
         if listing.validation is not None:
             self._train, self._validation = (
                 sorted(listing.train, key=_SORT_KEY),
@@ -144,7 +148,7 @@ class ImageFolder:
 
     def _read_size(self, entry: ImageEntry) -> ImageShape:
         try:
-            return decode.read_upright_size(self.folder / entry.name)
+            return decode.read_upright_size(self.folder / entry.name, self._within)
         except decode.BrokenImageError as error:
             raise self._unreadable_error(entry, error) from None
 
@@ -182,7 +186,7 @@ class ImageFolder:
             raise IndexError(f"{self.folder} has {len(entries)} such images; asked for {index}")
         entry = entries[index]
         try:
-            pixels, original_size = decode.decode_with_size(self.folder / entry.name, *shape)
+            pixels, original_size = decode.decode_with_size(self.folder / entry.name, *shape, self._within)
         except decode.BrokenImageError as error:
             raise self._unreadable_error(entry, error) from None
         return CaptionedImage(pixels=pixels, caption=entry.caption, label=entry.label, original_size=original_size)
@@ -220,6 +224,8 @@ class ImageFolder:
         self._check_num_broken(broken, len(names), quiet)
         if not quiet:
             self._warn_of_empty_captions()
+            if self._left_out:
+                _log.warning("%s: %s", self.folder, decode.left_out_message(self._left_out))
         self._sizes = dict(zip(names, result.sizes, strict=True)) if with_sizes else {}
         self._bucket_assignment = None
         self._train = [entry for entry in self._train if entry.name not in broken]
@@ -244,7 +250,7 @@ class ImageFolder:
     def _check_file(self, name: str) -> ImageShape | str:
         """Its size, or what is wrong with it."""
         try:
-            return decode.verify_image(self.folder / name, self.height, self.width)
+            return decode.verify_image(self.folder / name, self.height, self.width, self._within)
         except decode.BrokenImageError as error:
             return str(error)
 
@@ -270,7 +276,8 @@ class ImageFolder:
         """A key over everything that tells whether a file is still the one that was checked."""
         digest = hashlib.sha256(json.dumps([str(self.folder.resolve()), decode.VERSION]).encode())
         for name in names:
-            stat = (self.folder / name).stat()
+            path = self.folder / name
+            stat = path.stat() if path.exists() else path.lstat()
             digest.update(json.dumps([name, stat.st_size, stat.st_mtime_ns]).encode())
         return digest.hexdigest()[:32]
 
@@ -299,9 +306,11 @@ def _digest_entries(entries: Sequence[ImageEntry]) -> str:
 def _load_check_result(cache_file: Path, num: int, with_sizes: bool) -> _CheckResult | None:
     try:
         record = json.loads(cache_file.read_bytes())
+        if record.pop(DIGEST_KEY, None) not in (None, json_digest(record)):
+            return None
         sizes: list[ImageShape] = [(int(high), int(wide)) for high, wide in record["sizes"]] if with_sizes else []
         result = _CheckResult(broken=record["broken"], sizes=sizes)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return result if isinstance(result.broken, dict) and len(sizes) == (num if with_sizes else 0) else None
 
@@ -310,8 +319,8 @@ def _save_check_result(cache_file: Path, result: _CheckResult, with_sizes: bool)
     record = {"broken": result.broken} | ({"sizes": result.sizes} if with_sizes else {})
     try:
         cache_file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = cache_file.with_name(f".{cache_file.name}.{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(record))
+        temporary = temporary_path(cache_file)
+        temporary.write_text(json.dumps(record | {DIGEST_KEY: json_digest(record)}))
         temporary.replace(cache_file)
     except OSError as error:  # a memory that cannot be kept costs time at the next start, nothing else
         _log.warning("the check of the images is not remembered: %s: %s", cache_file, error)

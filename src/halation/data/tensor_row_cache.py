@@ -30,7 +30,8 @@ from safetensors.torch import save
 
 from halation.data.dataset_protocol import JSON
 from halation.errors import InputError
-from halation.runs.run_folder import write_atomic, writer_pid
+from halation.input_files import open_regular_file, read_json, read_safetensors_header
+from halation.runs.run_folder import DIGEST_KEY, json_digest, write_atomic, writer_pid
 
 _REBUILD_ADVICE = "delete the folder and build it again"
 _log = logging.getLogger(__name__)
@@ -53,14 +54,15 @@ def ensure_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
         check_fingerprint(path.parent, existing["fingerprint"], manifest["fingerprint"])
         check_fingerprint(path.parent, {**existing, "name": None}, {**manifest, "name": None})
     else:
-        write_atomic(path, json.dumps(manifest, indent=1, sort_keys=True).encode())
+        content = {**manifest, DIGEST_KEY: json_digest(manifest)}
+        write_atomic(path, json.dumps(content, indent=1, sort_keys=True).encode())
     _remove_stale_temp_files(path.parent)
 
 
 def read_manifest(path: Path, expected_format: int) -> dict[str, Any]:
     """What a cache was made for, in the format that is wanted."""
     try:
-        manifest = json.loads(path.read_bytes())
+        manifest = read_json(path)
     except FileNotFoundError:
         raise InputError(
             f"no cache in {path.parent}", f"a folder with a {path.name}", "build the cache first"
@@ -69,6 +71,10 @@ def read_manifest(path: Path, expected_format: int) -> dict[str, Any]:
         raise InputError(f"{path} is damaged: {error}", "JSON", _REBUILD_ADVICE) from None
     if not isinstance(manifest, dict) or manifest.get("format") != expected_format:
         raise InputError(f"{path} is of another format", f"format {expected_format}", _REBUILD_ADVICE)
+    if manifest.pop(DIGEST_KEY, None) not in (None, json_digest(manifest)):
+        raise InputError(f"{path} is damaged: it is not what was written", "the manifest of a cache", _REBUILD_ADVICE)
+    if not isinstance(manifest.get("fingerprint"), dict):
+        raise InputError(f"{path} does not say what the cache was made for", "a manifest of a cache", _REBUILD_ADVICE)
     return manifest
 
 
@@ -113,7 +119,7 @@ def check_no_damaged_shards(folder: Path, damaged: list[str], num: int) -> None:
 def publish_shard(path: Path, content: bytes, notes: Mapping[str, Any]) -> None:
     """A shard and, when it is whole, its note."""
     commit = {"num_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest(), **notes}
-    commit["digest"] = _commit_digest(commit)
+    commit[DIGEST_KEY] = json_digest(commit)
     write_atomic(path, content, point="cache")
     write_atomic(path.with_suffix(".json"), json.dumps(commit, sort_keys=True).encode(), point="cache")
 
@@ -121,11 +127,11 @@ def publish_shard(path: Path, content: bytes, notes: Mapping[str, Any]) -> None:
 def read_commit(path: Path, *, verify: bool) -> dict[str, Any] | None:
     """What is written beside a shard, or None where shard or note are missing, cut or changed; `verify` reads all of it."""
     try:
-        commit = json.loads(path.with_suffix(".json").read_bytes())
+        commit = read_json(path.with_suffix(".json"))
         size = path.stat().st_size
     except (FileNotFoundError, ValueError):
         return None
-    if not isinstance(commit, dict) or commit.get("digest") != _commit_digest(commit) or commit["num_bytes"] != size:
+    if not isinstance(commit, dict) or commit.get(DIGEST_KEY) != json_digest(commit) or commit["num_bytes"] != size:
         return None
     return commit if not verify or has_valid_checksum(path, commit) else None
 
@@ -133,24 +139,18 @@ def read_commit(path: Path, *, verify: bool) -> dict[str, Any] | None:
 def has_valid_checksum(path: Path, commit: Mapping[str, Any]) -> bool:
     """Whether a shard's bytes are those that its note was written for."""
     try:
-        with path.open("rb") as file:
+        with open_regular_file(path) as file:
             return hashlib.file_digest(file, "sha256").hexdigest() == commit["sha256"]
     except FileNotFoundError:
         return False
 
 
-def _commit_digest(commit: Mapping[str, Any]) -> str:
-    """A damaged caption must be found like a damaged pixel."""
-    body = {key: value for key, value in commit.items() if key != "digest"}
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
     """The tensors of a safetensors file by name, and where its data begins."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        entries = json.loads(file.read(length))
-    return {name: entry for name, entry in entries.items() if name != "__metadata__"}, 8 + length
+    entries = read_safetensors_header(path)
+    with open_regular_file(path) as file:
+        start = 8 + int.from_bytes(file.read(8), "little")
+    return {name: entry for name, entry in entries.items() if name != "__metadata__"}, start
 
 
 def _remove_stale_temp_files(folder: Path) -> None:

@@ -26,6 +26,7 @@ from halation.models.model_path_resolver import (
 )
 from halation.models.students.config import StudentConfig
 from halation.runs import run_folder as runs
+from halation.runs.lock import FolderMonitor
 from halation.runs.run_folder import RunFolder
 from halation.training import command as train
 from halation.training import pipeline_finetuning
@@ -58,11 +59,11 @@ def read_config(path: Path) -> DistillConfig:
     return train.read_config(path, DistillConfig)
 
 
-def run_rank(config: DistillConfig, has_lock: bool = False) -> None:
-    """One rank of the distillation."""
+def run_rank(config: DistillConfig, monitor: FolderMonitor | None = None) -> None:
+    """One rank of the distillation; `monitor` is of a folder that is held already."""
     from halation.distillation.distillation_task import DistillationTask
 
-    train.run_rank(config, has_lock, "distill", open_record, DistillationTask)
+    train.run_rank(config, monitor, "distill", open_record, DistillationTask)
 
 
 def resolve_config(config: DistillConfig) -> DistillConfig:

@@ -27,7 +27,7 @@ from halation.models.checkpoint_loading import load_denoiser
 from halation.models.denoiser import MIXED_PRECISION_DTYPES, Denoiser
 from halation.models.dit.denoiser import DiTDenoiser
 from halation.models.frozen_teacher import Teacher, split_across_devices
-from halation.runs.run_folder import write_json_atomic
+from halation.runs.run_folder import write_json_with_digest
 from halation.sampling.denoiser_sampler import DenoiserSampler, SampleSettings
 from halation.sampling.sample_folder import SampleFolder, is_drawn
 from halation.training.build_components import progress_bar
@@ -295,8 +295,8 @@ class TeacherSamples:
     def draw(self, teacher: Teacher) -> None:
         if self.world.is_rank_zero:
             with contextlib.suppress(OSError):  # a disk that cannot be written costs the samples, not the training
-                self.sample_folder.folder.mkdir(parents=True, exist_ok=True)
-                write_json_atomic(self.sample_folder.index_path, {"made_by": self.made_by})
+                self.sample_folder.create()
+                write_json_with_digest(self.sample_folder.index_path, {"made_by": self.made_by})
         sampler = DenoiserSampler(
             dataclasses.replace(self.world, device=teacher.device),  # which need not be where the student computes
             teacher.denoiser,

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
+import json
+import logging
+import os
+import select
+import socket
+import struct
+import threading
+import time
 import uuid
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -14,8 +25,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from halation.distributed.world import World
+from halation.distributed.launcher import is_lost_peer_message
+from halation.distributed.world import PEER_WAIT_S, World
 from halation.errors import InputError, RankFailure
+
+log = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 10.0
+KEEPALIVE_S = (10, 5, 4)
+"""A machine that has not answered for 10 + 4 * 5 seconds is gone; one whose process is stopped still answers."""
+TOKEN_BYTES = 16
+SIOCGIFADDR = 0x8915
 
 
 @contextmanager
@@ -39,26 +59,28 @@ def external_world(rank: int, size: int, device: torch.device, timeout_s: float)
             f"what torch.distributed says: {dist.get_rank()} of {dist.get_world_size()}",
             "pass dist.get_rank() and dist.get_world_size()",
         )
-    try:
-        control = _get_control_group(timeout_s)
-    except RuntimeError as error:
-        raise _missing_rank_error(timeout_s, error) from error
     store = dist.distributed_c10d._get_default_store()
-    local_rank = device.index or 0
     world = World(
-        rank=rank, size=size, local_rank=local_rank, device=device, store=store, control=control, timeout_s=timeout_s
+        rank=rank,
+        size=size,
+        local_rank=device.index or 0,
+        device=device,
+        store=store,
+        control=None,
+        timeout_s=timeout_s,
     )
-    # Words of an earlier call must not pass for words of this one, and ranks need not have called equally often.
+    scoped_store: _ScopedStore | None = None
     try:
+        world = _join_control_group(world)
+        # Words of an earlier call must not pass for words of this one, and ranks need not have called equally often.
         scoped_store = _ScopedStore(f"halation/{world.broadcast_from_rank_zero(uuid.uuid4().hex)}", store, set())
-    except RuntimeError as error:
-        _destroy_control_group(control)
-        raise _missing_rank_error(timeout_s, error) from error
-    try:
         yield dataclasses.replace(world, store=scoped_store)
         world.all_gather_object("")  # everybody has read what others left
-    except BaseException:
-        _destroy_control_group(control)  # words of ranks that part ways must not meet later ones
+    except BaseException as error:
+        failure = _lost_peer_failure(world, error, scoped_store is not None)
+        _leave_control_group(world, failure or error)  # words of ranks that part ways must not meet later ones
+        if failure is not None:
+            raise failure from error
         raise
     scoped_store.clear()
 
@@ -81,34 +103,259 @@ class _ScopedStore(dist.PrefixStore):
 
     def clear(self) -> None:
         """Of the keys of this rank."""
-        for key in self._scope[2]:
-            self.delete_key(key)
+        with contextlib.suppress(dist.DistNetworkError):  # the host of the store may have ended already
+            for key in self._scope[2]:
+                self.delete_key(key)
 
 
-_control_groups: dict[float, tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
-"""By patience: the caller's default group, and our group beside it, which lives for as long as torch knows it."""
+@dataclass(frozen=True, kw_only=True)
+class Departure:
+    """How a rank left; `because_of` is the rank whose end was its reason, -1 where it had one of its own."""
+
+    reason: str = ""
+    because_of: int = -1
 
 
-def _get_control_group(timeout_s: float) -> dist.ProcessGroup:
-    """A group of ours, the same one for as long as the caller's is the same: making one connects all ranks with all."""
-    default, control = (known() for known in _control_groups.get(timeout_s, (lambda: None, lambda: None)))
-    if control is not None and default is dist.group.WORLD:
-        return control
-    _control_groups.pop(timeout_s, None)
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+class PeerLinks:
+    """A TCP connection from this rank to every other one, which the kernel closes with its process.
+
+    That is exact where heartbeats would guess: a rank that is busy or stopped keeps its connections, one that was
+    killed or ended does not, and one that leaves by an error sends the reason first.
+    """
+
+    def __init__(self, rank: int, links: dict[int, socket.socket]) -> None:
+        self.rank = rank
+        self._links = links
+        self._received = dict.fromkeys(links, b"")
+        self._departures: dict[int, Departure] = {}
+        self._blamed = -1
+        self._lock = threading.Lock()
+        for link in links.values():
+            link.setblocking(False)
+        _open_links.add(self)
+
+    def departed(self) -> set[int]:
+        """The ranks that are known to have left."""
+        self._read_links(0.0)
+        return set(self._departures)
+
+    def blame(self, rank: int | None = None, wait_s: float = 0.0) -> str:
+        """Why this rank (None: any rank) left, or which one made it leave; empty where none has left."""
+        deadline = time.monotonic() + wait_s
+        while True:
+            self._read_links(max(0.0, deadline - time.monotonic()))
+            found = (
+                [rank] if rank is not None else sorted(self._departures, key=lambda r: self._departures[r].because_of)
+            )
+            if any(each in self._departures for each in found) or time.monotonic() >= deadline:
+                break
+        if not found or found[0] not in self._departures:
+            return ""
+        culprit = found[0]
+        because_of = self._departures[culprit].because_of
+        if because_of not in (-1, self.rank):
+            culprit = because_of
+        self._blamed = culprit
+        reason = self._departures.get(culprit, Departure()).reason
+        return (
+            f"rank {culprit} left: {reason}" if reason else f"rank {culprit} is gone: its process ended or was killed"
+        )
+
+    def leave(self, reason: str) -> None:
+        """Send the others the reason why this rank leaves, and close the connections."""
+        words = {"reason": reason, "because_of": self._blamed}
+        with self._lock:
+            for link in self._links.values():
+                with contextlib.suppress(OSError):
+                    link.send(json.dumps(words).encode() + b"\n")
+        self.close()
+
+    def close(self) -> None:
+        with self._lock:
+            for link in self._links.values():
+                link.close()
+            self._links.clear()
+
+    def _read_links(self, wait_s: float) -> None:
+        with self._lock:
+            poll = select.poll()
+            ranks = {link.fileno(): rank for rank, link in self._links.items()}
+            for number in ranks:
+                poll.register(number, select.POLLIN)
+            for number, _ in poll.poll(int(1000 * wait_s)):
+                self._read_link(ranks[number])
+
+    def _read_link(self, rank: int) -> None:
+        try:
+            data = self._links[rank].recv(65536)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        self._received[rank] += data
+        if data and b"\n" not in data:
+            return
+        words = self._received[rank].partition(b"\n")
+        self._departures[rank] = Departure(**json.loads(words[0])) if words[1] else Departure()
+        self._links.pop(rank).close()
+
+
+_open_links: weakref.WeakSet[PeerLinks] = weakref.WeakSet()
+
+
+def _close_links_of_parent() -> None:
+    """A forked process (a worker of a data loader) that outlives its rank must not hold the rank's connections open."""
+    for links in list(_open_links):
+        links._lock = threading.Lock()  # another thread of the parent may have held it
+        links.close()
+
+
+os.register_at_fork(after_in_child=_close_links_of_parent)
+
+
+def _connect_peers(world: World) -> PeerLinks:
+    """Connect all ranks with each other; a rank that cannot be reached so is missed after the timeout only."""
+    places = world.all_gather_object(_network_place())
+    host = "127.0.0.1" if len(set(places)) == 1 else _own_address()
+    token = os.urandom(TOKEN_BYTES)
+    links: dict[int, socket.socket] = {}
+    with contextlib.ExitStack() as stack:
+        listener = None
+        with contextlib.suppress(OSError):
+            listener = stack.enter_context(socket.create_server((host, 0), backlog=world.size))
+        door = [host, listener.getsockname()[1], token.hex()] if listener is not None else None
+        for rank, their_door in enumerate(world.all_gather_object(door)[: world.rank]):
+            with contextlib.suppress(OSError):
+                if their_door is not None:
+                    links[rank] = _connect(their_door, world.rank)
+        if listener is not None:
+            links |= _accept_links(listener, token, world.size - 1 - world.rank)
+    missing = [rank for rank in range(world.size) if rank not in links and rank != world.rank]
+    if missing:
+        names = ", ".join(map(str, missing))
+        log.warning("no connection to rank %s: its end is known after timeout_s=%g only", names, world.timeout_s)
+    return PeerLinks(world.rank, links)
+
+
+def _connect(door: list[Any], rank: int) -> socket.socket:
+    host, port, token = door
+    link = socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S)
+    link.sendall(bytes.fromhex(token) + struct.pack("!i", rank))
+    return _keep_alive(link)
+
+
+def _accept_links(listener: socket.socket, token: bytes, num_expected: int) -> dict[int, socket.socket]:
+    """The connections of ranks with a higher number; one without the token is closed."""
+    links: dict[int, socket.socket] = {}
+    deadline = time.monotonic() + CONNECT_TIMEOUT_S
+    with contextlib.suppress(TimeoutError):
+        while len(links) < num_expected:
+            listener.settimeout(max(0.001, deadline - time.monotonic()))
+            link, _ = listener.accept()
+            link.settimeout(2.0)
+            try:
+                hello = link.recv(TOKEN_BYTES + 4, socket.MSG_WAITALL)
+            except OSError:
+                hello = b""
+            if len(hello) == TOKEN_BYTES + 4 and hello[:TOKEN_BYTES] == token:
+                links[struct.unpack("!i", hello[TOKEN_BYTES:])[0]] = _keep_alive(link)
+            else:
+                link.close()
+    return links
+
+
+def _keep_alive(link: socket.socket) -> socket.socket:
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in zip(("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT"), KEEPALIVE_S, strict=True):
+        if hasattr(socket, option):
+            link.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    return link
+
+
+def _network_place() -> str:
+    """The same for processes that can reach each other over the loopback interface."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _own_address() -> str:
+    """The address at which other machines reach this one, found as gloo finds it."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    with contextlib.suppress(OSError):
+        if not interface:
+            return socket.gethostbyname(socket.gethostname())
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            request = struct.pack("256s", interface.encode()[:15])
+            return socket.inet_ntoa(fcntl.ioctl(probe, SIOCGIFADDR, request)[20:24])
+    return "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class _ControlGroup:
+    """Our group beside the caller's default one, for as long as torch knows both, and the connections of its ranks."""
+
+    default: weakref.ref[Any]
+    control: weakref.ref[Any]
+    peers: PeerLinks | None
+
+
+_control_groups: dict[float, _ControlGroup] = {}
+"""By patience."""
+
+
+def _join_control_group(world: World) -> World:
+    """The world with a group of ours, the same one for as long as the caller's is: making one connects all ranks."""
+    known = _control_groups.get(world.timeout_s)
+    if known is not None and known.control() is not None and known.default() is dist.group.WORLD:
+        return dataclasses.replace(world, control=known.control(), peers=known.peers)
+    if known is not None and known.peers is not None:
+        known.peers.close()
+    _control_groups.pop(world.timeout_s, None)
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=world.timeout_s))
     assert group is not None
-    _control_groups[timeout_s] = (weakref.ref(dist.group.WORLD), weakref.ref(group))
-    return group
+    world = dataclasses.replace(world, control=group)
+    try:
+        peers = _connect_peers(world) if world.size > 1 else None
+    except RuntimeError:
+        dist.destroy_process_group(group)
+        raise
+    _control_groups[world.timeout_s] = _ControlGroup(weakref.ref(dist.group.WORLD), weakref.ref(group), peers)
+    return dataclasses.replace(world, peers=peers)
 
 
-def _destroy_control_group(control: dist.ProcessGroup) -> None:
-    for timeout_s in [timeout_s for timeout_s, (_, kept) in _control_groups.items() if kept() is control]:
-        del _control_groups[timeout_s]
-    dist.destroy_process_group(control)
+def _leave_control_group(world: World, error: BaseException) -> None:
+    """Send the reason why this rank leaves, and end the group: collectives of ranks that wait in it end too."""
+    known = _control_groups.pop(world.timeout_s, None)
+    if known is None:
+        return
+    if known.peers is not None:
+        known.peers.leave(f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": "))
+    control = known.control()
+    if control is not None:
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group(control)
 
 
-def _missing_rank_error(timeout_s: float, error: RuntimeError) -> RankFailure:
-    return RankFailure(f"not every rank called sampler(step) within {timeout_s:.0f} s, or one is gone: {error}")
+def _lost_peer_failure(world: World, error: BaseException, has_joined: bool) -> RankFailure | None:
+    """The error of a store or of a collective as a RankFailure, where its cause is that another rank is gone."""
+    is_store_lost = isinstance(error, dist.DistNetworkError)
+    if not is_store_lost and not (isinstance(error, RuntimeError) and is_lost_peer_message(str(error))):
+        return None
+    known = _control_groups.get(world.timeout_s)
+    peers = known.peers if known is not None else None
+    sentence = peers.blame(wait_s=PEER_WAIT_S) if peers is not None else ""
+    if sentence:
+        is_host = is_store_lost and sentence.startswith("rank 0 ")
+        return RankFailure(f"{sentence} (the process that hosts the rendezvous store)" if is_host else sentence)
+    reason = str(error).partition("\n")[0]
+    if is_store_lost:
+        return RankFailure(f"the process that hosts the rendezvous store, rank 0 or the launcher, is gone: {reason}")
+    if has_joined and not isinstance(error, dist.DistError) and "gloo" not in str(error):
+        return None  # of the trainer's own
+    return RankFailure(f"not every rank called sampler(step) within {world.timeout_s:.0f} s, or one is gone: {reason}")
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:

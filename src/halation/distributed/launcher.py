@@ -24,8 +24,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from halation.distributed.stop_signals import exit_code
+from halation.distributed.stop_signals import STOP_SIGNALS, block_interrupts, exit_code
 from halation.errors import HalationError, InputError, Interrupted, RankFailure, os_error_message
+from halation.runs.lock import FolderMonitor
 
 log = logging.getLogger(__name__)
 
@@ -207,17 +208,25 @@ class Launcher:
     """Starts the ranks of one job, waits for them, and starts them again after a failure as often as it may."""
 
     def __init__(
-        self, module: str, config: dict[str, Any], devices: Sequence[str], max_restarts: int, folder: Path | None = None
+        self,
+        module: str,
+        config: dict[str, Any],
+        devices: Sequence[str],
+        max_restarts: int,
+        folder: Path,
+        monitor: FolderMonitor,
     ) -> None:
         """`module` is the name of a module with `run_rank` and `read_config`; the config is passed to them as JSON.
 
-        `folder` is one that this job holds alone: what a killed launcher leaves in it is swept by the next one.
+        `folder` is one that this job holds alone: what a killed launcher leaves in it is swept by the next one. `monitor` knows
+        whether the ranks still have a place to write to.
         """
         self.module = module
         self.config = config
         self.devices = devices
         self.max_restarts = max_restarts
         self.folder = folder
+        self.monitor = monitor
         self.ranks: list[subprocess.Popen[bytes]] = []
         self.signals: list[int] = []
 
@@ -232,6 +241,7 @@ class Launcher:
                 error = self._run_once()
                 if error is None:
                     return
+                self.monitor.check_now()
                 asked_to_end = self.signals or error.kind == "Interrupted"  # a scheduler may have asked one rank alone
                 if error.exit_code == InputError.exit_code or asked_to_end or attempt == self.max_restarts:
                     self._raise_error(error)
@@ -246,9 +256,8 @@ class Launcher:
                 signal.signal(number, handler)
 
     def _run_once(self) -> RankError | None:
-        if self.folder:
-            for leftover in self.folder.glob(f"{SCRATCH_PREFIX}*"):
-                shutil.rmtree(leftover, ignore_errors=True)
+        for leftover in self.folder.glob(f"{SCRATCH_PREFIX}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
         folder = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX, dir=self.folder)).absolute()
         try:
             (folder / "config.json").write_text(json.dumps(self.config))
@@ -277,11 +286,13 @@ class Launcher:
             self.module,
             str(folder / "config.json"),
         ]
-        return subprocess.Popen(command, env=environment, process_group=0)
+        with block_interrupts():
+            return subprocess.Popen(command, env=environment, process_group=0)
 
     def _wait_for_ranks(self, folder: Path) -> RankError | None:
         num_forwarded = 0
         while True:
+            self.monitor.check()
             codes = [rank.poll() for rank in self.ranks]
             if all(code == 0 for code in codes):
                 return None
@@ -308,10 +319,12 @@ class Launcher:
         for path in folder.glob("error_*.json"):
             with contextlib.suppress(OSError, ValueError):
                 errors.append(RankError(**json.loads(path.read_text())))
-        # A signal during an import comes out as almost anything: KeyboardInterrupt, ImportError, or the signal itself.
         expected = [error for error in errors if error.kind in EXPECTED_ERRORS]
         if self.signals and (not expected or any(-code in self.signals for code in self._exit_codes())):
             return self._early_stop_error()
+        stopped = [rank for rank in self.ranks if -(rank.returncode or 0) in STOP_SIGNALS]
+        if stopped:  # sent by a user or a scheduler; a rank dies of these until it trains
+            return self._stopped_rank_error(stopped[0])
         silent = [rank for rank in failed if rank not in {error.rank for error in errors}]
         if silent:
             code = self.ranks[silent[0]].returncode
@@ -327,6 +340,13 @@ class Launcher:
         number = self.signals[0]
         message = f"asked to stop (signal {number}) before all ranks had begun; the same command starts again"
         return RankError(rank=0, kind="Interrupted", message=message, exit_code=exit_code(number), time=0.0)
+
+    def _stopped_rank_error(self, process: subprocess.Popen[bytes]) -> RankError:
+        rank, number = self.ranks.index(process), -process.returncode
+        message = (
+            f"rank {rank} was asked to stop (signal {number}) while it was starting or ending; the same command goes on"
+        )
+        return RankError(rank=rank, kind="Interrupted", message=message, exit_code=exit_code(number), time=0.0)
 
     def _raise_error(self, error: RankError) -> None:
         if error.kind == "Interrupted":

@@ -11,8 +11,9 @@ from pathlib import Path
 
 def main() -> int:
     # A person's Ctrl+C reaches the parent; the parent tells every rank, so that all stop at one step.
-    from halation.distributed import launcher
+    from halation.distributed import launcher, stop_signals
 
+    stop_signals.unblock_interrupts()
     launcher.set_rank_parent_death_signal()
     name, path = sys.argv[1], Path(sys.argv[2])
     try:

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from halation.distributed.launcher import LAUNCHER_ENV_VARS, PARENT_PID_ENV, describe_exit
-from halation.distributed.stop_signals import StopSignals, exit_code
+from halation.distributed.stop_signals import StopSignals, block_interrupts, exit_code
 from halation.errors import Interrupted
+from halation.runs.lock import FolderMonitor
 
 POLL_S = 0.1
 REPORT_INTERVAL_S = 1.0
@@ -27,8 +28,7 @@ NUM_TAIL_LINES = 12
 # Until the command line is there to put Ctrl+C into words, it ends the process without any: Python's own are a traceback. Whoever
 # starts it may block that signal until here.
 BOOTSTRAP_CODE = (
-    "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "
-    "signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT]); "
+    "import signal; from halation.distributed.stop_signals import unblock_interrupts; unblock_interrupts(); "
     "from halation.distributed.launcher import set_parent_death_signal; set_parent_death_signal(); "
     "import sys; from halation.cli import main; "
     "signal.signal(signal.SIGINT, signal.default_int_handler); sys.exit(main())"
@@ -44,11 +44,16 @@ class CommandResult:
 
 
 def run_command(
-    arguments: Sequence[str], log: Path, signals: StopSignals, on_report: Callable[[dict[str, Any]], None]
+    arguments: Sequence[str],
+    log: Path,
+    signals: StopSignals,
+    on_report: Callable[[dict[str, Any]], None],
+    monitor: FolderMonitor,
 ) -> CommandResult:
     """Run `halation WORDS...` to its end; a signal to us is handed on, and raised as Interrupted when the command has ended.
 
-    What it writes goes to `log`; of its JSON lines the newest is handed to `on_report` now and then.
+    What it writes goes to `log`; of its JSON lines the newest is handed to `on_report` now and then. A command whose folder is lost,
+    as `monitor` knows, is ended.
     """
     with open(log, "wb") as file:
         process = start_command(arguments, file)
@@ -56,6 +61,7 @@ def run_command(
 
     def report_progress() -> bool:
         nonlocal reported_at
+        monitor.check()
         if time.monotonic() - reported_at >= REPORT_INTERVAL_S:
             reported_at = time.monotonic()
             report = _read_newest_report(log)
@@ -73,8 +79,7 @@ def start_command(arguments: Sequence[str], output: IO[bytes] | None = None) -> 
     """`halation WORDS...` in a process group of its own, which ends with us; it writes to `output`, or to where we do."""
     environment = {name: value for name, value in os.environ.items() if name not in (*LAUNCHER_ENV_VARS, "RANK")}
     # A Ctrl+C that we hand on while its Python starts would come out as a traceback: it hears no such thing before it is ready.
-    old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
+    with block_interrupts():
         return subprocess.Popen(
             [sys.executable, "-P", "-c", BOOTSTRAP_CODE, *arguments],
             env=environment | {PARENT_PID_ENV: str(os.getpid())},
@@ -83,8 +88,6 @@ def start_command(arguments: Sequence[str], output: IO[bytes] | None = None) -> 
             stdout=output,
             stderr=subprocess.STDOUT,
         )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
 
 
 def wait_for_command(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
 import time
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 
 DUPLICATE_SIGNAL_S = 2.0  # a service manager signals a whole group: a rank hears it twice, once from its launcher
@@ -27,10 +29,9 @@ class StopSignals:
         self._previous_handlers: dict[int, object] = {}
 
     def __enter__(self) -> StopSignals:
-        for number in STOP_SIGNALS if threading.current_thread() is threading.main_thread() else ():
-            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-                continue  # nohup: whoever started this wants it to outlive the terminal
-            self._previous_handlers[number] = signal.signal(number, self._on_signal)
+        self._previous_handlers = _handle_signals(self._on_signal)
+        if self._previous_handlers and _early_signals.number:
+            self.number, self._received_at = _early_signals.number, _early_signals._received_at
         return self
 
     def __exit__(
@@ -51,6 +52,45 @@ class StopSignals:
             self.is_urgent = True
         if not self.number:
             self.number, self._received_at = number, time.monotonic()
+
+
+_early_signals = StopSignals()
+"""What came after `remember_signals` and before the first `StopSignals` that was entered."""
+
+
+def _handle_signals(handler: Callable[[int, FrameType | None], None]) -> dict[int, object]:
+    """Install a handler for the signals that stop; the earlier handlers. Outside the main thread there are none."""
+    previous: dict[int, object] = {}
+    for number in STOP_SIGNALS if threading.current_thread() is threading.main_thread() else ():
+        if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+            continue  # nohup: whoever started this wants it to outlive the terminal
+        previous[number] = signal.signal(number, handler)
+    return previous
+
+
+def remember_signals() -> None:
+    """From now on a signal is kept for the next `StopSignals`; a second one ends the process at once.
+
+    For a rank that torchrun or srun started: it would die of a signal while it loads, be started again by torchrun,
+    or leave the other ranks waiting for it.
+    """
+    _handle_signals(_early_signals._on_signal)
+
+
+@contextlib.contextmanager
+def block_interrupts() -> Iterator[None]:
+    """Processes started inside receive no Ctrl+C before `unblock_interrupts`: Python would print a traceback."""
+    old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
+
+
+def unblock_interrupts() -> None:
+    """Let Ctrl+C end this process without a traceback, until a handler is installed."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
 def exit_code(number: int) -> int:

@@ -13,13 +13,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,18 @@ Result = TypeVar("Result")
 POLL_S = 0.05
 MIN_POLL_S = 0.002
 HEARTBEAT_S = 0.5
+PEER_WAIT_S = 2.0
+"""How long a connection may take to close after a collective failed because of the same end."""
+
+
+class Peers(Protocol):
+    """Which other ranks have left, for ranks that no launcher of ours ends together."""
+
+    def departed(self) -> Container[int]:
+        """The ranks that are known to have left."""
+
+    def blame(self, rank: int | None = None, wait_s: float = 0.0) -> str:
+        """Why this rank (None: any rank) left, or which one made it leave; empty where none has left."""
 
 
 @dataclass(kw_only=True)
@@ -50,6 +62,7 @@ class World:
     store: dist.Store
     control: dist.ProcessGroup | None
     timeout_s: float
+    peers: Peers | None = None
 
     @property
     def is_rank_zero(self) -> bool:
@@ -312,6 +325,8 @@ def run_on_rank_zero(world: World, name: str, action: Callable[[Callable[[], Non
         if world.is_rank_zero:
             try:
                 outcome = {"value": action(monitor.heartbeat)}
+            except InputError as error:
+                outcome = {"refusal": [error.found, error.expected, error.action]}
             except HalationError as error:
                 outcome = {"error": str(error), "exit_code": error.exit_code}
             except Exception as error:
@@ -321,6 +336,8 @@ def run_on_rank_zero(world: World, name: str, action: Callable[[Callable[[], Non
                     "exit_code": HalationError.exit_code,
                 }
         outcome = monitor.gather_results(outcome)[0]
+    if "refusal" in outcome:
+        raise InputError(*outcome["refusal"])
     if "error" in outcome:
         failure = HalationError(outcome["error"])
         failure.exit_code = outcome["exit_code"]
@@ -378,10 +395,14 @@ class HeartbeatMonitor:
         pause_s = MIN_POLL_S
         while len(results) < self.world.size:
             self.heartbeat()
+            # Read before the words are looked for: a rank may leave as soon as it has left its word.
+            departed: Container[int] = self.world.peers.departed() if self.world.peers is not None else ()
             for rank in [rank for rank in range(self.world.size) if rank not in results]:
                 if self.world.store.check([f"{self.prefix}/word/{rank}"]):
                     results[rank] = json.loads(self.world.store.get(f"{self.prefix}/word/{rank}"))
                     continue
+                if self.world.peers is not None and rank in departed:
+                    raise RankFailure(self.world.peers.blame(rank))
                 state = self._read_heartbeat(rank)
                 if state.get("count") != seen[rank][0]:
                     seen[rank] = (state.get("count"), time.monotonic())
@@ -412,6 +433,9 @@ class HeartbeatMonitor:
         for rank in peers:
             if store.check([f"{prefix}/failed/{rank}"]):
                 return f"rank {rank} failed: {self._get(f'{prefix}/failed/{rank}').decode()}"
+        departed = self.world.peers.blame(wait_s=PEER_WAIT_S) if self.world.peers is not None else ""
+        if departed:
+            return departed
         before = {rank: self._read_heartbeat(rank) for rank in peers}
         time.sleep(3 * HEARTBEAT_S)
         states = {rank: self._read_heartbeat(rank) for rank in peers}

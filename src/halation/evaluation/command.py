@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from halation.distributed import launcher
 from halation.errors import InputError
 from halation.evaluation.config import EvaluateConfig
 from halation.runs import run_folder as runs
+from halation.runs.lock import FolderMonitor
 
 if TYPE_CHECKING:
     from halation.evaluation.image_sources import ImageSource
@@ -55,16 +55,24 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     check_config(config)
     source = open_source(config)
     config = resolve_config(config, source)
-    if launcher.is_launched():
-        return run_rank(config)
-    devices = rank_devices(config, source)
     cache = feature_cache_folder(config)
     try:
         runs.make_folder(cache)
     except InputError as error:
         raise InputError(error.found, error.expected, "check its permissions, or choose another --cache_dir") from error
-    with tempfile.TemporaryDirectory(prefix="halation_report_") as scratch:
-        output = Path(scratch) / "report.json"
+    result_files = [path for path in (config.output, config.save_statistics) if path is not None]
+    with FolderMonitor(cache, *(path.parent for path in result_files)) as monitor:
+        if launcher.is_launched():
+            return run_rank(config)
+        report = _run_ranks(config, rank_devices(config, source), monitor)
+        if config.output is not None:
+            runs.write_json_with_digest(config.output, report)
+    return report
+
+
+def _run_ranks(config: EvaluateConfig, devices: Sequence[str], monitor: FolderMonitor) -> dict[str, Any]:
+    with runs.scratch_folder("halation_report_") as scratch:
+        output = scratch / "report.json"
         rank_config = replace(config, output=output)
         if len(devices) == 1:
             os.environ[launcher.DEVICE_ENV] = devices[0]
@@ -73,10 +81,8 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
             finally:
                 del os.environ[launcher.DEVICE_ENV]
         else:
-            launcher.Launcher(__name__, as_json(rank_config), devices, 0, Path(scratch)).run()
-        report: dict[str, Any] = runs.read_json(output)
-    if config.output is not None:
-        runs.write_json_atomic(config.output, report)
+            launcher.Launcher(__name__, as_json(rank_config), devices, 0, scratch, monitor).run()
+        report: dict[str, Any] = runs.read_json_with_digest(output)
     return report
 
 
@@ -310,7 +316,7 @@ def run_rank(config: EvaluateConfig) -> dict[str, Any]:
             stack.enter_context(exclusive_console_handler(echo))
         report = EvaluationSession(world, config, feature_cache_folder(config)).run()
         if world.is_rank_zero and config.output is not None:
-            runs.write_json_atomic(config.output, report)
+            runs.write_json_with_digest(config.output, report)
         return report if world.is_rank_zero else {}
 
 
@@ -326,7 +332,10 @@ def print_report(config: EvaluateConfig, report: dict[str, Any]) -> None:
     reference = report["reference"]
     console = Console()
     num = report["generated"]["num"]
+    left_out = report["generated"].get("num_left_out", 0)
     console.print(f"[bold]{num} image{'s' if num != 1 else ''}[/bold] of {escape(report['generated']['path'])}")
+    if left_out:
+        console.print(f"{left_out} of other formats left out")
     if reference:
         console.print(f"against {reference['num'] or 'an unknown number'} of {escape(reference['path'])}")
     if config.save_statistics is not None:

@@ -25,7 +25,7 @@ from halation.evaluation.model_images import ModelImages
 from halation.evaluation.preprocess_pool import ExtractorBatch, PreparedBatch, PreprocessPool, SourcePreprocessor
 from halation.generation.workers.model_runner import ModelRunner
 from halation.progress_bar import StepProgress
-from halation.runs.run_folder import read_json, write_json_atomic
+from halation.runs.run_folder import read_json_with_digest, write_json_with_digest
 
 MAX_DECODE_WORKERS = 16
 STOP_KEY = "evaluate/stop"
@@ -178,7 +178,9 @@ class FeaturePass:
         """The model on ranks that draw, and one micro-batch for all and for every later call: it is part of the images' bits."""
         micro_batch_file = self.cache / source.key[:24] / "micro_batch.json"
         saved_micro_batch: int = self.world.broadcast_from_rank_zero(
-            read_json(micro_batch_file)["micro_batch"] if self.world.is_rank_zero and micro_batch_file.is_file() else 0
+            read_json_with_digest(micro_batch_file)["micro_batch"]
+            if self.world.is_rank_zero and micro_batch_file.is_file()
+            else 0
         )
         with HeartbeatMonitor(self.world, f"opening the model {pass_number}", self.config.dist_timeout_s) as monitor:
             micro_batch = self.config.model_batch_size
@@ -188,8 +190,8 @@ class FeaturePass:
                 micro_batch = saved_micro_batch or source.find_micro_batch(self._runner)
             self.micro_batch = min(monitor.gather_results(micro_batch))
         if self.world.is_rank_zero and not saved_micro_batch:
-            micro_batch_file.parent.mkdir(parents=True, exist_ok=True)
-            write_json_atomic(micro_batch_file, {"micro_batch": self.micro_batch})
+            micro_batch_file.parent.mkdir(exist_ok=True)
+            write_json_with_digest(micro_batch_file, {"micro_batch": self.micro_batch})
 
     def _num_workers(self, num: int) -> int:
         if self.config.decode_workers >= 0:

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from halation.errors import InputError
-from halation.runs.run_folder import write_atomic, writer_pid
+from halation.runs.run_folder import make_subfolder, write_atomic, writer_pid
 
 FORMAT_VERSION = 1
 """Counts changes of what a chunk holds; part of every key."""
@@ -67,7 +67,7 @@ class FeatureStore:
         return self.missing_chunks()
 
     def write_chunk(self, chunk: int, arrays: Arrays) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_subfolder(self.folder, 2)
         contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
         write_atomic(self._chunk_path(chunk), save(contiguous | {CHECKSUM_KEY: _checksum(contiguous)}), "chunk")
 

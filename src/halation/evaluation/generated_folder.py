@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,16 +10,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from halation.csv_jsonl_reader import decode, json_rows
-from halation.data.decode import SUFFIXES
+from halation.csv_jsonl_reader import decode_blocks, json_rows, read_text_bytes
+from halation.data.decode import SUFFIXES, UNSUPPORTED_SUFFIXES, left_out_message
 from halation.errors import InputError
 from halation.evaluation.image_sources import ImageFiles, find_image_files, read_stamps
 from halation.generation.image_requests import RequestDefaults, iter_requests
 from halation.generation.ledger import Ledger
-from halation.generation.metadata_and_summary import METADATA_FILE, SUMMARY_FILE
+from halation.generation.metadata_and_summary import METADATA_FILE, SUMMARY_FILE, is_metadata_intact
 from halation.prompt_files import PromptFile
-from halation.runs.run_folder import read_json
+from halation.runs.run_folder import read_json_with_digest
 
+log = logging.getLogger(__name__)
 LEDGER_FILE = "ledger.sqlite"
 SHARED_LEDGER_FOLDER = "ledger"
 NUM_SHOWN = 5
@@ -38,10 +40,29 @@ def open_generated(folder: Path) -> ImageFiles:
     return find_image_files(folder, "--generated")
 
 
+def _check_ledger_intact(ledger: Ledger) -> None:
+    """Raise where a row is not what was written: a score of other prompts or images would say nothing about the model."""
+    damage = ledger.find_damage()
+    if damage:
+        index = min(*damage.planned, *damage.outcomes, 2**62)
+        raise InputError(
+            f"--generated: {ledger.path} is damaged: row {index + 1} is not what was written",
+            "the ledger as Halation wrote it",
+            "run the same `halation generate` again: it restores the row from the prompt list and the image",
+        )
+    if not ledger.num_planned:
+        raise InputError(
+            f"--generated: {ledger.path} knows of no image: it was emptied or replaced, or that run was never begun",
+            "the ledger in which the images of this folder were recorded",
+            f"restore it from a copy; or remove it, to score the images of {ledger.path.parent} without their prompts",
+        )
+
+
 def _ledger_rows(ledger: Ledger) -> Iterator[dict[str, Any]]:
+    _check_ledger_intact(ledger)
     counts = ledger.counts()
     missing = counts["planned"] - counts["done"]
-    if missing or not counts["planned"]:
+    if missing:
         raise _unfinished_error(missing, counts["planned"], counts["failed"])
     for row in ledger.done_rows():
         spec = row.request.spec
@@ -50,8 +71,14 @@ def _ledger_rows(ledger: Ledger) -> Iterator[dict[str, Any]]:
 
 def _metadata_rows(folder: Path) -> Iterator[dict[str, Any]]:
     """Of a folder that several processes shared: its lines are the images that are done, its summary says of how many."""
-    summary = read_json(folder / SUMMARY_FILE) if (folder / SUMMARY_FILE).is_file() else {}
-    rows = list(json_rows(METADATA_FILE, decode(METADATA_FILE, (folder / METADATA_FILE).read_bytes())))
+    summary = read_json_with_digest(folder / SUMMARY_FILE) if (folder / SUMMARY_FILE).is_file() else {}
+    if not is_metadata_intact(folder):
+        raise InputError(
+            f"--generated: {folder / METADATA_FILE} is not what its summary.json was written for",
+            "both as one call of `halation generate` wrote them",
+            "run the same `halation generate` again, which writes it anew",
+        )
+    rows = list(json_rows(METADATA_FILE, decode_blocks(read_text_bytes(folder / METADATA_FILE))))
     planned = int(summary.get("planned", 0))
     if len(rows) < planned or not rows:
         raise _unfinished_error(planned - len(rows), planned, int(summary.get("failed", 0)))
@@ -81,7 +108,11 @@ def _open_run(folder: Path, rows: Iterator[dict[str, Any]]) -> ImageFiles:
         names.append(f"{row['name']}.png")
         prompts.append(row["prompt"])
         digests.append(row["sha256"])
-    present = {name for name in os.listdir(folder) if name.lower().endswith(SUFFIXES) and not name.startswith(".")}
+    listed = [name for name in os.listdir(folder) if not name.startswith(".")]
+    present = {name for name in listed if name.lower().endswith(SUFFIXES)}
+    left_out = sorted(name for name in listed if name.lower().endswith(UNSUPPORTED_SUFFIXES))
+    if left_out:
+        log.warning("--generated: %s", left_out_message(left_out))
     _raise_if_any(
         sorted(set(names) - present), folder, "in its ledger and not in the folder", "run `halation generate` again"
     )
@@ -94,6 +125,7 @@ def _open_run(folder: Path, rows: Iterator[dict[str, Any]]) -> ImageFiles:
         stamps=read_stamps(folder, names),
         captions=tuple(prompts),
         digests=tuple(digests),
+        num_left_out=len(left_out),
     )
 
 

@@ -15,15 +15,23 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from halation.csv_jsonl_reader import csv_rows, decode, json_rows
+from halation.csv_jsonl_reader import csv_rows, decode_blocks, json_rows, read_text_bytes
 from halation.data import image_annotations
-from halation.data.decode import SUFFIXES, VERSION, BrokenImageError, decode_full_size
+from halation.data.decode import (
+    SUFFIXES,
+    UNSUPPORTED_SUFFIXES,
+    VERSION,
+    BrokenImageError,
+    decode_full_size,
+    left_out_message,
+    read_image_bytes,
+)
 from halation.data.streets import Streets
 from halation.errors import InputError
+from halation.input_files import data_folder
 
 log = logging.getLogger(__name__)
 CAPTION_COLUMNS = ("text", "prompt", "caption")
-UNSUPPORTED_SUFFIXES = (".bmp", ".gif", ".tif", ".tiff", ".avif", ".heic", ".jxl", ".jp2", ".ppm", ".tga")
 
 
 class LoadedImage(NamedTuple):
@@ -34,10 +42,11 @@ class LoadedImage(NamedTuple):
 
 
 class ImageFileRef(NamedTuple):
-    """An image file, and the SHA-256 that a ledger promises of it, if one does."""
+    """An image file, the SHA-256 that a ledger promises of it, if one does, and the folder that links may not lead out of."""
 
     path: str
     sha256: str | None
+    within: str | None = None
 
 
 class ImageSource(Protocol):
@@ -108,7 +117,12 @@ class ImageFiles:
         return load_image_file
 
     def image_ref(self, index: int) -> ImageFileRef:
-        return ImageFileRef(self.name(index), None if self.digests is None else self.digests[index])
+        sha256 = None if self.digests is None else self.digests[index]
+        return ImageFileRef(self.name(index), sha256, self._within)
+
+    @cached_property
+    def _within(self) -> str | None:
+        return data_folder(self.folder)
 
     def load(self, index: int) -> LoadedImage:
         return self.loader(self.image_ref(index))
@@ -166,10 +180,7 @@ class StreetImages:
 
 def load_image_file(file_ref: ImageFileRef) -> LoadedImage:
     """The whole image of a file, as its ledger promises it."""
-    try:
-        data = Path(file_ref.path).read_bytes()
-    except OSError as error:
-        raise BrokenImageError(error.strerror or str(error)) from None
+    data = read_image_bytes(file_ref.path, file_ref.within)
     digest = hashlib.sha256(data)
     if file_ref.sha256 is not None and digest.hexdigest() != file_ref.sha256:
         raise BrokenImageError("it is not the file that its ledger names: it was changed or damaged")
@@ -195,16 +206,12 @@ def find_image_files(folder: Path, flag: str, *, captions: bool = True) -> Image
     supported = [name for name in listed if name.lower().endswith(SUFFIXES) and not _is_sample_grid(folder / name)]
     unsupported = [name for name in listed if name.lower().endswith(UNSUPPORTED_SUFFIXES)]
     if not supported:
+        others = f" ({left_out_message(unsupported)})" if unsupported else ""
         raise InputError(
-            f"{flag}: {folder} has no images", "PNG, JPEG or WebP files in it or below it", f"check {flag}"
+            f"{flag}: {folder} has no images{others}", "PNG, JPEG or WebP files in it or below it", f"check {flag}"
         )
     if unsupported:
-        log.warning(
-            "%s: %d images are left out, because only PNG, JPEG and WebP are read: %s ...",
-            flag,
-            len(unsupported),
-            unsupported[0],
-        )
+        log.warning("%s: %s", flag, left_out_message(unsupported))
     names = tuple(supported)
     texts, why = _read_captions(folder, names) if captions else (None, "")
     return ImageFiles(
@@ -232,6 +239,7 @@ def _walk_files(folder: Path, flag: str) -> Iterator[str]:
     def raise_unreadable(error: OSError) -> None:
         raise InputError(f"{flag}: {error.filename}: {error.strerror}", "folders that can be read", f"check {flag}")
 
+    within = data_folder(folder)
     seen: set[tuple[int, int]] = set()
     for current, subfolders, files in os.walk(folder, followlinks=True, onerror=raise_unreadable):
         stat = os.stat(current)
@@ -240,8 +248,22 @@ def _walk_files(folder: Path, flag: str) -> Iterator[str]:
             continue
         seen.add((stat.st_dev, stat.st_ino))
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+        for name in subfolders:
+            _check_link_stays(os.path.join(current, name), within, flag)
         relative = Path(current).relative_to(folder)
         yield from ((relative / name).as_posix() for name in files if not name.startswith("."))
+
+
+def _check_link_stays(folder: str, within: str | None, flag: str) -> None:
+    """Refuse a folder that is a link out of `within`: what lies behind it may be anything, and without end."""
+    if within is None or not os.path.islink(folder):
+        return
+    if not os.path.join(os.path.realpath(folder), "").startswith(os.path.join(within, "")):
+        raise InputError(
+            f"{flag}: {folder} is a link that leads out of {within}",
+            "links to places in that folder",
+            "copy what it leads to into the folder, or give --follow_links",
+        )
 
 
 def read_stamps(folder: Path, names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
@@ -263,7 +285,7 @@ def _read_captions(folder: Path, names: Sequence[str]) -> tuple[tuple[str, ...] 
         return None, ""
     texts: dict[str, str] = {}
     try:
-        text = decode(str(path), path.read_bytes())
+        text = decode_blocks(read_text_bytes(path, within=data_folder(folder)))
         for row in csv_rows(str(path), text) if path.suffix == ".csv" else json_rows(str(path), text):
             caption = next((row.values[column] for column in CAPTION_COLUMNS if column in row.values), None)
             if isinstance(row.values.get("file_name"), str) and isinstance(caption, str):

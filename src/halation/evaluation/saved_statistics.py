@@ -4,22 +4,41 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import os
 import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from halation.csv_jsonl_reader import format_names, shorten
 from halation.errors import InputError
 from halation.evaluation.metrics.moments import Features, Gaussian, Moments, merge_moments
+from halation.input_files import (
+    MAX_ARRAY_BYTES,
+    MAX_ZIP_DIRECTORY_BYTES,
+    format_size,
+    limit,
+    open_regular_file,
+    parse_json,
+    read_safetensors_header,
+)
 from halation.runs.run_folder import write_atomic
 
 FORMAT = "halation statistics 1"
 SUFFIXES = (".npz", ".safetensors")
+_ZIP_END_BYTES = 22 + 2**16
+"""The record that ends a zip file, and the longest comment after it."""
+_ZIP_ERRORS = (
+    ValueError, TypeError, AttributeError, OSError, EOFError, KeyError, NotImplementedError, RuntimeError,
+    MemoryError, zipfile.BadZipFile, zlib.error,
+)  # fmt: skip
 _COMPARED_FACTS = ("extractor", "weights_sha256", "model_sha256", "preparation", "resize", "dtype")
 """Facts in which two sets of features must agree to be compared."""
 
@@ -87,20 +106,23 @@ def write_statistics(path: Path, moments: Moments, features: Features | None, fa
     if features is not None:
         arrays["features"] = features
     contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, save(contiguous, {"format": FORMAT, "facts": json.dumps(dict(facts))}))
 
 
 def _read_file(path: Path) -> SavedStatistics:
     if not path.is_file():
         raise InputError(f"there is no file {path}", "saved statistics", "check --reference")
-    with open(path, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    try:
+        with open_regular_file(path) as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise _unreadable_error(path, error) from error
     return _read_npz(path, digest) if path.suffix == ".npz" else _read_safetensors(path, digest)
 
 
 def _read_safetensors(path: Path, digest: str) -> SavedStatistics:
     try:
+        read_safetensors_header(path)
         with safe_open(path, "np") as file:
             metadata = file.metadata() or {}
             if metadata.get("format") != FORMAT:
@@ -109,8 +131,10 @@ def _read_safetensors(path: Path, digest: str) -> SavedStatistics:
                 )
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
         moments = Moments(num=int(arrays["num"][0]), mean=arrays["mean"], scatter=arrays["scatter"])
-        facts: dict[str, Any] = json.loads(metadata["facts"])
-    except (SafetensorError, KeyError, IndexError, ValueError) as error:
+        facts: dict[str, Any] = parse_json(metadata["facts"].encode())
+        if not isinstance(facts, dict):
+            raise ValueError("facts that are no JSON object")
+    except (SafetensorError, KeyError, IndexError, ValueError, TypeError, OSError) as error:
         raise _unreadable_error(path, error) from error
     _check_mean_covariance(path, moments.mean, moments.scatter)
     return SavedStatistics(path=path, hash=digest, moments=moments, features=arrays.get("features"), facts=facts)
@@ -118,22 +142,55 @@ def _read_safetensors(path: Path, digest: str) -> SavedStatistics:
 
 def _read_npz(path: Path, digest: str) -> SavedStatistics:
     try:
-        with np.load(path, allow_pickle=False) as file:
-            names = list(file.files)
+        with open_regular_file(path) as stream:
+            _check_zip_directory(stream)
+            file = zipfile.ZipFile(stream)
+            names = [name.removesuffix(".npy") for name in file.namelist()]
             if not {"mu", "sigma"} <= set(names):
                 raise InputError(
-                    f"{path} holds {', '.join(names) or 'nothing'}",
+                    f"{path} holds {format_names(names) or 'nothing'}",
                     "the arrays mu and sigma, as pytorch-fid and ADM write them",
                     "make statistics of those images: halation evaluate --generated FOLDER --save_statistics F.safetensors",
                 )
-            mean, covariance = file["mu"], file["sigma"]
-    except (ValueError, TypeError, AttributeError, OSError, EOFError, KeyError, zipfile.BadZipFile) as error:
+            mean, covariance = _read_array(file, "mu"), _read_array(file, "sigma")
+    except _ZIP_ERRORS as error:
         raise _unreadable_error(path, error) from error
     _check_mean_covariance(path, mean, covariance)
     mean, covariance = mean.astype(np.float64), covariance.astype(np.float64)
     return SavedStatistics(
         path=path, hash=digest, moments=Gaussian(mean=mean, covariance=covariance), features=None, facts={}
     )
+
+
+def _check_zip_directory(stream: BinaryIO) -> None:
+    """Refuse a list of members that would take much memory to read."""
+    end = stream.seek(0, os.SEEK_END)
+    stream.seek(max(0, end - _ZIP_END_BYTES))
+    tail = stream.read()
+    at = tail.rfind(b"PK\x05\x06")
+    size = int.from_bytes(tail[at + 12 : at + 16], "little")
+    if at >= 0 and size > limit(MAX_ZIP_DIRECTORY_BYTES):
+        raise ValueError(f"a zip file with a directory of {size} bytes")
+
+
+def _read_array(file: zipfile.ZipFile, name: str) -> np.ndarray:
+    """One array whose header says no more than the limit, and no more than its member holds."""
+    member = file.getinfo(name if name in file.namelist() else f"{name}.npy")
+    with file.open(member) as stream:
+        version = np.lib.format.read_magic(stream)
+        if version == (1, 0):
+            shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
+        else:
+            shape, _, dtype = np.lib.format.read_array_header_2_0(stream)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes > limit(MAX_ARRAY_BYTES) or not 0 <= num_bytes <= member.file_size:
+        raise ValueError(
+            f"an array {name} of shape {shorten(shape)} in a member of {member.file_size} bytes; "
+            f"the limit is {format_size(limit(MAX_ARRAY_BYTES))}, which --input_limits raises"
+        )
+    with file.open(member) as stream:
+        array: np.ndarray = np.lib.format.read_array(stream, allow_pickle=False)
+    return array
 
 
 def _check_mean_covariance(path: Path, mean: np.ndarray, covariance: np.ndarray) -> None:

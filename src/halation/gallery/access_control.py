@@ -1,4 +1,7 @@
-"""Who may see the page: a token in the link, then a cookie; requests that another page made, or that came by another name, are refused."""
+"""Who may see the page: a token in the link, then a cookie; and which connections are closed.
+
+Requests that another page made, or that came by another name, are refused.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import re
 import secrets
 import urllib.parse
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
-from typing import Any
+from typing import Any, Protocol
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -34,6 +37,8 @@ SECURITY_HEADERS_BYTES = [(name.lower().encode(), value.encode()) for name, valu
 CONTROL_PATH = re.compile(r"/api/runs/[0-9a-f]{10}/control/(?:sample|save|stop)")
 AUTHORITY = re.compile(r"(\[[0-9a-f:.]{2,45}\]|[a-z0-9](?:[a-z0-9._-]{0,251}[a-z0-9])?)(?::([0-9]{1,5}))?")
 COOKIE_PREFIX = "halation"
+PER_ADDRESS_SHARE = 2
+"""One address may hold one connection in so many of all before one of them has sent the token or the cookie."""
 FORBIDDEN_PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>Halation</title></head>
 <body><h1>This page needs its link</h1>
@@ -128,6 +133,7 @@ class AccessMiddleware:
         elif scope["path"] == "/" and _query_values(scope, "token"):
             await self._log_in(scope, send)
         elif self._has_cookie(scope):
+            _mark_authorised(scope)
             await self.app(scope, receive, send)
         elif scope["path"] == "/":
             await _send_response(send, 403, FORBIDDEN_PAGE, "text/html; charset=utf-8")
@@ -163,6 +169,7 @@ class AccessMiddleware:
         if not (_any_equal(given, self._token) or self._has_cookie(scope)):
             await _send_response(send, 403, FORBIDDEN_PAGE, "text/html; charset=utf-8")
             return
+        _mark_authorised(scope)
         cookie = f"{self._cookie_name(scope)}={self._cookie_value}; HttpOnly; SameSite=Strict; Path=/"
         headers = [(b"set-cookie", cookie.encode())]
         if _header_values(scope, b"sec-fetch-site") in (["cross-site"], ["same-site"]):
@@ -179,6 +186,107 @@ class AccessMiddleware:
         name = self._cookie_name(scope)
         pairs = [pair.strip().partition("=") for line in _header_values(scope, b"cookie") for pair in line.split(";")]
         return _any_equal([value for key, _, value in pairs if key == name], self._cookie_value.encode())
+
+
+class Connection(Protocol):
+    """What the table has to know of an open connection."""
+
+    address: str
+    """Of the client; an IPv6 client is known by its network, in which it may choose any address."""
+    is_authorised: bool
+    """Whether a request on it had the token or the cookie."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is being answered and nothing is left to send."""
+        ...
+
+    def is_overdue(self) -> bool:
+        """Whether it took longer than it may for its next request, or to read an answer."""
+        ...
+
+    def abort(self) -> None: ...
+
+
+class ConnectionTable:
+    """Open connections, and which one is closed when another arrives and the limit is reached.
+
+    Connections without the token or the cookie go first, the oldest of the address that has most of them: a client with
+    5,000 silent connections closes its own, and a browser at the same address is answered, because its request arrives
+    with its connection. Then the oldest idle one. Answers that are being sent are never cut off for a new connection.
+    """
+
+    def __init__(self, max_connections: int) -> None:
+        self.max_connections = max_connections
+        self.max_per_address = max_connections // PER_ADDRESS_SHARE
+        self.num_closed = 0
+        """Connections that were closed or refused because of the limits."""
+        self._connections: dict[Connection, None] = {}  # in the order in which they were opened
+        self._unauthorised: dict[str, dict[Connection, None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    def add(self, connection: Connection) -> None:
+        self._connections[connection] = None
+        self._unauthorised.setdefault(connection.address, {})[connection] = None
+
+    def remove(self, connection: Connection) -> None:
+        self._connections.pop(connection, None)
+        self._remove_unauthorised(connection)
+
+    def mark_authorised(self, connection: Connection) -> None:
+        connection.is_authorised = True
+        self._remove_unauthorised(connection)
+
+    def make_room(self, address: str) -> bool:
+        """Close a connection where a new one from `address` would be one too many; False where none can be closed."""
+        same_address = self._unauthorised.get(address, {})
+        if len(same_address) >= self.max_per_address:
+            self._close(next(iter(same_address)))
+        elif len(self) >= self.max_connections and not self.close_one():
+            self.num_closed += 1
+            return False
+        return True
+
+    def close_one(self) -> bool:
+        """Close the connection that is needed least; False where all of them are in use."""
+        largest = max(self._unauthorised.values(), key=len, default={})
+        idle = (connection for connection in self._connections if connection.is_authorised and connection.is_idle)
+        connection = next(iter(largest), None) or next(idle, None)
+        if connection is not None:
+            self._close(connection)
+        return connection is not None
+
+    def close_overdue(self) -> None:
+        for connection in [connection for connection in self._connections if connection.is_overdue()]:
+            connection.abort()
+
+    def _close(self, connection: Connection) -> None:
+        self.num_closed += 1
+        self.remove(connection)
+        connection.abort()
+
+    def _remove_unauthorised(self, connection: Connection) -> None:
+        same_address = self._unauthorised.get(connection.address, {})
+        same_address.pop(connection, None)
+        if not same_address:
+            self._unauthorised.pop(connection.address, None)
+
+
+def client_network(host: str) -> str:
+    """The address of an IPv4 client, the /64 network of an IPv6 client."""
+    address = _parse_ip(host.partition("%")[0])
+    if not isinstance(address, ipaddress.IPv6Address):
+        return host
+    return str(address.ipv4_mapped or ipaddress.IPv6Network((address, 64), strict=False))
+
+
+def _mark_authorised(scope: Scope) -> None:
+    """The server keeps connections that sent the token or the cookie before others."""
+    connection = scope.get("state", {}).get("connection")
+    if connection is not None:
+        connection.mark_authorised()
 
 
 def _any_equal(given: Iterable[str], secret: bytes) -> bool:

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
+from starlette.exceptions import HTTPException
+
 from halation.gallery.access_control import Receive, Scope, Send
 from halation.gallery.run_catalog import READ_ERRORS
 
@@ -140,20 +142,27 @@ class ChangeFeed:
 class EventStream:
     """The answer to GET /api/events. Ends when the page goes, at once, and when the server does."""
 
-    def __init__(self, change_feed: ChangeFeed, *, last_event_id: str, head_only: bool) -> None:
+    def __init__(self, change_feed: ChangeFeed, *, last_event_id: str, head_only: bool, max_streams: int) -> None:
         self.change_feed = change_feed
         self.last_event_id = last_event_id
         self.head_only = head_only
+        self.max_streams = max_streams
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"x-accel-buffering", b"no")]
         # Before the page knows that it is heard: it looks once more then, and what changes after that look it is told.
         number = self.change_feed.parse_event_id(self.last_event_id)
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        if not self.head_only:
+        start = {"type": "http.response.start", "status": 200, "headers": headers}
+        if self.head_only:
+            await send(start)
+        else:
+            if self.change_feed.num_listeners >= self.max_streams:
+                sentence = f"{self.max_streams} pages of this gallery are open already; close some of them"
+                raise HTTPException(503, sentence, headers={"Retry-After": "10"})
             disconnected = asyncio.ensure_future(_wait_for_disconnect(receive))
             try:
                 with self.change_feed.subscribe() as wake_event:
+                    await send(start)
                     await self._send_events(send, number, wake_event, disconnected)
             finally:
                 disconnected.cancel()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
 import math
 import os
@@ -15,15 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from halation import input_files
+from halation.input_files import is_too_deep
 from halation.runs.lock import ENDED_FILE, KILLED_REASON, OWNER_FILE, is_alive
-from halation.runs.run_folder import CONFIG_FILE
+from halation.runs.run_folder import CONFIG_FILE, DIGEST_KEY, json_digest
 
 NUM_LOG_LINES = 300
 MAX_LOG_BYTES = 256 * 1024
 MAX_OBJECT_BYTES = 8 << 20
 MAX_LINE_BYTES = 4 << 20
-MAX_JSON_DEPTH = 64
-"""Of lists in lists: what is deeper could be read here and not be told to a page."""
 CHUNK_BYTES = 1 << 20
 STALE_AFTER_S = 300.0
 """A command on another machine cannot be asked; one whose files did not change for so long is taken for gone."""
@@ -63,54 +61,16 @@ def read_stamp(path: Path) -> FileStamp | None:
     return FileStamp(inode=status.st_ino, size=status.st_size, mtime_ns=status.st_mtime_ns)
 
 
-@contextlib.contextmanager
-def open_regular_file(path: Path, within: Path | None = None) -> Iterator[BinaryIO]:
-    """A plain file below the folder `within`, which is its own where none is given; OSError where it is something else.
-
-    A pipe or a device would keep its reader waiting for ever, and a link may lead to what is nobody's business.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    except ValueError as error:  # a name that no file can have
-        raise FileNotFoundError(errno.ENOENT, str(error), repr(path)) from error
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "it is no plain file", str(path))
-        if not _is_below(_real_path(descriptor, path), within or path.parent):
-            raise PermissionError(errno.EPERM, "it is a link that leads out of the run", str(path))
-    except BaseException:
-        os.close(descriptor)
-        raise
-    with open(descriptor, "rb") as file:
-        yield file
-
-
-def _real_path(descriptor: int, path: Path) -> str:
-    """Where an open file really is: Linux knows of the very one that is open, elsewhere its name is followed once more."""
-    try:
-        return os.readlink(f"/proc/self/fd/{descriptor}")
-    except OSError:
-        return os.path.realpath(path)
-
-
-def _is_below(real_path: str, folder: Path) -> bool:
-    return real_path.startswith(os.path.join(folder, "")) or real_path.startswith(
-        os.path.join(os.path.realpath(folder), "")
-    )
+def open_regular_file(path: Path, within: Path | None = None) -> BinaryIO:
+    """A regular file below the folder `within`, which is its own where none is given; OSError where it is something else."""
+    return input_files.open_regular_file(path, within=within or path.parent)
 
 
 def read_json(path: Path, within: Path | None = None) -> Any:
     """What a file says. OSError or ValueError, in a few words, where it cannot be read."""
-    with open_regular_file(path, within) as file:
-        if os.fstat(file.fileno()).st_size > MAX_OBJECT_BYTES:
-            raise ValueError(f"it is larger than {MAX_OBJECT_BYTES >> 20} MiB")
-        data = file.read(MAX_OBJECT_BYTES)
-    try:
-        value = json.loads(data)
-    except RecursionError as error:
-        raise ValueError("it is too deep") from error
-    if _is_too_deep(data, value):
-        raise ValueError("it is too deep")
+    value = input_files.read_json(path, within=within or path.parent, max_bytes=MAX_OBJECT_BYTES)
+    if isinstance(value, dict) and value.pop(DIGEST_KEY, None) not in (None, json_digest(value)):
+        raise ValueError("it is damaged: it is not what was written")
     return value
 
 
@@ -167,16 +127,6 @@ def replace_non_finite(value: Any) -> Any:
 def is_int64(value: object) -> bool:
     """A whole number as steps, seeds and sizes are."""
     return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
-
-
-def _is_too_deep(data: bytes, value: object) -> bool:
-    if data.count(b"[") + data.count(b"{") <= MAX_JSON_DEPTH:
-        return False
-    level = [value]
-    for _ in range(MAX_JSON_DEPTH):
-        inner = [each for each in level if isinstance(each, dict | list)]
-        level = [item for each in inner for item in (each.values() if isinstance(each, dict) else each)]
-    return bool(level)
 
 
 class JsonlTailReader:
@@ -250,7 +200,7 @@ def _parse_object(line: bytes) -> dict[str, Any] | None:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) and not _is_too_deep(line, row) else None
+    return row if isinstance(row, dict) and not is_too_deep(line, row) else None
 
 
 def read_last_lines(path: Path, num_lines: int, within: Path | None = None) -> list[str]:

@@ -2,33 +2,44 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import fcntl
 import functools
 import hashlib
 import json
+import logging
 import os
 import re
+import resource
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+import sys
+import termios
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import anyio
 import anyio.to_thread
+import h11
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from halation.errors import InputError
-from halation.gallery.access_control import AccessMiddleware, AllowedHosts, App
+from halation.gallery.access_control import AccessMiddleware, AllowedHosts, App, ConnectionTable, client_network
 from halation.gallery.event_stream import ChangeFeed, EventStream
 from halation.gallery.run_catalog import RunCatalog, RunEntry
 from halation.gallery.run_file_reader import NUM_LOG_LINES, open_regular_file, replace_non_finite
+
+log = logging.getLogger(__name__)
 
 PAGE_FOLDER = Path(__file__).with_name("page")
 CONTENT_TYPES = {
@@ -50,8 +61,29 @@ CACHE_FOREVER = "private, max-age=31536000, immutable"
 ROW_STATE_FILTERS = ("", "done", "failed", "open")
 CONTROL_ACTIONS = ("sample", "save", "stop")
 CONTROLLABLE_KINDS = ("train", "distill")
-LISTEN_BACKLOG = 128
+LISTEN_BACKLOG = 2048
 TCP_USER_TIMEOUT_S = 60
+MAX_CONNECTIONS = 512
+MIN_CONNECTIONS = 32
+NUM_RESERVED_DESCRIPTORS = 64
+DESCRIPTORS_PER_CONNECTION = 3
+"""One for its socket, the others for files that an answer is read from."""
+EVENT_STREAM_SHARE = 4
+"""One in so many connections may be a page that listens for changes."""
+ACCEPT_BATCH = 4
+"""Connections accepted between two looks at what the open ones sent: a request is read before its connection is old."""
+ACCEPT_RETRY_S = 0.2
+READ_BYTES = 16 << 10
+"""What the parser is given at a time; a header that is not complete after two of them is refused."""
+REQUEST_TIMEOUT_S = 10.0
+"""For a complete request header; without the token or the cookie, for all that happens on a connection."""
+KEEP_ALIVE_S = 5
+SEND_TIMEOUT_S = 60.0
+MIN_SEND_BYTES = 64 << 10
+"""A client reads at least so much of an answer in SEND_TIMEOUT_S."""
+LOG_CLOSED_EVERY_S = 60.0
+IMAGE_CHUNK_BYTES = 4 << 20
+"""Larger images are read while they are sent, so that many slow readers do not hold many images in memory."""
 
 RequestHandler = Callable[["GalleryContext", Request], Any]
 
@@ -76,6 +108,7 @@ class GalleryContext:
 
 def build_app(gallery: GalleryContext, *, token: str, allowed_hosts: AllowedHosts) -> App:
     """Everything behind the guard."""
+    max_event_streams = max_connections() // EVENT_STREAM_SHARE
     page_files = {path.name: path for path in PAGE_FOLDER.iterdir() if path.suffix in CONTENT_TYPES}
 
     def route(path: str, handler: RequestHandler, *, method: str = "GET") -> Route:
@@ -86,7 +119,12 @@ def build_app(gallery: GalleryContext, *, token: str, allowed_hosts: AllowedHost
 
     async def events(request: Request) -> Any:
         last_event_id = request.headers.get("last-event-id", "")
-        return EventStream(gallery.change_feed, last_event_id=last_event_id, head_only=request.method == "HEAD")
+        return EventStream(
+            gallery.change_feed,
+            last_event_id=last_event_id,
+            head_only=request.method == "HEAD",
+            max_streams=max_event_streams,
+        )
 
     async def index(request: Request) -> Response:
         return _static_response(page_files["index.html"], request)
@@ -224,12 +262,21 @@ def _get_image(gallery: GalleryContext, request: Request) -> Response:
     path = _image_path(gallery, request)
     try:
         with open_regular_file(path) as file:
-            if os.fstat(file.fileno()).st_size > MAX_IMAGE_BYTES or image_type(file.peek(16)) is None:  # type: ignore[attr-defined]
+            num_bytes = os.fstat(file.fileno()).st_size
+            if num_bytes > MAX_IMAGE_BYTES:
                 raise HTTPException(404, "this is not an image")
-            body = file.read()
+            is_large = num_bytes > IMAGE_CHUNK_BYTES
+            body = file.read(16) if is_large else file.read()
     except OSError as error:
         raise HTTPException(404, "the image is gone") from error
-    return _image_response(body, request)
+    return _image_response(body, request, large_file=path if is_large else None)
+
+
+def _read_chunks(path: Path) -> Iterator[bytes]:
+    """A file that does not fit into one chunk, read at the pace at which the client reads it."""
+    with open_regular_file(path) as file:
+        while file.tell() < MAX_IMAGE_BYTES and (chunk := file.read(IMAGE_CHUNK_BYTES)):
+            yield chunk
 
 
 def _thumbnail_handler(gallery: GalleryContext) -> Callable[[Request], Awaitable[Response]]:
@@ -322,13 +369,19 @@ def _text_param(request: Request, name: str) -> str:
     return text
 
 
-def _image_response(body: bytes, request: Request) -> Response:
-    """Typed by what it is: a file of another kind under an image's name is not shown."""
+def _image_response(body: bytes, request: Request, *, large_file: Path | None = None) -> Response:
+    """Typed by what it is: a file of another kind under an image's name is not shown.
+
+    `body` is the whole image, or the start of `large_file`.
+    """
     media_type = image_type(body)
     if media_type is None:
         raise HTTPException(404, "this is not an image")
     headers = {"Cache-Control": CACHE_FOREVER if request.query_params.get("v") else "private, no-cache"}
-    return Response(body, headers=headers, media_type=media_type)
+    if large_file is None:
+        return Response(body, headers=headers, media_type=media_type)
+    chunks = _read_chunks(large_file) if request.method == "GET" else ()
+    return StreamingResponse(chunks, headers=headers, media_type=media_type)
 
 
 def image_type(body: bytes) -> str | None:
@@ -344,8 +397,93 @@ def image_type(body: bytes) -> str | None:
 # -- serving
 
 
+def max_connections() -> int:
+    """How many connections may be open at a time, by the number of files this process may open."""
+    soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft_limit == resource.RLIM_INFINITY:
+        return MAX_CONNECTIONS
+    affordable = (soft_limit - NUM_RESERVED_DESCRIPTORS) // DESCRIPTORS_PER_CONNECTION
+    return min(MAX_CONNECTIONS, max(MIN_CONNECTIONS, affordable))
+
+
+class GalleryConnection(H11Protocol):
+    """One connection: uvicorn's, with a time limit for each of its parts."""
+
+    def __init__(self, server: GalleryServer, address: str) -> None:
+        super().__init__(server.config, server.server_state, {"connection": self})
+        self.connection_table = server.connection_table
+        self.address = address
+        self.is_authorised = False
+        self._opened_at = self._waiting_since = self._sent_at = self.loop.time()
+        self._num_unsent = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.connection_table.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        # In pieces, because the parser has no limit for a header that arrives at once.
+        for start in range(0, len(data), READ_BYTES):
+            if not self.transport.is_closing():
+                super().data_received(data[start : start + READ_BYTES])
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.connection_table.remove(self)
+        super().connection_lost(exc)
+
+    def mark_authorised(self) -> None:
+        self.connection_table.mark_authorised(self)
+
+    def on_response_complete(self) -> None:
+        self._waiting_since = self.loop.time()
+        super().on_response_complete()
+
+    def resume_writing(self) -> None:
+        self._sent_at = self.loop.time()
+        super().resume_writing()
+
+    def send_400_response(self, msg: str) -> None:
+        try:
+            super().send_400_response(msg)
+        except h11.LocalProtocolError:  # the damage is in what follows a request that was answered
+            self.transport.close()
+
+    @property
+    def is_idle(self) -> bool:
+        is_answered = self.cycle is None or self.cycle.response_complete
+        return is_answered and not self.transport.get_write_buffer_size()
+
+    def is_overdue(self) -> bool:
+        now = self.loop.time()
+        if not self.is_authorised:
+            return now - self._opened_at > REQUEST_TIMEOUT_S
+        if self.is_idle and now - self._waiting_since > REQUEST_TIMEOUT_S:
+            return True
+        num_unsent = self._count_unsent()
+        if num_unsent == 0 or num_unsent <= self._num_unsent - MIN_SEND_BYTES:
+            self._sent_at, self._num_unsent = now, num_unsent
+        self._num_unsent = max(num_unsent, self._num_unsent)
+        return now - self._sent_at > SEND_TIMEOUT_S
+
+    def _count_unsent(self) -> int:
+        """Bytes that the client has not taken; the kernel holds megabytes of them, and asks for more in large steps."""
+        num_unsent = self.transport.get_write_buffer_size()
+        if num_unsent:
+            with contextlib.suppress(OSError):  # not every system can tell
+                queued = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+                num_unsent += int.from_bytes(queued, sys.byteorder)
+        return num_unsent
+
+    def abort(self) -> None:
+        self.transport.abort()
+
+
 class GalleryServer(uvicorn.Server):
-    """uvicorn, but pages that listen are told to go, where it would wait for them for ever, and a signal is an exit code."""
+    """uvicorn with limits for connections, streams that end with it, and a signal as the exit code.
+
+    It accepts connections itself: uvicorn has no limit that is checked before a descriptor is spent, and asyncio prints a
+    traceback for each connection that finds none left.
+    """
 
     def __init__(self, app: App, change_feed: ChangeFeed) -> None:
         # One parser and one loop everywhere, whatever else is installed.
@@ -361,20 +499,82 @@ class GalleryServer(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=1,
             )
         )
         self.change_feed = change_feed
+        self.connection_table = ConnectionTable(max_connections())
         self.stop_signal = 0
+        self._num_logged = 0
+        self._logged_at = -LOG_CLOSED_EVERY_S
 
     def handle_exit(self, sig: int, frame: object) -> None:
         self.stop_signal = self.stop_signal or sig
         self.force_exit = self.should_exit
         self.should_exit = True
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self.servers = []
+        for listener in sockets or []:
+            self._start_accepting(listener)
+        self.started = True
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for listener in sockets or []:
+            asyncio.get_running_loop().remove_reader(listener)
         self.change_feed.close()
         await super().shutdown(sockets)
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % 10 == 0:  # once a second
+            self.connection_table.close_overdue()
+            self._log_closed()
+        return await super().on_tick(counter)
+
+    def _start_accepting(self, listener: socket.socket) -> None:
+        if listener.fileno() >= 0:  # not closed meanwhile
+            asyncio.get_running_loop().add_reader(listener, self._accept, listener)
+
+    def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        for _ in range(ACCEPT_BATCH):
+            try:
+                connected, address = listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError:  # no descriptor is left, in this process or on the machine
+                self.connection_table.close_one()
+                loop.remove_reader(listener)
+                loop.call_later(ACCEPT_RETRY_S, self._start_accepting, listener)
+                return
+            network = client_network(address[0])
+            if self.connection_table.make_room(network):
+                task = loop.create_task(self._adopt(connected, network))
+                self.server_state.tasks.add(task)
+                task.add_done_callback(self.server_state.tasks.discard)
+            else:
+                connected.close()
+
+    async def _adopt(self, connected: socket.socket, network: str) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.connect_accepted_socket(lambda: GalleryConnection(self, network), connected)
+        except OSError:  # the client has gone already
+            connected.close()
+
+    def _log_closed(self) -> None:
+        """One line for all that were closed, at most once a minute: a client that connects must not fill a disk."""
+        table, now = self.connection_table, asyncio.get_running_loop().time()
+        if table.num_closed > self._num_logged and now - self._logged_at >= LOG_CLOSED_EVERY_S:
+            log.warning(
+                "halation gallery: warning: too many connections: %d were closed; at most %d may be open, "
+                "%d of them from one address without the link's token",
+                table.num_closed - self._num_logged,
+                table.max_connections,
+                table.max_per_address,
+            )
+            self._num_logged, self._logged_at = table.num_closed, now
 
 
 def open_listener(host: str, port: int) -> socket.socket:

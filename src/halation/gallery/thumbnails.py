@@ -9,6 +9,7 @@ import logging
 import os
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -92,7 +93,7 @@ class ThumbnailCache:
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # a run that only its owner reads is here too
             cached_path.parent.mkdir(exist_ok=True, mode=0o700)
-            temporary.write_bytes(data)
+            temporary.write_bytes(data + _checksum(data))
             os.replace(temporary, cached_path)
         except OSError as error:
             log.debug("no thumbnail is kept in %s: %s", self.folder, error)
@@ -156,9 +157,13 @@ def _read_cached(path: Path) -> bytes | None:
         data = path.read_bytes()
     except OSError:
         return None
-    # A WebP says how long it is, so one that a power cut halved is known.
-    is_complete = data[:4] == b"RIFF" and data[8:12] == b"WEBP" and int.from_bytes(data[4:8], "little") + 8 == len(data)
-    return data if is_complete else None
+    image, checksum = data[:-4], data[-4:]
+    return image if image and checksum == _checksum(image) else None
+
+
+def _checksum(image: bytes) -> bytes:
+    """Stands behind the image in its file: what a power cut halved or a disk changed is made again."""
+    return zlib.crc32(image).to_bytes(4, "little")
 
 
 def make_thumbnail(path: Path, size: int) -> bytes | None:

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import logging
 import os
-import re
 import signal
 import sys
 import threading
@@ -18,10 +17,9 @@ from halation.config import check_ranges
 from halation.distributed import launcher
 from halation.distributed.stop_signals import STOP_SIGNALS, exit_code
 from halation.errors import InputError, Interrupted
-from halation.generation import metadata_and_summary
 from halation.generation.config import GenerateConfig
-from halation.generation.ledger import LEDGER_FILE, Ledger
-from halation.generation.session import GenerationSession, remove_temporary_files
+from halation.generation.ledger import LEDGER_FILE, Ledger, claim_ledger_kind
+from halation.generation.session import GenerationSession, check_no_foreign_files, remove_temporary_files
 from halation.generation.shared_folder.shared_ledger import SHARED_LEDGER
 from halation.generation.workers import ray_cluster
 from halation.generation.workers.local_pool import LocalWorkerPool, WorkerPool, WorkerSlot, list_local_slots
@@ -31,13 +29,10 @@ from halation.models.model_path_resolver import ModelRef, resolve_model
 from halation.prompt_files import PromptFile
 from halation.runs import lock
 from halation.runs import run_folder as runs
-from halation.runs.run_folder import CONFIG_FILE
 
 log = logging.getLogger(__name__)
 PoolFactory = Callable[[Mapping[str, Any]], WorkerPool]
 MAX_FLOAT = sys.float_info.max
-RESULT_FILES = (CONFIG_FILE, metadata_and_summary.METADATA_FILE, metadata_and_summary.SUMMARY_FILE)
-IMAGE_NAME = re.compile(r".*_seed\d+(\.png|\.mp4)?")
 VALUE_RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("num_samples", "micro_batch"), (0, 10**12)),
     **dict.fromkeys(("batch_size", "num_inference_steps", "num_frames", "fps", "threads"), (1, 10_000)),
@@ -69,21 +64,26 @@ def _run(config: GenerateConfig) -> int:
     worker_context = prepare_workers(config)
     runs.make_folder(folder)
     check_not_shared(folder)
-    check_no_foreign_files(folder)
+    if not (folder / LEDGER_FILE).exists():
+        check_no_foreign_files(folder)
     # An owner that ended well takes its lock and its card along.
     was_killed = any((folder / name).exists() for name in (".lock", ".owner.json"))
-    with (
-        lock.lock_folder(folder, "generate"),
-        log_to_folder(folder / "logs") as console_handler,
-        worker_context as (slots, make_pool),
-    ):
-        config = resolve_config(config, model_ref, slots)
-        if was_killed:
-            remove_temporary_files(folder)
-        with Ledger(folder / LEDGER_FILE) as ledger:
-            session = GenerationSession(config, model_ref, ledger, console_handler)
-            session.begin(prompts, slots)
-            return session.run(lambda: make_pool(session.worker_settings()))
+    with claim_ledger_kind(folder, "sqlite") as kind:
+        if kind != "sqlite":
+            raise begun_with_files_error(folder)
+        with (
+            lock.lock_folder(folder, "generate") as monitor,
+            log_to_folder(folder / "logs") as console_handler,
+            worker_context as (slots, make_pool),
+        ):
+            config = resolve_config(config, model_ref, slots)
+            if was_killed:
+                remove_temporary_files(folder)
+            with Ledger(folder / LEDGER_FILE) as ledger:
+                monitor.watch(folder / LEDGER_FILE)  # SQLite goes on writing to a file that was removed
+                session = GenerationSession(config, model_ref, ledger, console_handler, monitor)
+                session.begin(prompts, slots)
+                return session.run(lambda: make_pool(session.worker_settings()))
 
 
 @contextlib.contextmanager
@@ -152,25 +152,22 @@ def check_config(config: GenerateConfig) -> None:
 
 def check_not_shared(folder: Path) -> None:
     if (folder / SHARED_LEDGER).is_dir():
-        raise InputError(
-            f"{folder} was begun with --cluster files",
-            "the same way of sharing it as before",
-            "give --cluster files (one process is enough), or another --output_dir",
-        )
+        if (folder / LEDGER_FILE).exists():
+            raise InputError(
+                f"{folder} was begun by two commands at once, with --cluster files and without: it has two ledgers",
+                "one ledger",
+                f"move {SHARED_LEDGER}/ elsewhere and run this command with --verify: images that are not those of "
+                f"{LEDGER_FILE} are then drawn again",
+            )
+        raise begun_with_files_error(folder)
 
 
-def check_no_foreign_files(folder: Path) -> None:
-    """A folder without a ledger must not hold files that a run would write over as if they were its own."""
-    if (folder / LEDGER_FILE).exists():
-        return
-    names = (name for name in os.listdir(folder) if name in RESULT_FILES or IMAGE_NAME.fullmatch(name))
-    found = next(names, None)
-    if found is not None:
-        raise InputError(
-            f"{folder} holds {found}, which no run of `halation generate` in this folder knows of",
-            "an empty folder, or one with a ledger of its own",
-            "choose another --output_dir",
-        )
+def begun_with_files_error(folder: Path) -> InputError:
+    return InputError(
+        f"{folder} was begun with --cluster files",
+        "the same way of sharing it as before",
+        "give --cluster files (one process is enough), or another --output_dir",
+    )
 
 
 def resolve_config(config: GenerateConfig, model_ref: ModelRef, slots: Sequence[WorkerSlot]) -> GenerateConfig:

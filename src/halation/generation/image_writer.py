@@ -9,6 +9,7 @@ import contextlib
 import os
 import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from halation.generation.metadata_and_summary import combined_digest, file_names
 from halation.images.mp4_writer import encode_mp4
 from halation.images.png_codec import encode_png, get_coder, metadata_texts
 from halation.runs import run_folder as runs
+from halation.runs.lock import WatchedPath
 
 RETRY_WAITS_S = (0.1, 0.5, 2.0)
 
@@ -68,19 +70,26 @@ def encode_image(request: ImageRequest, frames: object, options: EncodeOptions) 
 
 
 class ImageStore:
-    """Publishes encoded images into a folder; a disk that refuses is asked again a few times, because some refusals pass."""
+    """Publishes encoded images into a folder; a disk that refuses is asked again a few times, because some refusals pass.
 
-    def __init__(self, folder: Path) -> None:
+    A folder that was removed, moved, replaced or made read-only is no image's fault, and is not asked again.
+    """
+
+    def __init__(self, folder: Path, identity: Sequence[int] | None = None) -> None:
+        """`identity` is the folder's device and inode when the command began; by default what they are now."""
         self.folder = folder
+        self.watched = WatchedPath(folder, (identity[0], identity[1]) if identity else None)
         self.has_given_up = False
         """Once the disk has refused for good, nobody waits for it again: the run is about to end."""
 
     def __call__(self, encoded_image: EncodedImage) -> None:
         for wait_s in (*RETRY_WAITS_S, None):
+            self._check_folder()
             try:
                 _publish_image(self.folder, encoded_image)
                 return
             except OSError as error:
+                self._check_folder()
                 if error.errno not in RESOURCE_ERRNOS:
                     raise
                 if wait_s is None or self.has_given_up:
@@ -90,6 +99,12 @@ class ImageStore:
                         f"cannot write {path}: {error.strerror}; mend that, for a full disk free some space, then run the same command again"
                     ) from error
                 time.sleep(wait_s)
+
+    def _check_folder(self) -> None:
+        problem = self.watched.find_problem()
+        if problem:
+            self.has_given_up = True
+            raise DiskWriteError(problem)
 
 
 def _publish_image(folder: Path, encoded_image: EncodedImage) -> None:

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import functools
+import hashlib
 import itertools
 import json
+import logging
+import os
 import sqlite3
+import struct
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +25,10 @@ import numpy.typing as npt
 from halation.errors import HalationError, InputError
 from halation.fault_injection import fault_point
 from halation.generation.image_requests import ImageRequest
+from halation.runs.run_folder import write_atomic
 from halation.sample_specs import SampleSpec
 
+log = logging.getLogger(__name__)
 RowState = Literal["open", "done", "failed"]
 Indices = npt.NDArray[np.int64]
 Result = TypeVar("Result")
@@ -30,6 +39,18 @@ DONE = STATES.index("done")
 RETRY_WAITS_S = (0.1, 0.5, 2.0)
 CLOSE_WAIT_MS = 2_000
 CLOSE_WAITS_S = (0.02, 0.1, 0.4)
+
+APPLICATION_ID = 0x48414C4F
+"""In SQLite's header: the file is a ledger of Halation. Ledgers of earlier versions have 0 there."""
+LedgerKind = Literal["sqlite", "files"]
+LEDGER_NAMES: dict[LedgerKind, str] = {"sqlite": LEDGER_FILE, "files": "ledger"}
+"""One file, or a folder of files that several commands write."""
+KIND_FILE = "ledger.kind"
+"""Which kind of ledger a folder has: created once, before anything else, so that commands of two kinds cannot begin it together."""
+DIGEST_FILE = "ledger.sha256"
+"""SHA-256 of the database file, beside its log: the fast proof that no bit of it has changed since it was written."""
+MAX_OUTCOMES_IN_LOG = 4_000
+"""After so many, SQLite's write-ahead log is moved into the file, whose digest is then taken anew."""
 
 # `unfinished` is a partial index, so that a resume reads what is missing and never what is there.
 SCHEMA = """
@@ -44,8 +65,18 @@ CREATE TABLE IF NOT EXISTS pictures(
     attempts INTEGER NOT NULL DEFAULT 0, reason TEXT NOT NULL DEFAULT '', epoch INTEGER NOT NULL DEFAULT 0);
 CREATE INDEX IF NOT EXISTS unfinished ON pictures(state, picture) WHERE state != 1;
 """
+# Added to tables of earlier versions and of this one alike, so that all ledgers have the same text of their schema.
+CHECKSUM_COLUMNS = ("plan_check", "outcome_check")
 _SPEC_COLUMNS = "picture, name, id, prompt, negative_prompt, seed, height, width, num_frames, steps, guidance_scale"
 _OUTCOME_COLUMNS = "state, sha256, num_bytes, worker, seconds, micro_batch, attempts, reason, epoch"
+_PLAN_TEXTS = ("name", "id", "prompt", "negative_prompt")
+_PLAN_INTEGERS = ("seed", "height", "width", "num_frames", "steps", "shape")
+_OUTCOME_TEXTS = ("sha256", "worker", "reason")
+_OUTCOME_INTEGERS = ("state", "num_bytes", "micro_batch", "attempts", "epoch")
+_PLAN_NUMBERS = struct.Struct("<qqqqqqqd").pack
+_OUTCOME_NUMBERS = struct.Struct("<qqqqqqd").pack
+CHECKSUM_VERSION = 1
+"""SQLite's user_version of a ledger whose rows have checksums; earlier ones have 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +117,95 @@ def group_key(spec: SampleSpec) -> tuple[float, ...]:
     return (*spec.shape, spec.guidance_scale)
 
 
+def has_ledger(folder: Path, kind: LedgerKind) -> bool:
+    return (folder / LEDGER_NAMES[kind]).exists()
+
+
+@contextlib.contextmanager
+def claim_ledger_kind(folder: Path, kind: LedgerKind) -> Iterator[LedgerKind]:
+    """Decide for one kind of ledger, unless that is decided; given is which it is, whoever decided.
+
+    While entered, this process holds a shared lock of the file with the decision. A decision without a lock and without a
+    ledger was left by a command that was killed, and binds no other; a command that ends without a ledger removes it.
+    """
+    descriptor, decided = _decide_ledger_kind(folder, kind)
+    try:
+        yield decided
+    finally:
+        path = folder / KIND_FILE
+        is_unused = decided == kind and not has_ledger(folder, kind)
+        if is_unused and _try_lock(descriptor, fcntl.LOCK_EX) and _is_same_file(path, descriptor):
+            path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _decide_ledger_kind(folder: Path, kind: LedgerKind) -> tuple[int, LedgerKind]:
+    """The open file with the decision, locked, and the decision."""
+    path = folder / KIND_FILE
+    other: LedgerKind = "files" if kind == "sqlite" else "sqlite"
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        if _try_lock(descriptor, fcntl.LOCK_EX):  # nobody else is using it
+            _write_kind(descriptor, other if has_ledger(folder, other) else kind)
+        is_locked = _try_lock(descriptor, fcntl.LOCK_SH)
+        found = os.pread(descriptor, 16, 0)
+        if is_locked is None and not found:
+            _write_kind(descriptor, kind)
+        elif is_locked is not False and _is_same_file(path, descriptor):
+            for decided in (kind, other):
+                if found == decided.encode():
+                    return descriptor, decided
+        os.close(descriptor)
+        time.sleep(0.02)
+
+
+def _write_kind(descriptor: int, kind: LedgerKind) -> None:
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, kind.encode(), 0)
+
+
+def _try_lock(descriptor: int, operation: int) -> bool | None:
+    """Whether the lock could be taken; None on a file system without locks."""
+    try:
+        fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _is_same_file(path: Path, descriptor: int) -> bool:
+    """Whether the path still names the open file, which another command may have removed."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LedgerDamage:
+    """Rows whose content is not what was written, by index; rows that are missing stand in both lists."""
+
+    planned: tuple[int, ...] = ()
+    outcomes: tuple[int, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.planned or self.outcomes)
+
+
+def plan_checksum(index: int, texts: Sequence[bytes], numbers: Sequence[int], guidance_scale: float) -> int:
+    """CRC-32 of the planned part of a row: `texts` are name, id, prompt and negative prompt, `numbers` seed, size, frames, steps, shape."""
+    return zlib.crc32(_PLAN_NUMBERS(index, *numbers, guidance_scale), zlib.crc32(b"\x1f".join(texts)))
+
+
+def outcome_checksum(index: int, texts: Sequence[bytes], numbers: Sequence[int], seconds: float) -> int:
+    """CRC-32 of the outcome of a row: `texts` are SHA-256, worker and reason, `numbers` state, bytes, micro-batch, attempts, epoch.
+
+    The index belongs to it: an outcome that moved to another row is damage too.
+    """
+    return zlib.crc32(_OUTCOME_NUMBERS(index, *numbers, seconds), zlib.crc32(b"\x1f".join(texts)))
+
+
 class Ledger:
     """Rows and outcomes; call it from one thread of one process, which holds the folder."""
 
@@ -93,17 +213,50 @@ class Ledger:
         self.path = path
         self.epoch = 0
         """Which of the run's settings, counted from 0, the outcomes recorded from now on belong to."""
+        self._num_in_log = 0
         try:
             self._open()
-        except sqlite3.DatabaseError as error:
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
             raise _database_error(path, error) from error
 
     def _open(self) -> None:
+        has_content = self.path.exists() and self.path.stat().st_size > 0
+        self._is_intact = not has_content or self._matches_digest()
+        """Whether every row is known to be what was written: only such a ledger gets a digest when it is closed."""
         self.connection = sqlite3.connect(self.path, isolation_level=None)
+        if has_content:
+            _check_schema(self.path, self.connection)
         # WAL: one fsync less a commit, and a reader (the gallery) never waits. A power cut may cost the last outcomes, never the file.
         self.connection.execute("PRAGMA journal_mode = WAL")
         self.connection.execute("PRAGMA synchronous = NORMAL")
-        self.connection.executescript(SCHEMA)
+        self.connection.execute("PRAGMA wal_autocheckpoint = 0")  # _move_log does it, and takes the digest
+        create_tables(self.connection)
+
+    @property
+    def _digest_path(self) -> Path:
+        return self.path.with_name(DIGEST_FILE)
+
+    @property
+    def _log_path(self) -> Path:
+        return self.path.with_name(self.path.name + "-wal")
+
+    def _matches_digest(self) -> bool:
+        """Whether the file is, bit for bit, what was written last: cheaper than a look at every row.
+
+        A log beside it has checksums of its own: SQLite reads it as far as they are right.
+        """
+        try:
+            return self._digest_path.read_text().strip() == _digest_file(self.path)
+        except (OSError, ValueError):
+            return False
+
+    def _move_log(self) -> None:
+        """Move the log into the file, which does not change between two such moves."""
+        self._num_in_log = 0
+        with contextlib.suppress(sqlite3.OperationalError):  # a full disk: the rows stay in the log
+            _, num_pages, num_moved = self.connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+            if num_moved == num_pages:  # fewer where a reader still needs the file as it was
+                self._write_digest()
 
     def close(self) -> None:
         """Everything into the one file: SQLite itself leaves rows in the log beside it where a reader happens to be there."""
@@ -114,10 +267,19 @@ class Ledger:
             self.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
         self.connection.close()
         self._remove_wal()
+        self._write_digest()
+
+    def _write_digest(self) -> None:
+        """Only for a ledger that is whole; without a digest that fits, the next command looks at every row."""
+        if self._is_intact:
+            with contextlib.suppress(OSError):
+                digest = _digest_file(self.path) + "\n"
+                if not self._digest_path.exists() or self._digest_path.read_text() != digest:
+                    write_atomic(self._digest_path, digest.encode(), point="ledger.digest")
 
     def _remove_wal(self) -> None:
         """Whoever is the last to close removes the log; a reader cannot, so it is tried again once that has gone."""
-        wal_path = self.path.with_name(self.path.name + "-wal")
+        wal_path = self._log_path
         for wait_s in CLOSE_WAITS_S:
             try:
                 if not wal_path.exists() or wal_path.stat().st_size:
@@ -133,8 +295,129 @@ class Ledger:
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self.close()
-        if isinstance(error, sqlite3.DatabaseError):
+        if isinstance(error, sqlite3.DatabaseError | UnicodeDecodeError):
             raise _database_error(self.path, error) from error
+
+    # -- damage
+
+    def find_damage(self) -> LedgerDamage:
+        """Rows whose checksums do not fit their content; a file that is bit for bit what was closed has none.
+
+        Raises where SQLite itself finds the file damaged. Rows of earlier versions, which have no checksums, get them here.
+        """
+        if self._is_intact:
+            return LedgerDamage()
+        self.connection.execute("REINDEX unfinished")  # it only repeats what the rows say
+        problems = [row[0] for row in self.connection.execute("PRAGMA quick_check(1)")]
+        if problems != ["ok"]:
+            raise sqlite3.DatabaseError(problems[0])
+        has_checksums = self.connection.execute("PRAGMA user_version").fetchone()[0] >= CHECKSUM_VERSION
+        if has_checksums and self._are_all_rows_intact():
+            self._is_intact = True
+            return LedgerDamage()
+        planned: list[int] = []
+        outcomes: list[int] = []
+        last = -1
+        added: list[tuple[int, int, int]] = []
+        num_planned = self.read_fact("num_planned")
+        num_planned = num_planned if isinstance(num_planned, int) and num_planned <= self._max_rows else 0
+        for index, expected, found in self._iter_checksums():
+            if not 0 <= index < self._max_rows:
+                raise sqlite3.DatabaseError(f"a row has the number {index}")
+            missing = range(last + 1, index)
+            planned += missing
+            outcomes += missing
+            last = index
+            if not has_checksums:
+                added.append((*expected, index))
+                continue
+            if expected[0] != found[0]:
+                planned.append(index)
+            if expected[1] != found[1]:
+                outcomes.append(index)
+        lost = range(last + 1, num_planned)
+        if added:
+            self._add_checksums(added)
+        damage = LedgerDamage(planned=(*planned, *lost), outcomes=(*outcomes, *lost))
+        self._is_intact = not damage
+        return damage
+
+    @property
+    def _max_rows(self) -> int:
+        """More than there can be: a row takes more than a byte. A flipped bit makes a number as large as any."""
+        pages, page_size = (
+            self.connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "page_size")
+        )
+        return int(pages * page_size)
+
+    def _are_all_rows_intact(self) -> bool:
+        """Whether there is nothing to look for: half the time of a scan that says which rows are damaged."""
+        wrong_types = " OR ".join(f"typeof({name}) != 'text'" for name in (*_PLAN_TEXTS, *_OUTCOME_TEXTS))
+        if self.connection.execute(f"SELECT 1 FROM pictures WHERE {wrong_types} LIMIT 1").fetchone():
+            return False
+        columns = ", ".join((*_PLAN_TEXTS, *_PLAN_INTEGERS, *_OUTCOME_TEXTS, *_OUTCOME_INTEGERS))
+        num_rows = 0
+        with self._texts_as_bytes():
+            # Written out, without a call or a slice for each of a million rows.
+            for (
+                index, name, id_, prompt, negative_prompt, seed, height, width, num_frames, steps, shape,
+                sha256, worker, reason, state, num_bytes, micro_batch, attempts, epoch,
+                guidance_scale, seconds, plan_check, outcome_check,
+            ) in self.connection.execute(
+                f"SELECT picture, {columns}, guidance_scale, seconds, plan_check, outcome_check"
+                " FROM pictures NOT INDEXED ORDER BY picture"
+            ):  # fmt: skip
+                try:
+                    plan_numbers = _PLAN_NUMBERS(index, seed, height, width, num_frames, steps, shape, guidance_scale)
+                    outcome_numbers = _OUTCOME_NUMBERS(index, state, num_bytes, micro_batch, attempts, epoch, seconds)
+                except (TypeError, struct.error):
+                    return False
+                if (
+                    index != num_rows
+                    or zlib.crc32(plan_numbers, zlib.crc32(b"\x1f".join((name, id_, prompt, negative_prompt))))
+                    != plan_check
+                    or zlib.crc32(outcome_numbers, zlib.crc32(b"\x1f".join((sha256, worker, reason)))) != outcome_check
+                ):
+                    return False
+                num_rows += 1
+        return num_rows == (self.read_fact("num_planned") or 0)
+
+    @contextlib.contextmanager
+    def _texts_as_bytes(self) -> Iterator[None]:
+        """A damaged text may not even be UTF-8."""
+        self.connection.text_factory = bytes
+        try:
+            yield
+        finally:
+            self.connection.text_factory = str
+
+    def _iter_checksums(self) -> Iterator[tuple[int, tuple[int, int], tuple[int, int]]]:
+        """Index, computed and stored checksums of every row; -1 is the checksum of what has not even the right types."""
+        query = (
+            f"SELECT picture, {', '.join((*_PLAN_TEXTS, *_PLAN_INTEGERS))}, guidance_scale,"
+            f" {', '.join((*_OUTCOME_TEXTS, *_OUTCOME_INTEGERS))}, seconds, "
+            + " AND ".join(f"typeof({name}) = 'text'" for name in _PLAN_TEXTS)
+            + ", "
+            + " AND ".join(f"typeof({name}) = 'text'" for name in _OUTCOME_TEXTS)
+            + ", plan_check, outcome_check FROM pictures NOT INDEXED ORDER BY picture"
+        )
+        with self._texts_as_bytes():
+            for index, *values, are_texts, are_outcome_texts, plan_check, outcome_check in self.connection.execute(
+                query
+            ):
+                planned = outcome = -1
+                with contextlib.suppress(TypeError, struct.error):
+                    if are_texts:
+                        planned = plan_checksum(index, values[:4], values[4:10], values[10])
+                with contextlib.suppress(TypeError, struct.error):
+                    if are_outcome_texts:
+                        outcome = outcome_checksum(index, values[11:14], values[14:19], values[19])
+                yield index, (planned, outcome), (plan_check, outcome_check)
+
+    def _add_checksums(self, rows: Sequence[tuple[int, int, int]]) -> None:
+        with self._transaction("checksums"):
+            self.connection.executemany("UPDATE pictures SET plan_check = ?, outcome_check = ? WHERE picture = ?", rows)
+            self.connection.execute(f"PRAGMA user_version = {CHECKSUM_VERSION}")
 
     # -- the plan
 
@@ -143,8 +426,12 @@ class Ledger:
         return int(self.connection.execute("SELECT COALESCE(MAX(picture) + 1, 0) FROM pictures").fetchone()[0])
 
     def read_fact(self, key: str) -> Any:
+        """What is known under that key; None for nothing, and for what cannot be read: facts follow from the prompt list."""
         row = self.connection.execute("SELECT value FROM facts WHERE key = ?", (key,)).fetchone()
-        return None if row is None else json.loads(row[0])
+        try:
+            return None if row is None else json.loads(row[0])
+        except (ValueError, TypeError, RecursionError):
+            return None
 
     def add_plan(
         self, requests: Iterable[ImageRequest], facts: dict[str, Any], changed: Sequence[ImageRequest] = ()
@@ -157,16 +444,27 @@ class Ledger:
             self.connection.executemany(
                 "DELETE FROM pictures WHERE picture = ?", [(request.spec.index,) for request in changed]
             )
-            self.connection.executemany(
-                f"INSERT INTO pictures({_SPEC_COLUMNS}, shape) VALUES ({', '.join('?' * 12)})",
-                self._plan_values(changed),
-            )
-            self.connection.executemany(
-                f"INSERT INTO pictures({_SPEC_COLUMNS}, shape) VALUES ({', '.join('?' * 12)})",
-                self._plan_values(requests),
-            )
+            for rows in (changed, requests):
+                self.connection.executemany(
+                    f"INSERT INTO pictures({_SPEC_COLUMNS}, shape, plan_check, outcome_check)"
+                    f" VALUES ({', '.join('?' * 14)})",
+                    self._plan_values(rows),
+                )
+            facts = facts | {"num_planned": self.num_planned}
             self.connection.executemany(
                 "INSERT OR REPLACE INTO facts VALUES (?, ?)", [(key, json.dumps(value)) for key, value in facts.items()]
+            )
+        self._move_log()
+
+    def restore_plan(self, requests: Iterable[ImageRequest]) -> None:
+        """Write what is planned of these rows again; a row that is gone is open."""
+        columns = [*_SPEC_COLUMNS.split(", ")[1:], "shape", "plan_check"]
+        with self._transaction("restore"):
+            self.connection.executemany(
+                f"INSERT INTO pictures({_SPEC_COLUMNS}, shape, plan_check, outcome_check)"
+                f" VALUES ({', '.join('?' * 14)})"
+                f" ON CONFLICT(picture) DO UPDATE SET {', '.join(f'{name} = excluded.{name}' for name in columns)}",
+                self._plan_values(requests),
             )
 
     def _plan_values(self, requests: Iterable[ImageRequest]) -> Iterator[tuple[Any, ...]]:
@@ -183,9 +481,13 @@ class Ledger:
                 self.connection.execute(
                     "UPDATE shapes SET negative = COALESCE(negative, ?) WHERE shape = ?", (spec.index, shape)
                 )
+            texts = [text.encode() for text in (request.name, spec.id, spec.prompt, spec.negative_prompt)]
+            numbers = (spec.seed, spec.height, spec.width, spec.num_frames, spec.steps, shapes[shape])
             yield (
                 spec.index, request.name, spec.id, spec.prompt, spec.negative_prompt, spec.seed, spec.height, spec.width,
                 spec.num_frames, spec.steps, spec.guidance_scale, shapes[shape],
+                plan_checksum(spec.index, texts, numbers, spec.guidance_scale),
+                outcome_checksum(spec.index, (b"", b"", b""), (0, 0, 0, 0, 0), 0.0),
             )  # fmt: skip
 
     def delete_plan(self) -> None:
@@ -214,7 +516,11 @@ class Ledger:
     def requests(self, indices: Sequence[int]) -> list[ImageRequest]:
         """The requests of these rows, in this order."""
         query = f"SELECT {_SPEC_COLUMNS} FROM pictures WHERE picture = ?"
-        return [_parse_request(self.connection.execute(query, (int(index),)).fetchone()) for index in indices]
+        found = [(index, self.connection.execute(query, (int(index),)).fetchone()) for index in indices]
+        for index, row in found:
+            if row is None:
+                raise sqlite3.DatabaseError(f"row {index + 1} is not there")
+        return [_parse_request(row) for _, row in found]
 
     # -- the outcomes
 
@@ -222,6 +528,10 @@ class Ledger:
         """Rows without an image, ascending: open ones, and failed ones, which a new call tries again."""
         rows = self.connection.execute("SELECT picture FROM pictures WHERE state != 1").fetchall()
         return np.sort(np.fromiter(itertools.chain.from_iterable(rows), np.int64, len(rows)))
+
+    def iter_unfinished(self) -> Iterator[ImageRequest]:
+        """What the rows without an image ask for."""
+        return (row.request for row in self._select_rows("WHERE state != 1"))
 
     def counts(self) -> dict[str, int]:
         """How many rows are planned, open, done and failed."""
@@ -232,32 +542,44 @@ class Ledger:
         counts: dict[str, int] = {state: rest.get(number, 0) for number, state in enumerate(STATES)}
         return {"planned": planned, **counts, "done": planned - sum(rest.values())}
 
+    def is_done(self, index: int) -> bool:
+        """Whether the image is there, as far as outcomes were recorded."""
+        row = self.connection.execute("SELECT state FROM pictures WHERE picture = ?", (int(index),)).fetchone()
+        return row is not None and row[0] == DONE
+
     def record(self, outcomes: Iterable[ImageOutcome]) -> None:
         """Write outcomes down; an image that is done stays done, so that a late second word changes nothing."""
-        values = [
-            (
-                STATES.index(outcome.state), outcome.sha256, outcome.num_bytes, outcome.worker, outcome.seconds,
-                outcome.micro_batch, outcome.attempts, outcome.reason, self.epoch, outcome.index,
-            )
-            for outcome in outcomes
-        ]  # fmt: skip
-        assignments = ", ".join(f"{name} = ?" for name in _OUTCOME_COLUMNS.split(", "))
+        values = [_outcome_values(outcome, STATES.index(outcome.state), self.epoch) for outcome in outcomes]
 
         def write() -> None:
             with self._transaction("record"):
-                self.connection.executemany(
-                    f"UPDATE pictures SET {assignments} WHERE picture = ? AND state != 1", values
-                )
+                self.connection.executemany(f"{_UPDATE_OUTCOME} AND state != 1", values)
 
         self._retry(write)
+        self._num_in_log += len(values)
+        if self._num_in_log >= MAX_OUTCOMES_IN_LOG:
+            self._move_log()
+
+    def restore_outcomes(self, outcomes: Iterable[ImageOutcome], opened: Iterable[int]) -> None:
+        """Replace the outcomes of these rows, whatever stands there; those of `opened` are drawn again."""
+        values = [_outcome_values(outcome, STATES.index(outcome.state), self.epoch) for outcome in outcomes]
+        values += [_outcome_values(ImageOutcome(index=index, state="failed", attempts=0), 0, 0) for index in opened]
+        with self._transaction("restore"):
+            self.connection.executemany(_UPDATE_OUTCOME, values)
 
     def mark_open(self, indices: Iterable[int]) -> None:
         """Back to open: the file of a done image is gone or damaged."""
         with self._transaction("reopen"):
-            self.connection.executemany(
-                "UPDATE pictures SET state = 0, sha256 = '', reason = '' WHERE picture = ?",
-                [(int(index),) for index in indices],
-            )
+            for index in indices:
+                query = f"SELECT {_OUTCOME_COLUMNS} FROM pictures WHERE picture = ?"
+                _, _, num_bytes, worker, seconds, micro_batch, attempts, _, epoch = self.connection.execute(
+                    query, (int(index),)
+                ).fetchone()
+                outcome = ImageOutcome(
+                    index=int(index), state="failed", num_bytes=num_bytes, worker=worker, seconds=seconds,
+                    micro_batch=micro_batch, attempts=attempts,
+                )  # fmt: skip
+                self.connection.execute(_UPDATE_OUTCOME, _outcome_values(outcome, 0, epoch))
 
     def rows(self) -> Iterator[LedgerRow]:
         """All rows by index."""
@@ -319,6 +641,72 @@ class Ledger:
         raise AssertionError("unreachable")
 
 
+_UPDATE_OUTCOME = (
+    f"UPDATE pictures SET {', '.join(f'{name} = ?' for name in (*_OUTCOME_COLUMNS.split(', '), 'outcome_check'))}"
+    " WHERE picture = ?"
+)
+
+
+def _outcome_values(outcome: ImageOutcome, state: int, epoch: int) -> tuple[Any, ...]:
+    """The parameters of `_UPDATE_OUTCOME`."""
+    texts = [text.encode() for text in (outcome.sha256, outcome.worker, outcome.reason)]
+    numbers = (state, outcome.num_bytes, outcome.micro_batch, outcome.attempts, epoch)
+    return (
+        state, outcome.sha256, outcome.num_bytes, outcome.worker, outcome.seconds, outcome.micro_batch, outcome.attempts,
+        outcome.reason, epoch, outcome_checksum(outcome.index, texts, numbers, outcome.seconds), outcome.index,
+    )  # fmt: skip
+
+
+def create_tables(connection: sqlite3.Connection) -> None:
+    """The tables of a ledger, also where an earlier version made them."""
+    connection.executescript(SCHEMA)
+    known = {row[1] for row in connection.execute("PRAGMA table_info(pictures)")}
+    for name in CHECKSUM_COLUMNS:
+        if name not in known:
+            connection.execute(f"ALTER TABLE pictures ADD COLUMN {name} INTEGER")
+    if connection.execute("PRAGMA application_id").fetchone()[0] != APPLICATION_ID:
+        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+    if connection.execute("SELECT 1 FROM pictures LIMIT 1").fetchone() is None:
+        connection.execute(f"PRAGMA user_version = {CHECKSUM_VERSION}")
+
+
+@functools.cache
+def _known_schemas() -> dict[str, set[str]]:
+    """The text of each table and index of a ledger, at every stage in which a killed command may leave it."""
+    with contextlib.closing(sqlite3.connect(":memory:")) as connection:
+        connection.executescript(SCHEMA)
+        schemas: dict[str, set[str]] = {}
+        for name in ("", *CHECKSUM_COLUMNS):
+            if name:
+                connection.execute(f"ALTER TABLE pictures ADD COLUMN {name} INTEGER")
+            for table, text in _read_schema(connection).items():
+                schemas.setdefault(table, set()).add(text)
+    return schemas
+
+
+def _read_schema(connection: sqlite3.Connection) -> dict[str, str]:
+    return dict(connection.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL"))
+
+
+def _check_schema(path: Path, connection: sqlite3.Connection) -> None:
+    """Raise unless the file is a ledger of Halation, or a database in which nothing was made yet."""
+    found, known = _read_schema(connection), _known_schemas()
+    if found and not any(name in known for name in found):
+        raise InputError(
+            f"{path} is a database of another program (its tables: {', '.join(sorted(found)[:5])})",
+            "the ledger of a `halation generate`",
+            "choose another --output_dir",
+        )
+    for name, text in found.items():
+        if text not in known.get(name, set()):
+            raise sqlite3.DatabaseError(f"{name} is not as Halation made it")
+
+
+def _digest_file(path: Path) -> str:
+    with open(path, "rb", buffering=0) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def _parse_request(row: Sequence[Any]) -> ImageRequest:
     index, name, id_, prompt, negative_prompt, seed, height, width, num_frames, steps, guidance_scale = row
     spec = SampleSpec(
@@ -328,7 +716,7 @@ def _parse_request(row: Sequence[Any]) -> ImageRequest:
     return ImageRequest(spec=spec, name=name)
 
 
-def _database_error(path: Path, error: sqlite3.DatabaseError) -> HalationError:
+def _database_error(path: Path, error: Exception) -> HalationError:
     """What a person should read: the disk is full or broken, or the file is."""
     disk = ("disk is full", "disk I/O", "unable to open", "readonly", "locked")
     if any(words in str(error) for words in disk):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from halation.errors import InputError
 from halation.generation.image_requests import ImageRequest, RenamedId, RequestDefaults, RequestIterator, iter_requests
 from halation.generation.ledger import Ledger
+from halation.generation.metadata_and_summary import prove_outcome, remove_unrecorded
 from halation.prompt_files import PromptFile
 from halation.runs import run_folder as runs
 
@@ -39,6 +40,8 @@ def plan(
     facts = {"prompts_sha256": prompts.sha256, "limit": limit, "defaults": asdict(defaults)}
     if ledger.read_fact("plan") == facts:
         return
+    if ledger.num_planned:
+        remove_unrecorded(folder, ledger)
     if ledger.num_planned and not has_done_images:
         ledger.delete_plan()
     request_iterator = iter_requests(prompts.rows(), defaults, prompts.name)
@@ -51,6 +54,59 @@ def plan(
     renamed: list[RenamedId] = []
     ledger.add_plan(_collect_renamed(rows, request_iterator, renamed), {"plan": facts}, changed)
     _write_renamed(folder, renamed, request_iterator)
+
+
+def repair(ledger: Ledger, prompts: PromptFile, folder: Path) -> None:
+    """Restore rows of the ledger that were damaged on disk: the prompt list proves what was planned, an image what became of it.
+
+    Raises, with the row, where the list is not the one that was planned from.
+    """
+    damage = ledger.find_damage()
+    if not damage:
+        return
+    if damage.planned:
+        ledger.restore_plan(_replan(ledger, prompts, damage.planned))
+    outcomes, opened = [], []
+    for request in ledger.requests(damage.outcomes):
+        outcome = prove_outcome(folder, request)
+        if outcome is None:
+            opened.append(request.spec.index)
+        else:
+            outcomes.append(outcome)
+    ledger.restore_outcomes(outcomes, opened)
+    rows = sorted({*damage.planned, *damage.outcomes})
+    log.warning(
+        "%s: %d rows were damaged on disk (the first is row %d); restored from %s and the images, %d are drawn again",
+        ledger.path, len(rows), rows[0] + 1, prompts.name, len(opened),
+    )  # fmt: skip
+    remaining = ledger.find_damage()
+    if remaining:
+        raise _damaged_row_error(ledger, (*remaining.planned, *remaining.outcomes)[0], prompts.name)
+
+
+def _replan(ledger: Ledger, prompts: PromptFile, indices: Sequence[int]) -> list[ImageRequest]:
+    """These rows as the plan was made from the prompt list."""
+    facts = ledger.read_fact("plan")
+    try:
+        if facts["prompts_sha256"] != prompts.sha256:
+            raise _damaged_row_error(ledger, indices[0], prompts.name)
+        defaults, limit = RequestDefaults(**facts["defaults"]), int(facts["limit"])
+    except (TypeError, KeyError, ValueError) as error:
+        raise _damaged_row_error(ledger, indices[0], prompts.name) from error
+    wanted = set(indices)
+    rows = itertools.islice(iter_requests(prompts.rows(), defaults, prompts.name), limit or None)
+    found = [request for request in rows if request.spec.index in wanted]
+    if len(found) != len(wanted):
+        raise _damaged_row_error(ledger, indices[0], prompts.name)
+    return found
+
+
+def _damaged_row_error(ledger: Ledger, index: int, source: str) -> InputError:
+    return InputError(
+        f"{ledger.path} is damaged: row {index + 1} is not what was written, and {source} is not the list it was planned from",
+        "the ledger as Halation wrote it, or the prompt list of that time, from which it can be restored",
+        "give that list, restore the ledger from a copy, or start in a new --output_dir",
+    )
 
 
 def _take_first(request_iterator: Iterator[ImageRequest], limit: int, source: str) -> Iterator[ImageRequest]:

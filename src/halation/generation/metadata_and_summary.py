@@ -11,15 +11,21 @@ import hashlib
 import json
 import os
 import stat
+import struct
+import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from halation.generation.ledger import LedgerRow
-from halation.runs.run_folder import open_atomic, write_json_atomic
+from halation.errors import InputError
+from halation.generation.image_requests import ImageRequest
+from halation.generation.ledger import ImageOutcome, Ledger, LedgerRow
+from halation.images.png_codec import read_png, read_texts, sanitize_text
+from halation.input_files import parse_json
+from halation.runs.run_folder import open_atomic, read_json_with_digest, write_json_with_digest
 
 METADATA_FILE = "metadata.jsonl"
 SUMMARY_FILE = "summary.json"
@@ -55,15 +61,29 @@ def _combine_digests(digests: Sequence[str]) -> str:
     return digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
-def write_metadata(folder: Path, rows: Iterable[LedgerRow]) -> None:
-    """metadata.jsonl, as `datasets` reads it beside images: a line for each done row; rows come by index."""
+def write_metadata(folder: Path, rows: Iterable[LedgerRow]) -> str:
+    """metadata.jsonl, as `datasets` reads it beside images: a line for each done row; rows come by index. Returns its SHA-256."""
     last = -1
+    digest = hashlib.sha256()
     with open_atomic(folder / METADATA_FILE, "metadata") as file:
         for row in rows:
             assert row.request.spec.index > last, "rows come by index"
             last = row.request.spec.index
             if row.state == "done":
-                file.write((_encoder.encode(_metadata_row(row)) + "\n").encode())
+                line = (_encoder.encode(_metadata_row(row)) + "\n").encode()
+                digest.update(line)
+                file.write(line)
+    return digest.hexdigest()
+
+
+def is_metadata_intact(folder: Path) -> bool:
+    """Whether metadata.jsonl is what the summary beside it was written for; true where either is missing."""
+    try:
+        expected = read_json_with_digest(folder / SUMMARY_FILE).get("metadata_sha256")
+        with open(folder / METADATA_FILE, "rb") as file:
+            return expected is None or hashlib.file_digest(file, "sha256").hexdigest() == expected
+    except FileNotFoundError:
+        return True
 
 
 def _metadata_row(row: LedgerRow) -> dict[str, Any]:
@@ -180,12 +200,42 @@ def _find_damage(folder: Path, row: LedgerRow) -> DamagedImage | None:
         reason = f"changed ({num_bytes} bytes instead of {row.num_bytes})"
     else:
         try:
-            reason = (
-                "" if digest_files(folder, name, spec.num_frames) == row.sha256 else "changed (its SHA-256 is another)"
-            )
+            if digest_files(folder, name, spec.num_frames) != row.sha256:
+                reason = "changed (its SHA-256 is another)"
+            else:
+                reason = "" if carries_spec(folder, row.request) else "of another spec than its row in the ledger"
         except OSError as error:
             reason = f"cannot be read ({error.strerror or error})"
     return DamagedImage(index=spec.index, file=files[0], reason=reason) if reason else None
+
+
+def carries_spec(folder: Path, request: ImageRequest) -> bool:
+    """Whether the PNG of a request, or each frame of its video, holds the request's spec."""
+    expected = request.spec.as_json()
+    expected |= {name: sanitize_text(value) for name, value in expected.items() if isinstance(value, str)}
+    pngs = [file for file in file_names(request.name, request.spec.num_frames) if file.endswith(".png")]
+    for file in pngs:
+        try:
+            if parse_json(read_texts((folder / file).read_bytes())["halation"].encode()) != expected:
+                return False
+        except (ValueError, KeyError, struct.error, zlib.error):
+            return False
+    return True
+
+
+def prove_outcome(folder: Path, request: ImageRequest) -> ImageOutcome | None:
+    """The outcome that an image proves by itself: a whole PNG with the request's spec in it; None for anything else."""
+    if request.spec.num_frames != 1:
+        return None
+    path = folder / file_names(request.name, 1)[0]
+    try:
+        read_png(path)
+        if not carries_spec(folder, request):
+            return None
+        data = path.read_bytes()
+    except (InputError, OSError):
+        return None
+    return ImageOutcome(index=request.spec.index, state="done", sha256=combined_digest([data]), num_bytes=len(data))
 
 
 def find_missing(folder: Path, names: Iterable[tuple[int, str, int]]) -> list[int]:
@@ -205,6 +255,50 @@ def find_missing(folder: Path, names: Iterable[tuple[int, str, int]]) -> list[in
             else not present.issuperset(_folder_entries(name, num_frames))
         )
     ]
+
+
+def find_foreign_image(folder: Path, ledger: Ledger) -> str:
+    """A file that an unfinished row would write over although it does not carry the row's spec; empty where there is none.
+
+    The files of all done rows must be there.
+    """
+    present = _image_files(folder)
+    if len(present) == ledger.counts()["done"]:
+        return ""
+    return next((file for file, is_own in _iter_unrecorded(folder, ledger, present) if not is_own), "")
+
+
+def _image_files(folder: Path) -> set[str]:
+    return {name for name in os.listdir(folder) if name.endswith((".png", ".mp4"))}
+
+
+def remove_unrecorded(folder: Path, ledger: Ledger) -> None:
+    """Remove images that a killed call published and did not record: they are drawn again, and may then be of another spec."""
+    for file, is_own in list(_iter_unrecorded(folder, ledger, _image_files(folder))):
+        if is_own:
+            (folder / file).unlink(missing_ok=True)
+
+
+def remove_damaged(folder: Path, damages: Iterable[DamagedImage]) -> None:
+    """Remove files that are not what the ledger says, so that no later call takes them for images of others."""
+    for damage in damages:
+        with contextlib.suppress(OSError):  # what cannot be removed is told when it is drawn again
+            (folder / damage.file).unlink()
+
+
+def _iter_unrecorded(folder: Path, ledger: Ledger, present: set[str]) -> Iterator[tuple[str, bool]]:
+    """Files under the names of unfinished rows, and whether each carries the spec of its row."""
+    for _, name, num_frames in ledger.done_names():
+        present.discard(_folder_entries(name, num_frames)[0])
+    if not present:
+        return
+    for request in ledger.iter_unfinished():
+        file = _folder_entries(request.name, request.spec.num_frames)[0]
+        if file in present and (folder / file).is_file():
+            try:
+                yield file, carries_spec(folder, request)
+            except OSError:  # a video without its frames
+                yield file, False
 
 
 def _folder_entries(name: str, num_frames: int) -> tuple[str, ...]:
@@ -241,6 +335,7 @@ class RunSummary:
     equality_classes: Mapping[str, str] = field(default_factory=dict)
     """E0, E1 or E2 for each setting that has one."""
     interrupted: bool = False
+    metadata_sha256: str = ""
 
 
 def count_reasons(failures: Iterable[LedgerRow]) -> dict[str, int]:
@@ -277,6 +372,7 @@ def summary_json(summary: RunSummary) -> dict[str, Any]:
         "failures_by_reason": dict(summary.failures_by_reason),
         "smaller_micro_batches": summary.smaller_micro_batches,
         "equality_classes": dict(summary.equality_classes),
+        "metadata_sha256": summary.metadata_sha256,
     }
 
 
@@ -285,13 +381,14 @@ def _ratio(part: float, whole: float) -> float:
 
 
 def is_summary_current(folder: Path, summary: RunSummary) -> bool:
-    """Whether the summary that is there tells of as many images; its times are then worth more than none."""
+    """Whether the summary that is there tells of the same images; its times are then worth more than none."""
     try:
-        written = json.loads((folder / SUMMARY_FILE).read_bytes())
-        return all(written[name] == getattr(summary, name) for name in ("planned", "done", "failed", "open"))
-    except (OSError, ValueError, KeyError, TypeError):
+        written = read_json_with_digest(folder / SUMMARY_FILE)
+        names = ("planned", "done", "failed", "open", "metadata_sha256")
+        return all(written[name] == getattr(summary, name) for name in names)
+    except (OSError, InputError, KeyError, TypeError):
         return False
 
 
 def write_summary(folder: Path, summary: RunSummary) -> None:
-    write_json_atomic(folder / SUMMARY_FILE, summary_json(summary))
+    write_json_with_digest(folder / SUMMARY_FILE, summary_json(summary))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
@@ -21,7 +23,7 @@ from halation.generation import metadata_and_summary
 from halation.generation.config import GenerateConfig
 from halation.generation.image_requests import RequestDefaults
 from halation.generation.ledger import Ledger
-from halation.generation.ledger_setup import plan
+from halation.generation.ledger_setup import plan, repair
 from halation.generation.supervisor import RangeClaims, RunStats, Supervisor, SupervisorSettings
 from halation.generation.workers.local_pool import WorkerPool, WorkerSlot
 from halation.generation_progress_display import GenerationProgress
@@ -31,10 +33,13 @@ from halation.models.dit.prompt_warnings import find_prompt_warnings
 from halation.models.model_path_resolver import ModelRef
 from halation.prompt_files import PromptFile
 from halation.runs import run_folder as runs
+from halation.runs.lock import FolderMonitor
 from halation.runs.run_folder import RunFolder
 from halation.work_division import BatchPlan, plan_batches
 
 log = logging.getLogger(__name__)
+RESULT_FILES = (metadata_and_summary.METADATA_FILE, metadata_and_summary.SUMMARY_FILE)
+IMAGE_NAME = re.compile(r".*_seed\d+(\.png|\.mp4)?")
 
 
 def remove_temporary_files(folder: Path) -> None:
@@ -46,6 +51,30 @@ def remove_temporary_files(folder: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
+
+
+def find_result_file(folder: Path) -> str:
+    """A file that a run leaves, such as an image; empty where there is none."""
+    return next((name for name in os.listdir(folder) if name in RESULT_FILES or IMAGE_NAME.fullmatch(name)), "")
+
+
+def check_no_foreign_files(folder: Path) -> None:
+    """A folder without a ledger must not hold files that a run would write over as if they were its own."""
+    found = find_result_file(folder) or (runs.CONFIG_FILE if RunFolder(folder).config.exists() else "")
+    if found:
+        raise InputError(
+            f"{folder} holds {found}, which no run of `halation generate` in this folder knows of",
+            "an empty folder, or one with a ledger of its own",
+            "choose another --output_dir",
+        )
+
+
+def lost_ledger_error(folder: Path, found: str, ledger_name: str) -> InputError:
+    return InputError(
+        f"{folder} holds {found}, and {ledger_name} there knows of no image: it was emptied or replaced",
+        "the ledger in which the images of this folder were recorded",
+        "restore it from a copy; or keep the images and choose another --output_dir",
+    )
 
 
 def parse_pipeline_args(words: tuple[str, ...]) -> dict[str, Any]:
@@ -68,13 +97,19 @@ class GenerationSession:
     """One call on a held folder: the record, the plan, the drawing, and what is left to read afterwards."""
 
     def __init__(
-        self, config: GenerateConfig, model_ref: ModelRef, ledger: Ledger, console_handler: ConsoleWarningHandler
+        self,
+        config: GenerateConfig,
+        model_ref: ModelRef,
+        ledger: Ledger,
+        console_handler: ConsoleWarningHandler,
+        monitor: FolderMonitor | None = None,
     ) -> None:
         self.config = config
         self.model_ref = model_ref
         self.ledger = ledger
         self.console_handler = console_handler
         self.folder = config.output_dir
+        self.monitor = monitor or FolderMonitor(self.folder)
         self.record: dict[str, Any] = {}
         self.arguments = parse_pipeline_args(config.pipeline_args)
         self.model_facts: dict[str, Any] = {}
@@ -101,6 +136,7 @@ class GenerationSession:
             log.warning("--guidance_scale %s", guidance_warning)
         if prompts.ignored_columns:
             log.warning("%s: columns that are not read: %s", prompts.name, ", ".join(prompts.ignored_columns))
+        self._check_ledger(prompts)
         counts = self.ledger.counts()
         has_done_images = counts["done"] > 0  # failures bind nobody: what they failed of may have been the settings
         config = RunFolder(self.folder).config
@@ -114,7 +150,15 @@ class GenerationSession:
                 runs.write_atomic(config, previous_config)
             raise
         self._reopen_damaged()
+        self._check_unrecorded_images()
         self._warn_about_prompts(prompts)
+
+    def _check_ledger(self, prompts: PromptFile) -> None:
+        """Repair damaged rows; a ledger without rows beside results is not the one they were recorded in."""
+        repair(self.ledger, prompts, self.folder)
+        # A first call that was killed before it planned leaves a record and an empty ledger, which bind nobody.
+        if not self.ledger.num_planned and (found := find_result_file(self.folder)):
+            raise lost_ledger_error(self.folder, found, self.ledger.path.name)
 
     def _warn_about_prompts(self, prompts: PromptFile) -> None:
         """What the model cannot read of its prompts, if any are still to be drawn."""
@@ -162,6 +206,19 @@ class GenerationSession:
             accept_changes=config.accept_changes,
         )
 
+    def _check_unrecorded_images(self) -> None:
+        """Raise where an image would be written over that is not one of this run.
+
+        A killed call leaves images that are published and not recorded yet: they carry the spec of their row.
+        """
+        found = metadata_and_summary.find_foreign_image(self.folder, self.ledger)
+        if found:
+            raise InputError(
+                f"{self.folder / found} is there, this run has not drawn it, and it does not carry the spec of that image",
+                "a folder without images of other runs",
+                "move the file elsewhere, or choose another --output_dir",
+            )
+
     def _reopen_damaged(self) -> None:
         """A done image whose file is gone is missing; with --verify, so is one whose bytes are not what they were."""
         missing = metadata_and_summary.find_missing(self.folder, self.ledger.done_names())
@@ -172,6 +229,7 @@ class GenerationSession:
             damages = self._verify()
             for damage in damages:
                 log.warning("%s is damaged: %s; drawing it again", damage.file, damage.reason)
+            metadata_and_summary.remove_damaged(self.folder, damages)
             self.ledger.mark_open(damage.index for damage in damages)
             if not damages:
                 log.info("every image is as the ledger says")
@@ -200,6 +258,7 @@ class GenerationSession:
         }
         return {
             "folder": str(self.folder.resolve()),
+            "folder_identity": self.monitor.watched[0].identity,
             "model": self.model_ref.load_args,
             "style": style,
             "dtype": config.dtype,
@@ -223,7 +282,8 @@ class GenerationSession:
                 try:
                     stats = self._generate(make_pool(), before, signals)
                 finally:
-                    if not signals.is_urgent:  # the next call writes them
+                    # The next call writes them.
+                    if not signals.is_urgent and not self.monitor.find_problem():
                         self._write_results(stats)
             if signals.number:
                 left = self.ledger.counts()
@@ -256,6 +316,7 @@ class GenerationSession:
             on_dry_run=self._on_dry_run,
             on_ready=self._on_ready,
             claims=self._make_claims(batches, pool, progress),
+            check_folder=self.monitor.check,
         )
         with progress:
             self.console_handler.print_line = progress.print_line
@@ -266,8 +327,9 @@ class GenerationSession:
                 return stats
             finally:
                 self.console_handler.print_line = None
-                pool.shutdown(at_once=signals.is_urgent)
-                if not is_clean:  # a worker may have been killed while it wrote
+                is_lost = bool(self.monitor.find_problem())
+                pool.shutdown(at_once=signals.is_urgent or is_lost)
+                if not is_clean and not is_lost:  # a worker may have been killed while it wrote
                     self._remove_temporary_files()
 
     def _make_claims(self, batches: BatchPlan, pool: WorkerPool, progress: GenerationProgress) -> RangeClaims | None:
@@ -305,11 +367,11 @@ class GenerationSession:
     # -- after
 
     def _write_results(self, stats: RunStats | None) -> None:
-        metadata_and_summary.write_metadata(self.folder, self.ledger.done_rows())
+        metadata_sha256 = metadata_and_summary.write_metadata(self.folder, self.ledger.done_rows())
         metadata_and_summary.write_failures(
             self.folder, list(stats.workers) if stats else [], self.ledger.failed_rows()
         )
-        summary = self._summarize(stats)
+        summary = replace(self._summarize(stats), metadata_sha256=metadata_sha256)
         if stats is not None or not metadata_and_summary.is_summary_current(self.folder, summary):
             metadata_and_summary.write_summary(self.folder, summary)
 

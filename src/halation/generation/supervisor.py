@@ -83,7 +83,9 @@ class Supervisor:
         on_dry_run: Callable[[int], int],
         on_ready: Callable[[dict[str, object]], None],
         claims: RangeClaims | None = None,
+        check_folder: Callable[[], None] = lambda: None,
     ) -> None:
+        """`check_folder` raises where the images have no place any more."""
         self.ledger = ledger
         self.pool = pool
         self.progress = progress
@@ -93,6 +95,7 @@ class Supervisor:
         self.on_dry_run = on_dry_run
         self.on_ready = on_ready
         self.claims = claims
+        self.check_folder = check_folder
         self.has_dry_run_passed = False
         """Whether a worker has said that its model can draw every shape of the plan, and how many images at once."""
         self.dry_run_worker = -1
@@ -124,6 +127,7 @@ class Supervisor:
                 else:  # there are fewer batches than workers
                     state.status = "spare"
             while not self._is_finished():
+                self.check_folder()
                 self._handle_events()
                 self._kill_stalled_and_handle_stop()
                 self._start_dry_run()
@@ -276,7 +280,8 @@ class Supervisor:
         self.outcomes.append(dataclasses.replace(outcome, attempts=attempts))
         self.work_queue.mark_done(outcome.index)
         state.num_done += 1
-        self.progress.add_images(state.name, 1, 0)
+        # Another process may have taken the batch over, and the image counts as its own then.
+        self.progress.add_images(state.name, 0 if self.ledger.is_done(outcome.index) else 1, 0)
 
     def _handle_failed(self, state: WorkerState, event: WorkerEvent) -> None:
         work = self.work_queue.release(event.worker, event.task)

@@ -238,6 +238,18 @@ def read_png(path: str | Path) -> tuple[Pixels, dict[str, str]]:
     raise InputError(found, "a whole 8-bit RGB PNG", "draw the image again, or name another file")
 
 
+def read_texts(data: bytes) -> dict[str, str]:
+    """The texts that stand before the pixels of a PNG as `encode_png` writes it, without looking at the pixels."""
+    texts = {}
+    for kind, body in _iter_chunks(data):
+        if kind == b"IDAT":
+            break
+        if kind in (b"tEXt", b"iTXt"):
+            key, value = _decode_text(kind, body)
+            texts[key] = value
+    return texts
+
+
 def _decode_png(data: bytes) -> tuple[Pixels, dict[str, str]]:
     chunks = list(_iter_chunks(data))
     kinds = [kind for kind, _ in chunks]

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from halation.distributed.checkpoint.reader import CheckpointReader
 from halation.distributed.checkpoint.writer import COMMIT_FILE, file_sha256, find_damage, find_newest_valid
 from halation.errors import InputError
+from halation.input_files import check_numbers, read_json, read_safetensors_header
 from halation.models.autoencoder import ImageSpace, load_space
 from halation.models.bundled_models import resolve_model_path, suggest_model
 from halation.models.denoiser import Denoiser
 from halation.models.dit.denoiser import DiTDenoiser
 from halation.models.dit.network import DiT, DiTConfig
 from halation.models.dit.tokenizer import WordTokenizer
+from halation.models.fingerprint import check_sampling_settings
+from halation.models.pipelines.folder_safety_check import check_not_only_pickles
 
 
 def build_denoiser(description: Mapping[str, Any]) -> Denoiser:
@@ -39,11 +41,16 @@ def build_denoiser(description: Mapping[str, Any]) -> Denoiser:
 
 
 def build_dit(
-    description: Mapping[str, Any], *, folder: Path | None = None, space: ImageSpace | None = None
+    description: Mapping[str, Any],
+    *,
+    folder: Path | None = None,
+    space: ImageSpace | None = None,
+    stored: StoredShapes | None = None,
 ) -> DiTDenoiser:
     """The DiT a description names, with memory for its weights and nothing in it yet.
 
     `folder` is where a relative autoencoder path starts; a `space` that is already loaded is used instead of the described one.
+    Weights that are `stored` and do not fit are refused before there is memory for them.
     """
     if description.get("family") != "dit" or description.get("version") != 1:
         raise InputError(
@@ -67,6 +74,8 @@ def build_dit(
             "take the config.json that was written with the weights",
         ) from error
     assert isinstance(denoiser.module, DiT)
+    if stored is not None:
+        _check_shapes(denoiser.module, stored)
     denoiser.module.materialize()
     return denoiser
 
@@ -80,11 +89,28 @@ def _parse_config(values: Mapping[str, Any]) -> DiTConfig:
     return DiTConfig(**values)
 
 
+class StoredShapes(NamedTuple):
+    """The shapes of stored tensors by name, and what they are stored in."""
+
+    source: str
+    shapes: dict[str, tuple[int, ...]]
+
+
 def load_weights(denoiser: Denoiser, tensors: Mapping[str, Tensor], *, source: str) -> None:
     """Put tensors into the trained parameters of the module; names and shapes must match exactly."""
-    trained = {name: parameter for name, parameter in denoiser.module.named_parameters() if parameter.requires_grad}
+    _check_shapes(
+        denoiser.module, StoredShapes(source, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    )
+    with torch.no_grad():
+        for name, parameter in denoiser.module.named_parameters():
+            if parameter.requires_grad:
+                parameter.copy_(tensors[name])
+
+
+def _check_shapes(module: nn.Module, stored: StoredShapes) -> None:
+    source, found = stored
+    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     expected = {name: tuple(parameter.shape) for name, parameter in trained.items()}
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     different = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
     if different:
         name = different[0]
@@ -93,9 +119,6 @@ def load_weights(denoiser: Denoiser, tensors: Mapping[str, Tensor], *, source: s
             f"{name}: {expected.get(name, 'no such tensor')}",
             "use the config.json that was written with these weights",
         )
-    with torch.no_grad():
-        for name, parameter in trained.items():
-            parameter.copy_(tensors[name])
 
 
 def load_export(folder: str | Path, weights: str = "model.safetensors") -> DiTDenoiser:
@@ -107,28 +130,63 @@ def load_export(folder: str | Path, weights: str = "model.safetensors") -> DiTDe
         raise InputError(
             f"no weights at {file}", "a safetensors file", "name a file of this folder that ends in .safetensors"
         )
+    denoiser = build_dit(description, folder=path, stored=_read_stored_shapes(file))
     try:
         tensors = load_file(file)
     except (SafetensorError, OSError) as error:
         raise InputError(
             f"{file} cannot be read: {error}", "a whole safetensors file", "copy or export it again"
         ) from error
-    denoiser = build_dit(description, folder=path)
     load_weights(denoiser, tensors, source=str(file))
     return denoiser
+
+
+def _read_stored_shapes(file: Path) -> StoredShapes:
+    try:
+        header = read_safetensors_header(file)
+    except (ValueError, OSError) as error:
+        raise InputError(
+            f"{file} cannot be read: {error}", "a whole safetensors file", "copy or export it again"
+        ) from error
+    return StoredShapes(str(file), {n: tuple(entry["shape"]) for n, entry in header.items() if n != "__metadata__"})
+
+
+def check_model(folder: Path, *, raw: bool) -> None:
+    """Refuse a DiT that does not hold together, before a worker is started for it; other models are for their loader to refuse."""
+    is_checkpoint = (folder / COMMIT_FILE).exists()
+    weights = folder / ("model_raw.safetensors" if raw else "model.safetensors")
+    try:
+        if is_checkpoint:
+            reader = CheckpointReader(folder)
+            description = dict(reader.state["denoiser"])
+        else:
+            description = _read_description(folder / "config.json")
+        if description.get("family") != "dit" or "config" not in description:
+            return
+        shapes = reader.shapes("model" if raw else "ema") if is_checkpoint else {}
+        stored = StoredShapes(str(folder), shapes) if is_checkpoint else _read_stored_shapes(weights)
+        _check_shapes(DiT(_parse_config(description["config"])), stored)
+        tokenizer = description.get("tokenizer")
+        check_numbers(f"the tokenizer of {folder}", tokenizer or {}, {"max_tokens": (3, 8192)})
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _unreadable_error(folder, error) from error
 
 
 def _read_description(file: Path) -> dict[str, Any]:
     """`config.json`: a description, or a document that holds one under `model`."""
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        value = read_json(file)
     except FileNotFoundError as error:
         raise InputError(
             f"no {file.name} in {file.parent}",
             "an export folder with config.json and model.safetensors",
             "check the path",
         ) from error
-    except (ValueError, RecursionError) as error:
+    except OSError as error:
+        raise InputError(
+            f"{file} cannot be read: {error.strerror}", "the config.json of an export", "export the model again"
+        ) from error
+    except ValueError as error:
         raise InputError(
             f"{file} is not JSON: {error}", "the config.json of an export", "export the model again"
         ) from error
@@ -165,6 +223,7 @@ def find_checkpoint(folder: Path) -> Path:
         )
     elif (folder / "config.json").exists() and any(folder.glob("*.safetensors")):
         return folder
+    check_not_only_pickles(folder)
     raise InputError(
         f"no whole checkpoint in {folder}",
         "a run that has saved, a checkpoint or an export",
@@ -177,7 +236,7 @@ def check_base_exists(folder: Path) -> None:
     if not (folder / COMMIT_FILE).exists():
         return
     try:
-        description = dict(json.loads((folder / "state.json").read_bytes())["denoiser"])
+        description = dict(read_json(folder / "state.json")["denoiser"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise _unreadable_error(folder, error) from error
     base = Path(str(description.get("path", "")))
@@ -201,16 +260,21 @@ def load_denoiser(folder: Path, *, raw: bool, checked: bool = False) -> Denoiser
         return load_export(folder, "model_raw.safetensors" if raw else "model.safetensors")
     try:
         reader = CheckpointReader(folder)
-        denoiser = _build_from_checkpoint(folder, dict(reader.state["denoiser"]))
-        tensors = dict(reader.read_part("model" if raw else "ema"))
+        part = "model" if raw else "ema"
+        denoiser = _build_from_checkpoint(
+            folder, dict(reader.state["denoiser"]), StoredShapes(str(folder), reader.shapes(part))
+        )
+        tensors = dict(reader.read_part(part))
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _unreadable_error(folder, error) from error
     load_weights(denoiser, tensors, source=str(folder))
     return denoiser
 
 
-def _build_from_checkpoint(folder: Path, description: dict[str, Any]) -> Denoiser:
+def _build_from_checkpoint(folder: Path, description: dict[str, Any], stored: StoredShapes) -> Denoiser:
     try:
+        if description.get("family") == "dit":
+            return build_dit(description, stored=stored)
         return build_denoiser(description)
     except InputError as error:
         if description.get("family") != "pipeline":
@@ -231,7 +295,7 @@ def weights_digest(folder: Path, *, raw: bool) -> str:
     """One word for the very weights that are drawn from."""
     part = "model" if raw else "ema"
     if (folder / COMMIT_FILE).exists():
-        sums = json.loads((folder / COMMIT_FILE).read_bytes())["sha256"]
+        sums = read_json(folder / COMMIT_FILE)["sha256"]
         digests = sorted(value for name, value in sums.items() if name.split(".")[0].split("-")[0] == part)
         return hashlib.sha256(" ".join(digests).encode()).hexdigest()
     file = folder / ("model_raw.safetensors" if raw else "model.safetensors")
@@ -246,9 +310,11 @@ def read_sampling_settings(folder: Path) -> dict[str, Any]:
     """How the run this model comes from drew its samples."""
     source = folder / ("state.json" if (folder / COMMIT_FILE).exists() else "config.json")
     try:
-        return dict(json.loads(source.read_bytes()).get("sampling", {}))
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        sampling = dict(read_json(source).get("sampling", {}))
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise _unreadable_error(folder, error) from error
+    check_sampling_settings(str(source), sampling)
+    return sampling
 
 
 def read_space_description(folder: Path) -> dict[str, Any]:
@@ -256,7 +322,7 @@ def read_space_description(folder: Path) -> dict[str, Any]:
     committed = (folder / COMMIT_FILE).exists()
     source = folder / ("state.json" if committed else "config.json")
     try:
-        value = json.loads(source.read_bytes())
+        value = read_json(source)
         space = dict((value["denoiser"] if committed else value)["space"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise _unreadable_error(folder, error) from error

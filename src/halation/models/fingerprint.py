@@ -4,13 +4,37 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+from halation.errors import InputError
+from halation.input_files import RefusedFileError, check_numbers, open_regular_file, read_bytes
 
 EXPORT_FILE = "halation.json"
 """What Halation leaves in a pipeline it exported: the step, and how its run drew samples. No model reads it."""
 SMALL_BYTES = 1 << 20
 SAMPLE_BYTES = 1 << 16
 NUM_SAMPLES = 16
+
+
+SAMPLING_RANGES = {
+    "height": (1, 16_384), "width": (1, 16_384), "steps": (1, 10_000), "seed": (0, 2**63 - 1), "sheet_size": (1, 65_536),
+    "threads": (0, 4096), "guidance_scale": (0.0, 1e6), "time_shift": (0.0, 1e6),
+}  # fmt: skip
+
+
+def check_sampling_settings(source: str, sampling: Mapping[str, Any]) -> None:
+    """Refuse numbers with which a model that was exported, or a checkpoint, cannot be drawn from."""
+    check_numbers(source, sampling, SAMPLING_RANGES)
+    kinds = {"sampler": str, "dtype": str, "prompts": list, "distilled": dict | None}
+    for name, kind in kinds.items():
+        if name in sampling and not isinstance(sampling[name], kind):
+            raise InputError(
+                f"{source}: {name} is a {type(sampling[name]).__name__}",
+                "the settings that Halation wrote with the weights",
+                "export the model again, or name another",
+            )
 
 
 def fingerprint(folder: Path) -> str:
@@ -23,7 +47,10 @@ def fingerprint(folder: Path) -> str:
     for path in sorted(_model_files(folder), key=lambda path: path.relative_to(folder).as_posix()):
         size = path.stat().st_size
         digest.update(f"{path.relative_to(folder).as_posix()}\0{size}\0".encode())
-        digest.update(_content_digest(path, size))
+        try:
+            digest.update(_content_digest(path, size))
+        except RefusedFileError as error:
+            raise error.as_input_error() from error
     return digest.hexdigest()
 
 
@@ -38,9 +65,9 @@ def _model_files(folder: Path) -> list[Path]:
 
 def _content_digest(path: Path, size: int) -> bytes:
     if size <= SMALL_BYTES:
-        return hashlib.sha256(path.read_bytes()).digest()
+        return hashlib.sha256(read_bytes(path, SMALL_BYTES)).digest()
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
+    with open_regular_file(path) as file:
         for number in range(NUM_SAMPLES):
             file.seek((size - SAMPLE_BYTES) * number // (NUM_SAMPLES - 1))
             digest.update(file.read(SAMPLE_BYTES))

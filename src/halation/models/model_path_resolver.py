@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -10,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from halation.errors import InputError
+from halation.input_files import read_json
 from halation.models.bundled_models import bundled_name, bundled_names, portable_name, resolve_model_path, suggest_model
-from halation.models.fingerprint import EXPORT_FILE, fingerprint
+from halation.models.fingerprint import EXPORT_FILE, check_sampling_settings, fingerprint
+from halation.models.pipelines.folder_safety_check import check_component_sizes, check_not_only_pickles
 from halation.models.test_pattern import parse_timing
 
 DEFAULT_HEIGHT, DEFAULT_WIDTH, DEFAULT_GUIDANCE_SCALE, DEFAULT_STEPS = 480, 832, 7.5, 20
@@ -69,6 +70,7 @@ def resolve_model(model_path: str, *, raw: bool) -> ModelRef:
     if not folder.is_dir():
         folder = _download(model_path)
     if (folder / "model_index.json").exists():
+        check_component_sizes(folder)
         load_args = {"kind": "pipeline", "path": str(folder.resolve())}
         name = Path(model_path).resolve().name
         return ModelRef(load_args=load_args, name=name, digest=fingerprint(folder), **read_export_settings(folder))
@@ -81,7 +83,8 @@ def read_export_settings(folder: Path) -> dict[str, Any]:
     if not (folder / EXPORT_FILE).exists():
         return {}
     try:
-        sampling = json.loads((folder / EXPORT_FILE).read_bytes())["sampling"]
+        sampling = read_json(folder / EXPORT_FILE)["sampling"]
+        check_sampling_settings(str(folder / EXPORT_FILE), sampling)
         height, width, guidance_scale = (sampling[name] for name in ("height", "width", "guidance_scale"))
         size = {"height": int(height), "width": int(width)}
         is_distilled = bool(sampling.get("distilled"))
@@ -104,8 +107,10 @@ def distillation_settings(sampling: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _resolve_checkpoint(folder: Path, raw: bool) -> ModelRef:
+    check_not_only_pickles(folder)
     from halation.models.checkpoint_loading import (
         check_base_exists,
+        check_model,
         find_checkpoint,
         read_sampling_settings,
         weights_digest,
@@ -119,6 +124,7 @@ def _resolve_checkpoint(folder: Path, raw: bool) -> ModelRef:
     if not {"sampler", "height", "width", "guidance_scale"} <= sampling.keys():
         raise _not_a_model_error(folder, "it does not say how it is sampled; part of a pipeline, perhaps")
     check_base_exists(found)
+    check_model(found, raw=raw)
     load_args = {
         "kind": "checkpoint",
         "path": str(found.resolve()),
@@ -170,7 +176,7 @@ def find_fine_tuned_run(folder: Path) -> Path | None:
     folder = folder.resolve()
     for run in (folder, *folder.parents[:2]):
         try:
-            record = json.loads((run / "config.json").read_bytes())
+            record = read_json(run / "config.json")
             if record["job"] in ("train", "distill") and record["settings"]["model_path"]:
                 return run
         except (OSError, ValueError, KeyError, TypeError, RecursionError):

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from halation.errors import HalationError, InputError
+from halation.input_files import read_json
 from halation.runs import lock
 from halation.runs import run_folder as runs
 
@@ -151,7 +152,7 @@ def _require_running(folder: Path) -> dict[str, Any]:
 def _not_running_error(run: runs.RunFolder) -> InputError:
     """How it ended, if it said so, and what would make it run."""
     try:
-        ended = json.loads((run.folder / lock.ENDED_FILE).read_bytes())
+        ended = read_json(run.folder / lock.ENDED_FILE)
     except (OSError, ValueError):
         ended = None
     ended = ended if isinstance(ended, dict) else {}
@@ -168,7 +169,7 @@ def _not_running_error(run: runs.RunFolder) -> InputError:
 
 def _read_owner(folder: Path) -> dict[str, Any] | None:
     try:
-        owner = json.loads((folder / ".owner.json").read_bytes())
+        owner = read_json(folder / ".owner.json")
     except (OSError, ValueError):
         return None
     return owner if isinstance(owner, dict) else None
@@ -254,9 +255,8 @@ class ControlInbox:
 def _pop_request(path: Path) -> dict[str, Any] | None:
     """Read and remove; None where it was withdrawn in between."""
     try:
-        data = path.read_bytes()
+        row = read_json(path)
         path.unlink()
-        row = json.loads(data)
     except FileNotFoundError:
         return None
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Who holds a run's folder, whether that process still lives, and how the last one that held it ended."""
+"""Who holds a run's folder, whether it is still there, whether its owner still lives, and how the last owner ended."""
 
 from __future__ import annotations
 
@@ -6,62 +6,206 @@ import contextlib
 import json
 import os
 import socket
+import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from halation.errors import HalationError, InputError, Interrupted
+from halation.errors import FolderError, HalationError, InputError, Interrupted
+from halation.input_files import read_json
 from halation.runs.run_folder import CONFIG_FILE, METRICS_FILE, write_atomic, write_json_atomic
 
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
+
 ENDED_FILE = "ended.json"
+LOCK_FILE = ".lock"
 OWNER_FILE = ".owner.json"
+OWN_TRAINER = "own trainer"
+"""The command of an owner that is a training loop which is not Halation's."""
 KILLED_REASON = "killed; where nobody did it, the machine ran out of memory; the same command goes on"
+CHECK_INTERVAL_S = 1.5
+PATIENCE_S = 2.0
+"""For so long a folder may be out of reach before a command is ended that does not notice it by itself: networks have short moments."""
+EXIT_TIMEOUT_S = 4.0
+"""For so long a command that was told of a lost folder may take to end by itself. All three together stay below 10 s."""
+
+
+class WatchedPath:
+    """A folder, or a file that stays open, as it was when a command began: another one of that name is not it."""
+
+    def __init__(self, path: Path, identity: tuple[int, int] | None = None) -> None:
+        """`identity` is that of the folder in the process that began the command; by default that of the folder now."""
+        self.path = path
+        self.identity = identity or _file_identity(path)
+
+    def find_problem(self) -> str:
+        """Why nothing can be written there any more; empty where it can be."""
+        try:
+            identity = _file_identity(self.path)
+        except (FileNotFoundError, NotADirectoryError):
+            return (
+                f"{self.path} is gone: it was removed or moved while this command wrote to it; "
+                "put it back, then run the same command again"
+            )
+        except OSError as error:
+            return f"{self.path} cannot be reached: {error.strerror}; mend that, then run the same command again"
+        if identity != self.identity:
+            return (
+                f"{self.path} is another one than when this command began: it was removed or moved, and made anew; "
+                "put the first one back, then run the same command again"
+            )
+        return "" if os.access(self.path, os.W_OK) or not self.path.is_dir() else self._find_refusal()
+
+    def _find_refusal(self) -> str:
+        """What the system says to a new file; some file systems answer `access` wrongly."""
+        probe = self.path / f".probe.{os.getpid()}.tmp"
+        try:
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            return (
+                f"{self.path} cannot be written any more: {error.strerror}; "
+                "make it writable, then run the same command again"
+            )
+        return ""
+
+
+def _file_identity(path: Path) -> tuple[int, int]:
+    status = os.stat(path)
+    return status.st_dev, status.st_ino
+
+
+class FolderMonitor:
+    """Watches the folders that a command writes to, from a thread: what is drawn or learned without a place for it is lost.
+
+    Code that runs for long calls `check` now and then, which costs nothing. A command that does not end in time after its folder
+    was lost is ended. On leaving, whatever failed because of a lost folder becomes one FolderError.
+    """
+
+    def __init__(self, *paths: Path) -> None:
+        self.watched = [WatchedPath(path) for path in paths]
+        self.problem = ""
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="halation-folder", daemon=True)
+
+    def watch(self, path: Path) -> None:
+        """Watch one more, such as a file that stays open and would go on taking what nobody can read."""
+        self.watched.append(WatchedPath(path))
+
+    def find_problem(self) -> str:
+        """Look now, whatever the thread has found."""
+        return next((problem for each in self.watched if (problem := each.find_problem())), "")
+
+    def check(self) -> None:
+        """Raise where the thread has found that the folder was lost."""
+        if self.problem:
+            raise FolderError(self.problem)
+
+    def check_now(self) -> None:
+        """Raise where the folder is lost at this moment."""
+        problem = self.find_problem()
+        if problem:
+            raise FolderError(problem)
+
+    def __enter__(self) -> FolderMonitor:
+        self._thread.start()
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        self._is_closed.set()
+        self._thread.join()
+        if error is None or (isinstance(error, Exception) and not isinstance(error, FolderError | Interrupted)):
+            problem = self.problem or self.find_problem()
+            if problem:
+                raise FolderError(problem) from error
+            if isinstance(error, FileNotFoundError | NotADirectoryError) and self._contains(error.filename):
+                raise FolderError(
+                    f"cannot write {error.filename}: {error.strerror}; its folder was removed or moved while this command "
+                    "wrote to it; put it back, then run the same command again"
+                ) from error
+
+    def _contains(self, filename: object) -> bool:
+        """Whether a file that could not be written would have a place in a watched folder, of which a part is gone."""
+        if not isinstance(filename, str) or os.path.isdir(os.path.dirname(filename)):
+            return False
+        return any(Path(os.path.abspath(filename)).is_relative_to(each.path.absolute()) for each in self.watched)
+
+    def _watch(self) -> None:
+        lost_since = None
+        while not self._is_closed.wait(CHECK_INTERVAL_S if lost_since is None else PATIENCE_S / 4):
+            problem = self.find_problem()
+            now = time.monotonic()
+            lost_since = (lost_since or now) if problem else None
+            if lost_since is None or now - lost_since < PATIENCE_S:
+                continue
+            self.problem = problem
+            if not self._is_closed.wait(EXIT_TIMEOUT_S):
+                sys.stderr.write(f"halation: {problem}\n")
+                sys.stderr.flush()
+                os._exit(FolderError.exit_code)
+            return
 
 
 @contextlib.contextmanager
-def lock_folder(folder: Path, command: str) -> Iterator[None]:
+def lock_folder(folder: Path, command: str) -> Iterator[FolderMonitor]:
     """Hold a run folder alone; a second command on it is refused and told who holds it, a dead owner's hold is taken over.
 
     The operating system drops the lock with its owner, so a lock left by a killed command never has to be guessed about.
-    How it ended is told in ended.json, which is there while nobody holds the folder.
+    How it ended is told in ended.json, which is there while nobody holds the folder. While it is held the folder is watched.
     """
-    from filelock import FileLock, Timeout
+    from filelock import FileLock
 
-    path = folder / ".lock"
+    path = folder / LOCK_FILE
     owner_path = folder / OWNER_FILE
+    identity = _file_identity(folder)
     lock = FileLock(path)
-    try:
-        lock.acquire(timeout=0.2)
-    except Timeout:
-        holder = _describe_owner(owner_path)
-        raise InputError(
-            f"{folder} is in use by {holder}",
-            "one command at a time on a folder",
-            "wait for it, stop it, or choose another --output_dir",
-        ) from None
+    _acquire(lock, folder, "--output_dir")
     try:
         previous_end = _read_previous_end(folder)
         write_json_atomic(owner_path, _owner_record(command))
         with contextlib.suppress(FileNotFoundError):
             (folder / ENDED_FILE).unlink()
-        with _record_end(folder, command, previous_end):
-            yield
+        with _record_end(folder, command, previous_end), FolderMonitor(folder) as monitor:
+            yield monitor
     finally:
         for leftover in (owner_path, path):
             with contextlib.suppress(OSError):
-                leftover.unlink()
+                if _file_identity(folder) == identity:  # in another folder of this name they are another command's
+                    leftover.unlink()
         lock.release()
 
 
-def write_owner(folder: Path, command: str) -> None:
-    """Tell whoever looks that this process works here, without a hold on the folder: running while it lives, then stopped.
+def hold_folder(folder: Path) -> BaseFileLock:
+    """Hold the folder of a training loop that is not Halation's, while the lock is referenced and this process lives.
 
-    The end is told beforehand, because nobody will be asked when it comes; it counts only once the process is gone.
+    A second training is refused with the owner's name; loops of one process share the hold. The gallery shows the run
+    as running while the process lives, then as stopped: that end is written beforehand, because nothing is called
+    when it comes.
     """
-    stopped = {**_end_record(command, None), "state": "stopped"}
-    write_json_atomic(folder / ENDED_FILE, stopped)
-    write_json_atomic(folder / OWNER_FILE, _owner_record(command))
+    from filelock import FileLock
+
+    lock = FileLock(folder / LOCK_FILE, is_singleton=True, thread_local=False)
+    if not lock.is_locked:
+        _acquire(lock, folder, "out=")
+    write_json_atomic(folder / ENDED_FILE, {**_end_record(OWN_TRAINER, None), "state": "stopped"})
+    write_json_atomic(folder / OWNER_FILE, _owner_record(OWN_TRAINER))
+    return lock
+
+
+def _acquire(lock: BaseFileLock, folder: Path, option: str) -> None:
+    from filelock import Timeout
+
+    try:
+        lock.acquire(timeout=0.2)
+    except Timeout:
+        raise InputError(
+            f"{folder} is in use by {_describe_owner(folder / OWNER_FILE)}",
+            "one command or training at a time on a folder",
+            f"wait for it, stop it, or choose another {option}",
+        ) from None
 
 
 def _owner_record(command: str) -> dict[str, Any]:
@@ -77,12 +221,14 @@ def _owner_record(command: str) -> dict[str, Any]:
 @contextlib.contextmanager
 def _record_end(folder: Path, command: str, previous_end: Mapping[str, Any] | None) -> Iterator[None]:
     """ended.json of what happens inside; a start that was refused leaves the run what it was, its record too."""
-    outputs_before = _output_stats(folder)
+    outputs_before, place = _output_stats(folder), WatchedPath(folder)
     config = folder / CONFIG_FILE
     record = config.read_bytes() if previous_end and config.exists() else None
     try:
         yield
     except BaseException as error:
+        if isinstance(error, FolderError) and place.find_problem():
+            raise  # whatever has this name now is another command's
         # By its code: a refusal that a rank or a worker spoke arrives as another kind of error.
         code = error.exit_code if isinstance(error, HalationError) else None
         is_refused = (code == InputError.exit_code or isinstance(error, GeneratorExit)) and _output_stats(
@@ -118,7 +264,7 @@ def _write_end(folder: Path, end: Mapping[str, Any]) -> None:
 def _read_previous_end(folder: Path) -> dict[str, Any] | None:
     """How the last hold of this folder ended; an owner's card alone is that of a killed one."""
     try:
-        end = json.loads((folder / ENDED_FILE).read_bytes())
+        end = read_json(folder / ENDED_FILE)
         return end if isinstance(end, dict) else None
     except (OSError, ValueError):
         killed = {**_end_record("", None), "state": "stopped", "reason": KILLED_REASON}
@@ -134,9 +280,10 @@ def _output_stats(folder: Path) -> list[tuple[int, int, int]]:
 
 def _describe_owner(path: Path) -> str:
     try:
-        owner = json.loads(path.read_bytes())
-        return f"`halation {owner['command']}`, process {owner['pid']} on {owner['host']} since {owner['since']}"
-    except (OSError, ValueError, KeyError):
+        owner = read_json(path)
+        command = "a training" if owner["command"] == OWN_TRAINER else f"`halation {owner['command']}`"
+        return f"{command}, process {owner['pid']} on {owner['host']} since {owner['since']}"
+    except (OSError, ValueError, KeyError, TypeError):
         return "another command"
 
 

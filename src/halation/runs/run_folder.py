@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import hashlib
 import itertools
 import json
 import math
 import os
+import shutil
 import socket
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from halation import input_files
 from halation.errors import HalationError, InputError
 from halation.fault_injection import fault_point
 
@@ -22,6 +27,8 @@ COMMIT_FILE = "COMMIT.json"
 """Written last into a checkpoint: without it there is none."""
 EXTERNAL_TRAINER = "own"
 """What the record of a run says under `trainer` whose loop no command of Halation's is."""
+DIGEST_KEY = "digest"
+"""Where a JSON object has the SHA-256 of everything else in it."""
 _num_temporaries = itertools.count()
 
 
@@ -77,6 +84,36 @@ def write_json_atomic(path: Path, value: Any) -> None:
     write_atomic(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
 
 
+def json_digest(value: Mapping[str, Any]) -> str:
+    """The SHA-256 of a JSON object, leaving out the digest in it."""
+    content = json.loads(json.dumps({key: part for key, part in value.items() if key != DIGEST_KEY}))
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def json_with_digest(value: Mapping[str, Any]) -> bytes:
+    """The bytes of a file that `read_json_with_digest` reads."""
+    return (json.dumps({**value, DIGEST_KEY: json_digest(value)}, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def write_json_with_digest(path: Path, value: Mapping[str, Any]) -> None:
+    write_atomic(path, json_with_digest(value))
+
+
+def read_json_with_digest(path: Path) -> Any:
+    """What `write_json_with_digest` wrote, without the digest; raises where a bit of it is another.
+
+    Files of earlier versions have no digest and are read as they are.
+    """
+    value = read_json(path)
+    if isinstance(value, dict) and value.pop(DIGEST_KEY, None) not in (None, json_digest(value)):
+        raise InputError(
+            f"{path} is damaged: it is not what was written",
+            "the file as Halation wrote it",
+            f"restore it from a copy; if you changed it on purpose, remove its line {DIGEST_KEY!r}",
+        )
+    return value
+
+
 def sync_folder(folder: Path) -> None:
     """Make a rename in this folder survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -88,8 +125,10 @@ def sync_folder(folder: Path) -> None:
 
 def read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_bytes())
-    except (ValueError, UnicodeDecodeError) as error:
+        return input_files.read_json(path)
+    except input_files.RefusedFileError as error:
+        raise error.as_input_error() from error
+    except ValueError as error:
         raise InputError(
             f"{path} is not JSON ({error})",
             "the file as Halation wrote it",
@@ -144,6 +183,42 @@ def make_folder(folder: Path) -> None:
         ) from error
 
 
+def make_subfolder(folder: Path, num_levels: int = 1) -> None:
+    """Create a folder of a run, `num_levels` deep in it; never the run's own folder, whose loss a new one would hide."""
+    for level in reversed([folder, *folder.parents][:num_levels]):
+        level.mkdir(exist_ok=True)
+
+
+@contextlib.contextmanager
+def scratch_folder(prefix: str) -> Iterator[Path]:
+    """A temporary folder outside of any run; what killed commands left of theirs with this prefix is removed."""
+    _remove_stale_scratch(prefix)
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=prefix))
+        lock = os.open(folder, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if folder.exists():  # another command may have taken it for a stale one before it was locked
+            break
+        os.close(lock)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _remove_stale_scratch(prefix: str) -> None:
+    """The system drops the lock of a folder with its owner."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):  # held, another user's, or gone already
+            lock = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+
 def diff_settings(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """One line for each setting that is not what it was, in a form a person can read."""
     lines = []
@@ -161,7 +236,7 @@ def _shorten(value: Any) -> str:
 
 def read_record(run: RunFolder) -> dict[str, Any]:
     """config.json as `create_or_resume_run` wrote it."""
-    record = read_json(run.config)
+    record = read_json_with_digest(run.config)
     if not isinstance(record, dict) or not {"job", "fixed", "changes"} <= record.keys():
         raise InputError(
             f"{run.config} is not the record of a run",
@@ -215,7 +290,9 @@ def create_or_resume_run(
     `has_outputs` says whether anything was made with the recorded settings; by default, whether a checkpoint was saved.
     """
     if not run.config.exists():
-        write_json_atomic(run.config, {"job": job, "settings": dict(settings), "fixed": dict(fixed), "changes": []})
+        write_json_with_digest(
+            run.config, {"job": job, "settings": dict(settings), "fixed": dict(fixed), "changes": []}
+        )
         return True
     record = read_record(run)
     recorded_settings = record.get("settings")
@@ -234,14 +311,16 @@ def create_or_resume_run(
     if not (
         run.has_checkpoints() if has_outputs is None else has_outputs
     ):  # a first start that was refused or killed binds nobody to its settings
-        write_json_atomic(run.config, {"job": job, "settings": dict(settings), "fixed": dict(fixed), "changes": []})
+        write_json_with_digest(
+            run.config, {"job": job, "settings": dict(settings), "fixed": dict(fixed), "changes": []}
+        )
         return True
     keys = [key for key in record["fixed"] if key in fixed] + [key for key in fixed if key not in record["fixed"]]
     _check_or_record_changes(
         run, record, {key: record["fixed"].get(key) for key in keys}, fixed, accept_changes, flag_names
     )
     record["settings"] = dict(settings)
-    write_json_atomic(run.config, record)
+    write_json_with_digest(run.config, record)
     return False
 
 
@@ -251,7 +330,7 @@ def record_facts(run: RunFolder, facts: Mapping[str, Any], accept_changes: bool)
     known = {key: record["fixed"][key] for key in facts if key in record["fixed"]}
     _check_or_record_changes(run, record, known, {key: facts[key] for key in known}, accept_changes)
     record["fixed"] |= facts
-    write_json_atomic(run.config, record)
+    write_json_with_digest(run.config, record)
     return record
 
 
@@ -304,7 +383,7 @@ class MetricsFile:
         for line in self.path.read_bytes().split(b"\n"):
             try:
                 row = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(row, dict):
                 rows.append(row)

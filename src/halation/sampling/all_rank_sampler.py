@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
+import torch
 
 from halation import work_division
+from halation.distributed import rng
 from halation.distributed.world import HeartbeatMonitor, World
 from halation.sample_specs import SampleBatch, SampleSpec
 from halation.sampling.sample_folder import SampleFolder, SampleRow, is_drawn
@@ -74,6 +77,132 @@ class BatchClaims:
         return number
 
 
+_UNREADABLE = object()
+
+
+class _TorchSetting(NamedTuple):
+    """A state of torch that the whole process, or this thread, shares."""
+
+    read: Callable[[], Any]
+    write: Callable[[Any], object]
+
+
+def _attribute(owner: Any, name: str) -> _TorchSetting:
+    return _TorchSetting(lambda: getattr(owner, name), lambda value: setattr(owner, name, value))
+
+
+def _autocast_settings(kind: str) -> tuple[_TorchSetting, _TorchSetting]:
+    return (
+        _TorchSetting(lambda: torch.is_autocast_enabled(kind), lambda on: torch.set_autocast_enabled(kind, on)),
+        _TorchSetting(lambda: torch.get_autocast_dtype(kind), lambda dtype: torch.set_autocast_dtype(kind, dtype)),
+    )
+
+
+def _autocast_depth() -> int:
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+def _set_autocast_depth(depth: int) -> None:
+    """Regions that were entered and never left: torch would never again drop its casts of weights that steps change."""
+    while _autocast_depth() < depth:
+        torch.autocast_increment_nesting()
+    while _autocast_depth() > depth:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+
+
+def _set_autocast_cache(enabled: bool) -> None:
+    torch.clear_autocast_cache()  # with the other setting it may hold casts that were made without gradients
+    torch.set_autocast_cache_enabled(enabled)
+
+
+def _default_device() -> torch.device | None:
+    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    return None if context is None else context.device
+
+
+def _current_gpu() -> tuple[int, Any]:
+    return (torch.cuda.current_device(), torch.cuda.current_stream()) if torch.cuda.is_initialized() else (0, None)
+
+
+def _set_current_gpu(state: tuple[int, Any]) -> None:
+    device, stream = state
+    torch.cuda.set_device(device)
+    if stream is not None:
+        torch.cuda.set_stream(stream)
+
+
+def _flushes_denormals() -> bool:
+    smallest = sys.float_info.min
+    return smallest / 2 == 0.0
+
+
+def _torch_settings() -> list[_TorchSetting]:
+    """What a forward, a backward or a step of training may depend on besides weights, modes and random states."""
+    backends: Any = torch.backends
+    cudnn, mkldnn = backends.cudnn, backends.mkldnn
+    precisions = (backends, cudnn, backends.cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn)
+    return [
+        _TorchSetting(_default_device, torch.set_default_device),
+        _TorchSetting(torch.get_default_dtype, torch.set_default_dtype),
+        _TorchSetting(torch.get_num_threads, torch.set_num_threads),
+        _TorchSetting(_flushes_denormals, torch.set_flush_denormal),
+        *_autocast_settings("cpu"),
+        *_autocast_settings("cuda"),
+        _TorchSetting(torch.is_autocast_cache_enabled, _set_autocast_cache),
+        _TorchSetting(_autocast_depth, _set_autocast_depth),
+        _TorchSetting(
+            lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+            lambda state: torch.set_anomaly_enabled(*state),
+        ),
+        _TorchSetting(
+            lambda: (
+                torch.are_deterministic_algorithms_enabled(),
+                torch.is_deterministic_algorithms_warn_only_enabled(),
+            ),
+            lambda state: torch.use_deterministic_algorithms(state[0], warn_only=state[1]),
+        ),
+        _attribute(torch.utils.deterministic, "fill_uninitialized_memory"),
+        *(_attribute(cudnn, name) for name in ("enabled", "benchmark", "deterministic", "allow_tf32")),
+        *(_attribute(mkldnn, name) for name in ("enabled", "deterministic")),
+        _TorchSetting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+        *(
+            _attribute(backends.cuda.matmul, f"allow_{name}")
+            for name in ("tf32", "fp16_reduced_precision_reduction", "bf16_reduced_precision_reduction")
+        ),
+        # After the older names of the same numbers: setting those changes these.
+        *(_attribute(owner, "fp32_precision") for owner in precisions),
+        _TorchSetting(backends.cuda.flash_sdp_enabled, backends.cuda.enable_flash_sdp),
+        _TorchSetting(backends.cuda.mem_efficient_sdp_enabled, backends.cuda.enable_mem_efficient_sdp),
+        _TorchSetting(backends.cuda.math_sdp_enabled, backends.cuda.enable_math_sdp),
+        _TorchSetting(backends.cuda.cudnn_sdp_enabled, backends.cuda.enable_cudnn_sdp),
+        _TorchSetting(_current_gpu, _set_current_gpu),
+    ]
+
+
+def _read_setting(setting: _TorchSetting) -> Any:
+    """torch refuses the older name of a setting that was made by its newer name; that one is read too."""
+    try:
+        return setting.read()
+    except RuntimeError:
+        return _UNREADABLE
+
+
+@contextlib.contextmanager
+def preserve_torch_settings() -> Iterator[None]:
+    """Restore how torch computes: precision, threads, algorithms, autocast, default dtype, devices, gradients."""
+    before = [(setting, _read_setting(setting)) for setting in _torch_settings()]
+    has_gradients = torch.is_grad_enabled()
+    try:
+        with torch.inference_mode(torch.is_inference_mode_enabled()), torch.set_grad_enabled(has_gradients):
+            yield
+    finally:
+        for setting, value in before:
+            if value is not _UNREADABLE and _read_setting(setting) != value:
+                setting.write(value)
+
+
 class ImageSink(Protocol):
     """Where the images of a batch go; what it raises costs that batch and nothing else."""
 
@@ -127,16 +256,18 @@ class SpecSampler(ABC):
     ) -> list[SampleRow]:
         """Draw these batches, the same list on every rank; every rank returns the rows of all images that were drawn or failed."""
         rows: list[SampleRow] = []
-        with HeartbeatMonitor(self.world, label, self.timeout_s) as monitor, self._preserve_training_state():
+        with (
+            HeartbeatMonitor(self.world, label, self.timeout_s) as monitor,
+            rng.fork_rng(),
+            self._preserve_training_state(),
+        ):
             try:
                 can_claim = self.share_mode == "contiguous" and not self.sharded
                 turns = self._iter_claims(len(todo), label, rows) if can_claim else self._iter_rounds(len(todo))
                 for batch_index in turns:
-                    rows.extend(
-                        self._draw_batch(
-                            None if batch_index is None else batches[todo[batch_index]], batches[0], sink, monitor
-                        )
-                    )
+                    batch = None if batch_index is None else batches[todo[batch_index]]
+                    with preserve_torch_settings():
+                        rows.extend(self._draw_batch(batch, batches[0], sink, monitor))
             finally:
                 sink.finish()
             rows_by_rank = monitor.gather_results(rows)
@@ -168,7 +299,7 @@ class SpecSampler(ABC):
 
     def _find_missing(self, sample_folder: SampleFolder, batches: Sequence[SampleBatch]) -> list[int]:
         with contextlib.suppress(OSError):  # a disk that cannot be written costs the samples, not the training
-            sample_folder.folder.mkdir(parents=True, exist_ok=True)
+            sample_folder.create()
         return [
             number
             for number, batch in enumerate(batches)

@@ -47,13 +47,13 @@ def run(config: SampleConfig) -> int:
     config, identity = _resolve_config(config)
     assert config.output_dir is not None
     runs.make_folder(config.output_dir)
-    with lock.lock_folder(config.output_dir, "sample"):
+    with lock.lock_folder(config.output_dir, "sample") as monitor:
         prepare_folder(config.output_dir, identity)
         if len(devices) == 1:
             os.environ[launcher.DEVICE_ENV] = devices[0]
             run_rank(config, has_lock=True)
         else:
-            launcher.Launcher(__name__, as_json(config), devices, 0, config.output_dir).run()
+            launcher.Launcher(__name__, as_json(config), devices, 0, config.output_dir, monitor).run()
     return 0
 
 
@@ -191,7 +191,7 @@ def _draw_samples(world: World, config: SampleConfig, folder: Path) -> None:
     denoiser.encode_prompts((*settings.prompts, ""))
     if settings.compile:
         compile_blocks(denoiser.shard_units())
-    sample_folder = SampleFolder(folder=folder, suffix="_raw" if config.raw else "")
+    sample_folder = SampleFolder(folder=folder, suffix="_raw" if config.raw else "", depth=0)
     kind = config.progress if world.is_rank_zero else "none"
     words = "steps" if world.size == 1 else f"steps on each of {world.size} ranks"
     with StopSignals() as signals, StepProgress(kind, 1, 0, "drawing") as progress:

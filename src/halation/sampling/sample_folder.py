@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import shutil
@@ -21,7 +20,14 @@ from halation.errors import InputError
 from halation.fault_injection import fault_point
 from halation.images.grid import make_grid
 from halation.images.png_codec import encode_png, metadata_texts, read_png
-from halation.runs.run_folder import step_name, write_atomic, write_json_atomic
+from halation.input_files import parse_json
+from halation.runs.run_folder import (
+    make_subfolder,
+    read_json_with_digest,
+    step_name,
+    write_atomic,
+    write_json_with_digest,
+)
 from halation.sample_specs import SampleBatch, SampleSpec
 
 log = logging.getLogger(__name__)
@@ -56,6 +62,11 @@ class SampleFolder:
     suffix: str = ""
     naming: Literal["index", "gpu"] | RankNaming = "index"
     label: str = ""
+    depth: int = 2
+    """How deep it lies in the folder of its run; 0 for that folder itself, which is never made here: its loss must show."""
+
+    def create(self) -> None:
+        make_subfolder(self.folder, self.depth)
 
     @property
     def prefix(self) -> str:
@@ -107,7 +118,10 @@ def remove_samples_after(samples: Path, step: int) -> None:
         if folder.name > step_name(step) or step < 0:
             shutil.rmtree(folder, ignore_errors=True)
     for path in samples.glob("epoch_*_samples.json"):
-        if _read_index(path).get("step", step + 1) > step:
+        index = _read_index(path)
+        if not index and step >= 0:
+            log.warning("%s is damaged: its images stay, since nothing else says which step they are of", path)
+        elif index.get("step", step + 1) > step:
             _remove_files(samples, path.name.removesuffix("samples.json"))
 
 
@@ -121,8 +135,8 @@ def _remove_files(folder: Path, prefix: str) -> None:
 
 def _read_index(path: Path) -> dict[str, Any]:
     try:
-        index = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        index = read_json_with_digest(path)
+    except (OSError, InputError):
         return {}
     return index if isinstance(index, dict) else {}
 
@@ -180,7 +194,7 @@ def is_drawn(sample_folder: SampleFolder, spec: SampleSpec) -> bool:
     try:
         _, text = read_png(sample_folder.image_path(spec))
         return (
-            json.loads(text["halation"]) == spec.as_json()
+            parse_json(text["halation"].encode()) == spec.as_json()
             and sample_folder.prompt_path(spec).read_bytes() == spec.prompt.encode()
         )
     except (InputError, OSError, ValueError, KeyError):
@@ -220,5 +234,5 @@ def publish_index(
         group = 2 if comparison else 1
         image = make_grid(cells, columns=min(4, group * len(rows)), labels=labels, group=group)
         write_atomic(sample_folder.grid_path, encode_png(image, {}))
-    write_json_atomic(sample_folder.index_path, metadata | {"samples": index_rows})
+    write_json_with_digest(sample_folder.index_path, metadata | {"samples": index_rows})
     return image

@@ -89,7 +89,6 @@ class FunctionSampler(SpecSampler):
     @contextlib.contextmanager
     def _preserve_training_state(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(rng.fork_rng())
             stack.enter_context(torch.no_grad())
             stack.enter_context(_disable_autocast())
             stack.enter_context(eval_mode(*self.modules))

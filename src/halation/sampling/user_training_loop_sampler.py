@@ -22,8 +22,9 @@ from halation import work_division
 from halation.distributed.external_process_group import external_world, is_fsdp1, is_sharded, reshard, unwrap_model
 from halation.distributed.world import World, run_on_rank_zero
 from halation.errors import InputError, RankFailure
-from halation.runs.lock import write_owner
-from halation.runs.run_folder import EXTERNAL_TRAINER, MetricsFile, RunFolder, write_json_atomic
+from halation.input_files import read_json
+from halation.runs.lock import hold_folder
+from halation.runs.run_folder import EXTERNAL_TRAINER, MetricsFile, RunFolder, write_json_with_digest
 from halation.sampling.all_rank_sampler import complete_rows, make_row
 from halation.sampling.sample_folder import SampleFolder, SampleRow, SampleWriter, publish_index, remove_samples_after
 from halation.sampling.user_function_sampler import Draw, FunctionSampler, FunctionSpec
@@ -103,8 +104,10 @@ class RankSampler:
         where it is not told. Ranks without a prompt then draw one that nobody sees.
     settings: whatever else decides the images (plain JSON): written into every image. Images with other settings are drawn again.
     again: draw also what is there already. Otherwise the step that a process calls first is not drawn again where it is complete; later
-        steps are, with everything after them forgotten, because their weights were trained again. So `out` belongs to one training.
-    timeout_s: a rank that has made no progress for so long, no forward of `model` and no image, is named and the call raises.
+        steps are, with everything after them forgotten, because their weights were trained again. So `out` belongs to
+        one training: a second one is refused while the process of the first lives and refers to its sampler.
+    timeout_s: a rank that has made no progress for so long, no forward of `model` and no image, is named and the call
+        raises. A rank that ended, was killed or left `draw` by `sys.exit` or Ctrl+C is named within seconds.
     """
 
     def __init__(
@@ -135,7 +138,7 @@ class RankSampler:
         if every < 1:
             raise InputError(f"every={every}", "a number of steps, at least 1", "leave sampler(step) out to draw never")
         _check_folder(self.run)
-        self._is_registered = False
+        self._folder_lock: Any = None
         self._last_step: int | None = None
         self._num_forwards: int | None = None
         _check_not_fsdp1(self.modules)
@@ -200,7 +203,7 @@ class RankSampler:
         metadata = {"step": step, "settings": self._settings.as_json()}
         if world.is_rank_zero:
             with self._log_errors(f"samples of step {step} are not shown as coming"):
-                write_json_atomic(sample_folder.index_path, {**metadata, "samples": []})
+                write_json_with_digest(sample_folder.index_path, {**metadata, "samples": []})
         log.info("Generating samples: %d of %d images on %d ranks (step %d)", len(todo), len(specs), world.size, step)
         with self._swap_weights() if todo else contextlib.nullcontext():
             rows = sampler.draw_batches(batches, todo, SampleWriter(sample_folder, ""), f"sampling step {step}")
@@ -233,6 +236,8 @@ class RankSampler:
 
         A process that came to this step from an earlier one has trained its weights again. The step it was started at may be complete.
         """
+        if self._folder_lock is None:
+            self._open_run()
         if is_later_step:
             with self._log_errors("samples of later steps stay"):
                 remove_samples_after(self.run.samples, step - 1)
@@ -240,15 +245,20 @@ class RankSampler:
                     MetricsFile(self.run.metrics).truncate_after(step - 1)
         elif self.again:
             sample_folder.clear()
-        if self._is_registered:
+
+    def _open_run(self) -> None:
+        """Hold the folder against another training; a disk that cannot be used is none of that."""
+        try:
+            self.run.folder.mkdir(parents=True, exist_ok=True)
+            self._folder_lock = hold_folder(self.run.folder)
+        except OSError as error:
+            reason = error.strerror or error
+            log.error("cannot write to directory %s: %s; it is not shown as a run", self.run.folder, reason)
             return
         models = {"model": type(unwrap_model(self.modules[0])).__name__} if self.modules else {}
         record = {"job": "train", "settings": models | self._settings.as_json() | {"every": self.every}}
         with self._log_errors(f"{self.run.folder} is not shown as a run"):
-            self.run.folder.mkdir(parents=True, exist_ok=True)
-            write_json_atomic(self.run.config, record | {"fixed": {}, "changes": []})
-            write_owner(self.run.folder, "own trainer")
-            self._is_registered = True
+            write_json_with_digest(self.run.config, record | {"fixed": {}, "changes": []})
 
     def _publish_step(
         self,
@@ -352,7 +362,7 @@ def _is_text(prompt: str) -> bool:
 def _check_folder(run: RunFolder) -> None:
     """A record of somebody else's (a run of ours, the config.json of a saved model) is not written over."""
     try:
-        record = json.loads(run.config.read_bytes())
+        record = read_json(run.config)
     except OSError:
         return  # nothing is there; or a disk that cannot be used, which the first drawing tells
     except ValueError:

@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -22,6 +21,7 @@ from typing import Any
 from halation import __version__
 from halation.errors import InputError
 from halation.models.bundled_models import bundled_folder, bundled_names
+from halation.runs.run_folder import scratch_folder
 from halation.tools.config import DoctorConfig
 
 EXTRAS = {
@@ -245,8 +245,7 @@ def _gib(num_bytes: int) -> str:
 def probe_communication(world_size: int, backend: str, timeout_s: float) -> dict[str, Any]:
     """Let `world_size` processes do an all-reduce; state `ok` with the bandwidth, or `failed` with what each one said."""
     result: dict[str, Any] = {"ranks": world_size, "backend": backend}
-    with tempfile.TemporaryDirectory(prefix="halation_doctor_") as name:
-        folder = Path(name)
+    with scratch_folder("halation_doctor_") as folder:
         ranks = [_start_rank(folder, rank, world_size, backend, timeout_s) for rank in range(world_size)]
         try:
             _wait_for_ranks(folder, ranks, timeout_s)

@@ -90,18 +90,24 @@ def export_dit(reader: CheckpointReader, folder: Path, space: ImageSpace) -> Non
 
     An autoencoder is copied along, so that the folder can be taken elsewhere.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     for part, name in (("ema", "model"), ("model", "model_raw")):
         tensors: dict[str, Tensor] = dict(reader.read_part(part))
         _write_atomically(folder / f"{name}.safetensors", lambda path, tensors=tensors: save_file(tensors, path))
         if part == "ema":
-            _write_atomically(folder / "model.pth", lambda path, tensors=tensors: torch.save(tensors, path))
+            _write_atomically(folder / "model.pth", lambda path, tensors=tensors: _save_torch_file(tensors, path))
     description = reader.state["denoiser"] | {"sampling": reader.state["sampling"]}
     if isinstance(space, LatentSpace):
         space.save(folder / "vae")
         description["space"] = description["space"] | {"path": "vae"}
     write_json_atomic(folder / "config.json", description)
     sync_folder(folder)
+
+
+def _save_torch_file(tensors: dict[str, Tensor], path: Path) -> None:
+    """Into an open file: given a name, torch writes that name, which is a temporary one, into the archive."""
+    with open(path, "wb") as file:
+        torch.save(tensors, file)
 
 
 def _write_atomically(path: Path, write: Any) -> None:

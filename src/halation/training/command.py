@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -9,7 +10,7 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -32,6 +33,7 @@ from halation.models.fingerprint import fingerprint
 from halation.prompt_files import collect_prompts
 from halation.runs import lock
 from halation.runs import run_folder as runs
+from halation.runs.lock import FolderMonitor
 from halation.runs.run_folder import RunFolder
 from halation.training import pipeline_finetuning
 from halation.training.config import TrainConfig
@@ -60,14 +62,19 @@ def launch(config: TrainConfig, job: str, open_record: OpenRecord, run_rank: Cal
     devices = launcher.select_devices(config.nproc, config.gpu_ids, config.oversubscribe)
     folder = RunFolder(config.output_dir)
     runs.make_folder(folder.folder)
-    with lock.lock_folder(folder.folder, job), runs.restore_record_on_failure(folder, config.accept_changes):
+    with (
+        lock.lock_folder(folder.folder, job) as monitor,
+        runs.restore_record_on_failure(folder, config.accept_changes),
+    ):
         runs.remove_temporaries(folder.folder)
         open_record(config, devices[0])
         if len(devices) == 1:
             os.environ[launcher.DEVICE_ENV] = devices[0]
-            run_rank(config, has_lock=True)
+            run_rank(config, monitor)
         else:
-            launcher.Launcher(run_rank.__module__, as_json(config), devices, config.max_restarts, folder.folder).run()
+            launcher.Launcher(
+                run_rank.__module__, as_json(config), devices, config.max_restarts, folder.folder, monitor
+            ).run()
     return 0
 
 
@@ -209,12 +216,12 @@ def _engine_name(engine: Any, zero_stage: int, file: dict[str, Any]) -> str:
 
 def run_rank(
     config: TrainConfig,
-    has_lock: bool = False,
+    monitor: FolderMonitor | None = None,
     job: str = "train",
     open_record: OpenRecord = open_record,
     new_task: TaskFactory | None = None,
 ) -> None:
-    """One rank of the training; under torchrun or srun, rank 0 also holds the folder."""
+    """One rank of the training; under torchrun or srun, rank 0 also holds the folder. `monitor` is of one that is held already."""
     # cuBLAS reads this when it is first used, so it has to be there before torch touches the GPU.
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -224,38 +231,38 @@ def run_rank(
     from halation.training.training_task import TrainingTask
 
     world = init_world(config.gpu_ids, config.oversubscribe, config.dist_timeout_s, config.threads)
-    has_lock = has_lock or launcher.RENDEZVOUS_ENV in os.environ
+    has_lock = monitor is not None or launcher.RENDEZVOUS_ENV in os.environ
     task = new_task or TrainingTask
     with (
         world.close_on_success(),
-        _lock_run_folder(config, world, has_lock, job, open_record),
-        TrainingSession(world, config, task) as session,
+        _lock_run_folder(config, world, has_lock, job, open_record) as own_monitor,
+        TrainingSession(world, config, task, monitor or own_monitor) as session,
     ):
         session.run()
         if world.is_rank_zero:
             _print_summary(config, session)
 
 
+@contextlib.contextmanager
 def _lock_run_folder(
     config: TrainConfig, world: Any, has_lock: bool, job: str = "train", open_record: OpenRecord = open_record
-) -> Any:
-    import contextlib
-
+) -> Iterator[FolderMonitor | None]:
+    """Hold the folder, on rank 0 of ranks that nobody of ours started; only there is a monitor of it."""
     from halation.distributed.world import run_on_rank_zero
 
-    if has_lock:
-        return contextlib.nullcontext()
-    stack = contextlib.ExitStack()
+    monitors: list[FolderMonitor] = []
+    with contextlib.ExitStack() as stack:
 
-    def open_run(_heartbeat: Any) -> None:
-        runs.make_folder(config.output_dir)
-        stack.enter_context(lock.lock_folder(config.output_dir, job))
-        stack.enter_context(runs.restore_record_on_failure(RunFolder(config.output_dir), config.accept_changes))
-        runs.remove_temporaries(config.output_dir)
-        open_record(config, str(world.device))
+        def open_run(_heartbeat: Any) -> None:
+            runs.make_folder(config.output_dir)
+            monitors.append(stack.enter_context(lock.lock_folder(config.output_dir, job)))
+            stack.enter_context(runs.restore_record_on_failure(RunFolder(config.output_dir), config.accept_changes))
+            runs.remove_temporaries(config.output_dir)
+            open_record(config, str(world.device))
 
-    run_on_rank_zero(world, "opening the run", open_run, config.dist_timeout_s)
-    return stack
+        if not has_lock:
+            run_on_rank_zero(world, "opening the run", open_run, config.dist_timeout_s)
+        yield monitors[0] if monitors else None
 
 
 def _print_summary(config: TrainConfig, session: TrainingSession) -> None:

@@ -186,5 +186,7 @@ class TrainConfig:
     """Images in a batch of an evaluation and in a batch of the extractor; part of the numbers' last bits."""
     eval_steps: int = free_setting(0)
     """Denoising steps of these images; 0 is sample_steps."""
+    restart: bool = free_setting(False)
+    """Start over at step 0 where every checkpoint of the run is damaged, instead of refusing; a whole one is still gone on from."""
     accept_changes: bool = free_setting(False)
     """Go on with changed settings; the change is recorded in config.json."""

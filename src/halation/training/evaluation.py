@@ -6,7 +6,6 @@ import dataclasses
 import gc
 import hashlib
 import itertools
-import json
 import logging
 import re
 import shutil
@@ -206,6 +205,7 @@ class TrainingEvaluator:
         self.config = config
         self.run_folder = run.folder
         self.folder = run.folder / "evaluation"
+        self.folder.mkdir(exist_ok=True)
         self.timeout_s = config.sample_timeout_s or config.dist_timeout_s
         self.run_counter = itertools.count()
         self.data = open_evaluation_data(config, source, run)
@@ -265,8 +265,11 @@ class TrainingEvaluator:
     def read_report(self, step: int) -> EvaluationReport | None:
         """What an evaluation of this step has found, if it was made in this very way."""
         try:
-            report: EvaluationReport = json.loads(self._report_path(step).read_bytes())
-        except (OSError, ValueError):
+            report: EvaluationReport = runs.read_json_with_digest(self._report_path(step))
+        except FileNotFoundError:
+            return None
+        except (OSError, InputError) as error:
+            log.warning("step %d is evaluated again: %s", step, error)
             return None
         return report if report.get("key") == self.key else None
 
@@ -309,7 +312,7 @@ class TrainingEvaluator:
 
         def compute_metrics(heartbeat: Heartbeat) -> EvaluationReport:
             report = run_with_heartbeat(lambda: self._make_report(step, reference, generated, start_time), heartbeat)
-            runs.write_json_atomic(self._report_path(step), report)
+            runs.write_json_with_digest(self._report_path(step), report)
             for folder in self.folder.glob("step_*/"):
                 shutil.rmtree(folder, ignore_errors=True)
             return report

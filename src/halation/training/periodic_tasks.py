@@ -19,7 +19,7 @@ from halation.flow.ema import Ema
 from halation.images.png_codec import read_png
 from halation.models.denoiser import Denoiser
 from halation.runs import run_folder as runs
-from halation.runs.run_folder import write_json_atomic
+from halation.runs.run_folder import write_json_with_digest
 from halation.sampling.denoiser_sampler import DenoiserSampler, SampleSettings, ShareMode
 from halation.sampling.sample_folder import (
     ComparisonImages,
@@ -127,9 +127,9 @@ class PeriodicTasks:
             if self.config.sample_raw
             else [sample_folder]
         )
-        done = sample_folder.grid_path.exists() and all(
-            is_drawn(each, spec) for each in sample_folders for spec in self.settings.specs()
-        )
+        # An index that a kill left empty, or that was damaged since, is made again from the images.
+        is_listed = bool(recorded.get("samples")) and sample_folder.grid_path.exists()
+        done = is_listed and all(is_drawn(each, spec) for each in sample_folders for spec in self.settings.specs())
         if not done:
             tasks += ["samples", *(["raw"] if self.config.sample_raw else [])]
         return tasks, recorded.get("ranks", self.world.size)
@@ -137,7 +137,7 @@ class PeriodicTasks:
     def _sample_folder(self, step: int, num_ranks: int) -> SampleFolder:
         if self.config.sample_names == "rank":
             by_rank = RankNaming(epoch=self.epoch_of(step), num_prompts=len(self.settings.prompts), num_ranks=num_ranks)
-            return SampleFolder(folder=self.run.samples, naming=by_rank, label=self._label())
+            return SampleFolder(folder=self.run.samples, naming=by_rank, label=self._label(), depth=1)
         return SampleFolder(folder=self.run.samples_at(step), naming=self._naming(), label=self._label())
 
     def _naming(self) -> Literal["index", "gpu"]:
@@ -149,8 +149,10 @@ class PeriodicTasks:
     def _write_empty_index(self, step: int, sample_folder: SampleFolder) -> None:
         """Say how the images of this folder are drawn before the first is there: a kill may leave some of them behind."""
         with contextlib.suppress(OSError):  # a disk that cannot be written costs the samples, not the training
-            sample_folder.folder.mkdir(parents=True, exist_ok=True)
-            write_json_atomic(sample_folder.index_path, self._index_metadata(step, sample_folder) | {"samples": []})
+            sample_folder.create()
+            write_json_with_digest(
+                sample_folder.index_path, self._index_metadata(step, sample_folder) | {"samples": []}
+            )
 
     def _index_metadata(self, step: int, sample_folder: SampleFolder) -> dict[str, Any]:
         names = sample_folder.naming

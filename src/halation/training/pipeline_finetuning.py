@@ -6,13 +6,13 @@ import contextlib
 import dataclasses
 import hashlib
 import importlib.util
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from halation.errors import HalationError, InputError, os_error_message
+from halation.input_files import read_json
 from halation.runs import run_folder as runs
 from halation.training.config import TrainConfig
 
@@ -128,11 +128,11 @@ def check_same_base_model(config: TrainConfig, run: RunFolder, model: str) -> No
 def native_size(folder: Path) -> tuple[int, int]:
     """The size a pipeline's images have by default, from its configs alone."""
     try:
-        kind = json.loads((folder / "model_index.json").read_bytes()).get("_class_name")
+        kind = read_json(folder / "model_index.json").get("_class_name")
         if kind in NATIVE_SIZES:
             return NATIVE_SIZES[kind]
-        sample = json.loads((folder / "transformer" / "config.json").read_bytes()).get("sample_size")
-        blocks = json.loads((folder / "vae" / "config.json").read_bytes())["block_out_channels"]
+        sample = read_json(folder / "transformer" / "config.json").get("sample_size")
+        blocks = read_json(folder / "vae" / "config.json")["block_out_channels"]
     except (OSError, ValueError, KeyError) as error:
         raise InputError(
             f"{folder} does not say what size it draws ({type(error).__name__}: {error})",

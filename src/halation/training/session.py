@@ -33,6 +33,7 @@ from halation.models.block_compile_and_checkpointing import compile_blocks
 from halation.progress_bar import StepProgress
 from halation.runs import control_requests
 from halation.runs import run_folder as runs
+from halation.runs.lock import FolderMonitor
 from halation.sampling import sample_folder
 from halation.sampling.denoiser_sampler import SampleSettings
 from halation.training import (
@@ -62,7 +63,15 @@ LOADER_THREADS = 4
 class TrainingSession:
     """Everything one rank needs, built in the order in which it can fail."""
 
-    def __init__(self, world: World, config: TrainConfig, new_task: TaskFactory = TrainingTask) -> None:
+    def __init__(
+        self,
+        world: World,
+        config: TrainConfig,
+        new_task: TaskFactory = TrainingTask,
+        monitor: FolderMonitor | None = None,
+    ) -> None:
+        """`monitor` is of the run's folder, on the one rank whose process holds it."""
+        self.monitor = monitor
         self.world = world
         self.config = config
         self.folder = runs.RunFolder(config.output_dir)
@@ -243,7 +252,7 @@ class TrainingSession:
             build_components.step_settings(config, self.global_batch),
             self.train_state,
             stop=lambda: self.signals.number,
-            save_failed=lambda: self.checkpoints.error is not None,
+            save_failed=lambda: self.checkpoints.error is not None or self._is_folder_lost(),
             before_update=self.checkpoints.wait_for_copy,
             active_networks=self.task.active_networks,
             poll_requests=self.inbox.poll,
@@ -253,6 +262,8 @@ class TrainingSession:
             window.add(self.global_batch)
             self._log(report, window)
             if report.save_failed:
+                if self.monitor is not None:
+                    self.monitor.check()
                 self.checkpoints.raise_if_failed()
                 raise RankFailure("another rank could not save its part of a checkpoint; its log says why")
             save_kind = self.schedule.save_kind(report.step)
@@ -273,6 +284,9 @@ class TrainingSession:
                 self._interrupt(report.step)
             if self._evaluate(report.step, saved=bool(save_kind)):
                 window.reset()
+
+    def _is_folder_lost(self) -> bool:
+        return self.monitor is not None and bool(self.monitor.problem)
 
     def _log(self, report: StepReport, window: ThroughputWindow) -> None:
         if report.skipped:
@@ -301,12 +315,30 @@ class TrainingSession:
         if queued_s > 1.0:
             log.info("of these %.1f s for the checkpoint before to be written; they are close together", queued_s)
 
+    def _find_checkpoint(self) -> CommittedCheckpoint | None:
+        """The newest good one, with newer ones set aside; None for a new run. Raises where there are only damaged ones."""
+        folder = self.folder.checkpoints
+        damaged: list[tuple[CommittedCheckpoint, str]] = []
+        found = find_newest_valid(folder, on_damage=lambda checkpoint, problem: damaged.append((checkpoint, problem)))
+        names = [checkpoint.folder.name for checkpoint, _ in damaged]
+        names += sorted(path.name for path in folder.glob("damaged_*"))
+        if found is None and names and not self.config.restart:
+            raise InputError(
+                f"no checkpoint in {folder} is whole; damaged: {', '.join(names)}",
+                "at least one whole checkpoint to go on from",
+                "restore one of them from a copy; or give --restart to start over at step 0 (damaged ones stay, under other names)",
+            )
+        for checkpoint, problem in damaged:
+            rename_damaged_checkpoint(checkpoint, problem)
+        if found is None and names:
+            log.warning("no checkpoint is whole: starting over at step 0, as --restart says")
+        return found
+
     def _resume(self) -> bool:
         """Fill everything from the newest good checkpoint; whether there was one."""
-        folder = self.folder.checkpoints
 
         def find_checkpoint(_heartbeat: Any) -> list[Any]:
-            found = find_newest_valid(folder, on_damage=rename_damaged_checkpoint)
+            found = self._find_checkpoint()
             return [str(found.folder), found.step] if found else ["", 0]
 
         folder_name, step = run_on_rank_zero(

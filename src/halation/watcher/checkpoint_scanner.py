@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import re
 import shutil
@@ -17,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from halation.errors import InputError
+from halation.input_files import read_json
 from halation.models.fingerprint import EXPORT_FILE
 from halation.models.pipelines.folder_safety_check import check_safetensors
 from halation.runs.run_folder import COMMIT_FILE, sync_folder
@@ -138,15 +138,15 @@ def find_missing_parts(folder: Path) -> str:
     """What a checkpoint lacks, by its own lists and headers; empty where it is whole. Sums are the affair of whoever loads it."""
     try:
         if (folder / COMMIT_FILE).exists():
-            sums = json.loads((folder / COMMIT_FILE).read_bytes())["sha256"]
+            sums = read_json(folder / COMMIT_FILE)["sha256"]
             return next((f"{name} is missing" for name in sums if not (folder / name).is_file()), "")
-        index = json.loads((folder / MODEL_INDEX).read_bytes())
+        index = read_json(folder / MODEL_INDEX)
         parts = [name for name, value in index.items() if isinstance(value, list) and None not in value]
         missing = [name for name in parts if not name.startswith("_") and not (folder / name).is_dir()]
         if missing:
             return f"{missing[0]}/ is missing"
         for listing in folder.rglob("*.safetensors.index.json"):
-            shards = set(json.loads(listing.read_bytes())["weight_map"].values())
+            shards = set(read_json(listing)["weight_map"].values())
             lost = sorted(name for name in shards if not (listing.parent / str(name)).is_file())
             if lost:
                 return f"{lost[0]} is missing"
@@ -156,7 +156,7 @@ def find_missing_parts(folder: Path) -> str:
         return error.found
     except FileNotFoundError as error:
         return f"{error.filename} is missing"
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"a list of its files cannot be read ({error})"
     return ""
 

@@ -18,7 +18,7 @@ from halation.errors import InputError
 from halation.images import grid
 from halation.images.line_plots import best_direction, draw_panels, format_number, metric_panels
 from halation.images.png_codec import encode_png, read_png
-from halation.runs.run_folder import METRICS_FILE, read_json, step_name, write_atomic
+from halation.runs.run_folder import METRICS_FILE, read_json_with_digest, step_name, write_atomic
 
 EVALUATION_FILE = "evaluation.json"
 NUM_GRID_IMAGES, NUM_COLUMNS = 16, 4
@@ -45,7 +45,11 @@ def read_scores(folder: Path) -> list[CheckpointScore]:
     found = []
     for path in sorted(folder.glob(f"step_*/{EVALUATION_FILE}")):
         if re.fullmatch(r"step_\d+", path.parent.name):
-            value = read_json(path)
+            try:
+                value = read_json_with_digest(path)
+            except InputError as error:
+                action = "delete it, and the step is scored again if its checkpoint is still there"
+                raise InputError(error.found, error.expected, action) from error
             found.append(CheckpointScore(step=value["step"], checkpoint=value["checkpoint"], metrics=value["metrics"]))
     return sorted(found, key=lambda score: score.step)
 

@@ -49,12 +49,13 @@ def run(config: WatchConfig) -> int:
     assert config.output_dir is not None
     runs.make_folder(config.output_dir)
     with (
-        lock.lock_folder(config.output_dir, "watch"),
+        lock.lock_folder(config.output_dir, "watch") as monitor,
         WatchDisplay(config.progress) as display,
         StopSignals(exit_on_second=False) as signals,
     ):
         prepare_output_dir(config, config.output_dir, prompts)
-        return CheckpointWatcher(config, config.output_dir, display, signals, f"prompts.{prompts.format}").run()
+        prompts_name = f"prompts.{prompts.format}"
+        return CheckpointWatcher(config, config.output_dir, display, signals, prompts_name, monitor).run()
 
 
 # -- before
@@ -99,7 +100,7 @@ def resolve_config(config: WatchConfig) -> WatchConfig:
 def _find_training_data(watched: Path) -> tuple[str, ...]:
     """The data of a Halation run, which is what its images should look like."""
     if (watched / runs.CONFIG_FILE).is_file():
-        record = runs.read_json(watched / runs.CONFIG_FILE)
+        record = runs.read_json_with_digest(watched / runs.CONFIG_FILE)
         settings = (
             record.get("settings") if isinstance(record, dict) and record.get("job") in ("train", "distill") else None
         )

@@ -14,6 +14,7 @@ from halation.distributed.run_command_as_subprocess import run_command
 from halation.distributed.stop_signals import StopSignals, exit_code
 from halation.errors import HalationError, InputError, Interrupted
 from halation.runs import run_folder as runs
+from halation.runs.lock import FolderMonitor
 from halation.watcher import checkpoint_scanner, checkpoint_scores
 from halation.watcher.checkpoint_scanner import CheckpointFolder, CheckpointScanner
 from halation.watcher.config import WatchConfig
@@ -53,8 +54,15 @@ class CheckpointWatcher:
     """One call on a held folder."""
 
     def __init__(
-        self, config: WatchConfig, folder: Path, display: WatchDisplay, signals: StopSignals, prompts: str
+        self,
+        config: WatchConfig,
+        folder: Path,
+        display: WatchDisplay,
+        signals: StopSignals,
+        prompts: str,
+        monitor: FolderMonitor,
     ) -> None:
+        self.monitor = monitor
         self.config = config
         self.folder = folder
         self.display = display
@@ -70,6 +78,7 @@ class CheckpointWatcher:
         self.update_results()
         is_checked = False
         while not self.signals.number:
+            self.monitor.check_now()
             waiting = self.list_waiting()
             if self.config.once and not waiting and not self.scanner.unsettled:
                 return self._finish()
@@ -90,7 +99,11 @@ class CheckpointWatcher:
         self.display.show_status("looking at the reference and the extractors")
         arguments = ["evaluate", "--check", "--prompts", str(self.prompts), *_format_flags(self.config, "num_samples")]
         result = run_command(
-            [*arguments, *self._metric_arguments()], self.folder / "check.log", self.signals, lambda _value: None
+            [*arguments, *self._metric_arguments()],
+            self.folder / "check.log",
+            self.signals,
+            lambda _value: None,
+            self.monitor,
         )
         if result.returncode:
             raise _command_error(result.output_tail, result.returncode)
@@ -98,7 +111,7 @@ class CheckpointWatcher:
     def _restore(self) -> None:
         """Failures of an earlier call are known, and tried again: whoever calls again may have mended the cause."""
         if (self.folder / FAILED_FILE).exists():
-            self.failures = runs.read_json(self.folder / FAILED_FILE)
+            self.failures = runs.read_json_with_digest(self.folder / FAILED_FILE)
         runs.remove_temporaries(self.folder)
         checkpoint_scanner.clean_up(self.folder)
 
@@ -145,15 +158,16 @@ class CheckpointWatcher:
     def score_next(self, waiting: list[CheckpointFolder]) -> None:
         """Score the first of them; what goes wrong with it is remembered, and the others go on."""
         checkpoint = waiting[0]
+        self.state.waiting.discard(checkpoint.name)  # its turn has come, whatever happens to its folder now
         if len(waiting) > 1:
             self.display.show_message(f"{len(waiting)} checkpoints wait; the oldest first")
         try:
             self.score_checkpoint(checkpoint)
         except ScoringError as error:
+            self.monitor.check_now()
             if checkpoint.folder.exists() or (self.folder / PINNED_FOLDER / checkpoint.name).exists():
                 self._handle_failure(checkpoint, error)
             else:
-                self.state.waiting.discard(checkpoint.name)
                 self.display.show_warning(f"{checkpoint.name} was removed before it was scored; it is skipped")
         else:
             self.update_results()
@@ -174,13 +188,13 @@ class CheckpointWatcher:
         self._run_command("drawing", checkpoint, self._generate_arguments(model, images_folder), step_folder)
         self._run_command("scoring", checkpoint, self._evaluate_arguments(images_folder, scores_file), step_folder)
         self._remove_unused_features()
-        evaluation = runs.read_json(scores_file)
+        evaluation = runs.read_json_with_digest(scores_file)
         problem = checkpoint_scores.find_evaluation_problem(evaluation)
         if problem:
             raise ScoringError("scoring", 1, problem)
         checkpoint_scores.write_grid(images_folder, step_folder / "grid.png")
         value = {"step": checkpoint.step, "checkpoint": checkpoint.name, **evaluation}
-        runs.write_json_atomic(step_folder / checkpoint_scores.EVALUATION_FILE, value)
+        runs.write_json_with_digest(step_folder / checkpoint_scores.EVALUATION_FILE, value)
         scores_file.unlink()
 
     def _pin_checkpoint(self, checkpoint: CheckpointFolder) -> Path:
@@ -201,7 +215,7 @@ class CheckpointWatcher:
             if {"done", "planned"} <= value.keys():
                 self.display.show_status(status, f"{value['done']} of {value['planned']} images")
 
-        result = run_command(arguments, place / f"{arguments[0]}.log", self.signals, report)
+        result = run_command(arguments, place / f"{arguments[0]}.log", self.signals, report, self.monitor)
         if result.returncode:
             raise ScoringError(phase, result.returncode, result.output_tail)
 
@@ -266,7 +280,7 @@ class CheckpointWatcher:
             "reason": error.reason,
         }
         self.failures[name] = facts | {"time": when}
-        runs.write_json_atomic(self.folder / FAILED_FILE, self.failures)
+        runs.write_json_with_digest(self.folder / FAILED_FILE, self.failures)
 
     def _wait_for_next_scan(self) -> None:
         """Wait for the next look; a signal ends it."""
@@ -274,6 +288,7 @@ class CheckpointWatcher:
         self.display.show_status(f"waiting for checkpoints in {self.config.run}", unsettled.removeprefix(", "))
         end = time.monotonic() + self.config.poll_s
         while not self.signals.number and time.monotonic() < end:
+            self.monitor.check()
             time.sleep(min(0.1, max(0.0, end - time.monotonic())))
 
     # -- after
@@ -294,7 +309,7 @@ class CheckpointWatcher:
             checkpoint_scanner.remove_folder(self.folder / PINNED_FOLDER / score.checkpoint)
         if scored & self.failures.keys():
             self.failures = {name: facts for name, facts in self.failures.items() if name not in scored}
-            runs.write_json_atomic(self.folder / FAILED_FILE, self.failures)
+            runs.write_json_with_digest(self.folder / FAILED_FILE, self.failures)
 
     def _find_best(self) -> tuple[str, checkpoint_scores.CheckpointScore]:
         """The metric that decides, and the best checkpoint by it."""

@@ -6,7 +6,10 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -175,7 +178,7 @@ def test_leases_of_a_stopped_process_are_taken_over_and_its_late_results_change_
     tmp_path: Path, alone: dict[str, bytes]
 ) -> None:
     folder = tmp_path / "out"
-    with together([words(folder, 0.3)], folder) as (sleeper,):
+    with together([words(folder, 0.3, progress="json")], folder) as (sleeper,):
         until(lambda: outcomes(folder) and leases(folder), command=sleeper)
         os.kill(sleeper.process.pid, signal.SIGSTOP)
         assert finish(words(folder, 0.05), tmp_path / "log") == 0
@@ -183,6 +186,8 @@ def test_leases_of_a_stopped_process_are_taken_over_and_its_late_results_change_
         before = outcomes(folder)
         os.kill(sleeper.process.pid, signal.SIGCONT)
         assert sleeper.process.wait(60) == 0, sleeper.said()
+    reports = [json.loads(line) for line in sleeper.said().splitlines() if line.startswith("{")]
+    assert max(report.get("done", 0) for report in reports) == NUM_ROWS, "an image that two drew counts once"
     assert len(outcomes(folder)) > len(before)
     assert left(folder) == alone
     assert leases(folder) == []
@@ -512,6 +517,45 @@ def test_one_whose_card_was_swept_goes_on_with_a_new_one(pair: tuple[Leases, Lea
     assert sorted({*claim(one), *claim(one)} & set(claim(two))) == []
 
 
+def test_leases_whose_folder_was_removed_are_made_again_for_the_same_batches(pair: tuple[Leases, Leases]) -> None:
+    one, two = pair
+    held = {*claim(one), *claim(one)}
+    before = set(one.held_ranges)
+    shutil.rmtree(one.folder)
+    one._touched_at = -1e9
+    one.heartbeat()
+    assert one.held_ranges == before
+    shutil.rmtree(one.folder)
+    more = claim(one)
+    assert one.held_ranges > before
+    assert not {*held, *more} & set(claim(two))
+
+
+def test_leases_are_not_made_again_in_a_ledger_that_is_gone(pair: tuple[Leases, Leases]) -> None:
+    one, _ = pair
+    os.rename(one.ledger.folder, one.ledger.folder.with_name("moved"))
+    one._touched_at = -1e9
+    with pytest.raises(FileNotFoundError):
+        one.heartbeat()
+    assert not one.ledger.folder.exists()
+
+
+def test_the_card_of_a_process_that_was_killed_when_it_held_nothing_is_removed_at_the_end(
+    pair: tuple[Leases, Leases],
+) -> None:
+    one, two = pair
+    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    dead = one.folder / f".{one.process.host}-{int(ended.stdout)}-00000000.card"
+    dead.write_text(
+        json.dumps({"host": one.process.host, "pid": int(ended.stdout), "token": "00000000", "lease_s": 30})
+    )
+    while batches := claim(one):
+        draw(one, batches)
+    assert one.next_batches() is None
+    assert not dead.exists()
+    assert (two.folder / f".{two.process.name}.card").exists(), "this one lives"
+
+
 def test_a_torn_last_line_is_no_line_until_it_is_whole(tmp_path: Path) -> None:
     with contextlib.closing(ledger(tmp_path / "ledger")) as shared:
         other = shared.folder / "other-1-abc.jsonl"
@@ -578,3 +622,133 @@ def test_lists_of_tasks_are_read_as_slurm_writes_them() -> None:
         for node in range(4)
     ]
     assert nodes == [4, 4, 3, 1]
+
+
+# -- images of others, and damage
+
+
+def images(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("*.png")}
+
+
+def test_images_it_does_not_know_are_not_written_over(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (folder / "000001_seed43.png").write_text("precious")
+    with pytest.raises(InputError, match=r"holds 000001_seed43\.png, which no run"):
+        call(folder)
+    assert (folder / "000001_seed43.png").read_text() == "precious"
+
+
+def test_images_of_a_run_whose_ledger_is_lost_are_not_written_over(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    assert call(folder) == 0
+    drawn = images(folder)
+    shutil.rmtree(folder / "ledger")
+    for height in (32, 48):
+        with pytest.raises(InputError, match="which no run"):
+            call(folder, height=height)
+    (folder / "config.json").unlink()
+    with pytest.raises(InputError, match="which no run"):
+        call(folder, height=48)
+    (folder / "ledger" / "leases").mkdir(parents=True)  # as after a backup that kept folders and lost files
+    with pytest.raises(InputError, match="emptied or replaced"):
+        call(folder, height=48)
+    assert images(folder) == drawn
+
+
+NUM_FLIPS = 20
+
+
+def flip_bit(path: Path, rng: random.Random) -> str:
+    data = bytearray(path.read_bytes())
+    place, bit = rng.randrange(len(data)), rng.randrange(8)
+    data[place] ^= 1 << bit
+    path.write_bytes(data)
+    return f"bit {bit} of byte {place} of {path.name}"
+
+
+def refusal(folder: Path, **flags: Any) -> str:
+    """What a command is refused with; empty where it draws all that is missing."""
+    try:
+        assert call(folder, model_path="testcard:0.1", **flags) == 0
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def assert_flips_are_harmless(
+    intact: Path, scratch: Path, pattern: str, num_flips: int, expected: dict[str, bytes]
+) -> None:
+    """After a flipped bit, the same command ends in an error that names the file, or with the files of an undamaged run."""
+    seed = random.randrange(10**6)
+    rng = random.Random(seed)
+    for number in range(num_flips):
+        folder = scratch / f"{number}" / "out"
+        shutil.copytree(intact, folder)
+        path = rng.choice(sorted(path for path in folder.glob(pattern) if path.stat().st_size))
+        flip = f"seed {seed}: {flip_bit(path, rng)}"
+        words = refusal(folder, prompts_csv=str(prompts(intact)))
+        if words:  # a changed setting is shown as a difference
+            assert path.name in words or path.name == "config.json", f"{flip}: {words}"
+            assert images(folder) == images(intact), flip
+        else:
+            assert left(folder) == expected, flip
+        shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("finished") / "out"
+    assert call(folder, model_path="testcard:0.1") == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a killed process leaves, with its leases."""
+    folder = tmp_path_factory.mktemp("interrupted") / "out"
+    with started(words(folder, 0.1), folder.parent / "log") as command:
+        until(lambda: folder.exists() and len(outcomes(folder)) >= 9, command=command)
+        command.kill_all()
+    assert len(outcomes(folder)) < NUM_ROWS
+    return folder
+
+
+def test_a_flipped_bit_in_an_outcome_is_found(finished: Path, alone: dict[str, bytes], tmp_path: Path) -> None:
+    assert_flips_are_harmless(finished, tmp_path, "ledger/*.jsonl", 2, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pattern", ["ledger/*.jsonl", "ledger/*.digests", "ledger/*.json", "config.json"])
+@pytest.mark.parametrize("state", ["finished", "interrupted"])
+def test_no_flipped_bit_in_a_shared_ledger_changes_the_metadata(
+    state: str, pattern: str, request: pytest.FixtureRequest, alone: dict[str, bytes], tmp_path: Path
+) -> None:
+    intact: Path = request.getfixturevalue(state)
+    assert_flips_are_harmless(intact, tmp_path, pattern, NUM_FLIPS, alone)
+
+
+def test_a_damaged_plan_or_fact_is_refused_by_name(finished: Path, tmp_path: Path) -> None:
+    for number, name in enumerate((f"plan-{NUM_ROWS:09d}.digests", "micro_batch.json", "painter.json")):
+        folder = tmp_path / f"{number}" / "out"
+        shutil.copytree(finished, folder)
+        path = folder / "ledger" / name
+        data = bytearray(path.read_bytes())
+        data[0] ^= 1
+        path.write_bytes(data)
+        with pytest.raises(InputError, match=f"{name} is damaged"):
+            call(folder, model_path="testcard:0.1", prompts_csv=str(prompts(finished)))
+
+
+def test_plans_and_facts_of_earlier_versions_are_read(finished: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    shutil.copytree(finished, folder)
+    for path in [*(folder / "ledger").glob("plan-*"), *(folder / "ledger").glob("*[a-z].json")]:
+        data = path.read_bytes()
+        if path.suffix == ".digests":
+            path.write_bytes(data[:-4])
+        elif b"\ncrc32" in data:
+            path.write_bytes(data.partition(b"\ncrc32")[0] + b"\n")
+    assert call(folder, model_path="testcard:0.1", prompts_csv=str(prompts(finished))) == 0
+    assert left(folder) == left(finished)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -11,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,14 @@ import pytest
 from halation.errors import InputError
 from halation.generation.workers.open_model import open_runner
 from halation.generation.workers.ray_pool import GenerationActor, assign_slots, installed_versions
-from support.commands import finish, fired, halation, started, until
+from support.commands import Started, finish, fired, halation, started, until
 from support.ray_nodes import CLIENTS, Nodes, nodes
 
 pytestmark = pytest.mark.ranks
 
 pytest.importorskip("ray")
 
+needs_clients = pytest.mark.skipif(not CLIENTS, reason="Ray cannot start its client server below a path with a space")
 ROWS = 'prompt,height\n"first, with a comma",16\n' + "".join(f"prompt number {number},\n" for number in range(20))
 
 
@@ -101,7 +103,7 @@ def test_two_nodes_leave_the_very_files_that_two_local_workers_leave(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not CLIENTS, reason="Ray cannot start its client server below a path with a space")
+@needs_clients
 def test_a_client_from_outside_the_cluster_gets_the_same_files(
     cluster: Nodes, undisturbed: dict[str, str], tmp_path: Path
 ) -> None:
@@ -221,7 +223,120 @@ def test_a_worker_that_hangs_is_replaced(cluster: Nodes, undisturbed: dict[str, 
     assert_alone(cluster)
 
 
+# -- a cluster that is lost
+
+LOST_WITHIN_S = 60.0
+STOPPED_WITHIN_S = 10.0
+
+
+@contextlib.contextmanager
+def drawing_on(kind: str, folder: Path) -> Iterator[tuple[Started, Callable[[], int]]]:
+    """A command that has drawn a few images on a cluster of its own, and how to kill that cluster's head."""
+    with contextlib.ExitStack() as stack:
+        cluster = stack.enter_context(nodes()) if kind != "ray" else None
+        where = cluster.client if cluster and kind == "ray://" else kind
+        environment = cluster.environment if cluster else {"TMPDIR": tempfile.gettempdir()}
+        words = generate(folder, cluster=where, nproc=2, model_path="testcard:1.0")
+        command = stack.enter_context(started(words, folder / "log", environment=environment))
+        until(lambda: num_images(folder) >= 2, command=command)
+
+        def kill_own() -> int:
+            """GCS and raylet of the command's own Ray, and all that Ray started."""
+            ours = ("halation generate", "halation.generation")
+            found = [pid for pid, line in command.alive().items() if not any(words in line for words in ours)]
+            for pid in found:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            return len(found)
+
+        yield command, cluster.kill_head if cluster else kill_own
+
+
+def assert_ends_locally(folder: Path, undisturbed: dict[str, str]) -> None:
+    assert 2 <= num_images(folder) < 21
+    words = generate(folder, cluster="local", model_path="testcard:1.0", nproc=2)
+    assert finish(words, folder / "log") == 0, said(folder)
+    assert files(folder) == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+@pytest.mark.parametrize("kind", ["ray", "auto", pytest.param("ray://", marks=needs_clients)])
+def test_a_lost_cluster_ends_the_command_with_one_sentence_and_another_one_goes_on(
+    kind: str, undisturbed: dict[str, str], tmp_path: Path
+) -> None:
+    with drawing_on(kind, tmp_path) as (command, kill_cluster):
+        assert kill_cluster() >= 2
+        assert command.process.wait(LOST_WITHIN_S) == 1, said(tmp_path)
+        command.until_gone(10)
+    sentences = [line for line in said(tmp_path).splitlines() if "is lost" in line and line.startswith("halation: ")]
+    assert len(sentences) == 1, said(tmp_path)
+    assert "the same command goes on" in sentences[0]
+    assert "Traceback" not in said(tmp_path)
+    assert_ends_locally(tmp_path, undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("kind", "wait_s", "number", "code"),
+    [
+        ("ray", 0, signal.SIGTERM, 143),
+        ("auto", 0, signal.SIGTERM, 143),
+        pytest.param("ray://", 0, signal.SIGINT, 130, marks=needs_clients),
+        pytest.param("ray://", 3, signal.SIGTERM, 143, marks=needs_clients),  # the client tries to reconnect then
+    ],
+)
+def test_a_signal_ends_a_command_whose_cluster_is_lost(
+    kind: str, wait_s: float, number: int, code: int, undisturbed: dict[str, str], tmp_path: Path
+) -> None:
+    with drawing_on(kind, tmp_path) as (command, kill_cluster):
+        assert kill_cluster() >= 2
+        time.sleep(wait_s)
+        command.process.send_signal(number)
+        sent_at = time.monotonic()
+        assert command.process.wait(STOPPED_WITHIN_S + 10) == code, said(tmp_path)
+        took_s = time.monotonic() - sent_at
+        assert took_s < STOPPED_WITHIN_S
+        command.until_gone(10)
+    assert "images to go" in said(tmp_path)
+    assert_ends_locally(tmp_path, undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+@needs_clients
+def test_a_cluster_does_not_keep_the_workers_of_a_killed_client_for_long(cluster: Nodes, tmp_path: Path) -> None:
+    words = generate(tmp_path, cluster=cluster.client, model_path="testcard:1.0")
+    with started(words, tmp_path / "log", environment=cluster.environment) as command:
+        until(lambda: num_images(tmp_path) >= 2, command=command)
+        command.process.kill()
+        command.process.wait()
+        command.until_gone(10)
+    until(lambda: not cluster.actors(), timeout_s=25)  # by Ray's default, 35 s
+
+
 # -- a Ray of one's own
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+def test_nothing_is_left_of_a_ray_whose_gcs_was_killed(undisturbed: dict[str, str], tmp_path: Path) -> None:
+    words = generate(tmp_path, cluster="ray", nproc=2, model_path="testcard:0.3")
+    with started(words, tmp_path / "log", environment={"TMPDIR": tempfile.gettempdir()}) as command:
+        until(lambda: num_images(tmp_path) >= 8, command=command)
+        servers = [pid for pid, line in command.alive().items() if "gcs_server" in line.split(" ")[0]]
+        assert len(servers) == 1
+        os.kill(servers[0], signal.SIGKILL)
+        code = command.process.wait(LOST_WITHIN_S)
+        command.until_gone(5)
+    if code == 0:  # the last images were drawn before the loss was noticed
+        assert files(tmp_path) == undisturbed
+    else:
+        assert code == 1
+        assert "is lost" in said(tmp_path)
+        assert_ends_locally(tmp_path, undisturbed)
+    assert not list(Path(tempfile.gettempdir()).glob("halation_ray_*"))
 
 
 @pytest.mark.slow

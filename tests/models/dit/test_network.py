@@ -237,7 +237,7 @@ def test_shard_units_are_disjoint_and_called_as_wholes(denoiser: DiTDenoiser) ->
     [
         ({"height": 30}, "30 x 32 that patches of 4 do not divide"),
         ({"heads": 7}, "with 7 heads"),
-        ({"num_register_tokens": -1}, "-1 register tokens"),
+        ({"num_register_tokens": -1}, "num_register_tokens is -1"),
         ({"vocabulary_size": 0}, "text conditioning with 0 words"),
         ({"conditioning": "class"}, "class conditioning with 0"),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,6 +11,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
+
+from halation.input_files import parse_json, read_json, read_safetensors_header
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,7 @@ class CheckpointReader:
         """With a `prefix` the part `model` is the one that was saved as PREFIXmodel, and so on."""
         self.folder = folder
         self.prefix = prefix
-        self.state: dict[str, Any] = json.loads((folder / "state.json").read_bytes())
+        self.state: dict[str, Any] = read_json(folder / "state.json")
         self._layouts: dict[str, dict[str, list[_StoredShard]]] = {}
 
     def with_prefix(self, prefix: str) -> CheckpointReader:
@@ -53,7 +54,7 @@ class CheckpointReader:
 
     def read_rank_state(self, rank: int) -> dict[str, Any] | None:
         path = self.folder / f"rank_state_{rank}.json"
-        return json.loads(path.read_bytes()) if path.exists() else None
+        return read_json(path) if path.exists() else None
 
     def names(self, part: str) -> list[str]:
         return list(self._read_layout(part))
@@ -128,8 +129,9 @@ class CheckpointReader:
             for path in paths:
                 if not path.exists():
                     continue
+                read_safetensors_header(path)
                 with safe_open(path, framework="pt") as file:
-                    layouts = json.loads((file.metadata() or {}).get("halation", "{}"))
+                    layouts = parse_json((file.metadata() or {}).get("halation", "{}").encode())
                     for name in file.keys():  # noqa: SIM118 - not a mapping
                         stored = layouts.get(name, {})
                         shape = stored.get("shape") or file.get_slice(name).get_shape()

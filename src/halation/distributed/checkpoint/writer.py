@@ -30,6 +30,7 @@ from halation.distributed.checkpoint.reader import TensorShard
 from halation.distributed.world import World
 from halation.errors import HalationError, RankFailure
 from halation.fault_injection import fault_point
+from halation.input_files import open_regular_file, read_json
 from halation.runs.run_folder import COMMIT_FILE, sync_folder, write_atomic, write_json_atomic
 
 _CHUNK = 1 << 26
@@ -78,7 +79,7 @@ def _safetensors_chunks(tensors: Mapping[str, Tensor], metadata: Mapping[str, st
 
 
 def file_sha256(path: Path) -> str:
-    with open(path, "rb") as file:
+    with open_regular_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -92,6 +93,8 @@ def retry_once(action: Callable[[], Result]) -> Result:
     """Do it once more where the disk refuses the first time: a full quota or a network disk may have a short moment."""
     try:
         return action()
+    except FileNotFoundError:  # the folder is gone, and does not come back by itself
+        raise
     except (OSError, SafetensorError) as error:  # safetensors tells of a full disk with an error of its own
         log.warning("the disk refused (%s); trying once more", error)
         time.sleep(RETRY_DELAY_S)
@@ -123,7 +126,7 @@ class CheckpointWriter:
         self._copy_stream: torch.cuda.Stream | None = None
         self._copy_event: torch.cuda.Event | None = None
         self._commit_deadline = math.inf
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
         if world.is_rank_zero:
             for leftover in (*folder.glob(".saving_*"), *folder.glob("*.removing")):
                 shutil.rmtree(leftover, ignore_errors=True)
@@ -233,8 +236,10 @@ class CheckpointWriter:
             if isinstance(error, RankFailure) and not report["error"]:
                 advice = ""  # no disk is at fault, and whoever looks after the ranks says what became of that one
         if report["error"] or self.error:
+            if not self.folder.is_dir():
+                advice = "; put the folder back, then run the same command again"
             self.error = f"{self.error or report['error']}{advice}"
-            log.error("%s", self.error)
+            log.info("%s", self.error)  # who trains raises it
             if self.world.is_rank_zero:
                 shutil.rmtree(temporary, ignore_errors=True)
 
@@ -303,7 +308,7 @@ class CheckpointWriter:
                 raise RankFailure(f"no word from rank {missing} within {time.monotonic() - began:.0f} s")
             if waiting:
                 time.sleep(POLL_S)
-        return files
+        return dict(sorted(files.items()))  # ranks report in any order; COMMIT.json of equal runs has equal bytes
 
     def _write_latest(self, name: str) -> None:
         fault_point("checkpoint.latest")
@@ -348,7 +353,7 @@ def _remove_checkpoint(folder: Path) -> None:
 def read_commit(folder: Path) -> dict[str, Any]:
     """The commit file of a checkpoint; ValueError where it is not the one that was written."""
     try:
-        commit: dict[str, Any] = json.loads((folder / COMMIT_FILE).read_bytes())
+        commit: dict[str, Any] = read_json(folder / COMMIT_FILE)
         if commit["seal"] != commit_sha256(commit):
             raise ValueError("its words do not have the seal they were written with")
         return commit

@@ -68,7 +68,8 @@ class DeepSpeedEngine(Engine):
         config = build_config(self.user_config, settings, pin_memory=self.world.device.type == "cuda")
         self.offloads_optimizer = deepspeed_config.offloads_optimizer(config)
         self.optimizer = build_adamw(parameters, lr, betas, weight_decay)
-        with _ignore_warnings(), _override_local_rank(self.world):
+        _set_local_rank(self.world)
+        with _ignore_warnings():
             self.ds_engine, *_ = self.library.initialize(
                 model=self.module, optimizer=self.optimizer, config=config, dist_init_required=False
             )
@@ -309,17 +310,12 @@ def _reset_library_state(library: Any) -> None:
     zero.Init.param_id = 0
 
 
-@contextlib.contextmanager
-def _override_local_rank(world: World) -> Iterator[None]:
-    """DeepSpeed takes the GPU that this variable counts, which is another one where ranks share GPUs or leave some out."""
-    previous = os.environ.get("LOCAL_RANK")
+def _set_local_rank(world: World) -> None:
+    """DeepSpeed takes the GPU that this variable counts, which is another one where ranks share GPUs or leave some out.
+
+    It stays set: a forward of ZeRO-3 reads it too, and a rank that no launcher started has none.
+    """
     os.environ["LOCAL_RANK"] = str(world.local_rank if world.device.index is None else world.device.index)
-    try:
-        yield
-    finally:
-        os.environ.pop("LOCAL_RANK")
-        if previous is not None:
-            os.environ["LOCAL_RANK"] = previous
 
 
 @contextlib.contextmanager

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from halation.errors import InputError
+from halation.input_files import MAX_SETTINGS_BYTES, read_json
 
 AUTO = "auto"
 ConfigDict = dict[str, Any]
@@ -34,14 +33,14 @@ def read_config(path: str) -> ConfigDict:
     if not path:
         return {}
     try:
-        config = json.loads(Path(path).read_bytes())
+        config = read_json(path, max_bytes=MAX_SETTINGS_BYTES)
     except OSError as error:
         raise InputError(
             f"--deepspeed_config {path}: {error.strerror or error}",
             "DeepSpeed's JSON config",
             "give the path of the file",
         ) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise InputError(
             f"--deepspeed_config {path} is not JSON ({error})", "DeepSpeed's JSON config", "mend it"
         ) from error

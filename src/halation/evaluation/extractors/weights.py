@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from halation.errors import InputError
+from halation.input_files import open_regular_file, read_safetensors_header
 from halation.runs.run_folder import cache_folder, open_atomic
 
 logger = logging.getLogger(__name__)
@@ -127,7 +128,7 @@ def sha256_files(files: Iterable[Path]) -> str:
     """The hash of these files' bytes, one after the other; for one file its ordinary SHA-256."""
     digest = hashlib.sha256()
     for path in files:
-        with path.open("rb") as file:
+        with open_regular_file(path) as file:
             while block := file.read(_BLOCK_BYTES):
                 digest.update(block)
     return digest.hexdigest()
@@ -139,6 +140,7 @@ def read_state_dict(file: Path, flag: str = "--weights") -> Mapping[str, Tensor]
         raise InputError(f"{file} is not a file", "weights as .safetensors or .pth", f"check {flag}")
     try:
         if file.suffix == ".safetensors":
+            read_safetensors_header(file)
             return load_file(str(file))
         # Files from before torch 1.6 are no zip archives and cannot be mapped: the released weights are such a file.
         tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))

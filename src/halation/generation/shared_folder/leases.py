@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from halation.fault_injection import fault_point
 from halation.generation.shared_folder.shared_ledger import SharedLedger, link_once
+from halation.runs.lock import is_alive
 from halation.work_division import BatchPlan
 
 log = logging.getLogger(__name__)
@@ -100,7 +101,6 @@ class Leases:
         self.held_ranges: set[int] = set()
         self.num_taken_over = 0
         self.folder = ledger.folder / "leases"
-        self.folder.mkdir(exist_ok=True)
         self._owner_file = self.folder / f".{self.process.name}.card"
         self._write_owner_file()
         self._touched_at = time.monotonic()
@@ -176,11 +176,21 @@ class Leases:
         """Nothing is left: a lease on images that are all there is a dead process's, and in nobody's way but the reader's."""
         failed = [row.request.spec.index for row in self.ledger.failed_rows()]
         kept_names = {self.ranges.lease_name(number) for number in self.ranges.find_ranges(failed)}
+        self.folder.mkdir(exist_ok=True)
+        self._remove_dead_owner_files()
         for name in {self.ranges.lease_name(number) for number in range(len(self.ranges))}.intersection(
             os.listdir(self.folder)
         ):
             if name not in kept_names:
                 (self.folder / name).unlink(missing_ok=True)
+
+    def _remove_dead_owner_files(self) -> None:
+        """Cards of processes of this machine that were killed when they held nothing: nobody takes anything over from them."""
+        for path in self.folder.glob(".*.card"):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+                owner = json.loads(path.read_bytes())
+                if owner["host"] == self.process.host and not is_alive(int(owner["pid"])):
+                    path.unlink()
 
     def _release_range(self, number: int) -> None:
         path = self._lease_path(number)
@@ -198,7 +208,7 @@ class Leases:
                 break
             path = self._lease_path(number)
             fault_point("lease.link")
-            if not link_once(self._owner_file, path):
+            if not self._link_owner_file(path):
                 now = now or self._touch()
                 if not self._take_over(path, now):
                     continue
@@ -228,7 +238,7 @@ class Leases:
                 return False
         finally:
             moved_path.unlink(missing_ok=True)
-        if not link_once(self._owner_file, path):
+        if not self._link_owner_file(path):
             return False
         if lease.token != self.process.token:  # its own name where it holds nothing: the answer to creating it was lost
             self.num_taken_over += 1
@@ -241,16 +251,31 @@ class Leases:
     def _touch(self) -> float:
         """Keep this process's leases alive; returns the time the file system gave."""
         self._touched_at = time.monotonic()
-        if (
-            not self._owner_file.exists()
-        ):  # swept as a dead process's, while this one slept: its leases are links to another file
-            self.held_ranges.clear()
-            self._write_owner_file()
+        if not self._owner_file.exists():
+            self._restore_owner_file()
         with open(self._owner_file, "rb") as file:
             os.utime(file.fileno())
             return os.fstat(file.fileno()).st_mtime
 
+    def _link_owner_file(self, path: Path) -> bool:
+        try:
+            return link_once(self._owner_file, path)
+        except FileNotFoundError:
+            self._restore_owner_file()
+            return link_once(self._owner_file, path)
+
+    def _restore_owner_file(self) -> None:
+        """The card was swept as a dead process's while this one slept, or somebody removed `leases/`: claim again what is free.
+
+        Leases that are still there are links to another file than the new card, which nobody touches: they expire.
+        """
+        self._write_owner_file()
+        for number in sorted(self.held_ranges):
+            if not link_once(self._owner_file, self._lease_path(number)):
+                self.held_ranges.discard(number)
+
     def _write_owner_file(self) -> None:
+        self.folder.mkdir(exist_ok=True)  # never the ledger's own folder: without that the command ends
         process = self.process
         owner = {"host": process.host, "pid": process.pid, "token": process.token, "lease_s": self.lease_s}
         self._owner_file.write_text(json.dumps(owner))
@@ -270,5 +295,5 @@ def read_lease(path: Path) -> LeaseInfo:
         if error.errno not in (errno.ENOENT, errno.ESTALE):
             raise
         return LeaseInfo(token="", touched_at=math.inf, lease_s=0.0)
-    except (ValueError, KeyError, TypeError):  # nobody's: it expires
+    except (ValueError, KeyError, TypeError, RecursionError):  # nobody's: it expires
         return LeaseInfo(token="?", touched_at=touched_at, lease_s=0.0)

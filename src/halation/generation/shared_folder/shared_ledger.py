@@ -16,6 +16,7 @@ import re
 import secrets
 import socket
 import sqlite3
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,12 +27,12 @@ import numpy.typing as npt
 
 from halation.errors import InputError
 from halation.fault_injection import fault_point
-from halation.generation.ledger import SCHEMA, ImageOutcome, Indices, Ledger
+from halation.generation.ledger import LEDGER_NAMES, ImageOutcome, Indices, Ledger, create_tables
 from halation.runs.run_folder import sync_folder
 
 log = logging.getLogger(__name__)
 
-SHARED_LEDGER = "ledger"
+SHARED_LEDGER = LEDGER_NAMES["files"]
 """Folder of the ledgers of commands that share a run; one command alone has its ledger in one file."""
 CHUNK_BYTES = 1 << 24
 DIGEST_BYTES = 8
@@ -107,7 +108,11 @@ class SharedLedger(Ledger):
 
     def _open(self) -> None:
         self.connection = sqlite3.connect("", isolation_level=None)  # a temporary file that SQLite removes by itself
-        self.connection.executescript(SCHEMA)
+        self._is_intact = True
+        create_tables(self.connection)
+
+    def _write_digest(self) -> None:
+        """The private index is gone with its process."""
 
     def close(self) -> None:
         super().close()
@@ -121,7 +126,7 @@ class SharedLedger(Ledger):
         """Refuse a plan that is not the folder's own or its continuation; the first process writes it down."""
         own = self._plan_digests()
         self._check_known_plans(own)
-        create_once(self.folder / _plan_file_name(len(own)), own, self.process)
+        create_once(self.folder / _plan_file_name(len(own)), own + _plan_checksum(own), self.process)
         self._check_known_plans(own)
         self._settled_mask = np.zeros(self.num_planned, dtype=np.bool_)
 
@@ -135,7 +140,7 @@ class SharedLedger(Ledger):
 
     def _check_known_plans(self, own: bytes) -> None:
         for path in sorted(self.folder.glob("plan-*")):
-            known = path.read_bytes()
+            known = read_plan_digests(path)
             if len(known) > len(own):
                 raise InputError(
                     f"fewer prompts than before: the folder holds a plan of {len(known) // DIGEST_BYTES}, "
@@ -164,7 +169,7 @@ class SharedLedger(Ledger):
 
     def record(self, outcomes: Iterable[ImageOutcome]) -> None:
         outcomes = list(outcomes)
-        lines = b"".join((json.dumps(dataclasses.asdict(outcome)) + "\n").encode() for outcome in outcomes)
+        lines = b"".join(_outcome_line(outcome) for outcome in outcomes)
         self._retry(lambda: self._append(lines))
         self._mark_settled(outcomes)
         super().record(outcomes)
@@ -238,11 +243,60 @@ class SharedLedger(Ledger):
         """None for a row that only a later command's longer plan has, and for a line that a power cut left."""
         try:
             values: dict[str, Any] = json.loads(line)
+            check = values.pop("check", None)
             outcome = ImageOutcome(**values)
-        except (ValueError, TypeError):
+            if check is not None and line != _outcome_line(outcome).rstrip(b"\n"):  # earlier versions wrote none
+                raise ValueError("the checksum is another")
+        except (ValueError, TypeError, AttributeError, RecursionError):
             log.warning("%s has a line that is no outcome; its image is drawn again", name)
             return None
         return outcome if 0 <= outcome.index < len(self._settled_mask) else None
+
+
+def _outcome_line(outcome: ImageOutcome) -> bytes:
+    """One line of a process's outcomes, with a CRC-32 of what stands before it."""
+    text = json.dumps(dataclasses.asdict(outcome))
+    return f'{text[:-1]}, "check": {zlib.crc32(text.encode())}}}\n'.encode()
+
+
+def fact_text(value: Any) -> bytes:
+    """What was found out on the way, as one line of JSON and one with its CRC-32."""
+    text = json.dumps(value)
+    return f"{text}\ncrc32 {zlib.crc32(text.encode())}\n".encode()
+
+
+def parse_fact(path: Path, data: bytes) -> Any:
+    """The value of `fact_text`; earlier versions wrote no checksum."""
+    text, _, check = data.partition(b"\n")
+    if check and check != b"crc32 %d\n" % zlib.crc32(text):
+        raise damaged_file_error(path)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise damaged_file_error(path) from error
+
+
+def read_plan_digests(path: Path) -> bytes:
+    """A digest for each planned row; behind them stands a CRC-32 of all, which earlier versions did not write."""
+    data = path.read_bytes()
+    number = path.stem.removeprefix("plan-")
+    num_bytes = int(number) * DIGEST_BYTES if number.isdecimal() else -1
+    if len(data) == num_bytes:
+        return data
+    if num_bytes < 0 or _plan_checksum(data[:num_bytes]) != data[num_bytes:]:
+        raise damaged_file_error(path)
+    return data[:num_bytes]
+
+
+def damaged_file_error(path: Path) -> InputError:
+    return InputError(
+        f"{path} is damaged", "the file as Halation wrote it", "restore it from a copy, or choose another --output_dir"
+    )
+
+
+def _plan_checksum(digests: bytes) -> bytes:
+    """Shorter than a digest: the number of planned rows follows from the size of the file."""
+    return zlib.crc32(digests).to_bytes(4, "little")
 
 
 def _plan_file_name(num_bytes: int) -> str:

@@ -20,7 +20,6 @@ import logging
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,12 +30,25 @@ from halation.distributed.stop_signals import StopSignals
 from halation.errors import InputError
 from halation.generation import metadata_and_summary
 from halation.generation.config import GenerateConfig
-from halation.generation.ledger import LEDGER_FILE
+from halation.generation.ledger import LEDGER_FILE, claim_ledger_kind
 from halation.generation.ledger_setup import RENAMED_FILE
 from halation.generation.metadata_and_summary import RunSummary, WorkerStats
-from halation.generation.session import GenerationSession
+from halation.generation.session import (
+    GenerationSession,
+    check_no_foreign_files,
+    find_result_file,
+    lost_ledger_error,
+)
 from halation.generation.shared_folder.leases import BatchRanges, Leases, read_lease
-from halation.generation.shared_folder.shared_ledger import SHARED_LEDGER, ProcessIdentity, SharedLedger, create_once
+from halation.generation.shared_folder.shared_ledger import (
+    SHARED_LEDGER,
+    ProcessIdentity,
+    SharedLedger,
+    create_once,
+    damaged_file_error,
+    fact_text,
+    parse_fact,
+)
 from halation.generation.supervisor import RangeClaims, RunStats
 from halation.generation.workers.local_pool import LocalWorkerPool, WorkerPool, WorkerSlot, list_local_slots
 from halation.generation.workers.process import QUEUE_DEPTH
@@ -46,6 +58,7 @@ from halation.logging_setup import ConsoleWarningHandler, log_to_folder
 from halation.models.model_path_resolver import ModelRef
 from halation.prompt_files import PromptFile
 from halation.runs import run_folder as runs
+from halation.runs.lock import FolderMonitor
 from halation.runs.run_folder import RunFolder
 from halation.work_division import BatchPlan
 
@@ -61,26 +74,36 @@ def run_shared(config: GenerateConfig, prompts: PromptFile, model_ref: ModelRef,
     """Draw until nothing of the whole plan is missing, together with whoever else is at it."""
     folder = config.output_dir
     check_shareable(config, folder)
+    if not (folder / SHARED_LEDGER).is_dir():
+        check_no_foreign_files(folder)
     if not config.gpu_ids and (gpus := select_slurm_gpus(launcher.num_gpus(), os.environ)):
         slots = list_local_slots(dataclasses.replace(config, gpu_ids=gpus))
+    with claim_ledger_kind(folder, "files") as kind:
+        if kind != "files":
+            raise begun_alone_error(folder)
+        return _run_process(config, prompts, model_ref, slots)
+
+
+def _run_process(config: GenerateConfig, prompts: PromptFile, model_ref: ModelRef, slots: list[WorkerSlot]) -> int:
+    folder = config.output_dir
     process = ProcessIdentity()
     ledger_folder = folder / SHARED_LEDGER
     (ledger_folder / "leases").mkdir(parents=True, exist_ok=True)
     slots = [dataclasses.replace(slot, label=f"{process.host}-{slot.label}") for slot in slots]
     logs = folder / "logs" / process.name
-    with log_to_folder(logs) as console_handler, contextlib.closing(SharedLedger(ledger_folder, process)) as ledger:
-        session = SharedSession(config, model_ref, ledger, console_handler)
+    with (
+        FolderMonitor(folder, ledger_folder) as monitor,
+        log_to_folder(logs) as console_handler,
+        contextlib.closing(SharedLedger(ledger_folder, process)) as ledger,
+    ):
+        session = SharedSession(config, model_ref, ledger, console_handler, monitor)
         session.begin(prompts, slots)
         return session.run(lambda: LocalWorkerPool(slots, session.worker_settings(), logs, config.threads))
 
 
 def check_shareable(config: GenerateConfig, folder: Path) -> None:
     if (folder / LEDGER_FILE).exists():
-        raise InputError(
-            f"{folder} was begun by one command alone (it has a {LEDGER_FILE})",
-            "a folder that was begun with --cluster files, or an empty one",
-            "leave --cluster files out to go on there, or choose another --output_dir",
-        )
+        raise begun_alone_error(folder)
     run = RunFolder(folder)
     if run.config.exists() and runs.read_record(run)["job"] != "generate":
         raise InputError(
@@ -94,6 +117,14 @@ def check_shareable(config: GenerateConfig, folder: Path) -> None:
             "the settings the folder was begun with: other processes may be drawing with them now",
             "use the old settings, or another --output_dir",
         )
+
+
+def begun_alone_error(folder: Path) -> InputError:
+    return InputError(
+        f"{folder} was begun by one command alone (it has, or is about to have, a {LEDGER_FILE})",
+        "a folder that was begun with --cluster files, or an empty one",
+        "leave --cluster files out to go on there, or choose another --output_dir",
+    )
 
 
 def select_slurm_gpus(num_gpus: int, environment: Mapping[str, str]) -> tuple[int, ...]:
@@ -132,14 +163,26 @@ class SharedSession(GenerationSession):
     ledger: SharedLedger
 
     def __init__(
-        self, config: GenerateConfig, model_ref: ModelRef, ledger: SharedLedger, console_handler: ConsoleWarningHandler
+        self,
+        config: GenerateConfig,
+        model_ref: ModelRef,
+        ledger: SharedLedger,
+        console_handler: ConsoleWarningHandler,
+        monitor: FolderMonitor,
     ) -> None:
-        super().__init__(config, model_ref, ledger, console_handler)
+        super().__init__(config, model_ref, ledger, console_handler, monitor)
         self.process = ledger.process
         self.leases: Leases | None = None
         self.start_time = os.stat(ledger.path).st_mtime
 
     # -- before
+
+    def _check_ledger(self, prompts: PromptFile) -> None:
+        """The index of rows is made anew by each process; what several commands wrote is checked line by line."""
+        # Images first: another process plans before it draws, so images without a plan after them are nobody's here.
+        found = find_result_file(self.folder)
+        if found and not any(self.ledger.folder.glob("plan-*")):
+            raise lost_ledger_error(self.folder, found, f"{SHARED_LEDGER}/")
 
     def _open_record(self, settings: dict[str, Any], has_done_images: bool) -> dict[str, Any]:
         """config.json as its first writer made it: it binds from then on, because others may be drawing by it."""
@@ -152,16 +195,16 @@ class SharedSession(GenerationSession):
             "changes": [],
         }
         if not run.config.exists():
-            create_once(
-                run.config, (json.dumps(new_record, indent=2, ensure_ascii=False) + "\n").encode(), self.process
-            )
+            create_once(run.config, runs.json_with_digest(new_record), self.process)
         record = runs.read_record(run)
-        chosen = record["fixed"]["png coder"] if config.png == "auto" else coder
+        chosen = record["fixed"].get("png coder", coder) if config.png == "auto" else coder
+        if chosen not in png_codec.CODERS:
+            raise damaged_file_error(run.config)
         self._check_settings(record["fixed"], settings | {"png coder": chosen})
         for fact, name in FACT_FILES.items():
             path = self.ledger.folder / name
             if path.exists():
-                record["fixed"][fact] = runs.read_json(path)
+                record["fixed"][fact] = parse_fact(path, path.read_bytes())
         return record
 
     def _check_settings(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
@@ -175,10 +218,10 @@ class SharedSession(GenerationSession):
 
     def _plan(self, prompts: PromptFile, has_done_images: bool, folder: Path) -> None:
         """Every process plans for itself, to the same rows, and none may add to what another wrote."""
-        with tempfile.TemporaryDirectory(prefix="halation_plan_") as scratch:
-            super()._plan(prompts, False, Path(scratch))
+        with runs.scratch_folder("halation_plan_") as scratch:
+            super()._plan(prompts, False, scratch)
             self.ledger.agree_on_plan()
-            renamed = Path(scratch) / RENAMED_FILE
+            renamed = scratch / RENAMED_FILE
             if renamed.exists():
                 runs.write_atomic(folder / RENAMED_FILE, renamed.read_bytes())
         self._remove_temporary_files()
@@ -191,7 +234,7 @@ class SharedSession(GenerationSession):
         now = probe.stat().st_mtime
         probe.unlink()
         for folder in (self.folder, self.ledger.folder, self.ledger.folder / "leases"):
-            for name in os.listdir(folder):
+            for name in os.listdir(folder) if folder.exists() else ():
                 if name.startswith(".") and name.endswith((".tmp", ".card")):
                     _remove_if_older(folder / name, now, self.config.lease_s)
 
@@ -203,7 +246,7 @@ class SharedSession(GenerationSession):
         finally:
             if self.leases is not None:
                 self.leases.release()
-                if self.leases.num_taken_over:
+                if self.leases.num_taken_over and not self.monitor.find_problem():
                     self._remove_temporary_files()
 
     def _make_claims(self, batches: BatchPlan, pool: WorkerPool, progress: GenerationProgress) -> RangeClaims:
@@ -224,10 +267,8 @@ class SharedSession(GenerationSession):
     def _record_facts(self, facts: dict[str, Any]) -> None:
         """The first process's word counts: its micro-batch is taken, its model must be ours, another device is only said."""
         for fact, value in facts.items():
-            written = create_once(
-                self.ledger.folder / FACT_FILES[fact], (json.dumps(value) + "\n").encode(), self.process
-            )
-            first_value = json.loads(written)
+            path = self.ledger.folder / FACT_FILES[fact]
+            first_value = parse_fact(path, create_once(path, fact_text(value), self.process))
             self.record["fixed"][fact] = first_value
             if fact == "painter":
                 self._check_settings(first_value, json.loads(json.dumps(value)))
@@ -248,9 +289,10 @@ class SharedSession(GenerationSession):
             if self.ledger.has_longer_plan():
                 break
             summary = self._merge_summaries(self._summarize(stats))
-            metadata_and_summary.write_metadata(self.folder, self.ledger.rows())
+            metadata_sha256 = metadata_and_summary.write_metadata(self.folder, self.ledger.rows())
             metadata_and_summary.write_failures(self.folder, list(summary.workers), self.ledger.failed_rows())
-            if stats is not None or not (self.folder / metadata_and_summary.SUMMARY_FILE).exists():
+            summary = dataclasses.replace(summary, metadata_sha256=metadata_sha256)
+            if stats is not None or not metadata_and_summary.is_summary_current(self.folder, summary):
                 metadata_and_summary.write_summary(self.folder, summary)
             if not self.ledger.refresh():
                 break

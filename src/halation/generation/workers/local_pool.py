@@ -69,7 +69,7 @@ class WorkerSlot:
     device: str
 
 
-class _SendQueue:
+class SendQueue:
     """Orders on their way to a worker: sent by a thread, because a worker that is stopped would keep a sender waiting."""
 
     def __init__(self, conn: connection.Connection) -> None:
@@ -102,7 +102,7 @@ class LocalWorkerPool:
         self.logs = logs
         self.threads = threads
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._send_queues: dict[int, _SendQueue] = {}
+        self._send_queues: dict[int, SendQueue] = {}
         self._ready_workers: set[int] = set()
 
     def start(self, worker: int) -> None:
@@ -115,7 +115,7 @@ class LocalWorkerPool:
         }
         # -P: the folder the user stands in must not shadow modules the worker imports.
         command = [sys.executable, "-P", "-m", "halation.generation.workers.process", str(theirs.fileno())]
-        self.logs.mkdir(parents=True, exist_ok=True)
+        self.logs.mkdir(exist_ok=True)
         with open(self.logs / f"worker_{self.labels[worker]}.log", "ab") as log, theirs:
             self._processes[worker] = subprocess.Popen(
                 command,
@@ -126,7 +126,7 @@ class LocalWorkerPool:
                 stdout=log,
                 stderr=log,
             )
-        self._send_queues[worker] = _SendQueue(connection.Connection(ours.detach()))
+        self._send_queues[worker] = SendQueue(connection.Connection(ours.detach()))
         self._ready_workers.discard(worker)
         slot = self.slots[worker]
         self._send(worker, {"do": "open", "device": slot.device, "label": slot.label, **self.settings})

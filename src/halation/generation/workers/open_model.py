@@ -21,7 +21,7 @@ def open_runner(settings: Mapping[str, Any], store: Callable[[EncodedImage], Non
         lambda: open_model(settings),
         EncodeOptions(**settings["style"]),
         settings["label"],
-        store or ImageStore(Path(settings["folder"])),
+        store or ImageStore(Path(settings["folder"]), settings.get("folder_identity")),
         min(MAX_ENCODER_THREADS, os.cpu_count() or 1),
     )
 

@@ -1,32 +1,62 @@
-"""`halation generate --cluster ray|auto|ray://HOST:PORT`: starting Ray on this machine or joining one that runs, and leaving it as it was."""
+"""`halation generate --cluster ray|auto|ray://HOST:PORT`: starting Ray on this machine or joining one that runs.
+
+Ray runs in a process of its own, the driver process: a call of Ray may block for minutes, and Ray's native code ends the process
+it is in when the cluster is lost. The command only exchanges JSON messages with the driver process, so it always handles signals,
+notices a lost cluster by missing heartbeats, and ends the driver process whatever state it is in.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import dataclasses
 import importlib.util
+import json
 import logging
 import os
+import queue
 import secrets
 import shutil
 import signal
 import socket
+import subprocess
 import sys
-import tempfile
+import threading
 import time
-import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from halation.errors import InputError
+from halation.distributed.launcher import (
+    LAUNCHER_ENV_VARS,
+    PARENT_PID_ENV,
+    describe_exit,
+    set_parent_death_signal,
+)
+from halation.distributed.stop_signals import STOP_SIGNALS
+from halation.errors import HalationError, InputError
 from halation.generation.config import GenerateConfig
-from halation.generation.workers.ray_pool import RaySlot, RayWorkerPool, assign_slots
+from halation.generation.workers.local_pool import GRACE_S, SendQueue
+from halation.generation.workers.messages import BatchTask, WorkerEvent
+from halation.generation.workers.ray_pool import OpenRunner, RaySlot, RayWorkerPool, assign_slots
+from halation.runs.run_folder import scratch_folder
+from halation.sample_specs import SampleSpec
 
 log = logging.getLogger(__name__)
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 CONNECT_TIMEOUT_S = 10.0
+OPEN_TIMEOUT_S = 180.0
+"""How long Ray may take to start or to be joined."""
+HEARTBEAT_INTERVAL_S = 2.0
+HEARTBEAT_TIMEOUT_S = 30.0
+"""Without an answer of the cluster for this long, it is lost."""
+STOP_TIMEOUT_S = 4.0
+"""The same for a command that was asked to stop."""
+CLOSE_TIMEOUT_S = 10.0
+RECONNECT_GRACE_S = 10
+"""How long a ray:// cluster keeps the workers of a command that is gone; by Ray's default 30 s."""
+ORDER_INTERVAL_S = 0.05
 TEMPORARY_PREFIX = "halation_ray_"
+LOG_FILE = "ray_driver.log"
 LOOPBACK = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
 """Some of Ray's processes take 127.0.0.1 for a mistake and listen on the machine's public address instead."""
 
@@ -53,68 +83,352 @@ def check_config(config: GenerateConfig) -> None:
         raise InputError(f"--cluster {config.cluster}, but Ray is not installed", "Ray", "pip install 'halation[ray]'")
 
 
+# -- in the command's process
+
+
 @contextlib.contextmanager
 def open_cluster(
     config: GenerateConfig,
-) -> Iterator[tuple[list[RaySlot], Callable[[Mapping[str, Any]], RayWorkerPool]]]:
-    """While entered, this process is a driver of the cluster; given are the workers' places there, and how to make them a worker pool."""
-    from halation.generation.workers.open_model import open_runner
-
+) -> Iterator[tuple[Sequence[RaySlot], Callable[[Mapping[str, Any]], RayDriverProcess]]]:
+    """While entered, a driver process is connected to the cluster; given are the workers' slots there, and how to make a worker pool of them."""
     logs = config.output_dir / "logs"
-    with _start_cluster(logs) if config.cluster == "ray" else _join_cluster(config.cluster):
+    with _make_own_folder(logs) if config.cluster == "ray" else contextlib.nullcontext() as own_folder:
+        driver = RayDriverProcess(config.cluster, logs, own_folder)
+        try:
+            driver.open(config.nproc, config.oversubscribe)
+            num_nodes = len({slot.node for slot in driver.slots})
+            log.info("%d workers on %d nodes of Ray", len(driver.slots), num_nodes)
+            yield driver.slots, driver.begin
+        finally:
+            with _ignore_signals():  # interrupted in the middle, this would leave Ray's processes behind
+                driver.close()
+
+
+@contextlib.contextmanager
+def _make_own_folder(logs: Path) -> Iterator[Path]:
+    """A folder for the files of a Ray of this command's own, removed with the command."""
+    with scratch_folder(TEMPORARY_PREFIX) as folder:
+        try:
+            yield folder
+        finally:
+            _copy_worker_errors(folder, logs / "ray")
+
+
+def _copy_worker_errors(folder: Path, logs: Path) -> None:
+    """What workers wrote outside of any log, for instance a crash in native code, lies in Ray's folder, which does not stay."""
+    for path in sorted(folder.glob("session_2*/logs/worker-*.err")):
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        if any(not line.startswith((":job_id:", ":actor_name:")) for line in lines):
+            logs.mkdir(exist_ok=True)
+            shutil.copy(path, logs)
+
+
+@contextlib.contextmanager
+def _ignore_signals() -> Iterator[None]:
+    numbers = STOP_SIGNALS if threading.current_thread() is threading.main_thread() else ()
+    previous = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+class RayDriverProcess:
+    """The process that is connected to Ray, as the command sees it; once begun, it is a `WorkerPool`."""
+
+    def __init__(self, cluster: str, logs: Path, own_folder: Path | None) -> None:
+        self.cluster = cluster
+        self.logs = logs
+        self.slots: Sequence[RaySlot] = ()
+        self.labels: Sequence[str] = ()
+        self.names: Sequence[str] = ()
+        self._own_folder = own_folder
+        self._is_open = False
+        self._is_stopping = False
+        self._loss = ""
+        """Why the connection to the cluster is lost; empty while it is not."""
+        self._silent_s = 0.0
+        self._last_poll_at = time.monotonic()
+        ours, theirs = socket.socketpair()
+        # -P: the folder the user stands in must not shadow modules the process imports.
+        command = [sys.executable, "-P", "-m", "halation.generation.workers.ray_cluster", str(theirs.fileno())]
+        logs.mkdir(parents=True, exist_ok=True)
+        with open(logs / LOG_FILE, "ab") as file, theirs:
+            self._process = subprocess.Popen(
+                command,
+                env=self._environment(),
+                process_group=0,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+            )
+        self._connection = Connection(ours.detach())
+        self._send_queue = SendQueue(self._connection)
+
+    def _environment(self) -> dict[str, str]:
+        inherited = {name: value for name, value in os.environ.items() if name not in LAUNCHER_ENV_VARS}
+        own = {
+            PARENT_PID_ENV: str(os.getpid()),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_DEDUP_LOGS_SKIP_REGEX": ".",  # Ray prints a line for every restart
+            "RAY_ENABLE_AUTO_CONNECT": "0",  # or a call after the loss of a cluster starts or joins another one
+        }
+        defaults = {"RAY_CLIENT_RECONNECT_GRACE_PERIOD": str(RECONNECT_GRACE_S)}
+        if self.cluster == "ray" and "RAY_AUTH_MODE" not in os.environ:
+            defaults |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        return {**defaults, **inherited, **own}
+
+    # -- the connection to the cluster
+
+    def open(self, nproc: int, oversubscribe: bool) -> None:
+        """Wait until the driver process has joined the cluster, or started one."""
+        folder = str(self._own_folder or "")
+        self._send(do="open", cluster=self.cluster, folder=folder, nproc=nproc, oversubscribe=oversubscribe)
+        deadline = time.monotonic() + OPEN_TIMEOUT_S
+        while not self._is_open:
+            for message in self._receive(0.2):
+                if message["kind"] == "refused":
+                    error = HalationError(message["message"])
+                    error.exit_code = message["exit_code"]
+                    raise error
+                if message["kind"] == "opened":
+                    self.slots = [RaySlot(**slot) for slot in message["slots"]]
+                    self._is_open, self._silent_s = True, 0.0
+            if not self._is_open and time.monotonic() > deadline:
+                self._loss = f"no answer within {OPEN_TIMEOUT_S:.0f} s"
+            if self._loss:
+                raise HalationError(
+                    f"Ray ({self.cluster}) did not start: {self._loss}; the reason is in {self.logs / LOG_FILE}"
+                )
+        self.labels = [slot.label for slot in self.slots]
+        self.names = [slot.name for slot in self.slots]
+
+    def begin(self, settings: Mapping[str, Any]) -> RayDriverProcess:
+        """The worker pool; nothing is started yet."""
+        self._send(do="begin", settings=dict(settings), logs=str(self.logs.resolve()))
+        self._last_poll_at = time.monotonic()
+        return self
+
+    def _send(self, **message: Any) -> None:
+        self._send_queue.messages.put(json.dumps(message).encode())
+
+    def _receive(self, timeout_s: float) -> list[dict[str, Any]]:
+        """What the driver process said; log lines are logged, and a process that has ended is a lost cluster."""
+        messages: list[dict[str, Any]] = []
+        try:
+            while not self._loss and self._connection.poll(0 if messages else timeout_s):
+                message = json.loads(self._connection.recv_bytes())
+                if message["kind"] == "alive":
+                    self._silent_s = 0.0
+                elif message["kind"] == "log":
+                    log.log(message["level"], "%s", message["text"])
+                else:
+                    messages.append(message)
+        except (EOFError, OSError):
+            self._loss = f"its driver process {describe_exit(self._wait(GRACE_S))}"
+        now = time.monotonic()
+        # While this process itself was stopped or busy, nobody listened.
+        self._silent_s += min(now - self._last_poll_at, 1.0)
+        self._last_poll_at = now
+        return messages
+
+    def _wait(self, timeout_s: float) -> int:
+        """The exit code of the driver process, which is killed where it does not end by itself, with all that is left of its group.
+
+        Ray's agents outlive a killed Ray by a minute; they belong to the group, and workers end with their raylet.
+        """
+        process = self._process
+        deadline = time.monotonic() + timeout_s
+        if process.returncode is None:
+            # Not waited for yet, so that no other process can have its number when the group is killed.
+            while not os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG):
+                if time.monotonic() >= deadline:
+                    break
+                time.sleep(0.02)
+            os.killpg(process.pid, signal.SIGKILL)
+        return process.wait()
+
+    def close(self) -> None:
+        """Disconnect from the cluster and end a Ray of this command's own."""
+        is_answering = self._is_open and not self._loss and self._silent_s < STOP_TIMEOUT_S
+        if is_answering:
+            self._send(do="close")
+            deadline = time.monotonic() + CLOSE_TIMEOUT_S
+            while not self._loss and time.monotonic() < deadline:
+                self._receive(0.1)
+        self._wait(0.0)
+        self._send_queue.close()
+
+    # -- the worker pool
+
+    def start(self, worker: int) -> None:
+        self._send(do="start", worker=worker)
+
+    def dry_run(self, worker: int, examples: Sequence[SampleSpec], batch_size: int, micro_batch: int) -> None:
+        specs = [spec.as_json() for spec in examples]
+        self._send(do="dry_run", worker=worker, examples=specs, batch_size=batch_size, micro_batch=micro_batch)
+
+    def submit(self, worker: int, task: BatchTask) -> None:
+        self._send(do="submit", worker=worker, task=task.as_json())
+
+    def drop(self, worker: int, number: int) -> None:
+        self._send(do="drop", worker=worker, number=number)
+
+    def stop(self, worker: int) -> None:
+        self._is_stopping = True
+        self._send(do="stop", worker=worker)
+
+    def kill(self, worker: int) -> None:
+        self._send(do="kill", worker=worker)
+
+    def events(self, timeout_s: float) -> list[WorkerEvent]:
+        """What the workers said; raises where the cluster is lost, unless the command is stopping anyway."""
+        messages = self._receive(timeout_s)
+        limit_s = STOP_TIMEOUT_S if self._is_stopping else HEARTBEAT_TIMEOUT_S
+        if not self._loss and self._silent_s > limit_s:
+            self._loss = f"no answer for {self._silent_s:.0f} s"
+        for message in messages:
+            if message["kind"] == "lost":
+                self._loss = message["reason"]
+        events = [WorkerEvent(**message["event"]) for message in messages if message["kind"] == "event"]
+        if not self._loss or events:
+            return events
+        words = f"the Ray cluster ({self.cluster}) is lost: {self._loss}"
+        if not self._is_stopping:
+            raise HalationError(
+                f"{words}; the same command goes on once the cluster is there again, and with --cluster local without it"
+            )
+        log.warning("%s", words)
+        return [
+            WorkerEvent(worker=worker, kind="gone", body={"code": -signal.SIGKILL, "words": "is lost with its cluster"})
+            for worker in range(len(self.slots))
+        ]
+
+    def shutdown(self, *, at_once: bool) -> None:
+        """End the workers; what they have drawn and not reported is neither recorded nor written after this."""
+        self._send(do="shutdown")
+        deadline = time.monotonic() + GRACE_S
+        while not self._loss and self._silent_s < STOP_TIMEOUT_S and time.monotonic() < deadline:
+            if any(message["kind"] == "shut" for message in self._receive(0.1)):
+                return
+        self._loss = self._loss or "its workers did not end in time"
+        self._wait(0.0)
+
+
+# -- in the driver process
+
+
+class RayDriver:
+    """Connected to Ray on the main thread; orders come in by another thread."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._send_lock = threading.Lock()
+        threading.Thread(target=self._receive_orders, name="orders", daemon=True).start()
+
+    def send(self, **message: Any) -> None:
+        with self._send_lock, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.connection.send_bytes(json.dumps(message).encode())
+
+    def _receive_orders(self) -> None:
+        try:
+            while True:
+                self.orders.put(json.loads(self.connection.recv_bytes()))
+        except (EOFError, OSError):
+            os._exit(1)  # the command is gone
+
+    def serve(self) -> None:
+        """From the order to open until the order to close; other errors end the process, which the command notices."""
         import ray
 
-        slots = assign_slots(ray.nodes(), config.nproc, config.oversubscribe)
-        log.info("%d workers on %d nodes of Ray", len(slots), len({slot.node for slot in slots}))
-        yield slots, lambda settings: RayWorkerPool(slots, settings, logs, open_runner)
+        # Imported before the first heartbeat, because that takes seconds.
+        from halation.generation.workers.open_model import open_runner
 
-
-@contextlib.contextmanager
-def _start_cluster(logs: Path) -> Iterator[None]:
-    """A Ray of this command's own, behind a secret that nobody else is told, gone with the command."""
-    secret = (
-        {} if "RAY_AUTH_MODE" in os.environ else {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    )
-    remove_stale_folders()
-    folder = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX))
-    lock_fd = os.open(folder, os.O_RDONLY)
-    fcntl.flock(lock_fd, fcntl.LOCK_EX)
-    settings = {"include_dashboard": False, "_node_ip_address": LOOPBACK, "_temp_dir": str(folder)}
-    try:
-        with _set_environment({**secret, "RAY_USAGE_STATS_ENABLED": "0"}), _init_ray(address="local", **settings):
-            yield
-    finally:
-        _copy_worker_errors(folder, logs / "ray")
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock_fd)
-
-
-def remove_stale_folders() -> None:
-    """Remove what killed commands left of theirs in the folder for temporary files: one that lives holds its lock."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{TEMPORARY_PREFIX}*"):
-        with contextlib.suppress(OSError):  # held, somebody else's, or gone already
-            lock_fd = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(lock_fd)
-
-
-@contextlib.contextmanager
-def _join_cluster(cluster: str) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
+        order = self.orders.get()
         try:
-            _check_listening(os.environ.get("RAY_ADDRESS", "") if cluster == "auto" else cluster)
-            stack.enter_context(_init_ray(address=cluster))
-        except (OSError, RuntimeError, ValueError) as error:
-            where = "RAY_ADDRESS or on this machine" if cluster == "auto" else cluster
-            raise InputError(
-                f"no Ray cluster to join at {where}: {_short_message(error)}",
-                "a running cluster of the same Ray and Python versions, and the token it was started with (RAY_AUTH_TOKEN)",
-                "start one with `ray start --head` and give RAY_ADDRESS=HOST:6379 with --cluster auto, or use --cluster ray",
-            ) from error
-        yield
+            _connect(order["cluster"], order["folder"])
+            slots = assign_slots(ray.nodes(), order["nproc"], order["oversubscribe"])
+        except HalationError as error:
+            self.send(kind="refused", message=str(error), exit_code=error.exit_code)
+        else:
+            self.send(kind="opened", slots=[dataclasses.asdict(slot) for slot in slots])
+            self._work(slots, open_runner)
+        ray.shutdown()
+
+    def _work(self, slots: Sequence[RaySlot], open_runner: OpenRunner) -> None:
+        pool: RayWorkerPool | None = None
+        next_heartbeat_at = 0.0
+        while True:
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    order = self.orders.get(timeout=0 if pool else ORDER_INTERVAL_S)
+                    match order.pop("do"):
+                        case "begin":
+                            pool = RayWorkerPool(slots, order["settings"], Path(order["logs"]), open_runner)
+                        case "close":
+                            return
+                        case name if pool is not None:
+                            self._handle_order(pool, name, order)
+            for event in pool.events(ORDER_INTERVAL_S) if pool else []:
+                self.send(kind="event", event=dataclasses.asdict(event))
+            if time.monotonic() >= next_heartbeat_at:
+                self._send_heartbeat()
+                next_heartbeat_at = time.monotonic() + HEARTBEAT_INTERVAL_S
+
+    def _handle_order(self, pool: RayWorkerPool, name: str, order: dict[str, Any]) -> None:
+        if "task" in order:
+            order["task"] = BatchTask.from_json(order["task"])
+        if "examples" in order:
+            order["examples"] = [SampleSpec(**spec) for spec in order["examples"]]
+        if name == "shutdown":
+            pool.shutdown(at_once=True)
+            self.send(kind="shut")
+        else:
+            getattr(pool, name)(**order)
+
+    def _send_heartbeat(self) -> None:
+        """Ask the cluster which nodes it has: only its head can answer."""
+        import ray
+
+        try:
+            nodes = ray.nodes()
+        except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
+            self.send(kind="lost", reason=_short_message(error))
+        else:
+            if any(node["Alive"] for node in nodes):
+                self.send(kind="alive")
+            else:
+                self.send(kind="lost", reason="none of its nodes is alive")
+
+
+class _ForwardingHandler(logging.Handler):
+    """Log lines of ours, logged by the command."""
+
+    def __init__(self, driver: RayDriver) -> None:
+        super().__init__()
+        self.driver = driver
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.driver.send(kind="log", level=record.levelno, text=record.getMessage())
+
+
+def _connect(cluster: str, folder: str) -> None:
+    if cluster == "ray":
+        _init_ray(address="local", include_dashboard=False, _node_ip_address=LOOPBACK, _temp_dir=folder)
+        return
+    try:
+        _check_listening(os.environ.get("RAY_ADDRESS", "") if cluster == "auto" else cluster)
+        _init_ray(address=cluster)
+    except (OSError, RuntimeError, ValueError) as error:
+        where = "RAY_ADDRESS or on this machine" if cluster == "auto" else cluster
+        raise InputError(
+            f"no Ray cluster to join at {where}: {_short_message(error)}",
+            "a running cluster of the same Ray and Python versions, and the token it was started with (RAY_AUTH_TOKEN)",
+            "start one with `ray start --head` and give RAY_ADDRESS=HOST:6379 with --cluster auto, or use --cluster ray",
+        ) from error
 
 
 def _short_message(error: BaseException) -> str:
@@ -131,61 +445,43 @@ def _check_listening(address: str) -> None:
             pass
 
 
-@contextlib.contextmanager
-def _init_ray(**settings: Any) -> Iterator[None]:
-    """Connected to Ray; one that was connected before stays so. The answer to Ctrl+C and SIGTERM stays this command's."""
-    # Ray tells of every restart on standard output, between our lines; it reads this when it is imported.
-    with _set_environment({"RAY_DEDUP_LOGS_SKIP_REGEX": "."}):
-        import ray
-    if ray.is_initialized():
-        yield
-        return
-    handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    try:
-        try:
-            _connect(ray, settings)
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-        yield
-    finally:
-        # A Ctrl+C in the middle of this would leave Ray's processes behind.
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        ray.shutdown()
-        signal.signal(signal.SIGINT, before)
-
-
-def _connect(ray: types.ModuleType, settings: Mapping[str, Any]) -> None:
+def _init_ray(**settings: Any) -> None:
     """Ray's client server starts a process for each driver and, rarely, does not wait long enough for it: it is asked again."""
-    num_tries = 3 if str(settings.get("address", "")).startswith("ray://") else 1
+    import ray
+
+    num_tries = 3 if str(settings["address"]).startswith("ray://") else 1
     for left in reversed(range(num_tries)):
         try:
             ray.init(log_to_driver=False, logging_level=logging.ERROR, **settings)
-            return
+            break
         except (ConnectionError, RuntimeError):
             if not left:
                 raise
             time.sleep(2.0)
+    _leave_signals_to_the_command()  # Ray has set handlers of its own
 
 
-@contextlib.contextmanager
-def _set_environment(values: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+def _leave_signals_to_the_command() -> None:
+    """A scheduler signals every process of a job. Not SIG_IGN, which processes that Ray starts would inherit."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda _number, _frame: None)
 
 
-def _copy_worker_errors(folder: Path, logs: Path) -> None:
-    """What workers wrote outside of any log, for instance a crash in native code, lies in Ray's folder, which does not stay."""
-    for path in sorted(folder.glob("session_2*/logs/worker-*.err")):
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        if any(not line.startswith((":job_id:", ":actor_name:")) for line in lines):
-            logs.mkdir(parents=True, exist_ok=True)
-            shutil.copy(path, logs)
+def main() -> int:
+    set_parent_death_signal()
+    os.environ.pop(PARENT_PID_ENV, None)
+    _leave_signals_to_the_command()
+    socket_fd = int(sys.argv[1])
+    os.set_inheritable(socket_fd, False)  # only while this process lives is the command's end of it open
+    driver = RayDriver(Connection(socket_fd))
+    logger = logging.getLogger("halation")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(_ForwardingHandler(driver))
+    driver.serve()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # Ray's own threads have nothing left to do, and some never end
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -30,6 +30,7 @@ from halation.generation.workers.generate_encode_store import AsyncRunner
 from halation.generation.workers.local_pool import WorkerSlot
 from halation.generation.workers.messages import BatchTask, WorkerEvent
 from halation.generation.workers.process import QUEUE_DEPTH, TaskHandler
+from halation.input_files import LINKS_VARIABLE, SCALE_VARIABLE
 from halation.sample_specs import SampleSpec
 
 MAX_CONCURRENT_CALLS = QUEUE_DEPTH + 4
@@ -52,6 +53,7 @@ NUM_STORE_THREADS = 4
 """Batches whose bytes this process holds at once; the others wait in the object stores of their nodes."""
 FORWARDED_VARIABLES = (
     *("HALATION_FAULT", "HALATION_FAULT_LOG", "HF_HUB_OFFLINE"),
+    *(SCALE_VARIABLE, LINKS_VARIABLE),
     *("ONEDNN_MAX_CPU_ISA", "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE"),
 )
 
@@ -309,7 +311,7 @@ class RayWorkerPool:
         self.labels: Sequence[str] = [slot.label for slot in slots]
         self.names: Sequence[str] = [place.name for place in slots]
         self.settings = {**settings, "versions": installed_versions()}
-        self.store = ImageStore(Path(settings["folder"]))
+        self.store = ImageStore(Path(settings["folder"]), settings.get("folder_identity"))
         self.logs = logs
         self.open_runner = open_runner
         self._handles: dict[int, RayWorkerHandle] = {}
@@ -481,7 +483,7 @@ class RayWorkerPool:
 
     def _write_log(self, worker: int, lines: Sequence[str]) -> None:
         if lines:
-            self.logs.mkdir(parents=True, exist_ok=True)
+            self.logs.mkdir(exist_ok=True)
             with open(self.logs / f"worker_{self.labels[worker]}.log", "a", encoding="utf-8") as file:
                 file.write("".join(f"{line}\n" for line in lines))
 

@@ -36,6 +36,8 @@ class DiTDenoiser:
     ) -> None:
         if config.conditioning == "text" and (tokenizer is None or tokenizer.vocabulary_size != config.vocabulary_size):
             raise ValueError("a model that reads text needs the tokenizer its vocabulary_size was taken from")
+        if tokenizer is not None and tokenizer.max_tokens != config.max_tokens:
+            raise ValueError(f"a tokenizer of {tokenizer.max_tokens} tokens in a model of {config.max_tokens}")
         if config.conditioning == "class" and len(class_names) != config.num_classes:
             raise ValueError(f"{len(class_names)} class names for {config.num_classes} classes")
         if config.channels != space.channels:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from halation.errors import InputError
+from halation.input_files import check_numbers
 from halation.models.denoiser import Condition
 
 SIZES: dict[str, dict[str, int]] = {
@@ -26,6 +27,15 @@ SIZES: dict[str, dict[str, int]] = {
 _TIME_CHANNELS = 256
 TEXT_HEADS = 4
 _MLP_RATIO = 4
+
+
+MAX_TOKENS = 2**16
+_RANGES = {
+    "height": (1, 16_384), "width": (1, 16_384), "channels": (1, 1024), "patch_size": (1, 1024), "depth": (1, 512),
+    "hidden": (4, 16_384), "heads": (1, 1024), "num_register_tokens": (0, 4096), "vocabulary_size": (0, 2**22),
+    "max_tokens": (3, 8192), "text_hidden": (4, 16_384), "text_depth": (0, 128), "num_classes": (0, 10**6),
+}  # fmt: skip
+"""What is beyond these is no model, and would take all memory to build."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +58,11 @@ class DiTConfig:
     num_classes: int = 0
 
     def __post_init__(self) -> None:
+        check_numbers("the model's config", asdict(self), _RANGES)
+        num_tokens = max(self.num_patches, self.num_register_tokens)
+        check_numbers(
+            "the model's config", {"the number of patches": num_tokens}, {"the number of patches": (0, MAX_TOKENS)}
+        )
         if self.patch_size < 1 or self.height % self.patch_size or self.width % self.patch_size:
             raise InputError(
                 f"a size of {self.height} x {self.width} that patches of {self.patch_size} do not divide",
@@ -60,8 +75,6 @@ class DiTConfig:
                 f"a hidden size that 4 and the heads divide, a text size that {TEXT_HEADS} divides",
                 "change hidden, heads or text_hidden",
             )
-        if self.num_register_tokens < 0:
-            raise InputError(f"{self.num_register_tokens} register tokens", "0 or more", "set num_register_tokens to 0")
         known = self.vocabulary_size if self.conditioning == "text" else self.num_classes
         if self.conditioning not in ("text", "class") or known < 1:
             raise InputError(

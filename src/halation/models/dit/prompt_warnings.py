@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -10,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from halation.input_files import read_json
 from halation.runs.run_folder import COMMIT_FILE
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def _load_tokenizer(folder: Path) -> WordTokenizer | None:
     """Of a checkpoint or an export; None for models that read otherwise. What cannot be read is for the loader to refuse."""
     committed = (folder / COMMIT_FILE).exists()
     try:
-        value = json.loads((folder / ("state.json" if committed else "config.json")).read_bytes())
+        value = read_json(folder / ("state.json" if committed else "config.json"))
         description = (value["denoiser"] if committed else value).get("tokenizer")
         if not description:
             return None

@@ -119,6 +119,7 @@ class WordTokenizer:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> WordTokenizer:
-        if value.get("kind") != "words":
-            raise ValueError(f"a tokenizer of kind 'words' was expected, not {value.get('kind')!r}")
+        kind = value.get("kind") if isinstance(value, dict) else value
+        if kind != "words":
+            raise ValueError(f"a tokenizer of kind 'words' was expected, not {kind!r}")
         return cls([str(word) for word in value["words"]], int(value["max_tokens"]))

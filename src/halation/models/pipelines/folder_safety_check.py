@@ -5,21 +5,26 @@ It knows names, files and headers; it never unpickles, imports or runs anything 
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from halation import input_files
 from halation.errors import InputError
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 TRUSTED_LIBRARIES = ("diffusers", "transformers")
+_LAYER_KEYS = ("num_layers", "num_single_layers", "num_hidden_layers", "num_decoder_layers", "depth", "n_layers")
+_GRID_KEYS = ("sample_size", "pos_embed_max_size")
+_MAX_GRID = 1024
+"""Of the positions in an image on a side; they are computed when the model is built."""
+_SIZE_ENDINGS = ("_size", "_dim", "_channels", "_heads", "_embeddings", "_positions")
+_MAX_SIZE = 2**22
+_NUM_SHOWN = 5
 _NAME_PATTERN = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 _VARIANT_PATTERN = re.compile(r"\.(fp16|bf16|fp32)(-\d{5}-of-\d{5})?\.safetensors$")
-_MAX_HEADER_BYTES = 100 * 2**20  # what the safetensors library itself allows
-_MAX_JSON_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,11 +98,10 @@ def _read_model_index(path: Path) -> dict[str, Any]:
 
 def read_json(file: Path) -> Any:
     try:
-        if file.stat().st_size > _MAX_JSON_BYTES:
-            raise ValueError("larger than 64 MiB")
-        return json.loads(file.read_bytes())
-    except (ValueError, RecursionError, OSError) as error:
-        raise InputError(f"{file} cannot be read as JSON: {error}", "a JSON file", "copy the model again") from error
+        return input_files.read_json(file)
+    except (ValueError, OSError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"{file} cannot be read as JSON: {reason}", "a JSON file", "copy the model again") from error
 
 
 def _parse_component(path: Path, name: str, value: list[Any]) -> tuple[str | None, str | None]:
@@ -145,15 +149,50 @@ def _check_component(path: Path, name: str) -> str | None:
     weights = [file for file in files if file.suffix == ".safetensors"]
     pickles = [file for file in files if file.suffix in PICKLE_SUFFIXES]
     if pickles and not weights:
-        raise InputError(
-            f"{folder} has weights only as {pickles[0].name}, a pickle, which can run any code when it is read",
-            "safetensors",
-            "convert them on a machine where you trust the file: DiffusionPipeline.from_pretrained(folder).save_pretrained(new, "
-            "safe_serialization=True)",
-        )
-    for file in weights:
-        check_safetensors(file)
+        raise _pickles_error(folder, [file.name for file in pickles])
+    _check_sizes(folder, weights)
     return _weights_variant(weights)
+
+
+def check_not_only_pickles(folder: Path) -> None:
+    """Refuse a folder whose weights are pickles alone, by the names of these files."""
+    pickles = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLE_SUFFIXES)
+    if pickles and not any(folder.rglob("*.safetensors")):
+        raise _pickles_error(folder, pickles)
+
+
+def _pickles_error(folder: Path, names: Sequence[str]) -> InputError:
+    shown = ", ".join(names[:_NUM_SHOWN]) + (f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else "")
+    return InputError(
+        f"{folder} has weights only as {shown} (a pickle can run any code when it is read)",
+        "safetensors",
+        "convert them to safetensors on a machine where you trust the file: "
+        "DiffusionPipeline.from_pretrained(folder).save_pretrained(new, safe_serialization=True)",
+    )
+
+
+def check_component_sizes(path: Path) -> None:
+    """Refuse a pipeline whose configs ask for absurd sizes, before a process is started that loads it."""
+    for folder in sorted(folder for folder in path.iterdir() if folder.is_dir()):
+        weights = [file for file in sorted(folder.iterdir()) if file.suffix == ".safetensors" and file.is_file()]
+        if weights:
+            _check_sizes(folder, weights)
+
+
+def _check_sizes(folder: Path, weights: Sequence[Path]) -> None:
+    """A model has a tensor for each layer at least, and numbers that one can build tensors of."""
+    num_tensors = sum(len(check_safetensors(file)) for file in weights)
+    file = folder / "config.json"
+    config = read_json(file) if weights and file.exists() else {}
+    for key, value in _walk_entries(config):
+        if value is None or isinstance(value, bool):
+            continue
+        if key in _LAYER_KEYS and isinstance(value, int):
+            input_files.check_numbers(str(file), {key: value}, {key: (0, num_tensors)})
+        elif key in _GRID_KEYS and isinstance(value, int) and isinstance(config, dict) and "patch_size" in config:
+            input_files.check_numbers(str(file), {key: value}, {key: (0, _MAX_GRID)})
+        elif key.endswith(_SIZE_ENDINGS) and isinstance(value, int):
+            input_files.check_numbers(str(file), {key: value}, {key: (-1, _MAX_SIZE)})
 
 
 def _check_config(file: Path) -> None:
@@ -199,32 +238,13 @@ def _check_shards(file: Path, value: Any) -> None:
             )
 
 
-def check_safetensors(file: Path) -> None:
-    """Refuse a file that is shorter or longer than its header says: a copy or a download that was cut off."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        possible = 2 <= length <= min(_MAX_HEADER_BYTES, size - 8)
-        header = stream.read(length) if possible else b""
-    if not possible:
-        raise InputError(
-            f"{file} has a safetensors header of {length} bytes in a file of {size}",
-            "a whole safetensors file",
-            "copy the model again",
-        )
+def check_safetensors(file: Path) -> dict[str, Any]:
+    """Refuse a file that is shorter or longer than its header says: a copy or a download that was cut off. Returns the header."""
     try:
-        entries = json.loads(header)
-        end = max((entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"), default=0)
-    except (ValueError, RecursionError, AttributeError, KeyError, TypeError, IndexError) as error:
-        raise InputError(
-            f"{file} has a damaged safetensors header: {error}", "a whole safetensors file", "copy the model again"
-        ) from error
-    if end != size - 8 - length:
-        raise InputError(
-            f"{file} holds {size - 8 - length} bytes of weights where its header says {end}",
-            "a whole safetensors file",
-            "copy the model again",
-        )
+        return input_files.read_safetensors_header(file)
+    except (ValueError, OSError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"{file} has {reason}", "a whole safetensors file", "copy the model again") from error
 
 
 def _weights_variant(weights: list[Path]) -> str | None:

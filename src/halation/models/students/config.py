@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from halation.errors import InputError
+from halation.input_files import MAX_SETTINGS_BYTES, read_json
 
 ALIASES = {"patch": "patch_size"}
-_MAX_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,14 +80,12 @@ class StudentConfig:
             return cls()
         path = Path(file)
         try:
-            if path.stat().st_size > _MAX_BYTES:
-                raise ValueError("larger than 1 MiB")
-            value = json.loads(path.read_bytes())
+            value = read_json(path, max_bytes=MAX_SETTINGS_BYTES)
         except OSError as error:
             raise InputError(
                 f"{path} cannot be read: {error.strerror}", "the student's shape as JSON", "check --student_config"
             ) from error
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise InputError(
                 f"{path} is not JSON: {error}", 'an object such as {"width": 384, "depth": 6}', "correct the file"
             ) from error

@@ -118,6 +118,16 @@ def test_adapters_are_merged_and_also_what_load_lora_weights_takes(family: str, 
     )
 
 
+def test_adapters_that_are_exported_again_have_the_same_bytes(tmp_path: Path) -> None:
+    denoiser = opened(tiny_pipelines.built("sd3"), LoraSettings(rank=2))
+    weights = trained(denoiser, 0.2)
+    found = set()
+    for _again in range(8):
+        export_pipeline(denoiser, tmp_path / "export", averaged=weights, raw=None)
+        found.add((tmp_path / "export" / LORA_FILE).read_bytes())
+    assert len(found) == 1
+
+
 def test_merged_weights_keep_the_dtype_of_the_base_and_hunyuan_has_its_adapters_beside_it(tmp_path: Path) -> None:
     base = tmp_path / "half"
     diffusers.DiffusionPipeline.from_pretrained(

@@ -18,6 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from halation.distributed.checkpoint.writer import write_safetensors
 from halation.errors import HalationError
 from halation.fault_injection import fault_point
 from halation.models.pipelines.folder_safety_check import PipelineFiles, inspect_pipeline_folder, read_json
@@ -51,7 +52,6 @@ def export_pipeline(
     Both mappings are by the names of the module's trained parameters. All other components are copied from the base folder; a
     student brings a config and, where it is drawn in few steps, a scheduler of its own.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
     for stale in folder.parent.glob(f".{folder.name}.*.tmp"):
         shutil.rmtree(stale, ignore_errors=True)
     staging = temporary_path(folder)
@@ -254,20 +254,21 @@ def _shard_name(number: int) -> str:
     return f"shard_{number}"
 
 
-def _write_shard(folder: Path, number: int, tensors: dict[str, Tensor]) -> list[str]:
-    names = list(tensors)
-    _save_tensors(folder / _shard_name(number), tensors, {"format": "pt"})
-    tensors.clear()
-    return names
-
-
 def _write_adapters(path: Path, adapters: Mapping[str, Tensor], lora: LoraSettings) -> None:
     tensors, settings = to_diffusers_lora(adapters, lora)
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    _save_tensors(path, whole, {"format": "pt", "lora_adapter_metadata": json.dumps(settings, sort_keys=True)})
-
-
-def _save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    save_file(tensors, path, metadata=metadata)
+    metadata = {"format": "pt", "lora_adapter_metadata": json.dumps(settings, sort_keys=True)}
+    # The library's own writer puts several keys of metadata in another order each time.
+    write_safetensors(path, dict(sorted(whole.items())), metadata)
     with path.open("rb+") as file:
-        os.fsync(file.fileno())
+        _sync_file(file)
+
+
+def _write_shard(folder: Path, number: int, tensors: dict[str, Tensor]) -> list[str]:
+    names = list(tensors)
+    path = folder / _shard_name(number)
+    save_file(tensors, path, metadata={"format": "pt"})
+    with path.open("rb+") as file:
+        _sync_file(file)
+    tensors.clear()
+    return names
