@@ -142,7 +142,7 @@ def test_flags_that_pages_name_exist() -> None:
         for field in dataclasses.fields(config)
     }
     foreign = {
-        "config", "help", "checkpoint", "prompts", "prompts_file",
+        "config", "help", "input_limits", "follow_links", "checkpoint", "prompts", "prompts_file",
         "nproc_per_node", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "master_port", "master_addr", "nnodes", "node_rank", "standalone",
         "nodes", "ntasks_per_node", "gres", "cpus_per_task", "gpus_per_task", "time", "signal", "requeue", "open_mode", "job_name",
         "kill_on_bad_exit", "head", "port", "address", "only", "bf16", "logdir",

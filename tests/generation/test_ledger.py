@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import random
 import shutil
 import sqlite3
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -164,6 +167,28 @@ def test_a_long_log_is_moved_into_the_file_and_the_digest_follows(tmp_path: Path
         second = (tmp_path / DIGEST_FILE).read_text()
         assert second != first
         assert second.strip() == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+READER = "import sqlite3, sys; print(sqlite3.connect(sys.argv[1]).execute('SELECT COUNT(*) FROM pictures WHERE state = 1').fetchone()[0])"
+
+
+def test_readers_that_come_and_go_see_every_outcome_and_leave_the_log_alone(tmp_path: Path) -> None:
+    path = tmp_path / LEDGER_FILE
+    with Ledger(path) as ledger:
+        ledger.add_plan(requests(), {})
+        for index in (1, 2, 3):
+            ledger.record([outcome(index)])
+            # A process of its own: SQLite's locks are those of a process.
+            words = [sys.executable, "-c", READER, str(path)]
+            assert subprocess.run(words, capture_output=True, text=True, check=True).stdout == f"{index}\n"
+    with Ledger(path) as ledger:
+        assert ledger.counts()["done"] == 3
+
+
+def test_a_ledger_that_is_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / LEDGER_FILE)
+    with pytest.raises(InputError, match="a named pipe"):
+        Ledger(tmp_path / LEDGER_FILE)
 
 
 def test_a_ledger_without_its_digest_is_checked_row_by_row(tmp_path: Path) -> None:

@@ -106,11 +106,14 @@ VOLATILE_KEYS = {
     *("pictures_per_s", "per_s", "rate", "busy_share", "mfu", "memory_gb"),  # rates and memory
     *("host", "pid", "start", "token"),  # machines and processes
     "versions",  # of libraries
+    *("digest", "outcome_check"),  # of what stands beside them, times too
     *("lines", "v"),  # of a page: the lines of a log, and the version of an image by the time of its file
 }
 """Keys of JSON objects, and columns of a ledger, whose values differ from run to run."""
 EMBEDDED = re.compile(r'(<script type="application/json" id="embedded">)(.*?)(</script>)', re.DOTALL)
 SOURCE = re.compile(r"(.*/|)features/[0-9a-f]{24}/")
+LEDGER_DIGEST = "ledger.sha256"
+"""Of a file that holds times; it counts by its name alone."""
 ONLY_NAMED = "logs"
 """Files in a folder of this name, and logs elsewhere, count by their names alone: their lines begin with a time."""
 UNORDERED_KEYS = {"sha256", "bytes"}
@@ -143,7 +146,7 @@ def _with_sources_named(found: Mapping[str, str]) -> dict[str, str]:
 
 def _content(path: Path, folder: Path, words: Mapping[str, str]) -> bytes:
     """The bytes of a file that may not change."""
-    if ONLY_NAMED in path.relative_to(folder).parts[:-1] or path.suffix == ".log":
+    if ONLY_NAMED in path.relative_to(folder).parts[:-1] or path.suffix == ".log" or path.name == LEDGER_DIGEST:
         return b""
     match path.suffix:
         case ".json":

@@ -25,6 +25,7 @@ import numpy.typing as npt
 from halation.errors import HalationError, InputError
 from halation.fault_injection import fault_point
 from halation.generation.image_requests import ImageRequest
+from halation.input_files import RefusedFileError, open_regular_file
 from halation.runs.run_folder import write_atomic
 from halation.sample_specs import SampleSpec
 
@@ -214,13 +215,22 @@ class Ledger:
         self.epoch = 0
         """Which of the run's settings, counted from 0, the outcomes recorded from now on belong to."""
         self._num_in_log = 0
+        self._closing = contextlib.ExitStack()
         try:
             self._open()
-        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
-            raise _database_error(path, error) from error
+        except BaseException as error:
+            self._closing.close()
+            if isinstance(error, sqlite3.DatabaseError | UnicodeDecodeError | OSError):
+                raise _database_error(path, error) from error
+            raise
 
     def _open(self) -> None:
-        has_content = self.path.exists() and self.path.stat().st_size > 0
+        if not self.path.exists():
+            self.path.touch()
+        # Open as long as the connection: closing any descriptor of the file would drop the locks that SQLite holds on it, and a
+        # reader that comes and goes would take itself for the last one and remove the log that is being written.
+        self._database_file = self._closing.enter_context(open_regular_file(self.path))
+        has_content = os.fstat(self._database_file.fileno()).st_size > 0
         self._is_intact = not has_content or self._matches_digest()
         """Whether every row is known to be what was written: only such a ledger gets a digest when it is closed."""
         self.connection = sqlite3.connect(self.path, isolation_level=None)
@@ -246,7 +256,7 @@ class Ledger:
         A log beside it has checksums of its own: SQLite reads it as far as they are right.
         """
         try:
-            return self._digest_path.read_text().strip() == _digest_file(self.path)
+            return self._digest_path.read_text().strip() == self._digest()
         except (OSError, ValueError):
             return False
 
@@ -268,12 +278,18 @@ class Ledger:
         self.connection.close()
         self._remove_wal()
         self._write_digest()
+        self._closing.close()
+
+    def _digest(self) -> str:
+        file = self._database_file.raw  # without a buffer, which would not see what SQLite wrote since
+        file.seek(0)
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
     def _write_digest(self) -> None:
         """Only for a ledger that is whole; without a digest that fits, the next command looks at every row."""
         if self._is_intact:
             with contextlib.suppress(OSError):
-                digest = _digest_file(self.path) + "\n"
+                digest = self._digest() + "\n"
                 if not self._digest_path.exists() or self._digest_path.read_text() != digest:
                     write_atomic(self._digest_path, digest.encode(), point="ledger.digest")
 
@@ -702,11 +718,6 @@ def _check_schema(path: Path, connection: sqlite3.Connection) -> None:
             raise sqlite3.DatabaseError(f"{name} is not as Halation made it")
 
 
-def _digest_file(path: Path) -> str:
-    with open(path, "rb", buffering=0) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _parse_request(row: Sequence[Any]) -> ImageRequest:
     index, name, id_, prompt, negative_prompt, seed, height, width, num_frames, steps, guidance_scale = row
     spec = SampleSpec(
@@ -718,8 +729,10 @@ def _parse_request(row: Sequence[Any]) -> ImageRequest:
 
 def _database_error(path: Path, error: Exception) -> HalationError:
     """What a person should read: the disk is full or broken, or the file is."""
+    if isinstance(error, RefusedFileError):
+        return error.as_input_error()
     disk = ("disk is full", "disk I/O", "unable to open", "readonly", "locked")
-    if any(words in str(error) for words in disk):
+    if isinstance(error, OSError) or any(words in str(error) for words in disk):
         return HalationError(
             f"cannot read or write {path}: {error}; mend that, for a full disk free some space, then run the same command again"
         )
