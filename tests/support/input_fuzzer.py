@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import dataclasses
 import functools
 import hashlib
@@ -286,7 +287,7 @@ def _changed_json(draw: st.DrawFn, source: Callable[[], Sequence[bytes]]) -> byt
             key = draw(st.sampled_from(sorted(place)) if isinstance(place, dict) else st.integers(0, len(place) - 1))
             inner = place[key]
             if not isinstance(inner, dict | list) or not inner or draw(st.booleans()):
-                place[key] = draw(HOSTILE_VALUES | JSON_VALUES)
+                place[key] = copy.deepcopy(draw(HOSTILE_VALUES | JSON_VALUES))  # it may be changed further down
                 break
             place = inner
     if draw(st.booleans()) and isinstance(value, dict) and "digest" in value:
