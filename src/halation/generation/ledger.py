@@ -50,6 +50,7 @@ KIND_FILE = "ledger.kind"
 """Which kind of ledger a folder has: created once, before anything else, so that commands of two kinds cannot begin it together."""
 DIGEST_FILE = "ledger.sha256"
 """SHA-256 of the database file, beside its log: the fast proof that no bit of it has changed since it was written."""
+DIGEST_BLOCK_BYTES = 1 << 20
 MAX_OUTCOMES_IN_LOG = 4_000
 """After so many, SQLite's write-ahead log is moved into the file, whose digest is then taken anew."""
 
@@ -281,9 +282,11 @@ class Ledger:
         self._closing.close()
 
     def _digest(self) -> str:
-        file = self._database_file.raw  # without a buffer, which would not see what SQLite wrote since
-        file.seek(0)
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        digest, offset = hashlib.sha256(), 0
+        while block := os.pread(self._database_file.fileno(), DIGEST_BLOCK_BYTES, offset):
+            digest.update(block)
+            offset += len(block)
+        return digest.hexdigest()
 
     def _write_digest(self) -> None:
         """Only for a ledger that is whole; without a digest that fits, the next command looks at every row."""
