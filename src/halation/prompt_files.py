@@ -262,7 +262,7 @@ def _read_parquet(name: str, data: bytes) -> Iterator[PromptRow]:
             _check_parquet_type(name, column, file.schema_arrow.field(column).type, pyarrow.types)
         batch_size = _parquet_batch_size(name, data, wanted)
         yield from _parse_typed_rows(name, _iter_parquet_rows(name, file, wanted, batch_size))
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         text = shorten(str(error).partition("\n")[0])
         raise InputError(f"{name} is not a Parquet file: {text}", "Parquet", _FORMAT_HINT) from None
 

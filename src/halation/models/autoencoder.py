@@ -13,6 +13,7 @@ from diffusers import AutoencoderKLWan
 from torch import Tensor
 
 from halation.errors import InputError
+from halation.input_files import check_numbers
 from halation.models.denoiser import NonFiniteRowsError
 
 logger = logging.getLogger(__name__)
@@ -215,6 +216,7 @@ class LatentSpace:
 def load_space(description: dict[str, Any], folder: Path | None = None) -> ImageSpace:
     """The space a description names; a relative autoencoder folder is looked up beside the description."""
     if description.get("kind") == "pixels":
+        check_numbers("the image space of the model's config", description, {"scale": (1e-6, 1e6)})
         return PixelSpace(scale=float(description.get("scale", 1.0)))
     if description.get("kind") != "latents":
         raise InputError(

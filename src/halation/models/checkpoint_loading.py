@@ -67,7 +67,7 @@ def build_dit(
             tokenizer=None if tokenizer is None else WordTokenizer.from_json(tokenizer),
             class_names=[str(name) for name in description.get("class_names", ())],
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise InputError(
             f"a model description that does not hold together: {type(error).__name__}: {error}",
             "what describe() of a denoiser wrote",
