@@ -301,6 +301,21 @@ def test_a_draw_that_changes_how_torch_computes_leaves_the_training_its_bits(
     assert found == [torch.float32] * 6, "an image does not depend on the one before it"
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_draw_that_changes_the_current_gpu_or_stream_leaves_the_training_on_its_own(tmp_path: Path) -> None:
+    def draw(prompt: str, generator: torch.Generator) -> np.ndarray:
+        torch.cuda.set_device(torch.cuda.device_count() - 1)
+        torch.cuda.set_stream(torch.cuda.Stream())
+        return IMAGE
+
+    torch.cuda.set_device(0)
+    own = torch.cuda.Stream()
+    with torch.cuda.stream(own):
+        RankSampler(draw, ["one", "two"], tmp_path / "run", model=nn.Linear(4, 4, device="cuda:0"))(1)
+        assert (torch.cuda.current_device(), torch.cuda.current_stream()) == (0, own)
+
+
 def test_the_gallery_shows_it_as_a_run(tmp_path: Path) -> None:
     settings = {"data": "pebbles", "image_size": [4, 4]}
     sampler = RankSampler(plain, ["one", "two"], tmp_path / "runs" / "mine", model=torch.nn.ReLU(), settings=settings)
