@@ -226,8 +226,7 @@ def test_a_longer_plan_and_another_plan_are_seen(tmp_path: Path) -> None:
         assert run.detail()["counts"]["planned"] == 9
         assert found(run, text="number5") == []
         assert found(run, text="other") == [5, 6, 7, 8]
-        ledger.delete_plan()
-        ledger.add_plan(others[:3], {"plan": 3})
+        ledger.add_plan(others[:3], {"plan": 3}, replaces=True)
         refreshed(run)
         assert run.summary()["planned"] == 3
         assert found(run) == [0, 1, 2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -63,10 +64,10 @@ def contents(ledger: Ledger) -> list[Any]:
     return [list(ledger.rows()), ledger.counts(), groups, ledger.unfinished_indices().tolist(), ledger.examples()]
 
 
-def written(folder: Path, num: int = 24, **settings: Any) -> GenerateConfig:
+def written(folder: Path, num: int = 24, prompt: str = "prompt number {} of many", **settings: Any) -> GenerateConfig:
     """The settings of a generation in `folder / "out"`, whose prompts are written here."""
     prompts = folder / "prompts.txt"
-    prompts.write_text("".join(f"prompt number {index} of many\n" for index in range(num)))
+    prompts.write_text("".join(f"{prompt.format(index)}\n" for index in range(num)))
     return GenerateConfig(
         prompts_csv=str(prompts), model_path="testcard", output_dir=folder / "out", height=SIZE, width=SIZE,
         batch_size=4, nproc=1, progress="none", **settings,
@@ -369,14 +370,119 @@ def kill_before_recording(config: GenerateConfig) -> None:
     (config.output_dir / DIGEST_FILE).unlink()
 
 
-def test_unrecorded_images_are_drawn_again_under_other_settings_and_do_not_stand_in_their_way(tmp_path: Path) -> None:
+def test_unrecorded_images_bind_like_recorded_ones_and_are_not_removed_by_a_refused_command(tmp_path: Path) -> None:
     kill_before_recording(written(tmp_path))
-    other = written(tmp_path, num_inference_steps=3)
+    folder = tmp_path / "out"
+    before = images(folder)
+    for changes in ({"num_inference_steps": 3}, {"num_samples": 99}, {"num_samples": 4}):
+        with pytest.raises(InputError):
+            generate.run(written(tmp_path, **changes))
+        assert images(folder) == before
+    with pytest.raises(InputError, match="are not those their images in this folder were drawn from"):
+        generate.run(written(tmp_path, prompt="another prompt {}"))
+    assert images(folder) == before
+    assert generate.run(written(tmp_path)) == 0
+    assert images(folder) == before
+
+
+def test_unrecorded_images_are_drawn_again_under_settings_that_were_accepted(tmp_path: Path) -> None:
+    kill_before_recording(written(tmp_path))
+    other = written(tmp_path, num_inference_steps=3, seed_start=100, accept_changes=True)
     assert generate.run(other) == 0
     rows = [json.loads(line) for line in (other.output_dir / "metadata.jsonl").read_text().splitlines()]
-    assert len(rows) == 24
     assert {row["steps"] for row in rows} == {3}
+    assert images(other.output_dir).keys() == {row["file_name"] for row in rows}, (
+        "no image of the settings before stays"
+    )
     assert generate.run(replace(other, verify=True)) == 0
+
+
+def test_a_refused_plan_leaves_the_one_that_was_there(tmp_path: Path) -> None:
+    config = written(tmp_path)
+    generate.run(config)
+    with Ledger(config.output_dir / LEDGER_FILE) as ledger:
+        ledger.mark_open(range(24))
+    for path in images(config.output_dir):
+        (config.output_dir / path).unlink()
+    with pytest.raises(InputError, match="at most as many samples as prompts"):
+        generate.run(written(tmp_path, num_samples=99))
+    assert generate.run(written(tmp_path)) == 0
+    assert len(images(config.output_dir)) == 24
+
+
+def video_config(folder: Path, **changes: Any) -> GenerateConfig:
+    return written(folder, num=3, num_frames=2, **changes)
+
+
+@pytest.mark.parametrize("lost", ["000001_seed42/frame_0000.png", "000001_seed42", "000001_seed42.mp4"])
+def test_a_video_of_which_a_part_is_gone_is_drawn_again(tmp_path: Path, lost: str) -> None:
+    config = video_config(tmp_path)
+    assert generate.run(config) == 0
+    folder = config.output_dir
+    before = {path: path.read_bytes() for path in folder.rglob("*_seed*") if path.is_file()}
+    before |= {path: path.read_bytes() for path in folder.glob("*_seed*/*")}
+    path = folder / lost
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert generate.run(replace(config, verify=True)) == 0
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_a_folder_under_the_name_of_a_video_is_not_removed(tmp_path: Path) -> None:
+    config = video_config(tmp_path, num_samples=2)
+    assert generate.run(config) == 0
+    notes = config.output_dir / "000003_seed44" / "notes.txt"
+    notes.parent.mkdir()
+    notes.write_text("thesis")
+    with pytest.raises(InputError, match="000003_seed44 is there, this run has not drawn it"):
+        generate.run(replace(config, num_samples=3))
+    assert notes.read_text() == "thesis"
+
+
+@pytest.mark.parametrize("changes", [{"num_inference_steps": 3}, {"seed_start": 500}])
+def test_a_damaged_row_of_earlier_settings_is_restored_as_its_image_says(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    config = written(tmp_path, num_samples=3)
+    generate.run(config)
+    assert generate.run(written(tmp_path, accept_changes=True, **changes)) == 0
+    folder = config.output_dir
+    before, metadata = images(folder), (folder / "metadata.jsonl").read_bytes()
+    flip(folder / LEDGER_FILE, b"prompt number 1 of", offset=7)
+    assert generate.run(written(tmp_path, accept_changes=True, **changes)) == 0
+    assert (folder / "metadata.jsonl").read_bytes() == metadata
+    assert images(folder) == before
+
+
+def test_the_ledger_of_another_run_is_refused_beside_images_of_the_same_names(tmp_path: Path) -> None:
+    config = written(tmp_path)
+    generate.run(config)
+    (tmp_path / "other").mkdir()
+    other = written(tmp_path / "other", prompt="a river {}")
+    generate.run(other)
+    before = images(config.output_dir)
+    for name in (LEDGER_FILE, DIGEST_FILE):
+        shutil.copy(other.output_dir / name, config.output_dir / name)
+    with pytest.raises(InputError, match=r"ledger\.sqlite there is the ledger of another run"):
+        generate.run(replace(other, output_dir=config.output_dir))
+    assert images(config.output_dir) == before
+
+
+def test_verify_does_not_remove_what_the_disk_refuses_to_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = written(tmp_path)
+    generate.run(config)
+    before = images(config.output_dir)
+    real_open = open
+
+    def refuse(path: Any, *words: Any, **options: Any) -> Any:
+        if str(path).endswith("000003_seed44.png"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real_open(path, *words, **options)
+
+    monkeypatch.setattr("builtins.open", refuse)
+    with pytest.raises(PermissionError):
+        generate.run(replace(config, verify=True))
+    monkeypatch.undo()
+    assert images(config.output_dir) == before
 
 
 def test_a_damaged_image_that_verify_found_is_not_taken_for_a_foreign_one_after_a_kill(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import shutil
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from halation.errors import InputError
 from halation.generation.ledger import KIND_FILE, claim_ledger_kind, has_ledger
 from support.commands import Started, finish, halation, started, until
 
@@ -141,3 +144,27 @@ def test_a_folder_with_two_ledgers_of_an_older_version_goes_on_as_the_message_ad
     shutil.move(folder / "ledger", tmp_path / "elsewhere")
     assert finish(words(folder, "local", 40, verify=True), tmp_path / "log3") == 0, (tmp_path / "log3").read_text()
     assert_of_one_command(folder, 40)
+
+
+def test_a_kind_that_cannot_be_read_is_refused_and_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("halation.generation.ledger.KIND_TIMEOUT_S", 0.2)
+    (tmp_path / KIND_FILE).write_text("nonsense of another program")
+    with (tmp_path / KIND_FILE).open() as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        with pytest.raises(InputError, match="sqlite or files"), claim_ledger_kind(tmp_path, "sqlite"):
+            pass
+    (tmp_path / KIND_FILE).unlink()
+    (tmp_path / KIND_FILE).mkdir()
+    with pytest.raises(InputError, match="is a folder"), claim_ledger_kind(tmp_path, "sqlite"):
+        pass
+
+
+def test_without_locks_the_first_command_decides_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_descriptor: int, _operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with claim_ledger_kind(tmp_path, "files") as first, claim_ledger_kind(tmp_path, "sqlite") as second:
+        assert (first, second) == ("files", "files")

@@ -186,8 +186,7 @@ def test_halation_evaluate_finds_the_same_numbers_for_the_same_images_of_the_run
         output=tmp_path / "report.json",
         progress="none",
     )
-    for name in ("rendezvous", "cache"):  # the command makes both before it starts its ranks
-        (tmp_path / name).mkdir()
+    (tmp_path / "rendezvous").mkdir()
     config = evaluate.resolve_config(asked, evaluate.open_source(asked))
     ranks.run(2, rank_jobs.run_job, "evaluate", config, tmp_path / "rendezvous")
     found = json.loads((tmp_path / "report.json").read_text())["metrics"]

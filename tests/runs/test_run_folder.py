@@ -351,3 +351,16 @@ def test_a_disk_that_takes_no_more_numbers_is_told_in_a_sentence(
     with pytest.raises(HalationError, match=r"cannot write .*metrics\.jsonl: No space left on device"):
         runs.MetricsFile(tmp_path / "metrics.jsonl").append({"step": 1})
     assert fired(tmp_path) == ["metrics.append:1:ENOSPC:0"]
+
+
+def test_only_scratch_folders_of_killed_commands_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with runs.scratch_folder("halation_report_") as left:
+        (tmp_path / "halation_report_killed").mkdir()
+        for path in left.iterdir():
+            (tmp_path / "halation_report_killed" / path.name).touch()
+        (tmp_path / "halation_report_final").mkdir()
+        (tmp_path / "halation_report_final" / "thesis.txt").write_text("precious")
+        with runs.scratch_folder("halation_report_"):
+            assert left.exists(), "one that is in use stays"
+    assert [path.name for path in tmp_path.iterdir()] == ["halation_report_final"]

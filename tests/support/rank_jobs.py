@@ -106,4 +106,7 @@ def run_job(world: Any, name: str, config: Any, rendezvous: Path) -> None:
     os.environ[launcher.RENDEZVOUS_ENV] = str(rendezvous)
     os.environ[launcher.DEVICE_ENV] = "cpu"
     job: Any = importlib.import_module(f"halation.{COMMANDS[name].module}")
+    for folder in ("output_dir", "cache_dir"):  # the command makes it before it starts its ranks
+        if getattr(config, folder, None) is not None:
+            getattr(config, folder).mkdir(parents=True, exist_ok=True)
     job.run_rank(job._resolve_config(config)[0] if name == "sample" else config)

@@ -12,6 +12,7 @@ import logging
 import os
 import sqlite3
 import struct
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -48,6 +49,7 @@ LEDGER_NAMES: dict[LedgerKind, str] = {"sqlite": LEDGER_FILE, "files": "ledger"}
 """One file, or a folder of files that several commands write."""
 KIND_FILE = "ledger.kind"
 """Which kind of ledger a folder has: created once, before anything else, so that commands of two kinds cannot begin it together."""
+KIND_TIMEOUT_S = 10.0
 DIGEST_FILE = "ledger.sha256"
 """SHA-256 of the database file, beside its log: the fast proof that no bit of it has changed since it was written."""
 DIGEST_BLOCK_BYTES = 1 << 20
@@ -135,9 +137,10 @@ def claim_ledger_kind(folder: Path, kind: LedgerKind) -> Iterator[LedgerKind]:
         yield decided
     finally:
         path = folder / KIND_FILE
-        is_unused = decided == kind and not has_ledger(folder, kind)
-        if is_unused and _try_lock(descriptor, fcntl.LOCK_EX) and _is_same_file(path, descriptor):
-            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the folder may be gone, which the command says in its own words
+            is_unused = decided == kind and not has_ledger(folder, kind)
+            if is_unused and _try_lock(descriptor, fcntl.LOCK_EX) and _is_same_file(path, descriptor):
+                path.unlink(missing_ok=True)
         os.close(descriptor)
 
 
@@ -145,20 +148,41 @@ def _decide_ledger_kind(folder: Path, kind: LedgerKind) -> tuple[int, LedgerKind
     """The open file with the decision, locked, and the decision."""
     path = folder / KIND_FILE
     other: LedgerKind = "files" if kind == "sqlite" else "sqlite"
+    deadline = time.monotonic() + KIND_TIMEOUT_S
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        if _try_lock(descriptor, fcntl.LOCK_EX):  # nobody else is using it
+        descriptor = _open_kind_file(path, kind)
+        if _try_lock(descriptor, fcntl.LOCK_EX):  # no other command is using it
             _write_kind(descriptor, other if has_ledger(folder, other) else kind)
         is_locked = _try_lock(descriptor, fcntl.LOCK_SH)
         found = os.pread(descriptor, 16, 0)
-        if is_locked is None and not found:
+        if is_locked is None and not found:  # neither locks nor hard links: the last one to write decides
             _write_kind(descriptor, kind)
-        elif is_locked is not False and _is_same_file(path, descriptor):
+        if is_locked is not False and _is_same_file(path, descriptor):
             for decided in (kind, other):
                 if found == decided.encode():
                     return descriptor, decided
         os.close(descriptor)
+        if time.monotonic() > deadline:
+            raise InputError(
+                f"{path} holds {found!r}", "sqlite or files", "remove that file if no command is running in the folder"
+            )
         time.sleep(0.02)
+
+
+def _open_kind_file(path: Path, kind: LedgerKind) -> int:
+    """The file with the decision; a new one holds ours from the start, also where the file system has no locks."""
+    if not path.exists():
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+        try:
+            temporary.write_bytes(kind.encode())
+            with contextlib.suppress(OSError):  # another command was first, or the file system has no hard links
+                os.link(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
+    except IsADirectoryError:
+        raise InputError(f"{path} is a folder", "a file of Halation, or none", "choose another --output_dir") from None
 
 
 def _write_kind(descriptor: int, kind: LedgerKind) -> None:
@@ -292,6 +316,8 @@ class Ledger:
         """Only for a ledger that is whole; without a digest that fits, the next command looks at every row."""
         if self._is_intact:
             with contextlib.suppress(OSError):
+                if not _is_same_file(self.path, self._database_file.fileno()):
+                    return  # the folder was moved, and another one has its name
                 digest = self._digest() + "\n"
                 if not self._digest_path.exists() or self._digest_path.read_text() != digest:
                     write_atomic(self._digest_path, digest.encode(), point="ledger.digest")
@@ -436,6 +462,9 @@ class Ledger:
     def _add_checksums(self, rows: Sequence[tuple[int, int, int]]) -> None:
         with self._transaction("checksums"):
             self.connection.executemany("UPDATE pictures SET plan_check = ?, outcome_check = ? WHERE picture = ?", rows)
+            self.connection.execute(
+                "INSERT OR IGNORE INTO facts VALUES ('num_planned', ?)", (json.dumps(self.num_planned),)
+            )
             self.connection.execute(f"PRAGMA user_version = {CHECKSUM_VERSION}")
 
     # -- the plan
@@ -453,13 +482,21 @@ class Ledger:
             return None
 
     def add_plan(
-        self, requests: Iterable[ImageRequest], facts: dict[str, Any], changed: Sequence[ImageRequest] = ()
+        self,
+        requests: Iterable[ImageRequest],
+        facts: dict[str, Any],
+        changed: Sequence[ImageRequest] = (),
+        *,
+        replaces: bool = False,
+        before_commit: Callable[[], None] = lambda: None,
     ) -> None:
         """Add requests behind those that are planned, all of them or, where anything fails, none; `facts` say which plan it is.
 
-        `changed` take the place of rows that are not done.
+        `changed` take the place of rows that are not done. With `replaces`, the requests take the place of the whole plan.
         """
         with self._transaction("plan"):
+            for table in ("pictures", "shapes", "facts") if replaces else ():
+                self.connection.execute(f"DELETE FROM {table}")
             self.connection.executemany(
                 "DELETE FROM pictures WHERE picture = ?", [(request.spec.index,) for request in changed]
             )
@@ -473,6 +510,7 @@ class Ledger:
             self.connection.executemany(
                 "INSERT OR REPLACE INTO facts VALUES (?, ?)", [(key, json.dumps(value)) for key, value in facts.items()]
             )
+            before_commit()
         self._move_log()
 
     def restore_plan(self, requests: Iterable[ImageRequest]) -> None:
@@ -485,6 +523,12 @@ class Ledger:
                 f" ON CONFLICT(picture) DO UPDATE SET {', '.join(f'{name} = excluded.{name}' for name in columns)}",
                 self._plan_values(requests),
             )
+
+    def read_damaged_name(self, index: int) -> str:
+        """The file stem of a row as it stands there, which may be damaged itself; empty where it cannot be read."""
+        with self._texts_as_bytes():
+            row = self.connection.execute("SELECT name FROM pictures WHERE picture = ?", (index,)).fetchone()
+        return row[0].decode(errors="replace") if row is not None and isinstance(row[0], bytes) else ""
 
     def _plan_values(self, requests: Iterable[ImageRequest]) -> Iterator[tuple[Any, ...]]:
         shapes = {shape: number for number, shape in self.connection.execute("SELECT number, shape FROM shapes")}
@@ -508,12 +552,6 @@ class Ledger:
                 plan_checksum(spec.index, texts, numbers, spec.guidance_scale),
                 outcome_checksum(spec.index, (b"", b"", b""), (0, 0, 0, 0, 0), 0.0),
             )  # fmt: skip
-
-    def delete_plan(self) -> None:
-        """Before the first image is drawn, other settings may still make another plan."""
-        with self._transaction("forget"):
-            for table in ("pictures", "shapes", "facts"):
-                self.connection.execute(f"DELETE FROM {table}")
 
     def groups(self) -> list[Indices]:
         """The indices of each group of rows that may share batches, ascending."""
@@ -548,9 +586,14 @@ class Ledger:
         rows = self.connection.execute("SELECT picture FROM pictures WHERE state != 1").fetchall()
         return np.sort(np.fromiter(itertools.chain.from_iterable(rows), np.int64, len(rows)))
 
-    def iter_unfinished(self) -> Iterator[ImageRequest]:
-        """What the rows without an image ask for."""
-        return (row.request for row in self._select_rows("WHERE state != 1"))
+    def unfinished_names(self) -> Iterator[tuple[int, str, int]]:
+        """Index, file stem and number of frames of the rows without an image."""
+        return iter(self.connection.execute("SELECT picture, name, num_frames FROM pictures WHERE state != 1"))
+
+    def has_videos(self) -> bool:
+        """Whether any row has more than one frame."""
+        query = "SELECT EXISTS(SELECT 1 FROM pictures WHERE num_frames != 1)"
+        return bool(self.connection.execute(query).fetchone()[0])
 
     def counts(self) -> dict[str, int]:
         """How many rows are planned, open, done and failed."""
@@ -560,6 +603,13 @@ class Ledger:
         )
         counts: dict[str, int] = {state: rest.get(number, 0) for number, state in enumerate(STATES)}
         return {"planned": planned, **counts, "done": planned - sum(rest.values())}
+
+    def sample_done(self) -> list[ImageRequest]:
+        """The requests of the first, a middle and the last done row, as far as there are so many."""
+        num_done = self.counts()["done"]
+        query = f"SELECT {_SPEC_COLUMNS} FROM pictures WHERE state = {DONE} ORDER BY picture LIMIT 1 OFFSET ?"
+        offsets = sorted({0, num_done // 2, num_done - 1}) if num_done else ()
+        return [_parse_request(self.connection.execute(query, (offset,)).fetchone()) for offset in offsets]
 
     def is_done(self, index: int) -> bool:
         """Whether the image is there, as far as outcomes were recorded."""

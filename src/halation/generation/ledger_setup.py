@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import asdict
 from pathlib import Path
 
 from halation.errors import InputError
 from halation.generation.image_requests import ImageRequest, RenamedId, RequestDefaults, RequestIterator, iter_requests
-from halation.generation.ledger import Ledger
-from halation.generation.metadata_and_summary import prove_outcome, remove_unrecorded
+from halation.generation.ledger import Ledger, LedgerDamage
+from halation.generation.metadata_and_summary import prove_outcome, read_spec, remove_result
 from halation.prompt_files import PromptFile
 from halation.runs import run_folder as runs
+from halation.sample_specs import SampleSpec
 
 log = logging.getLogger(__name__)
 RENAMED_FILE = "renamed_ids.jsonl"
@@ -30,29 +32,41 @@ def plan(
     has_done_images: bool,
     folder: Path,
     accept_changes: bool = False,
+    unrecorded: Sequence[ImageRequest] = (),
 ) -> None:
     """Make the ledger hold exactly the first `limit` rows of the file (all for 0).
 
     A file and settings that the ledger knows are not read again. Where images were drawn (`has_done_images`), the rows they belong
     to must be what they were; others may change, and more may stand behind them. With `accept_changes`, other settings hold for what
-    is not drawn yet; what is drawn stays, and its prompts must be what they were all the same.
+    is not drawn yet; what is drawn stays, and its prompts must be what they were all the same. Rows that are `unrecorded` have an
+    image in the folder that a killed call did not record: it binds like others, and is removed where its row changes.
     """
     facts = {"prompts_sha256": prompts.sha256, "limit": limit, "defaults": asdict(defaults)}
     if ledger.read_fact("plan") == facts:
         return
-    if ledger.num_planned:
-        remove_unrecorded(folder, ledger)
-    if ledger.num_planned and not has_done_images:
-        ledger.delete_plan()
     request_iterator = iter_requests(prompts.rows(), defaults, prompts.name)
     rows = _take_first(request_iterator, limit, prompts.name)
     changed: list[ImageRequest] = []
-    if ledger.num_planned:
-        changed, used_names = _compare_with_plan(ledger, rows, prompts.name, accept_changes)
+    if ledger.num_planned and has_done_images:
+        drawn = {request.spec.index for request in unrecorded}
+        changed, used_names = _compare_with_plan(ledger, rows, prompts.name, accept_changes, drawn)
         changed = list(_check_names_unused(used_names, changed))
         rows = _check_names_unused(used_names, rows)
+
+    def remove_superseded() -> None:
+        indices = {request.spec.index for request in changed}
+        for request in unrecorded:
+            if request.spec.index in indices:
+                remove_result(folder, request.name, request.spec.num_frames)
+
     renamed: list[RenamedId] = []
-    ledger.add_plan(_collect_renamed(rows, request_iterator, renamed), {"plan": facts}, changed)
+    ledger.add_plan(
+        _collect_renamed(rows, request_iterator, renamed),
+        {"plan": facts},
+        changed,
+        replaces=not has_done_images,
+        before_commit=remove_superseded,
+    )
     _write_renamed(folder, renamed, request_iterator)
 
 
@@ -65,7 +79,7 @@ def repair(ledger: Ledger, prompts: PromptFile, folder: Path) -> None:
     if not damage:
         return
     if damage.planned:
-        ledger.restore_plan(_replan(ledger, prompts, damage.planned))
+        ledger.restore_plan(_replan(ledger, prompts, folder, damage))
     outcomes, opened = [], []
     for request in ledger.requests(damage.outcomes):
         outcome = prove_outcome(folder, request)
@@ -84,8 +98,9 @@ def repair(ledger: Ledger, prompts: PromptFile, folder: Path) -> None:
         raise _damaged_row_error(ledger, (*remaining.planned, *remaining.outcomes)[0], prompts.name)
 
 
-def _replan(ledger: Ledger, prompts: PromptFile, indices: Sequence[int]) -> list[ImageRequest]:
-    """These rows as the plan was made from the prompt list."""
+def _replan(ledger: Ledger, prompts: PromptFile, folder: Path, damage: LedgerDamage) -> list[ImageRequest]:
+    """The damaged rows as they were planned."""
+    indices = damage.planned
     facts = ledger.read_fact("plan")
     try:
         if facts["prompts_sha256"] != prompts.sha256:
@@ -98,12 +113,31 @@ def _replan(ledger: Ledger, prompts: PromptFile, indices: Sequence[int]) -> list
     found = [request for request in rows if request.spec.index in wanted]
     if len(found) != len(wanted):
         raise _damaged_row_error(ledger, indices[0], prompts.name)
-    return found
+    return [_restore_request(ledger, folder, request, damage, prompts.name) for request in found]
 
 
-def _damaged_row_error(ledger: Ledger, index: int, source: str) -> InputError:
+def _restore_request(
+    ledger: Ledger, folder: Path, listed: ImageRequest, damage: LedgerDamage, source: str
+) -> ImageRequest:
+    """What a row asked for: as the list has it now or, where its image was drawn under earlier settings, as that says."""
+    index, has_good_outcome = listed.spec.index, listed.spec.index not in damage.outcomes
+    if has_good_outcome and not ledger.is_done(index):
+        return listed
+    for stem in dict.fromkeys((listed.name, ledger.read_damaged_name(index))):
+        with contextlib.suppress(OSError, TypeError, ValueError):
+            spec = SampleSpec(**read_spec(folder / f"{stem}.png") or {})
+            if (spec.index, spec.id, spec.prompt) == (index, listed.spec.id, listed.spec.prompt):
+                return ImageRequest(spec=spec, name=stem)
+    if has_good_outcome and listed.spec.num_frames == 1 and (folder / f"{listed.name}.png").exists():
+        raise _damaged_row_error(ledger, index, f"neither its image nor {source}", "proves it")
+    return listed
+
+
+def _damaged_row_error(
+    ledger: Ledger, index: int, source: str, problem: str = "is not the list it was planned from"
+) -> InputError:
     return InputError(
-        f"{ledger.path} is damaged: row {index + 1} is not what was written, and {source} is not the list it was planned from",
+        f"{ledger.path} is damaged: row {index + 1} is not what was written, and {source} {problem}",
         "the ledger as Halation wrote it, or the prompt list of that time, from which it can be restored",
         "give that list, restore the ledger from a copy, or start in a new --output_dir",
     )
@@ -123,7 +157,7 @@ def _take_first(request_iterator: Iterator[ImageRequest], limit: int, source: st
 
 
 def _compare_with_plan(
-    ledger: Ledger, rows: Iterator[ImageRequest], source: str, accept_changes: bool
+    ledger: Ledger, rows: Iterator[ImageRequest], source: str, accept_changes: bool, unrecorded: Set[int]
 ) -> tuple[list[ImageRequest], frozenset[str]]:
     """The planned rows that are asked for otherwise now, and the names of images drawn under settings that hold no more.
 
@@ -147,10 +181,13 @@ def _compare_with_plan(
             planned_row.request.spec.id,
             planned_row.request.spec.prompt,
         )
-        if planned_row.state != "done":
+        if planned_row.state != "done" and request.spec.index not in unrecorded:
             changed.append(request)
         elif accept_changes and has_same_prompt:
-            used_names.add(planned_row.request.name.lower())
+            if planned_row.state == "done":
+                used_names.add(planned_row.request.name.lower())
+            else:
+                changed.append(request)
         else:
             num_different += 1
             before, after = asdict(planned_row.request.spec), asdict(request.spec)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
+import re
 import stat
 import struct
 import zlib
@@ -20,11 +22,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from halation.errors import InputError
+from halation.errors import PERMISSION_ERRNOS, RESOURCE_ERRNOS, InputError
 from halation.generation.image_requests import ImageRequest
 from halation.generation.ledger import ImageOutcome, Ledger, LedgerRow
-from halation.images.png_codec import read_png, read_texts, sanitize_text
-from halation.input_files import parse_json
+from halation.images.png_codec import read_png, read_texts
+from halation.input_files import RefusedFileError, open_regular_file, parse_json
 from halation.runs.run_folder import open_atomic, read_json_with_digest, write_json_with_digest
 
 METADATA_FILE = "metadata.jsonl"
@@ -33,6 +35,8 @@ FAILURES_FILE = "failed_prompts_gpu{worker}.txt"
 FAILURES_HEADER = "# index\tid\tseed\tprompt\treason (text is escaped as inside a JSON string)\n"
 MAX_REASONS = 100
 MAX_THREADS = 8
+MAX_FOREIGN_SHOWN = 5
+FRAME_NAME = re.compile(r"frame_\d{4,}\.png")
 _encoder = json.JSONEncoder(ensure_ascii=False)  # json.dumps would make one for each of a million lines
 
 
@@ -178,7 +182,7 @@ def verify(folder: Path, rows: Iterable[LedgerRow], report: Callable[[int, int],
 
 
 def _find_damage(folder: Path, row: LedgerRow) -> DamagedImage | None:
-    """What is wrong with one result, or None."""
+    """What is wrong with one result, or None. A disk that refuses to show a file raises: the file may be good."""
     spec, name = row.request.spec, row.request.name
     files = file_names(name, spec.num_frames)
     num_bytes = 0
@@ -188,6 +192,8 @@ def _find_damage(folder: Path, row: LedgerRow) -> DamagedImage | None:
         except FileNotFoundError:
             return DamagedImage(index=spec.index, file=file, reason="missing")
         except OSError as error:
+            if error.errno in (*RESOURCE_ERRNOS, *PERMISSION_ERRNOS):
+                raise
             return DamagedImage(index=spec.index, file=file, reason=f"cannot be read ({error.strerror or error})")
         if not stat.S_ISREG(status.st_mode):
             return DamagedImage(index=spec.index, file=file, reason="cannot be read (not a file)")
@@ -198,29 +204,28 @@ def _find_damage(folder: Path, row: LedgerRow) -> DamagedImage | None:
         reason = f"cut short ({num_bytes} of {row.num_bytes} bytes)"
     elif num_bytes > row.num_bytes:
         reason = f"changed ({num_bytes} bytes instead of {row.num_bytes})"
+    elif digest_files(folder, name, spec.num_frames) != row.sha256:
+        reason = "changed (its SHA-256 is another)"
     else:
-        try:
-            if digest_files(folder, name, spec.num_frames) != row.sha256:
-                reason = "changed (its SHA-256 is another)"
-            else:
-                reason = "" if carries_spec(folder, row.request) else "of another spec than its row in the ledger"
-        except OSError as error:
-            reason = f"cannot be read ({error.strerror or error})"
+        reason = "" if carries_spec(folder, row.request) else "of another spec than its row in the ledger"
     return DamagedImage(index=spec.index, file=files[0], reason=reason) if reason else None
 
 
 def carries_spec(folder: Path, request: ImageRequest) -> bool:
     """Whether the PNG of a request, or each frame of its video, holds the request's spec."""
-    expected = request.spec.as_json()
-    expected |= {name: sanitize_text(value) for name, value in expected.items() if isinstance(value, str)}
     pngs = [file for file in file_names(request.name, request.spec.num_frames) if file.endswith(".png")]
-    for file in pngs:
-        try:
-            if parse_json(read_texts((folder / file).read_bytes())["halation"].encode()) != expected:
-                return False
-        except (ValueError, KeyError, struct.error, zlib.error):
-            return False
-    return True
+    return all(read_spec(folder / file) == request.spec.as_json() for file in pngs)
+
+
+def read_spec(path: Path) -> dict[str, Any] | None:
+    """The spec inside a PNG; None where there is none, and OSError where the file cannot be read."""
+    with open_regular_file(path) as file:
+        data = file.read()
+    try:
+        spec = parse_json(read_texts(data)["halation"].encode())
+    except (ValueError, KeyError, struct.error, zlib.error):
+        return None
+    return spec if isinstance(spec, dict) else None
 
 
 def prove_outcome(folder: Path, request: ImageRequest) -> ImageOutcome | None:
@@ -236,6 +241,24 @@ def prove_outcome(folder: Path, request: ImageRequest) -> ImageOutcome | None:
     except (InputError, OSError):
         return None
     return ImageOutcome(index=request.spec.index, state="done", sha256=combined_digest([data]), num_bytes=len(data))
+
+
+def find_image_of_another_run(folder: Path, requests: Sequence[ImageRequest]) -> str:
+    """The file of the first of these done rows, where every one of them has an image with another spec inside; else empty.
+
+    One image alone may have been put there by hand; where all that were looked at differ, the ledger belongs to other images.
+    """
+    found = ""
+    for request in requests:
+        file = next(name for name in file_names(request.name, request.spec.num_frames) if name.endswith(".png"))
+        try:
+            spec = read_spec(folder / file)
+        except OSError:
+            return ""
+        if spec is None or spec == request.spec.as_json():
+            return ""
+        found = found or file
+    return found if len(requests) > 1 else ""
 
 
 def find_missing(folder: Path, names: Iterable[tuple[int, str, int]]) -> list[int]:
@@ -257,48 +280,62 @@ def find_missing(folder: Path, names: Iterable[tuple[int, str, int]]) -> list[in
     ]
 
 
-def find_foreign_image(folder: Path, ledger: Ledger) -> str:
-    """A file that an unfinished row would write over although it does not carry the row's spec; empty where there is none.
+def find_foreign_images(folder: Path, ledger: Ledger) -> list[str]:
+    """What unfinished rows would write over although it does not carry their specs; a few names at most.
 
     The files of all done rows must be there.
     """
-    present = _image_files(folder)
-    if len(present) == ledger.counts()["done"]:
-        return ""
-    return next((file for file, is_own in _iter_unrecorded(folder, ledger, present) if not is_own), "")
+    foreign = (request for request, is_own in iter_unrecorded(folder, ledger) if not is_own)
+    present = set(os.listdir(folder))
+    return [
+        next(name for name in _folder_entries(request.name, request.spec.num_frames) if name in present)
+        for request in itertools.islice(foreign, MAX_FOREIGN_SHOWN)
+    ]
 
 
-def _image_files(folder: Path) -> set[str]:
-    return {name for name in os.listdir(folder) if name.endswith((".png", ".mp4"))}
+def iter_unrecorded(folder: Path, ledger: Ledger) -> Iterator[tuple[ImageRequest, bool]]:
+    """Unfinished rows under whose names there is something, and whether that carries the row's spec.
+
+    A killed call leaves images that are published and not recorded yet.
+    """
+    present = set(os.listdir(folder))
+    has_videos = ledger.has_videos()
+    if not has_videos and sum(name.endswith(".png") for name in present) == ledger.counts()["done"]:
+        return  # nothing but the images of done rows, of which there may be a million
+    indices = [
+        index
+        for index, name, num_frames in ledger.unfinished_names()
+        if not present.isdisjoint(_folder_entries(name, num_frames))
+    ]
+    for request in ledger.requests(indices):
+        with contextlib.suppress(FileNotFoundError):  # another command that shares the folder may replace it just now
+            yield request, _is_own_result(folder, request)
 
 
-def remove_unrecorded(folder: Path, ledger: Ledger) -> None:
-    """Remove images that a killed call published and did not record: they are drawn again, and may then be of another spec."""
-    for file, is_own in list(_iter_unrecorded(folder, ledger, _image_files(folder))):
-        if is_own:
-            (folder / file).unlink(missing_ok=True)
+def _is_own_result(folder: Path, request: ImageRequest) -> bool:
+    frames = folder / request.name
+    if request.spec.num_frames == 1:
+        files = [folder / f"{request.name}.png"]
+    elif frames.is_dir() and not frames.is_symlink():
+        files = list(frames.iterdir())
+        if any(FRAME_NAME.fullmatch(file.name) is None for file in files):
+            return False
+    else:  # a video is published after its frames
+        return False
+    try:
+        return all(read_spec(file) == request.spec.as_json() for file in files)
+    except (IsADirectoryError, RefusedFileError):
+        return False
 
 
-def remove_damaged(folder: Path, damages: Iterable[DamagedImage]) -> None:
-    """Remove files that are not what the ledger says, so that no later call takes them for images of others."""
-    for damage in damages:
+def remove_result(folder: Path, name: str, num_frames: int) -> None:
+    """Remove an image, or a video with its frames and nothing else, which is then drawn again."""
+    for file in file_names(name, num_frames):
         with contextlib.suppress(OSError):  # what cannot be removed is told when it is drawn again
-            (folder / damage.file).unlink()
-
-
-def _iter_unrecorded(folder: Path, ledger: Ledger, present: set[str]) -> Iterator[tuple[str, bool]]:
-    """Files under the names of unfinished rows, and whether each carries the spec of its row."""
-    for _, name, num_frames in ledger.done_names():
-        present.discard(_folder_entries(name, num_frames)[0])
-    if not present:
-        return
-    for request in ledger.iter_unfinished():
-        file = _folder_entries(request.name, request.spec.num_frames)[0]
-        if file in present and (folder / file).is_file():
-            try:
-                yield file, carries_spec(folder, request)
-            except OSError:  # a video without its frames
-                yield file, False
+            (folder / file).unlink()
+    if num_frames > 1:
+        with contextlib.suppress(OSError):
+            (folder / name).rmdir()
 
 
 def _folder_entries(name: str, num_frames: int) -> tuple[str, ...]:
@@ -384,8 +421,9 @@ def is_summary_current(folder: Path, summary: RunSummary) -> bool:
     """Whether the summary that is there tells of the same images; its times are then worth more than none."""
     try:
         written = read_json_with_digest(folder / SUMMARY_FILE)
-        names = ("planned", "done", "failed", "open", "metadata_sha256")
-        return all(written[name] == getattr(summary, name) for name in names)
+        names = ("planned", "done", "failed", "open")
+        has_same_metadata = written.get("metadata_sha256") in (None, summary.metadata_sha256)  # None: earlier versions
+        return has_same_metadata and all(written[name] == getattr(summary, name) for name in names)
     except (OSError, InputError, KeyError, TypeError):
         return False
 

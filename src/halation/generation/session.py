@@ -21,7 +21,7 @@ from halation.distributed.stop_signals import StopSignals, exit_code
 from halation.errors import InputError, Interrupted
 from halation.generation import metadata_and_summary
 from halation.generation.config import GenerateConfig
-from halation.generation.image_requests import RequestDefaults
+from halation.generation.image_requests import ImageRequest, RequestDefaults
 from halation.generation.ledger import Ledger
 from halation.generation.ledger_setup import plan, repair
 from halation.generation.supervisor import RangeClaims, RunStats, Supervisor, SupervisorSettings
@@ -69,9 +69,11 @@ def check_no_foreign_files(folder: Path) -> None:
         )
 
 
-def lost_ledger_error(folder: Path, found: str, ledger_name: str) -> InputError:
+def lost_ledger_error(
+    folder: Path, found: str, ledger_name: str, problem: str = "knows of no image: it was emptied or replaced"
+) -> InputError:
     return InputError(
-        f"{folder} holds {found}, and {ledger_name} there knows of no image: it was emptied or replaced",
+        f"{folder} holds {found}, and {ledger_name} there {problem}",
         "the ledger in which the images of this folder were recorded",
         "restore it from a copy; or keep the images and choose another --output_dir",
     )
@@ -137,14 +139,17 @@ class GenerationSession:
         if prompts.ignored_columns:
             log.warning("%s: columns that are not read: %s", prompts.name, ", ".join(prompts.ignored_columns))
         self._check_ledger(prompts)
-        counts = self.ledger.counts()
-        has_done_images = counts["done"] > 0  # failures bind nobody: what they failed of may have been the settings
+        unrecorded = [
+            request for request, is_own in metadata_and_summary.iter_unrecorded(self.folder, self.ledger) if is_own
+        ]
+        # Failures bind nobody: what they failed of may have been the settings.
+        has_done_images = self.ledger.counts()["done"] > 0 or bool(unrecorded)
         config = RunFolder(self.folder).config
         previous_config = config.read_bytes() if has_done_images and config.exists() else b""
         self.record = self._open_record(self._fixed_settings(slots), has_done_images)
         self.ledger.epoch = len(self.record["changes"])
         try:
-            self._plan(prompts, has_done_images, self.folder)
+            self._plan(prompts, has_done_images, self.folder, unrecorded)
         except InputError:
             if previous_config:  # a change that was refused after all is none
                 runs.write_atomic(config, previous_config)
@@ -159,6 +164,8 @@ class GenerationSession:
         # A first call that was killed before it planned leaves a record and an empty ledger, which bind nobody.
         if not self.ledger.num_planned and (found := find_result_file(self.folder)):
             raise lost_ledger_error(self.folder, found, self.ledger.path.name)
+        if found := metadata_and_summary.find_image_of_another_run(self.folder, self.ledger.sample_done()):
+            raise lost_ledger_error(self.folder, found, self.ledger.path.name, "is the ledger of another run")
 
     def _warn_about_prompts(self, prompts: PromptFile) -> None:
         """What the model cannot read of its prompts, if any are still to be drawn."""
@@ -185,7 +192,9 @@ class GenerationSession:
         coder = config.png if config.png != "auto" else chosen or png_codec.fastest_coder()
         return runs.record_facts(run, {"png coder": coder}, config.accept_changes)
 
-    def _plan(self, prompts: PromptFile, has_done_images: bool, folder: Path) -> None:
+    def _plan(
+        self, prompts: PromptFile, has_done_images: bool, folder: Path, unrecorded: Sequence[ImageRequest]
+    ) -> None:
         config = self.config
         defaults = RequestDefaults(
             seed_start=config.seed_start,
@@ -204,6 +213,7 @@ class GenerationSession:
             has_done_images=has_done_images,
             folder=folder,
             accept_changes=config.accept_changes,
+            unrecorded=unrecorded,
         )
 
     def _check_unrecorded_images(self) -> None:
@@ -211,12 +221,13 @@ class GenerationSession:
 
         A killed call leaves images that are published and not recorded yet: they carry the spec of their row.
         """
-        found = metadata_and_summary.find_foreign_image(self.folder, self.ledger)
+        found = metadata_and_summary.find_foreign_images(self.folder, self.ledger)
         if found:
+            more = f" (also {', '.join(found[1:])})" if found[1:] else ""
             raise InputError(
-                f"{self.folder / found} is there, this run has not drawn it, and it does not carry the spec of that image",
+                f"{self.folder / found[0]} is there, this run has not drawn it, and it does not carry the spec of that image{more}",
                 "a folder without images of other runs",
-                "move the file elsewhere, or choose another --output_dir",
+                "move what is there elsewhere, or choose another --output_dir",
             )
 
     def _reopen_damaged(self) -> None:
@@ -224,15 +235,20 @@ class GenerationSession:
         missing = metadata_and_summary.find_missing(self.folder, self.ledger.done_names())
         if missing:
             log.warning("%d images were drawn but their files are gone: drawing them again", len(missing))
-            self.ledger.mark_open(missing)
+            self._reopen(missing)
         if self.config.verify:
             damages = self._verify()
             for damage in damages:
                 log.warning("%s is damaged: %s; drawing it again", damage.file, damage.reason)
-            metadata_and_summary.remove_damaged(self.folder, damages)
-            self.ledger.mark_open(damage.index for damage in damages)
+            self._reopen([damage.index for damage in damages])
             if not damages:
                 log.info("every image is as the ledger says")
+
+    def _reopen(self, indices: Sequence[int]) -> None:
+        """Draw these again; what is left of their files goes, so that no later call takes it for an image of another run."""
+        for request in self.ledger.requests(indices):
+            metadata_and_summary.remove_result(self.folder, request.name, request.spec.num_frames)
+        self.ledger.mark_open(indices)
 
     def _verify(self) -> list[metadata_and_summary.DamagedImage]:
         num_done = self.ledger.counts()["done"]

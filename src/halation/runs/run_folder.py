@@ -28,6 +28,7 @@ COMMIT_FILE = "COMMIT.json"
 EXTERNAL_TRAINER = "own"
 """What the record of a run says under `trainer` whose loop no command of Halation's is."""
 DIGEST_KEY = "digest"
+SCRATCH_MARK = ".halation_scratch"
 """Where a JSON object has the SHA-256 of everything else in it."""
 _num_temporaries = itertools.count()
 
@@ -200,6 +201,7 @@ def scratch_folder(prefix: str) -> Iterator[Path]:
         if folder.exists():  # another command may have taken it for a stale one before it was locked
             break
         os.close(lock)
+    (folder / SCRATCH_MARK).touch()
     try:
         yield folder
     finally:
@@ -208,8 +210,9 @@ def scratch_folder(prefix: str) -> Iterator[Path]:
 
 
 def _remove_stale_scratch(prefix: str) -> None:
-    """The system drops the lock of a folder with its owner."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+    """Only folders that `scratch_folder` made; the system drops the lock of one with its owner."""
+    for mark in Path(tempfile.gettempdir()).glob(f"{prefix}*/{SCRATCH_MARK}"):
+        folder = mark.parent
         with contextlib.suppress(OSError):  # held, another user's, or gone already
             lock = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
             try:

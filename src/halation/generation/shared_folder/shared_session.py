@@ -20,7 +20,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from halation.distributed.stop_signals import StopSignals
 from halation.errors import InputError
 from halation.generation import metadata_and_summary
 from halation.generation.config import GenerateConfig
+from halation.generation.image_requests import ImageRequest
 from halation.generation.ledger import LEDGER_FILE, claim_ledger_kind
 from halation.generation.ledger_setup import RENAMED_FILE
 from halation.generation.metadata_and_summary import RunSummary, WorkerStats
@@ -216,10 +217,12 @@ class SharedSession(GenerationSession):
                 "use the old settings, or another --output_dir",
             )
 
-    def _plan(self, prompts: PromptFile, has_done_images: bool, folder: Path) -> None:
+    def _plan(
+        self, prompts: PromptFile, has_done_images: bool, folder: Path, unrecorded: Sequence[ImageRequest]
+    ) -> None:
         """Every process plans for itself, to the same rows, and none may add to what another wrote."""
         with runs.scratch_folder("halation_plan_") as scratch:
-            super()._plan(prompts, False, scratch)
+            super()._plan(prompts, False, scratch, ())
             self.ledger.agree_on_plan()
             renamed = scratch / RENAMED_FILE
             if renamed.exists():
