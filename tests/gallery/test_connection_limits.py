@@ -200,10 +200,12 @@ def check_flood(gallery: Gallery, num: int, words: str, drip: str = "") -> None:
 def test_an_answer_comes_while_more_connections_than_descriptors_send_nothing(folder: Path, words: str) -> None:
     with serving(folder, descriptors=256) as gallery:
         check_flood(gallery, 600, words)
-        assert until(lambda: gallery.stderr.stat().st_size > 0)
-        log = gallery.stderr.read_text()
-    assert re.search(r"too many connections: \d+ were closed; at most 64 may be open, 32 of them from one address", log)
-    assert len(log.splitlines()) == 1
+        # Where the kernel keeps connections to itself that send nothing, none has to be closed for another.
+        assert not words or until(lambda: gallery.stderr.stat().st_size > 0)
+        lines = gallery.stderr.read_text().splitlines()
+    sentence = r"too many connections: \d+ were closed; at most 64 may be open, 32 of them from one address"
+    assert len(lines) <= 2, "one line a minute"
+    assert all(re.search(sentence, line) for line in lines)
 
 
 @pytest.mark.slow
@@ -402,6 +404,7 @@ class Client:
 
     address: str
     is_authorised: bool = False
+    opened_at: float = 0.0
     is_idle: bool = True
     aborted: bool = False
 

@@ -37,6 +37,8 @@ SECURITY_HEADERS_BYTES = [(name.lower().encode(), value.encode()) for name, valu
 CONTROL_PATH = re.compile(r"/api/runs/[0-9a-f]{10}/control/(?:sample|save|stop)")
 AUTHORITY = re.compile(r"(\[[0-9a-f:.]{2,45}\]|[a-z0-9](?:[a-z0-9._-]{0,251}[a-z0-9])?)(?::([0-9]{1,5}))?")
 COOKIE_PREFIX = "halation"
+MAX_CLOSED_PER_S = 1600
+"""Connections of one address that are closed for new ones at most: its queue of 2,048 is then done in 1.3 s."""
 PER_ADDRESS_SHARE = 2
 """One address may hold one connection in so many of all before one of them has sent the token or the cookie."""
 FORBIDDEN_PAGE = """<!doctype html>
@@ -195,6 +197,8 @@ class Connection(Protocol):
     """Of the client; an IPv6 client is known by its network, in which it may choose any address."""
     is_authorised: bool
     """Whether a request on it had the token or the cookie."""
+    opened_at: float
+    """In seconds of the clock of `accept_delay_s`."""
 
     @property
     def is_idle(self) -> bool:
@@ -248,6 +252,16 @@ class ConnectionTable:
             self.num_closed += 1
             return False
         return True
+
+    def accept_delay_s(self, now: float) -> float:
+        """How long to leave new connections in the kernel's queue: those that would be closed for them are too young.
+
+        A request may come some milliseconds after its connection, through a tunnel or from a busy machine.
+        """
+        largest = max(self._unauthorised.values(), key=len, default={})
+        if not largest or (len(largest) < self.max_per_address and len(self) < self.max_connections):
+            return 0.0
+        return next(iter(largest)).opened_at + self.max_per_address / MAX_CLOSED_PER_S - now
 
     def close_one(self) -> bool:
         """Close the connection that is needed least; False where all of them are in use."""

@@ -274,7 +274,11 @@ def _get_image(gallery: GalleryContext, request: Request) -> Response:
 
 def _read_chunks(path: Path) -> Iterator[bytes]:
     """A file that does not fit into one chunk, read at the pace at which the client reads it."""
-    with open_regular_file(path) as file:
+    try:
+        file = open_regular_file(path)
+    except OSError:  # removed since its type was read
+        return
+    with file:
         while file.tell() < MAX_IMAGE_BYTES and (chunk := file.read(IMAGE_CHUNK_BYTES)):
             yield chunk
 
@@ -414,7 +418,7 @@ class GalleryConnection(H11Protocol):
         self.connection_table = server.connection_table
         self.address = address
         self.is_authorised = False
-        self._opened_at = self._waiting_since = self._sent_at = self.loop.time()
+        self.opened_at = self._waiting_since = self._sent_at = self.loop.time()
         self._num_unsent = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -456,7 +460,7 @@ class GalleryConnection(H11Protocol):
     def is_overdue(self) -> bool:
         now = self.loop.time()
         if not self.is_authorised:
-            return now - self._opened_at > REQUEST_TIMEOUT_S
+            return now - self.opened_at > REQUEST_TIMEOUT_S
         if self.is_idle and now - self._waiting_since > REQUEST_TIMEOUT_S:
             return True
         num_unsent = self._count_unsent()
@@ -539,6 +543,11 @@ class GalleryServer(uvicorn.Server):
     def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         for _ in range(ACCEPT_BATCH):
+            delay_s = self.connection_table.accept_delay_s(loop.time())
+            if delay_s > 0:
+                loop.remove_reader(listener)
+                loop.call_later(delay_s, self._start_accepting, listener)
+                return
             try:
                 connected, address = listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -585,6 +594,8 @@ def open_listener(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # a laptop that was shut does not say goodbye
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, TCP_USER_TIMEOUT_S * 1000)
+        if hasattr(socket, "TCP_DEFER_ACCEPT"):  # the kernel keeps connections that send nothing to itself
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, int(REQUEST_TIMEOUT_S))
         listener.bind(address)
         listener.listen(LISTEN_BACKLOG)
         listener.setblocking(False)
