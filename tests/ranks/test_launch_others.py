@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -100,6 +101,25 @@ def test_a_signal_to_one_rank_of_torchrun_while_it_loads_stops_all_at_one_step_t
         assert "asked to stop (signal 15): saved at step" in command.said()
         assert "exitcode  : 143" in command.said()
     assert 0 < max(checker.good(run / "checkpoints")) < 6
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+def test_a_signal_ends_a_rank_that_waits_for_others_which_never_come(tmp_path: Path) -> None:
+    place = {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    words = halation(train(tmp_path / "run", nproc=None))
+    with started(words, tmp_path / "log", environment=place) as command:
+        until(lambda: catches_sigterm(command.process.pid), command=command)
+        until(lambda: "libtorch" in Path(f"/proc/{command.process.pid}/maps").read_text(), command=command)
+        time.sleep(5)  # it is in the rendezvous now, or soon
+        command.process.terminate()
+        assert command.process.wait(60) == 143, command.said()
 
 
 def slurm(job: str, rank: int, folder: Path) -> dict[str, str]:

@@ -301,6 +301,24 @@ def test_a_draw_that_changes_how_torch_computes_leaves_the_training_its_bits(
     assert found == [torch.float32] * 6, "an image does not depend on the one before it"
 
 
+@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+def test_a_draw_that_sets_a_precision_by_its_newer_name_leaves_the_older_one_readable(
+    tmp_path: Path, precision: str
+) -> None:
+    def draw(prompt: str, generator: torch.Generator) -> np.ndarray:
+        BACKENDS.cuda.matmul.fp32_precision = "ieee"
+        return IMAGE
+
+    torch.set_float32_matmul_precision(precision)
+    try:
+        state = torch_state()
+        RankSampler(draw, ["one", "two"], tmp_path / "run", model=nn.Linear(4, 4))(1)
+        assert torch_state() == state
+        assert torch.get_float32_matmul_precision() == precision
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_draw_that_changes_the_current_gpu_or_stream_leaves_the_training_on_its_own(tmp_path: Path) -> None:

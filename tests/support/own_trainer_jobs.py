@@ -327,7 +327,9 @@ def drawn_while_stopped(world: World, out: str) -> list[str]:
         if world.rank == 1:
             sum(range(10**8))
         if world.rank == 2:
-            subprocess.Popen(["/bin/sh", "-c", f"sleep 1; kill -CONT {os.getpid()}"])
+            is_stopped = f"[ \"$(cut -d' ' -f3 /proc/{os.getpid()}/stat)\" = T ]"
+            wake = f"until {is_stopped}; do sleep 0.05; done; sleep 1; kill -CONT {os.getpid()}"
+            subprocess.Popen(["/bin/sh", "-c", wake])
             os.kill(os.getpid(), signal.SIGSTOP)
         return np.zeros((2, 2, 3), np.uint8)
 

@@ -57,7 +57,10 @@ class Nodes:
         processes = psutil.Process(self.process.pid).children(recursive=True)
         lines = {process: _command_line(process) for process in processes}
         others = [process for process, line in lines.items() if f"--node_ip_address={OTHER}" in line]
-        spared = {*others, *(child for process in others for child in process.children(recursive=True))}
+        spared = set(others)
+        for process in others:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                spared |= set(process.children(recursive=True))
         killed = [process for process in processes if process not in spared]
         for process in killed:
             with contextlib.suppress(psutil.NoSuchProcess):

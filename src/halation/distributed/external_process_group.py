@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import json
 import logging
@@ -32,6 +33,8 @@ from halation.errors import InputError, RankFailure
 log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 10.0
+HELLO_TIMEOUT_S = 2.0
+NETWORK_ERRNOS = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
 KEEPALIVE_S = (10, 5, 4)
 """A machine that has not answered for 10 + 4 * 5 seconds is gone; one whose process is stopped still answers."""
 TOKEN_BYTES = 16
@@ -190,8 +193,12 @@ class PeerLinks:
             data = self._links[rank].recv(65536)
         except BlockingIOError:
             return
-        except OSError:
+        except OSError as error:
             data = b""
+            if error.errno in NETWORK_ERRNOS:
+                log.warning("the connection to rank %d is lost: its end is known after the timeout only", rank)
+                self._links.pop(rank).close()
+                return
         self._received[rank] += data
         if data and b"\n" not in data:
             return
@@ -215,21 +222,28 @@ os.register_at_fork(after_in_child=_close_links_of_parent)
 
 def _connect_peers(world: World) -> PeerLinks:
     """Connect all ranks with each other; a rank that cannot be reached so is missed after the timeout only."""
-    places = world.all_gather_object(_network_place())
-    host = "127.0.0.1" if len(set(places)) == 1 else _own_address()
+    is_one_machine = len(set(world.all_gather_object(_network_place()))) == 1
+    host = "127.0.0.1" if is_one_machine else _own_address()
     token = os.urandom(TOKEN_BYTES)
     links: dict[int, socket.socket] = {}
     with contextlib.ExitStack() as stack:
         listener = None
         with contextlib.suppress(OSError):
-            listener = stack.enter_context(socket.create_server((host, 0), backlog=world.size))
+            if is_one_machine or not host.startswith("127."):  # which would be another machine's own address there
+                listener = stack.enter_context(socket.create_server((host, 0), backlog=world.size))
         door = [host, listener.getsockname()[1], token.hex()] if listener is not None else None
-        for rank, their_door in enumerate(world.all_gather_object(door)[: world.rank]):
+        doors = world.all_gather_object(door)
+        deadline = time.monotonic() + CONNECT_TIMEOUT_S
+        for rank, their_door in enumerate(doors[: world.rank]):
             with contextlib.suppress(OSError):
                 if their_door is not None:
-                    links[rank] = _connect(their_door, world.rank)
+                    links[rank] = _connect(their_door, world.rank, deadline)
         if listener is not None:
-            links |= _accept_links(listener, token, world.size - 1 - world.rank)
+            links |= _accept_links(listener, token, world.size - 1 - world.rank, deadline)
+    # A connection counts where both sides have it: one that the other side refused would look like a rank that has left.
+    linked_by_rank = world.all_gather_object(sorted(links))
+    for rank in [rank for rank in links if world.rank not in linked_by_rank[rank]]:
+        links.pop(rank).close()
     missing = [rank for rank in range(world.size) if rank not in links and rank != world.rank]
     if missing:
         names = ", ".join(map(str, missing))
@@ -237,26 +251,27 @@ def _connect_peers(world: World) -> PeerLinks:
     return PeerLinks(world.rank, links)
 
 
-def _connect(door: list[Any], rank: int) -> socket.socket:
+def _connect(door: list[Any], rank: int, deadline: float) -> socket.socket:
     host, port, token = door
-    link = socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S)
+    link = socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic()))
     link.sendall(bytes.fromhex(token) + struct.pack("!i", rank))
     return _keep_alive(link)
 
 
-def _accept_links(listener: socket.socket, token: bytes, num_expected: int) -> dict[int, socket.socket]:
+def _accept_links(
+    listener: socket.socket, token: bytes, num_expected: int, deadline: float
+) -> dict[int, socket.socket]:
     """The connections of ranks with a higher number; one without the token is closed."""
     links: dict[int, socket.socket] = {}
-    deadline = time.monotonic() + CONNECT_TIMEOUT_S
     with contextlib.suppress(TimeoutError):
         while len(links) < num_expected:
             listener.settimeout(max(0.001, deadline - time.monotonic()))
             link, _ = listener.accept()
-            link.settimeout(2.0)
-            try:
-                hello = link.recv(TOKEN_BYTES + 4, socket.MSG_WAITALL)
-            except OSError:
-                hello = b""
+            link.settimeout(HELLO_TIMEOUT_S)
+            hello = b""
+            with contextlib.suppress(OSError):
+                while len(hello) < TOKEN_BYTES + 4 and (data := link.recv(TOKEN_BYTES + 4 - len(hello))):
+                    hello += data
             if len(hello) == TOKEN_BYTES + 4 and hello[:TOKEN_BYTES] == token:
                 links[struct.unpack("!i", hello[TOKEN_BYTES:])[0]] = _keep_alive(link)
             else:
@@ -284,7 +299,7 @@ def _network_place() -> str:
 def _own_address() -> str:
     """The address at which other machines reach this one, found as gloo finds it."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, UnicodeError):  # the latter of a host name that is too long
         if not interface:
             return socket.gethostbyname(socket.gethostname())
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -319,7 +334,7 @@ def _join_control_group(world: World) -> World:
     world = dataclasses.replace(world, control=group)
     try:
         peers = _connect_peers(world) if world.size > 1 else None
-    except RuntimeError:
+    except BaseException:
         dist.destroy_process_group(group)
         raise
     _control_groups[world.timeout_s] = _ControlGroup(weakref.ref(dist.group.WORLD), weakref.ref(group), peers)

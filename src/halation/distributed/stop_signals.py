@@ -11,6 +11,9 @@ from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 
 DUPLICATE_SIGNAL_S = 2.0  # a service manager signals a whole group: a rank hears it twice, once from its launcher
+STUCK_S = 6.0
+SECOND_SIGNAL_WAIT_S = 1.0
+CLOCK_SLACK_S = 0.5
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -41,6 +44,7 @@ class StopSignals:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        _last_handled_at[0] = time.monotonic()
         is_duplicate = (
             self.number == number
             and time.monotonic() - self._received_at < DUPLICATE_SIGNAL_S
@@ -56,6 +60,8 @@ class StopSignals:
 
 _early_signals = StopSignals()
 """What came after `remember_signals` and before the first `StopSignals` that was entered."""
+_last_handled_at = [0.0]
+"""When a handler ran last, in this process."""
 
 
 def _handle_signals(handler: Callable[[int, FrameType | None], None]) -> dict[int, object]:
@@ -74,7 +80,35 @@ def remember_signals() -> None:
     For a rank that torchrun or srun started: it would die of a signal while it loads, be started again by torchrun,
     or leave the other ranks waiting for it.
     """
-    _handle_signals(_early_signals._on_signal)
+    if _handle_signals(_early_signals._on_signal):
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # a worker's signals are not this rank's
+        threading.Thread(target=_exit_if_stuck, args=(reader,), name="halation-signals", daemon=True).start()
+
+
+def _exit_if_stuck(reader: int) -> None:
+    """End a process whose main thread does not return to Python, as in a rendezvous with ranks that never come.
+
+    Handlers run between two instructions of Python; what arrives in the pipe is written by the signal itself.
+    """
+    first_at = 0.0
+    while data := os.read(reader, 1):
+        number, now = data[0], time.monotonic()
+        if first_at and now - first_at > DUPLICATE_SIGNAL_S and number in (signal.SIGINT, signal.SIGTERM):
+            time.sleep(SECOND_SIGNAL_WAIT_S)
+            os._exit(128 + number)
+        if number in STOP_SIGNALS and not first_at:
+            first_at = now
+            timer = threading.Timer(STUCK_S, _exit_unless_handled, [number, now])
+            timer.daemon = True
+            timer.start()
+
+
+def _exit_unless_handled(number: int, received_at: float) -> None:
+    if _last_handled_at[0] < received_at - CLOCK_SLACK_S:
+        os._exit(exit_code(number))
 
 
 @contextlib.contextmanager

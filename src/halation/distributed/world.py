@@ -73,12 +73,13 @@ class World:
         if self.control is None:
             return [json.loads(json.dumps(value))]
         data = torch.frombuffer(bytearray(json.dumps(value).encode() or b" "), dtype=torch.uint8)
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(lengths, torch.tensor([data.numel()]), group=self.control)
+        # On the CPU by name: a trainer may have set another default device.
+        lengths = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([data.numel()], device="cpu"), group=self.control)
         longest = int(max(lengths))
-        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
         padded[: data.numel()] = data
-        rows = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
+        rows = [torch.zeros(longest, dtype=torch.uint8, device="cpu") for _ in range(self.size)]
         dist.all_gather(rows, padded, group=self.control)
         return [json.loads(bytes(row[: int(length)].numpy())) for row, length in zip(rows, lengths, strict=True)]
 
@@ -358,6 +359,7 @@ class HeartbeatMonitor:
         self.timeout_s = timeout_s
         self.prefix = f"heartbeat/{name}"
         self.num_heartbeats = 0
+        self._departure = ""
         self._last_heartbeat = time.monotonic()
         self._thread_id = threading.get_ident()
         self._closed = threading.Event()
@@ -379,6 +381,11 @@ class HeartbeatMonitor:
     def heartbeat(self) -> None:
         self.num_heartbeats += 1
         self._last_heartbeat = time.monotonic()
+
+    def check_peers(self) -> None:
+        """Raise where another rank has left since this began: its share is missing, whatever this rank still does."""
+        if self._departure:
+            raise RankFailure(self._departure)
 
     def publish_result(self, result: Any) -> None:
         """Leave this rank's word for the others without waiting for theirs."""
@@ -478,4 +485,12 @@ class HeartbeatMonitor:
                 self._store.set(f"{self.prefix}/beat/{self.world.rank}", json.dumps(state))
             except (RuntimeError, ValueError):  # the store went with its rank; the launcher speaks then
                 return
+            self._log_departure()
             self._closed.wait(HEARTBEAT_S)
+
+    def _log_departure(self) -> None:
+        """Log at once that a rank has left: this one may be in a long draw, or in a collective of the trainer."""
+        if self.world.peers is not None and not self._departure and not self._closed.is_set():
+            self._departure = self.world.peers.blame()
+            if self._departure:
+                log.error("%s", self._departure)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import logging
 import os
 import socket
 import sys
@@ -20,6 +22,7 @@ from halation.runs.run_folder import CONFIG_FILE, METRICS_FILE, write_atomic, wr
 if TYPE_CHECKING:
     from filelock import BaseFileLock
 
+log = logging.getLogger(__name__)
 ENDED_FILE = "ended.json"
 LOCK_FILE = ".lock"
 OWNER_FILE = ".owner.json"
@@ -189,7 +192,12 @@ def hold_folder(folder: Path) -> BaseFileLock:
 
     lock = FileLock(folder / LOCK_FILE, is_singleton=True, thread_local=False)
     if not lock.is_locked:
-        _acquire(lock, folder, "out=")
+        try:
+            _acquire(lock, folder, "out=")
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
+                raise
+            log.warning("%s is on a file system without locks: a second training in it is not refused", folder)
     write_json_atomic(folder / ENDED_FILE, {**_end_record(OWN_TRAINER, None), "state": "stopped"})
     write_json_atomic(folder / OWNER_FILE, _owner_record(OWN_TRAINER))
     return lock

@@ -169,7 +169,12 @@ def _torch_settings() -> list[_TorchSetting]:
         _TorchSetting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
         *(
             _attribute(backends.cuda.matmul, f"allow_{name}")
-            for name in ("tf32", "fp16_reduced_precision_reduction", "bf16_reduced_precision_reduction")
+            for name in (
+                "tf32",
+                "fp16_reduced_precision_reduction",
+                "bf16_reduced_precision_reduction",
+                "fp16_accumulation",
+            )
         ),
         # After the older names of the same numbers: setting those changes these.
         *(_attribute(owner, "fp32_precision") for owner in precisions),
@@ -177,6 +182,10 @@ def _torch_settings() -> list[_TorchSetting]:
         _TorchSetting(backends.cuda.mem_efficient_sdp_enabled, backends.cuda.enable_mem_efficient_sdp),
         _TorchSetting(backends.cuda.math_sdp_enabled, backends.cuda.enable_math_sdp),
         _TorchSetting(backends.cuda.cudnn_sdp_enabled, backends.cuda.enable_cudnn_sdp),
+        _TorchSetting(
+            backends.cuda.fp16_bf16_reduction_math_sdp_allowed, backends.cuda.allow_fp16_bf16_reduction_math_sdp
+        ),
+        _TorchSetting(backends.mha.get_fastpath_enabled, backends.mha.set_fastpath_enabled),
         _TorchSetting(_current_gpu, _set_current_gpu),
     ]
 
@@ -198,9 +207,10 @@ def preserve_torch_settings() -> Iterator[None]:
         with torch.inference_mode(torch.is_inference_mode_enabled()), torch.set_grad_enabled(has_gradients):
             yield
     finally:
-        for setting, value in before:
-            if value is not _UNREADABLE and _read_setting(setting) != value:
-                setting.write(value)
+        for _ in range(2):  # older and newer names of one precision: writing the one may change what the other says
+            for setting, value in before:
+                if value is not _UNREADABLE and _read_setting(setting) != value:
+                    setting.write(value)
 
 
 class ImageSink(Protocol):
@@ -265,6 +275,7 @@ class SpecSampler(ABC):
                 can_claim = self.share_mode == "contiguous" and not self.sharded
                 turns = self._iter_claims(len(todo), label, rows) if can_claim else self._iter_rounds(len(todo))
                 for batch_index in turns:
+                    monitor.check_peers()
                     batch = None if batch_index is None else batches[todo[batch_index]]
                     with preserve_torch_settings():
                         rows.extend(self._draw_batch(batch, batches[0], sink, monitor))

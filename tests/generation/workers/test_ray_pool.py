@@ -313,7 +313,7 @@ def test_a_cluster_does_not_keep_the_workers_of_a_killed_client_for_long(cluster
         command.process.kill()
         command.process.wait()
         command.until_gone(10)
-    until(lambda: not cluster.actors(), timeout_s=25)  # by Ray's default, 35 s
+    until(lambda: not cluster.actors(), timeout_s=30)  # by Ray's default, 35 s
 
 
 # -- a Ray of one's own

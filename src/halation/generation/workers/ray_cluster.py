@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 10.0
 OPEN_TIMEOUT_S = 180.0
 """How long Ray may take to start or to be joined."""
-HEARTBEAT_INTERVAL_S = 2.0
+HEARTBEAT_INTERVAL_S = 1.0
 HEARTBEAT_TIMEOUT_S = 30.0
 """Without an answer of the cluster for this long, it is lost."""
 STOP_TIMEOUT_S = 4.0
