@@ -181,6 +181,19 @@ def test_a_rank_that_leaves_for_any_reason_is_named_to_all_others_within_ten_sec
         assert after_s < 10.0
 
 
+@pytest.mark.faults
+def test_a_rank_in_a_long_draw_logs_at_once_that_another_has_left(ranks: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed):
+        ranks.run(2, jobs.told_in_long_draw, str(tmp_path), timeout_s=90.0)
+    messages, after_s = json.loads((tmp_path / "told").read_text())
+    assert messages == ["rank 1 is gone: its process ended or was killed"]
+    assert after_s < 10.0
+
+
+def test_the_default_device_of_the_trainer_is_none_of_the_ranks_words(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(2, jobs.drawn_with_default_device, str(tmp_path)) == [["done"] * 3] * 2
+
+
 def test_a_rank_that_is_busy_or_stopped_has_not_left(ranks: RankPool, tmp_path: Path) -> None:
     assert ranks.run(3, jobs.drawn_while_stopped, str(tmp_path)) == [["done"] * 3] * 3
 

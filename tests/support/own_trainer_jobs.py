@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import random
 import signal
@@ -335,6 +336,41 @@ def drawn_while_stopped(world: World, out: str) -> list[str]:
 
     samples = RankSampler(draw, PROMPTS[:3], Path(out) / "run", timeout_s=60.0)(1)
     return [sample.state for sample in samples]
+
+
+def drawn_with_default_device(world: World, out: str) -> list[str]:
+    """The trainer has set a default device on which nothing can be computed."""
+    torch.set_default_device("meta")
+    try:
+        samples = RankSampler(lambda *_: np.zeros((2, 2, 3), np.uint8), PROMPTS[:3], Path(out) / "run")(1)
+    finally:
+        torch.set_default_device(None)
+    return [sample.state for sample in samples]
+
+
+def told_in_long_draw(world: World, out: str) -> None:
+    """Rank 1 is killed; rank 0 leaves a file with what it logged, and after how many seconds, while its own draw goes on."""
+    folder, rank = Path(out), world.rank
+    join_by_tcp(folder, rank, world.size)
+    messages: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    def draw(prompt: str, generator: torch.Generator) -> np.ndarray:
+        if rank == 1:
+            (folder / "left").touch()
+            os._exit(9)
+        wait_for(folder / "left", timeout_s=50.0)
+        began = time.monotonic()
+        while not messages and time.monotonic() - began < 30:
+            time.sleep(0.1)
+        (folder / "told").write_text(json.dumps([messages, time.monotonic() - began]))
+        return np.zeros((2, 2, 3), np.uint8)
+
+    logging.getLogger("halation.distributed").addHandler(Handler())
+    RankSampler(draw, PROMPTS[:2], folder / "run", timeout_s=100.0)(1)
 
 
 def called_by_first_alone(world: World, out: str) -> None:
