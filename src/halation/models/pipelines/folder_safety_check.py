@@ -18,7 +18,7 @@ from halation.errors import InputError
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 TRUSTED_LIBRARIES = ("diffusers", "transformers")
 _SIZED_CONFIGS = ("config.json", "scheduler_config.json")
-_LAYER_PATTERN = re.compile(r"(layers|blocks|depth|layers_per_(mid_)?block)$")
+_LAYER_PATTERN = re.compile(r"(layers|blocks|depth|layers_per_(\w+_)?block)$")
 _REPEATED_KEYS = ("layers_per_block", "transformer_layers_per_block", "block_out_channels")
 """A model of blocks has the product of them: layers in a layer, layers, and the length of the last."""
 _GRID_KEYS = ("sample_size", "pos_embed_max_size")
