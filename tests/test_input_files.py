@@ -256,3 +256,34 @@ def test_rows_and_keys_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "p.jsonl").write_text(keys)
     with pytest.raises(InputError, match="line 1: 20001 columns"):
         read_prompts(tmp_path / "p.jsonl")
+
+
+def found_files(folder: Path, **settings: Any) -> list[str]:
+    walk = input_files.walk_folder(folder, **{"max_entries": 1000, **settings})
+    return sorted(os.path.relpath(os.path.join(top, name), folder) for top, _, names in walk for name in names)
+
+
+def test_a_walk_over_links_that_lead_back_comes_to_an_end(tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "file").touch()
+    for name in ("a", "b"):
+        (tmp_path / name).symlink_to(tmp_path)
+        (tmp_path / "inner" / name).symlink_to("..")
+    assert found_files(tmp_path) == found_files(tmp_path, once=True) == ["inner/file"]
+
+
+def test_a_folder_of_two_names_is_found_under_both_unless_once_is_enough(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "vocab.json").touch()
+    (tmp_path / "tokenizer_2").symlink_to("tokenizer")
+    assert found_files(tmp_path) == ["tokenizer/vocab.json", "tokenizer_2/vocab.json"]
+    assert len(found_files(tmp_path, once=True)) == 1
+
+
+def test_links_that_multiply_are_refused(tmp_path: Path) -> None:
+    for level in range(20):
+        (tmp_path / str(level)).mkdir()
+        for name in ("a", "b"):
+            (tmp_path / str(level) / name).symlink_to(tmp_path / str(level + 1))
+    with pytest.raises(RefusedFileError, match="more than 1000 files and folders"):
+        found_files(tmp_path / "0")

@@ -14,10 +14,10 @@ import json
 import os
 import stat
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from io import BufferedReader
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
 from halation.errors import InputError
 
@@ -40,6 +40,13 @@ MAX_ARRAY_BYTES = 256 << 20
 """Of one array in a .npz file: a covariance of 5792 features."""
 MAX_ZIP_DIRECTORY_BYTES = 1 << 20
 MAX_SAFETENSORS_HEADER_BYTES = 32 << 20
+MAX_VOCABULARY_BYTES = 16 << 20
+"""Of a file beside a model's weights that is neither JSON nor weights: merges.txt, tokenizer.model."""
+MAX_PICKLE_BYTES = 16 << 20
+"""Of the pickle in a .pth file, which names the tensors and holds none."""
+MAX_FOLDER_ENTRIES = 20_000_000
+MAX_MODEL_ENTRIES = 100_000
+"""Files and folders below a folder of images, and below a model."""
 MAX_SETTINGS_BYTES = 1 << 20
 """Of a file that is typed by hand: --config, --student_config, --deepspeed_config."""
 
@@ -49,6 +56,8 @@ _RAISE_ACTION = "where it is meant, raise all limits with --input_limits 4 (or m
 _REGULAR_ACTION = "give a regular file; what a pipe brings can be given as `-` where standard input is read"
 _LINK_ACTION = "copy the file into the folder, or give --follow_links"
 _BLOCK_BYTES = 1 << 20
+_ZIP_END_BYTES = 22 + 2**16
+"""The record that ends a zip file, and the longest comment after it."""
 _KINDS = (
     (stat.S_ISFIFO, "a named pipe"),
     (stat.S_ISCHR, "a device"),
@@ -190,6 +199,35 @@ def _is_below(real_path: str, folder: str) -> bool:
     )
 
 
+def walk_folder(
+    folder: str | Path,
+    *,
+    max_entries: int,
+    once: bool = False,
+    onerror: Callable[[OSError], object] | None = None,
+) -> Iterator[tuple[str, list[str], list[str]]]:
+    """`os.walk` that follows links and comes to an end: a folder is not entered again below itself.
+
+    With `once`, a folder that has several names is entered under the first one alone. RefusedFileError beyond `max_entries`.
+    """
+    above: dict[str, frozenset[tuple[int, int]]] = {os.fspath(folder): frozenset()}
+    seen: set[tuple[int, int]] = set()
+    num_entries = 0
+    for current, subfolders, names in os.walk(folder, followlinks=True, onerror=onerror):
+        status = os.stat(current)
+        own, outer = (status.st_dev, status.st_ino), above.pop(current)
+        if own in (seen if once else outer):  # a link back to where it came from
+            subfolders.clear()
+            continue
+        seen.add(own)
+        num_entries += len(subfolders) + len(names)
+        if num_entries > limit(max_entries):
+            reason = f"it has more than {limit(max_entries)} files and folders, links followed"
+            raise RefusedFileError(folder, reason, _RAISE_ACTION)
+        yield current, subfolders, names
+        above.update((os.path.join(current, name), outer | {own}) for name in subfolders)
+
+
 def data_folder(folder: str | Path) -> str | None:
     """The real path of a folder of images, for `within`; None where --follow_links lets its links lead anywhere."""
     return None if os.environ.get(LINKS_VARIABLE) else os.path.realpath(folder)
@@ -243,6 +281,17 @@ def is_too_deep(data: bytes, value: object) -> bool:
         inner = [each for each in level if isinstance(each, dict | list)]
         level = [item for each in inner for item in (each.values() if isinstance(each, dict) else each)]
     return any(isinstance(each, dict | list) for each in level)
+
+
+def check_zip_directory(stream: BinaryIO) -> None:
+    """Refuse a list of members that would take much memory to read."""
+    end = stream.seek(0, os.SEEK_END)
+    stream.seek(max(0, end - _ZIP_END_BYTES))
+    tail = stream.read()
+    at = tail.rfind(b"PK\x05\x06")
+    size = int.from_bytes(tail[at + 12 : at + 16], "little")
+    if at >= 0 and size > limit(MAX_ZIP_DIRECTORY_BYTES):
+        raise ValueError(f"a zip file with a directory of {size} bytes")
 
 
 def read_safetensors_header(path: str | Path) -> dict[str, Any]:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
+from halation.distributed import launcher
+from halation.input_files import RefusedFileError
 from support import rank_words as jobs
 from support.rank_pool import RankPool, RanksFailed
 
@@ -26,6 +31,20 @@ def test_the_first_ranks_word_and_work_are_everybodys(ranks: RankPool, size: int
 def test_an_error_of_the_first_rank_is_raised_by_all(ranks: RankPool, size: int) -> None:
     message = "found\n  expected: expected\n  to do:    action"
     assert ranks.run(size, jobs.on_first_error) == [(message, 2)] * size
+
+
+def test_a_file_that_the_first_rank_refuses_is_told_in_a_sentence_by_all(ranks: RankPool) -> None:
+    said = ("/dev/null is not read: it is a device, not a regular file", 2)
+    assert ranks.run(2, jobs.on_first_refused_file) == [said] * 2
+
+
+def test_a_rank_reports_a_refused_file_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HALATION_RENDEZVOUS", str(tmp_path))
+    monkeypatch.setenv("RANK", "3")
+    launcher.report_error(RefusedFileError("file", "it is a device", "give another"), "Traceback")
+    row = json.loads((tmp_path / "error_3.json").read_text())
+    assert (row["kind"], row["exit_code"]) == ("InputError", 2)
+    assert row["message"].startswith("file is not read: it is a device\n")
 
 
 def test_work_may_take_longer_than_the_timeout_while_it_makes_progress(ranks: RankPool) -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -182,3 +184,34 @@ def test_the_autoencoder_is_frozen(folder: Path) -> None:
     vae: nn.Module = LatentSpace.load(folder)._vae
     assert not any(parameter.requires_grad for parameter in vae.parameters())
     assert not vae.training
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({"scaling_factor": "x"}, 'scaling_factor is "x"'),
+        ({"scaling_factor": None}, "scaling_factor is null"),
+        ({"scaling_factor": float("nan")}, "scaling_factor is nan"),
+        ({"shift_factor": [1]}, "shift_factor is \\[1\\]"),
+        ({"latent_channels": "4"}, 'latent_channels is "4"'),
+        ({"layers_per_block": 100_000}, "layers_per_block is 100000"),
+        ({"block_out_channels": [10**9, 10**9]}, "block_out_channels is 1000000000"),
+        ({"block_out_channels": 8}, "cannot be read"),
+        ({"norm_num_groups": 0}, "cannot be read: ZeroDivisionError"),
+    ],
+)
+def test_a_config_with_absurd_values_is_refused(
+    folder: Path, tmp_path: Path, change: dict[str, object], found: str
+) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "vae"))
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(InputError, match=found):
+        LatentSpace.load(copy)
+
+
+def test_weights_that_are_a_pipe_are_refused(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    os.mkfifo(tmp_path / "diffusion_pytorch_model.safetensors")
+    with pytest.raises(InputError, match="a named pipe"):
+        LatentSpace.load(tmp_path)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import halation
+from halation import cli
 from halation.distributed.checkpoint.writer import commit_sha256
 from halation.errors import InputError
 from halation.images.png_codec import read_png
@@ -174,3 +175,30 @@ def test_a_pipeline_whose_configs_name_no_size_is_drawn_as_large_as_its_call_dra
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline"}))
     with pytest.raises(InputError, match="does not say what size"):
         pipeline_finetuning.native_size(tmp_path)
+
+
+def test_a_model_with_links_that_lead_back_has_a_digest(tmp_path: Path) -> None:
+    written(tmp_path / "model_index.json", {})
+    before = fingerprint(tmp_path)
+    for name in ("a", "b"):
+        (tmp_path / name).symlink_to(".")
+    assert resolve_model(str(tmp_path), raw=False).digest == before
+
+
+@pytest.mark.parametrize("steps", ["x", [1], 1e308, float("inf"), float("nan"), -3, 10**9])
+def test_a_student_of_absurd_steps_is_refused(tmp_path: Path, steps: object) -> None:
+    written(tmp_path / "model_index.json", {})
+    written(tmp_path / "halation.json", {"sampling": SAMPLING | {"distilled": {"steps": steps}}})
+    with pytest.raises(InputError, match=r"halation\.json: distilled: steps is "):
+        resolve_model(str(tmp_path), raw=False)
+
+
+@pytest.mark.parametrize(
+    ("content", "found"), [(b"\xff\xfe", "holds no text"), (b"step_0000002\n" * 1000, "the limit is 4096 bytes")]
+)
+def test_a_name_of_the_latest_checkpoint_that_is_none_is_refused(
+    tmp_path: Path, content: bytes, found: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "latest").write_bytes(content)
+    assert cli.main(["sample", "--checkpoint", str(tmp_path / "latest"), "--prompts", "a car"]) == 2
+    assert found in capsys.readouterr().err

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from halation import input_files
 from halation.distributed.engines.registry import build_engine
 from halation.distributed.world import HeartbeatMonitor, World, check_ranks_agree, run_on_rank_zero
 from halation.errors import HalationError, InputError, RankFailure
@@ -37,6 +38,17 @@ def on_first_error(world: World) -> tuple[str, int]:
         run_on_rank_zero(world, "an error", refuse, 5.0)
     except HalationError as error:
         return str(error), error.exit_code
+    return "no error", 0
+
+
+def on_first_refused_file(world: World) -> tuple[str, int]:
+    def read(_beat: Any) -> None:
+        input_files.read_bytes("/dev/null", 10)
+
+    try:
+        run_on_rank_zero(world, "a file", read, 5.0)
+    except HalationError as error:
+        return str(error).splitlines()[0], error.exit_code
     return "no error", 0
 
 

@@ -224,3 +224,12 @@ def test_what_a_killed_call_was_making_or_removing_is_swept(tmp_path: Path) -> N
         (tmp_path / name / "weights").touch()
     checkpoint_scanner.clean_up(tmp_path)
     assert [path.parent.relative_to(tmp_path) for path in tmp_path.rglob("weights")] == [Path(".pinned/a-2")]
+
+
+def test_links_that_lead_back_keep_no_checkpoint_from_being_taken_and_kept(tmp_path: Path) -> None:
+    folder = pipeline(tmp_path / "runs" / "checkpoint-1")
+    for name in ("a", "b"):
+        (folder / name).symlink_to(".")
+    (found,) = CheckpointScanner(folder=tmp_path / "runs", settle_s=5.0).scan()
+    assert checkpoint_scanner.hard_link(found.folder, tmp_path / "kept")
+    assert not (tmp_path / "kept" / "a").exists()

@@ -26,6 +26,7 @@ from typing import Any
 
 from halation.distributed.stop_signals import STOP_SIGNALS, block_interrupts, exit_code
 from halation.errors import HalationError, InputError, Interrupted, RankFailure, os_error_message
+from halation.input_files import RefusedFileError
 from halation.runs.lock import FolderMonitor
 
 log = logging.getLogger(__name__)
@@ -190,6 +191,8 @@ def report_error(error: BaseException, trace: str) -> None:
     if not folder:
         return
     rank = int(os.environ["RANK"])
+    if isinstance(error, RefusedFileError):
+        error = error.as_input_error()
     system_message = os_error_message(error)
     row = {
         "rank": rank,

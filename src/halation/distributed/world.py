@@ -27,6 +27,7 @@ from torch import Tensor
 
 from halation.distributed import launcher
 from halation.errors import HalationError, InputError, RankFailure, os_error_message
+from halation.input_files import RefusedFileError
 
 log = logging.getLogger(__name__)
 
@@ -326,7 +327,8 @@ def run_on_rank_zero(world: World, name: str, action: Callable[[Callable[[], Non
         if world.is_rank_zero:
             try:
                 outcome = {"value": action(monitor.heartbeat)}
-            except InputError as error:
+            except (InputError, RefusedFileError) as refusal:
+                error = refusal.as_input_error() if isinstance(refusal, RefusedFileError) else refusal
                 outcome = {"refusal": [error.found, error.expected, error.action]}
             except HalationError as error:
                 outcome = {"error": str(error), "exit_code": error.exit_code}

@@ -28,7 +28,7 @@ from halation.data.decode import (
 )
 from halation.data.streets import Streets
 from halation.errors import InputError
-from halation.input_files import data_folder
+from halation.input_files import MAX_FOLDER_ENTRIES, data_folder, walk_folder
 
 log = logging.getLogger(__name__)
 CAPTION_COLUMNS = ("text", "prompt", "caption")
@@ -240,13 +240,8 @@ def _walk_files(folder: Path, flag: str) -> Iterator[str]:
         raise InputError(f"{flag}: {error.filename}: {error.strerror}", "folders that can be read", f"check {flag}")
 
     within = data_folder(folder)
-    seen: set[tuple[int, int]] = set()
-    for current, subfolders, files in os.walk(folder, followlinks=True, onerror=raise_unreadable):
-        stat = os.stat(current)
-        if (stat.st_dev, stat.st_ino) in seen:  # a link back to where it came from
-            subfolders.clear()
-            continue
-        seen.add((stat.st_dev, stat.st_ino))
+    walk = walk_folder(folder, max_entries=MAX_FOLDER_ENTRIES, once=True, onerror=raise_unreadable)
+    for current, subfolders, files in walk:
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
         for name in subfolders:
             _check_link_stays(os.path.join(current, name), within, flag)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -22,7 +21,7 @@ from halation.errors import InputError
 from halation.evaluation.metrics.moments import Features, Gaussian, Moments, merge_moments
 from halation.input_files import (
     MAX_ARRAY_BYTES,
-    MAX_ZIP_DIRECTORY_BYTES,
+    check_zip_directory,
     format_size,
     limit,
     open_regular_file,
@@ -33,8 +32,6 @@ from halation.runs.run_folder import write_atomic
 
 FORMAT = "halation statistics 1"
 SUFFIXES = (".npz", ".safetensors")
-_ZIP_END_BYTES = 22 + 2**16
-"""The record that ends a zip file, and the longest comment after it."""
 _ZIP_ERRORS = (
     ValueError, TypeError, AttributeError, OSError, EOFError, KeyError, NotImplementedError, RuntimeError,
     MemoryError, zipfile.BadZipFile, zlib.error,
@@ -143,7 +140,7 @@ def _read_safetensors(path: Path, digest: str) -> SavedStatistics:
 def _read_npz(path: Path, digest: str) -> SavedStatistics:
     try:
         with open_regular_file(path) as stream:
-            _check_zip_directory(stream)
+            check_zip_directory(stream)
             file = zipfile.ZipFile(stream)
             names = [name.removesuffix(".npy") for name in file.namelist()]
             if not {"mu", "sigma"} <= set(names):
@@ -160,17 +157,6 @@ def _read_npz(path: Path, digest: str) -> SavedStatistics:
     return SavedStatistics(
         path=path, hash=digest, moments=Gaussian(mean=mean, covariance=covariance), features=None, facts={}
     )
-
-
-def _check_zip_directory(stream: BinaryIO) -> None:
-    """Refuse a list of members that would take much memory to read."""
-    end = stream.seek(0, os.SEEK_END)
-    stream.seek(max(0, end - _ZIP_END_BYTES))
-    tail = stream.read()
-    at = tail.rfind(b"PK\x05\x06")
-    size = int.from_bytes(tail[at + 12 : at + 16], "little")
-    if at >= 0 and size > limit(MAX_ZIP_DIRECTORY_BYTES):
-        raise ValueError(f"a zip file with a directory of {size} bytes")
 
 
 def _read_array(file: zipfile.ZipFile, name: str) -> np.ndarray:

@@ -15,9 +15,11 @@ from torch import Tensor
 from halation.errors import InputError
 from halation.input_files import check_numbers
 from halation.models.denoiser import NonFiniteRowsError
+from halation.models.pipelines.folder_safety_check import check_model_sizes, read_json
 
 logger = logging.getLogger(__name__)
 _FRAME_AXIS = 2
+_VAE_RANGES = {"scaling_factor": (1e-6, 1e6), "shift_factor": (-1e6, 1e6), "latent_channels": (1, 65_536)}
 
 
 class ImageSpace(Protocol):
@@ -122,14 +124,18 @@ class LatentSpace:
                 "a folder with config.json and diffusion_pytorch_model.safetensors",
                 "give the folder of a diffusers AutoencoderKL (often named vae)",
             )
+        check_model_sizes(path)
+        _check_vae_config(path / "config.json")
         from diffusers import AutoencoderKL  # slow to import, and pixel models do without it
 
         try:
             from_pretrained: Any = AutoencoderKL.from_pretrained
             vae = from_pretrained(str(path), use_safetensors=True, local_files_only=True, torch_dtype=torch.float32)
-        except (OSError, ValueError) as error:
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
             raise InputError(
-                f"the autoencoder in {path} cannot be read: {error}",
+                f"the autoencoder in {path} cannot be read: {type(error).__name__}: {error}",
                 "config.json of an AutoencoderKL and its weights as safetensors",
                 "convert the weights to safetensors, or fetch the folder again",
             ) from error
@@ -211,6 +217,15 @@ class LatentSpace:
         self._vae.to(device)
         self._half_vae = None
         return self
+
+
+def _check_vae_config(file: Path) -> None:
+    """Refuse what the latents are made with where it is no number; the rest of a config is the library's affair."""
+    config = read_json(file)
+    if not isinstance(config, dict):
+        raise InputError(f"{file} holds no JSON object", "an autoencoder's config", "copy the model again")
+    given = {name: value for name, value in config.items() if value is not None or name != "shift_factor"}
+    check_numbers(str(file), given, _VAE_RANGES)
 
 
 def load_space(description: dict[str, Any], folder: Path | None = None) -> ImageSpace:

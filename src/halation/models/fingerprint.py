@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from halation.errors import InputError
-from halation.input_files import RefusedFileError, check_numbers, open_regular_file, read_bytes
+from halation.input_files import (
+    MAX_MODEL_ENTRIES,
+    RefusedFileError,
+    check_numbers,
+    open_regular_file,
+    read_bytes,
+    walk_folder,
+)
 
 EXPORT_FILE = "halation.json"
 """What Halation leaves in a pipeline it exported: the step, and how its run drew samples. No model reads it."""
@@ -35,6 +41,9 @@ def check_sampling_settings(source: str, sampling: Mapping[str, Any]) -> None:
                 "the settings that Halation wrote with the weights",
                 "export the model again, or name another",
             )
+    distilled = sampling.get("distilled") or {}
+    if distilled.get("steps"):
+        check_numbers(f"{source}: distilled", distilled, {"steps": SAMPLING_RANGES["steps"]})
 
 
 def fingerprint(folder: Path) -> str:
@@ -44,20 +53,20 @@ def fingerprint(folder: Path) -> str:
     resume would take minutes. Files that no model reads (images, READMEs, hidden ones, our own note) do not count.
     """
     digest = hashlib.sha256()
-    for path in sorted(_model_files(folder), key=lambda path: path.relative_to(folder).as_posix()):
-        size = path.stat().st_size
-        digest.update(f"{path.relative_to(folder).as_posix()}\0{size}\0".encode())
-        try:
+    try:
+        for path in sorted(_model_files(folder), key=lambda path: path.relative_to(folder).as_posix()):
+            size = path.stat().st_size
+            digest.update(f"{path.relative_to(folder).as_posix()}\0{size}\0".encode())
             digest.update(_content_digest(path, size))
-        except RefusedFileError as error:
-            raise error.as_input_error() from error
+    except RefusedFileError as error:
+        raise error.as_input_error() from error
     return digest.hexdigest()
 
 
 def _model_files(folder: Path) -> list[Path]:
     endings = {".json", ".safetensors", ".txt", ".model", ".jinja", ".bin"}
     found = []
-    for root, folders, names in os.walk(folder, followlinks=True):
+    for root, folders, names in walk_folder(folder, max_entries=MAX_MODEL_ENTRIES):
         folders[:] = [name for name in folders if not name.startswith(".")]
         found += [Path(root) / name for name in names if not name.startswith(".") and Path(name).suffix in endings]
     return [path for path in found if path != folder / EXPORT_FILE]

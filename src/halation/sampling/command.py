@@ -16,6 +16,7 @@ from halation.config import NON_NEGATIVE, POSITIVE, SEED_RANGE, as_json, check_r
 from halation.distributed import launcher
 from halation.distributed.stop_signals import exit_code
 from halation.errors import HalationError, InputError, Interrupted
+from halation.input_files import read_bytes
 from halation.models.bundled_models import bundled_names, portable_name, resolve_model_path, suggest_model
 from halation.models.dit.prompt_warnings import find_prompt_warnings
 from halation.runs import lock
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from halation.distributed.world import World
 
 # 0, and -1 where 0 has a meaning, stand for what the run used.
+_MAX_NAME_BYTES = 4096
 SAMPLE_RANGES = {
     **dict.fromkeys(("sample_steps", "batch_size", "threads"), (0, math.inf)),
     "guidance_scale": (-1, NON_NEGATIVE[1]),
@@ -61,7 +63,10 @@ def resolve_checkpoint(checkpoint: str | Path) -> Path:
     """The folder that is meant; what can be found without torch is said at once."""
     folder = resolve_model_path(checkpoint)
     if folder.name == "latest" and folder.is_file():  # the text file that names the newest one
-        folder = folder.parent / folder.read_text().strip()
+        try:
+            folder = folder.parent / read_bytes(folder, _MAX_NAME_BYTES).decode().strip()
+        except UnicodeDecodeError as error:
+            raise InputError(f"{folder} holds no text", "the name of a checkpoint", "give its folder") from error
     if folder.is_file():
         raise InputError(f"{folder} is a file", "a run, a checkpoint or an export", "give the folder it is in")
     if not folder.is_dir():

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from halation.errors import InputError
-from halation.input_files import read_json
+from halation.input_files import MAX_MODEL_ENTRIES, RefusedFileError, read_json, walk_folder
 from halation.models.fingerprint import EXPORT_FILE
 from halation.models.pipelines.folder_safety_check import check_safetensors
 from halation.runs.run_folder import COMMIT_FILE, sync_folder
@@ -107,6 +107,8 @@ class CheckpointScanner:
                 self.unsettled[folder.name] = problem
                 return False
             problem = find_missing_parts(folder)
+        except RefusedFileError as error:
+            problem = str(error.strerror)
         except OSError:  # removed, or renamed, while we looked
             return False
         if problem:
@@ -131,7 +133,8 @@ def _list_file_stats(folder: Path) -> list[tuple[str, int, int]]:
 
 def _walk_files(folder: Path) -> list[Path]:
     """Every file, by name; folders that are links, as some trainers make, are followed."""
-    return sorted(Path(top) / name for top, _, names in os.walk(folder, followlinks=True) for name in names)
+    walk = walk_folder(folder, max_entries=MAX_MODEL_ENTRIES)
+    return sorted(Path(top) / name for top, _, names in walk for name in names)
 
 
 def find_missing_parts(folder: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
 import subprocess
@@ -343,7 +344,7 @@ def test_missing_and_damaged_weights_are_refused(clip_folder: Path, tmp_path: Pa
     with pytest.raises(InputError, match="lacks 1 weights, first visual_projection.weight"):  # noqa: RUF043
         opened("clip", folder)
     file.write_bytes(file.read_bytes()[:1000])
-    with pytest.raises(InputError, match="cannot be opened as a CLIPModel"):
+    with pytest.raises(InputError, match="in a file of 1000"):
         opened("clip", folder)
 
 
@@ -378,3 +379,43 @@ def test_code_beside_the_weights_is_never_run(clip_folder: Path, tmp_path: Path)
     extractor = opened(str(folder))
     extractor.embed_texts(["a"])
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "found"),
+    [
+        ("config.json", {"num_hidden_layers": 200_000}, "num_hidden_layers is 200000"),
+        ("config.json", {"num_attention_heads": 0}, "cannot be opened as a Dinov2Model: ZeroDivisionError"),
+        ("config.json", {"hidden_size": [10**9]}, "hidden_size is 1000000000"),
+    ],
+)
+def test_a_config_with_absurd_numbers_is_refused(
+    dinov2_folder: Path, tmp_path: Path, file: str, change: dict[str, object], found: str
+) -> None:
+    folder = copied(dinov2_folder, tmp_path)
+    (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | change))
+    with pytest.raises(InputError, match=found):
+        opened("dinov2", folder)
+
+
+@pytest.mark.parametrize("side", [0, 10**9, 1e400, "wide"])
+def test_a_preparation_to_an_absurd_size_is_refused(clip_folder: Path, tmp_path: Path, side: object) -> None:
+    folder = copied(clip_folder, tmp_path)
+    file = folder / "preprocessor_config.json"
+    values = json.loads(file.read_text()) | {"crop_size": {"height": side, "width": 32}}
+    file.write_text(json.dumps(values))
+    with pytest.raises(InputError, match="describes no preparation"):
+        opened("clip", folder)
+
+
+def test_weights_and_vocabularies_without_end_are_refused(clip_folder: Path, tmp_path: Path) -> None:
+    folder = copied(clip_folder, tmp_path)
+    (folder / "merges.txt").touch()
+    os.truncate(folder / "merges.txt", 3 << 30)
+    with pytest.raises(InputError, match="limit is 16 MiB"):
+        opened("clip", folder)
+    (folder / "merges.txt").unlink()
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "model.safetensors")
+    with pytest.raises(InputError, match="a named pipe"):
+        opened("clip", folder)

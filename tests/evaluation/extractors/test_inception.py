@@ -9,6 +9,7 @@ import os
 import pickle
 import threading
 import warnings
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -399,3 +400,41 @@ def test_the_cache_is_in_the_home_unless_told_otherwise(monkeypatch: pytest.Monk
     (tmp_path / FID_NAME).write_bytes(b"not it")
     with pytest.raises(InputError, match=FID_NAME):
         fetch_fid_weights()
+
+
+def packed_pth(file: Path, pickled: bytes, compression: int = zipfile.ZIP_STORED) -> Path:
+    with zipfile.ZipFile(file, "w", compression) as archive:
+        archive.writestr("archive/data.pkl", pickled)
+        archive.writestr("archive/version", "3")
+        archive.writestr("archive/byteorder", "little")
+    return file
+
+
+BUFFER = b"\x80\x02cbuiltins\nbytearray\nJ\x00\x5e\xd0\x7a\x85R."
+"""A bytearray of 2 GB, in twenty-five bytes."""
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_pickle_that_asks_for_a_buffer_of_gigabytes_is_refused(tmp_path: Path, zipped: bool) -> None:
+    file = tmp_path / "w.pth"
+    if zipped:
+        packed_pth(file, BUFFER)
+    else:
+        torch.save({"w": torch.zeros(1)}, file, _use_new_zipfile_serialization=False)
+        heads = [pickle.dumps(value, 2) for value in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True})]
+        file.write_bytes(b"".join(heads) + BUFFER + pickle.dumps([], 2))
+    with pytest.raises(InputError, match="bytearray"):
+        read_state_dict(file)
+
+
+def test_a_pickle_behind_which_much_else_lies_is_scanned_to_its_end(tmp_path: Path) -> None:
+    (tmp_path / "w.pth").write_bytes(b"\x80\x02" + b"N0" * (9 << 20) + BUFFER[2:])
+    with pytest.raises(InputError, match="cannot be read"):
+        read_state_dict(tmp_path / "w.pth")
+
+
+def test_packed_and_large_pickles_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="packed members"):
+        read_state_dict(packed_pth(tmp_path / "w.pth", bytes(1 << 20), zipfile.ZIP_DEFLATED))
+    with pytest.raises(InputError, match=r"data\.pkl has 17 MiB"):
+        read_state_dict(packed_pth(tmp_path / "w.pth", bytes(17 << 20)))

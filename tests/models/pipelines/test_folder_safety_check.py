@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from halation.errors import InputError
+from halation.models.pipelines.folder_safety_check import check_component_sizes
 from support import tiny_pipelines
 from support.pipeline_specs import drawn, opened, reopened, specs
 
@@ -278,3 +280,95 @@ def test_weights_that_exist_only_as_a_variant_are_found(folder: Path) -> None:
         file.rename(file.with_name(f"{file.stem}.fp16.safetensors"))
     image = drawn(reopened(folder), specs("a dog"))[0]
     assert (image == drawn(opened("stable_diffusion"), specs("a dog"))[0]).all()
+
+
+ABSURD_NUMBERS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "timesteps": ("scheduler/scheduler_config.json", {"num_train_timesteps": 300_000_000}, "num_train_timesteps is 3"),
+    "layers of a block": ("unet/config.json", {"layers_per_block": 100_000}, "layers_per_block is 100000"),
+    "layers in a list": ("unet/config.json", {"transformer_layers_per_block": [1, 10**5]}, "per_block is 100000"),
+    "layers in layers": (
+        "unet/config.json", {"layers_per_block": 100, "transformer_layers_per_block": 100}, "number of layers is 20000",
+    ),
+    "blocks": ("vae/config.json", {"block_out_channels": [8] * 100_000}, "block_out_channels has 100000 entries"),
+    "channels in a list": ("vae/config.json", {"block_out_channels": [10**9] * 2}, "block_out_channels is 1000000000"),
+    "a hidden size": ("text_encoder/config.json", {"hidden_size": -(10**10)}, "hidden_size is -10000000000"),
+    "a number of tokens": ("tokenizer/tokenizer_config.json", {"model_max_length": "x"}, 'model_max_length is "x"'),
+    "an endless number": ("tokenizer/tokenizer_config.json", {"model_max_length": float("inf")}, "is inf"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ABSURD_NUMBERS)
+def test_absurd_numbers_in_a_components_config_are_refused_before_it_is_opened(folder: Path, name: str) -> None:
+    file, numbers, found = ABSURD_NUMBERS[name]
+    edit(folder / file, lambda config: config.update(numbers))
+    for look in (check_component_sizes, reopened):
+        with pytest.raises(InputError, match=found):
+            look(folder)
+
+
+def test_large_numbers_that_published_models_have_are_let_through(folder: Path) -> None:
+    large = {"rope_theta": 10**9, "rope_scaling": {"original_max_position_embeddings": 131_072}}
+    edit(folder / "text_encoder" / "config.json", lambda config: config.update(large))
+    edit(folder / "tokenizer" / "tokenizer_config.json", lambda config: config.update(model_max_length=int(1e30)))
+    (folder / "unet" / "notes.onnx").touch()
+    os.truncate(folder / "unet" / "notes.onnx", 3 << 30)
+    check_component_sizes(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "found"), [("tokenizer/merges.txt", "limit is 16 MiB"), ("tokenizer/vocab.json", "limit is 64 MiB")]
+)
+def test_a_file_of_a_tokenizer_without_end_is_refused(folder: Path, file: str, found: str) -> None:
+    (folder / file).touch()
+    os.truncate(folder / file, 3 << 30)
+    with pytest.raises(InputError, match=found):
+        check_component_sizes(folder)
+    (folder / file).unlink()
+    os.mkfifo(folder / file)
+    for look in (check_component_sizes, reopened):
+        with pytest.raises(InputError, match="a named pipe"):
+            look(folder)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("number", [0, "x", [4]])
+def test_what_a_library_stumbles_over_is_told_in_a_sentence(folder: Path, number: object) -> None:
+    edit(folder / "unet" / "config.json", lambda config: config.update(norm_num_groups=number))
+    with pytest.raises(InputError, match="cannot be opened as a StableDiffusionPipeline"):
+        reopened(folder)
+
+
+@pytest.mark.parametrize("text", ["{}", '{"model": {"vocab": {"a": "b"}}}'])
+def test_a_broken_tokenizer_is_told_in_a_sentence(folder: Path, text: str) -> None:
+    (folder / "tokenizer" / "tokenizer.json").write_text(text)
+    with pytest.raises(InputError):
+        reopened(folder)
+
+
+def aura_flow(folder: Path, num_positions: int, num_stored: int) -> Path:
+    shutil.copytree(tiny_pipelines.built("aura_flow"), folder)
+    edit(folder / "transformer" / "config.json", lambda config: config.update(pos_embed_max_size=num_positions))
+    file = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(file)
+    stored = tensors["pos_embed.pos_embed"][:, :1].repeat(1, num_stored, 1)
+    save_file({**tensors, "pos_embed.pos_embed": stored}, file, metadata={"format": "pt"})
+    return folder
+
+
+def test_positions_that_are_stored_are_counted_in_all(tmp_path: Path) -> None:
+    """AuraFlow 0.3 has 9216."""
+    reopened(aura_flow(tmp_path / "model", 9216, 9216))
+
+
+def test_positions_that_are_not_stored_are_counted_by_their_side(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="pos_embed_max_size is 1048576"):
+        check_component_sizes(aura_flow(tmp_path / "model", 2**20, 9216))
+    folder = Path(shutil.copytree(tiny_pipelines.built("sd3"), tmp_path / "sd3"))
+    edit(folder / "transformer" / "config.json", lambda config: config.update(pos_embed_max_size=9216))
+    with pytest.raises(InputError, match="pos_embed_max_size is 9216"):
+        check_component_sizes(folder)
+
+
+@pytest.mark.parametrize("family", tiny_pipelines.FAMILIES | tiny_pipelines.MORE_FAMILIES | tiny_pipelines.VARIANTS)
+def test_every_family_is_let_through(family: str) -> None:
+    check_component_sizes(tiny_pipelines.built(family))

@@ -15,7 +15,8 @@ from PIL import Image
 from halation.errors import InputError
 from halation.evaluation.extractors.resize import ShortestEdgeCrop, describe_transform
 from halation.evaluation.extractors.weights import is_offline, sha256_files
-from halation.models.pipelines.folder_safety_check import PICKLE_SUFFIXES, read_json
+from halation.input_files import limit
+from halation.models.pipelines.folder_safety_check import PICKLE_SUFFIXES, check_model_sizes, read_json
 
 # The library that the hub asks the network with changes with its versions; its own error is a kind of that library's.
 _NETWORK_ERROR: type[BaseException] = HfHubHTTPError.__bases__[0]
@@ -24,6 +25,7 @@ TOKENIZER_FILES = (
     *("added_tokens.json", "merges.txt", "special_tokens_map.json"),
     *("tokenizer.json", "tokenizer_config.json", "vocab.json"),
 )
+_MAX_SIDE = 4096
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
@@ -76,6 +78,7 @@ def find_model_folder(name_or_path: str, flag: str = "--weights") -> ModelFolder
             "safetensors files beside config.json",
             "use a copy with safetensors, or convert it where you trust the file: AutoModel.from_pretrained(...).save_pretrained(...)",
         )
+    check_model_sizes(path)
     return ModelFolder(path=path, name_or_path=name_or_path, config=config)
 
 
@@ -137,7 +140,7 @@ def read_clip_preprocessing(folder: ModelFolder) -> ClipPreprocessing:
             mean=_three_floats(values.get("image_mean") or _CLIP_MEAN) if do_normalize else (0.0,) * 3,
             std=_three_floats(values.get("image_std") or _CLIP_STD) if do_normalize else (1.0,) * 3,
         )
-    except (TypeError, ValueError, KeyError) as error:
+    except (TypeError, ValueError, KeyError, OverflowError) as error:
         raise InputError(
             f"{file} describes no preparation of images that is known: {type(error).__name__}: {error}",
             "CLIP's: a resize to a shortest edge or a height and width, a crop of the middle, mean and standard deviation",
@@ -168,6 +171,9 @@ def _parse_transform(values: Mapping[str, Any]) -> ShortestEdgeCrop:
     exact = None if "shortest_edge" in size else (int(size["height"]), int(size["width"]))
     if not values.get("do_resize", True) or (exact is None and not do_center_crop) or size.get("longest_edge"):
         raise ValueError("images would keep shapes of their own")
+    sides = [value for box in (size, crop) for value in box.values() if value is not None]
+    if not all(1 <= int(side) <= limit(_MAX_SIDE) for side in sides):
+        raise ValueError(f"a side that is not from 1 to {limit(_MAX_SIDE)}")
     return ShortestEdgeCrop(
         shortest_edge=int(size["shortest_edge"]) if exact is None else None,
         exact=exact,

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from halation.errors import InputError
@@ -23,8 +22,6 @@ from halation.evaluation.extractors.huggingface_resolver import (
 )
 from halation.evaluation.extractors.resize import ImageTransform, ResizeRule, SquareResize, describe_transform
 
-LOAD_ERRORS = (ValueError, LookupError, TypeError, AttributeError, OSError, ImportError, RuntimeError, SafetensorError)
-"""What transformers raises over a folder that is not whole."""
 _TEXT_BATCH_SIZE = 64
 _VOCABULARY_FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"))
 logger = logging.getLogger(__name__)
@@ -86,7 +83,9 @@ def _open_tokenizer(folder: Path, *, vocab_size: int) -> Any:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
         )
-    except LOAD_ERRORS as error:
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
         raise InputError(
             f"{folder} has no tokenizer that can be opened: {type(error).__name__}: {error}",
             "tokenizer files beside the weights",
@@ -262,7 +261,9 @@ def _load_model(model_class: Any, folder: ModelFolder, dtype: torch.dtype) -> nn
             trust_remote_code=False,
             output_loading_info=True,
         )
-    except LOAD_ERRORS as error:
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
         raise InputError(
             f"{folder.path} cannot be opened as a {model_class.__name__}: {type(error).__name__}: {error}",
             "a whole model folder, as save_pretrained writes it",

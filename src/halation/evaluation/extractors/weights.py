@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import http.client
+import io
 import logging
 import os
 import pickle
+import pickletools
 import time
 import urllib.error
 import urllib.request
@@ -17,12 +19,19 @@ from typing import BinaryIO
 
 import torch
 from filelock import FileLock
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from halation.errors import InputError
-from halation.input_files import open_regular_file, read_safetensors_header
+from halation.input_files import (
+    MAX_PICKLE_BYTES,
+    RefusedFileError,
+    check_zip_directory,
+    format_size,
+    limit,
+    open_regular_file,
+    read_safetensors_header,
+)
 from halation.runs.run_folder import cache_folder, open_atomic
 
 logger = logging.getLogger(__name__)
@@ -30,6 +39,8 @@ FID_NAME = "pt_inception-2015-12-05-6726825d.pth"
 FID_URL = f"https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/{FID_NAME}"
 FID_SHA256 = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
 _BLOCK_BYTES = 1 << 20
+_NUM_OLD_PICKLES = 5
+"""One after the other before torch 1.6: a magic number, a version, the machine, the tensors, the names of their bytes."""
 _READ_TIMEOUT_S = 60.0
 _LOG_INTERVAL_S = 5.0
 
@@ -134,6 +145,39 @@ def sha256_files(files: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
+def _check_pickles(file: Path) -> None:
+    """Refuse a .pth file that would take more memory than it has bytes: what is packed, and buffers that are made by a number."""
+    with open_regular_file(file) as stream:
+        if not zipfile.is_zipfile(stream):
+            stream.seek(0)
+            data = stream.read(limit(MAX_PICKLE_BYTES))
+            try:
+                return _scan_pickles(data, _NUM_OLD_PICKLES)
+            except ValueError:  # torch says it better, unless there may be something behind it
+                if len(data) < limit(MAX_PICKLE_BYTES):
+                    return None
+                raise
+        check_zip_directory(stream)
+        with zipfile.ZipFile(stream) as archive:
+            members = archive.infolist()
+            if any(member.compress_type != zipfile.ZIP_STORED for member in members):
+                raise ValueError("a zip file with packed members, which torch.save does not write")
+            for member in members:
+                if member.filename.endswith(".pkl"):
+                    if member.file_size > limit(MAX_PICKLE_BYTES):
+                        raise ValueError(f"{member.filename} has {format_size(member.file_size)}")
+                    _scan_pickles(archive.read(member), 1)
+    return None
+
+
+def _scan_pickles(data: bytes, number: int) -> None:
+    stream = io.BytesIO(data)
+    for _ in range(number):
+        for opcode, value, _place in pickletools.genops(stream):
+            if "bytearray" in opcode.name.lower() or (isinstance(value, str) and "bytearray" in value):
+                raise pickle.UnpicklingError("a bytearray, which no tensor needs")
+
+
 def read_state_dict(file: Path, flag: str = "--weights") -> Mapping[str, Tensor]:
     """A state dict from safetensors or from torch.save; code in a pickle is refused, never run."""
     if not file.is_file():
@@ -142,6 +186,7 @@ def read_state_dict(file: Path, flag: str = "--weights") -> Mapping[str, Tensor]
         if file.suffix == ".safetensors":
             read_safetensors_header(file)
             return load_file(str(file))
+        _check_pickles(file)
         # Files from before torch 1.6 are no zip archives and cannot be mapped: the released weights are such a file.
         tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except pickle.UnpicklingError as error:
@@ -150,7 +195,9 @@ def read_state_dict(file: Path, flag: str = "--weights") -> Mapping[str, Tensor]
             "a state dict as torch.save writes it, or .safetensors; code in a file is never run",
             "take the file from its publisher again, or convert it to safetensors where you trust it",
         ) from error
-    except (SafetensorError, RuntimeError, EOFError, ValueError, OSError, KeyError) as error:
+    except RefusedFileError as error:
+        raise error.as_input_error() from error
+    except Exception as error:
         raise InputError(
             f"{file} cannot be read: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
             "whole weights as .safetensors or .pth",

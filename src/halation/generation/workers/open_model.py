@@ -11,6 +11,7 @@ from halation.distributed.launcher import describe_device
 from halation.generation.image_writer import EncodedImage, EncodeOptions, ImageStore
 from halation.generation.workers.generate_encode_store import AsyncRunner
 from halation.generation.workers.model_runner import ImageModel
+from halation.input_files import RefusedFileError
 
 MAX_ENCODER_THREADS = 4
 
@@ -40,7 +41,10 @@ def open_model(settings: Mapping[str, Any]) -> ImageModel:
         torch.set_num_threads(settings["threads"])
     else:
         torch.cuda.set_device(device)
-    loaded_model: ImageModel = _open_pipeline(settings) if model["kind"] == "pipeline" else _open_checkpoint(settings)
+    try:
+        loaded_model = _open_pipeline(settings) if model["kind"] == "pipeline" else _open_checkpoint(settings)
+    except RefusedFileError as error:
+        raise error.as_input_error() from error
     loaded_model.facts["computes on"] = describe_device(device)
     return loaded_model
 

@@ -6,6 +6,7 @@ It knows names, files and headers; it never unpickles, imports or runs anything 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +17,23 @@ from halation.errors import InputError
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 TRUSTED_LIBRARIES = ("diffusers", "transformers")
-_LAYER_KEYS = ("num_layers", "num_single_layers", "num_hidden_layers", "num_decoder_layers", "depth", "n_layers")
+_SIZED_CONFIGS = ("config.json", "scheduler_config.json")
+_LAYER_PATTERN = re.compile(r"(layers|blocks|depth|layers_per_(\w+_)?block)$")
+_REPEATED_KEYS = ("layers_per_block", "transformer_layers_per_block", "block_out_channels")
+"""A model of blocks has the product of them: layers in a layer, layers, and the length of the last."""
 _GRID_KEYS = ("sample_size", "pos_embed_max_size")
 _MAX_GRID = 1024
 """Of the positions in an image on a side; they are computed when the model is built."""
-_SIZE_ENDINGS = ("_size", "_dim", "_channels", "_heads", "_embeddings", "_positions")
+_STORED_GRID_CLASS = "AuraFlowTransformer2DModel"
+"""Its pos_embed_max_size counts all positions, which are weights."""
+_UNBOUNDED_ENDINGS = ("theta", "seed", "pixels")
 _MAX_SIZE = 2**22
+_MAX_BYTES = {".json": input_files.MAX_JSON_BYTES} | dict.fromkeys(
+    (".txt", ".model", ".tiktoken", ".jinja"), input_files.MAX_VOCABULARY_BYTES
+)
+_MAX_TIMESTEPS = 10**6
+_MAX_TOKENS = 1e40
+"""transformers says "no limit" with a number of thirty digits."""
 _NUM_SHOWN = 5
 _NAME_PATTERN = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 _VARIANT_PATTERN = re.compile(r"\.(fp16|bf16|fp32)(-\d{5}-of-\d{5})?\.safetensors$")
@@ -64,7 +76,7 @@ def inspect_pipeline_folder(path: Path, pipeline_modules: frozenset[str]) -> Pip
         raise InputError(
             f"{path}: model_index.json names no components", "a whole pipeline folder", "copy the model again"
         )
-    variants = {_check_component(path, name) for name in components}
+    variants = {_check_component(path, name, class_name) for name, (_, class_name) in components.items()}
     variants.discard(None)
     if len(variants) > 1:
         raise InputError(
@@ -133,7 +145,7 @@ def _check_no_remote_code(
     )
 
 
-def _check_component(path: Path, name: str) -> str | None:
+def _check_component(path: Path, name: str, class_name: str) -> str | None:
     """Refuse what is missing, damaged or unsafe in one component's folder; the variant if its weights have only that."""
     folder = path / name
     if not folder.is_dir():
@@ -142,7 +154,7 @@ def _check_component(path: Path, name: str) -> str | None:
             "a folder for each component",
             "download the whole model",
         )
-    files = sorted(file for file in folder.iterdir() if file.is_file())
+    files = _list_regular_files(folder)
     for file in files:
         if file.suffix == ".json" and not file.name.startswith(("vocab", "added_tokens", "tokenizer.")):
             _check_config(file)
@@ -150,8 +162,26 @@ def _check_component(path: Path, name: str) -> str | None:
     pickles = [file for file in files if file.suffix in PICKLE_SUFFIXES]
     if pickles and not weights:
         raise _pickles_error(folder, [file.name for file in pickles])
-    _check_sizes(folder, weights)
+    _check_sizes(folder, weights, class_name)
     return _weights_variant(weights)
+
+
+def _list_regular_files(folder: Path) -> list[Path]:
+    """The files of a folder; refused where one is a pipe or a device, or too large for what a library reads whole."""
+    found = []
+    for file in sorted(folder.iterdir()):
+        try:
+            input_files.open_regular_file(file, max_bytes=_MAX_BYTES.get(file.suffix)).close()
+        except input_files.RefusedFileError as error:
+            raise error.as_input_error() from error
+        except (FileNotFoundError, IsADirectoryError):  # a link to nothing, as an unfinished download leaves it
+            continue
+        except OSError as error:
+            raise InputError(
+                f"{file} cannot be read: {error.strerror}", "files that can be read", "check it"
+            ) from error
+        found.append(file)
+    return found
 
 
 def check_not_only_pickles(folder: Path) -> None:
@@ -173,26 +203,72 @@ def _pickles_error(folder: Path, names: Sequence[str]) -> InputError:
 
 def check_component_sizes(path: Path) -> None:
     """Refuse a pipeline whose configs ask for absurd sizes, before a process is started that loads it."""
-    for folder in sorted(folder for folder in path.iterdir() if folder.is_dir()):
-        weights = [file for file in sorted(folder.iterdir()) if file.suffix == ".safetensors" and file.is_file()]
-        if weights:
-            _check_sizes(folder, weights)
+    for name, value in _read_model_index(path).items():
+        if isinstance(value, list) and _NAME_PATTERN.fullmatch(name) and (path / name).is_dir():
+            check_model_sizes(path / name, str(value[-1]) if value else "")
 
 
-def _check_sizes(folder: Path, weights: Sequence[Path]) -> None:
+def check_model_sizes(folder: Path, class_name: str = "") -> None:
+    """Refuse the folder of a model, tokenizer or scheduler whose configs ask for absurd sizes, or that holds files without end."""
+    weights = [file for file in _list_regular_files(folder) if file.suffix == ".safetensors"]
+    _check_sizes(folder, weights, class_name)
+
+
+def _check_sizes(folder: Path, weights: Sequence[Path], class_name: str) -> None:
     """A model has a tensor for each layer at least, and numbers that one can build tensors of."""
-    num_tensors = sum(len(check_safetensors(file)) for file in weights)
-    file = folder / "config.json"
-    config = read_json(file) if weights and file.exists() else {}
+    tensors = {name: entry for file in weights for name, entry in check_safetensors(file).items()}
+    for name in _SIZED_CONFIGS:
+        if (folder / name).is_file():
+            config = read_json(folder / name)
+            max_grid = _max_grid(config, tensors) if class_name == _STORED_GRID_CLASS else _MAX_GRID
+            for key, value in _walk_integers(config):
+                high = _max_value(
+                    key, len(tensors), max_grid, has_patches=isinstance(config, dict) and "patch_size" in config
+                )
+                input_files.check_numbers(str(folder / name), {key: value}, {key: (-high, high)})
+            if tensors:
+                _check_num_layers(folder / name, config, len(tensors))
+    file = folder / "tokenizer_config.json"
+    config = read_json(file) if file.is_file() else None
+    if isinstance(config, dict) and config.get("model_max_length") is not None:
+        input_files.check_numbers(str(file), config, {"model_max_length": (1.0, _MAX_TOKENS)})
+
+
+def _max_grid(config: Any, tensors: Mapping[str, Any]) -> int:
+    """Positions that are weights: as many as are stored, of the width that the config says."""
+    try:
+        width = config["num_attention_heads"] * config["attention_head_dim"]
+        start, end = tensors["pos_embed.pos_embed"]["data_offsets"]
+        _, num_positions, stored_width = tensors["pos_embed.pos_embed"]["shape"]
+        is_stored = width == stored_width and 0 < num_positions * width <= end - start
+        return max(_MAX_GRID, num_positions) if is_stored else _MAX_GRID
+    except (KeyError, TypeError, ValueError):
+        return _MAX_GRID
+
+
+def _max_value(key: str, num_tensors: int, max_grid: int, *, has_patches: bool) -> int:
+    if key.endswith(_UNBOUNDED_ENDINGS):
+        return sys.maxsize
+    if key == "num_train_timesteps":
+        return _MAX_TIMESTEPS
+    if key in _GRID_KEYS and has_patches:
+        return max_grid
+    return num_tensors if num_tensors and _LAYER_PATTERN.search(key) else _MAX_SIZE
+
+
+def _check_num_layers(file: Path, config: Any, num_tensors: int) -> None:
+    """Refuse long lists of blocks, and layers in layers in blocks: together they may be millions."""
+    num_layers = 1
     for key, value in _walk_entries(config):
-        if value is None or isinstance(value, bool):
-            continue
-        if key in _LAYER_KEYS and isinstance(value, int):
-            input_files.check_numbers(str(file), {key: value}, {key: (0, num_tensors)})
-        elif key in _GRID_KEYS and isinstance(value, int) and isinstance(config, dict) and "patch_size" in config:
-            input_files.check_numbers(str(file), {key: value}, {key: (0, _MAX_GRID)})
-        elif key.endswith(_SIZE_ENDINGS) and isinstance(value, int):
-            input_files.check_numbers(str(file), {key: value}, {key: (-1, _MAX_SIZE)})
+        if isinstance(value, list) and len(value) > input_files.limit(max(num_tensors, _MAX_GRID)):
+            raise input_files.over_limit_error(
+                f"{file}: {key} has {len(value)} entries", f"{num_tensors}, as its tensors"
+            )
+    for key in _REPEATED_KEYS:
+        value = config.get(key) if isinstance(config, dict) else None
+        numbers = [number for _, number in _walk_integers(value)]
+        num_layers *= max(1, len(numbers) if key == "block_out_channels" else max(numbers, default=1))
+    input_files.check_numbers(str(file), {"number of layers": num_layers}, {"number of layers": (0, num_tensors)})
 
 
 def _check_config(file: Path) -> None:
@@ -223,6 +299,19 @@ def _walk_entries(value: Any) -> Iterator[tuple[str, Any]]:
             stack.extend(current.values())
         elif isinstance(current, list):
             stack.extend(current)
+
+
+def _walk_integers(value: Any) -> Iterator[tuple[str, int]]:
+    """All integers with the key that they, or the lists around them, stand under."""
+    stack = [("", value)]
+    while stack:
+        key, current = stack.pop()
+        if isinstance(current, dict):
+            stack.extend((str(name), inner) for name, inner in current.items())
+        elif isinstance(current, list):
+            stack.extend((key, inner) for inner in current)
+        elif isinstance(current, int) and not isinstance(current, bool):
+            yield key, current
 
 
 def _check_shards(file: Path, value: Any) -> None:

@@ -11,10 +11,9 @@ from typing import Any
 import diffusers
 import torch
 import transformers
-from safetensors import SafetensorError
 from torch import nn
 
-from halation.errors import InputError
+from halation.errors import HalationError, InputError
 from halation.models.block_compile_and_checkpointing import compile_blocks
 from halation.models.pipelines.capabilities import DTYPES, PipelineOptions, check_text_only
 from halation.models.pipelines.folder_safety_check import PipelineFiles
@@ -29,16 +28,6 @@ _IGNORED_MESSAGES = (
     "The following part of your input was truncated",  # said for every single caption; ours are counted
 )
 logger = logging.getLogger(__name__)
-_LOADING_ERRORS = (
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    OSError,
-    ImportError,
-    RuntimeError,
-    SafetensorError,
-)
 
 
 class _IgnoredMessageFilter(logging.Filter):
@@ -180,7 +169,7 @@ def prepare_weights(module: nn.Module, *, own_memory: bool, dtype: torch.dtype |
 def _from_pretrained(files: PipelineFiles, **settings: Any) -> Any:
     # By its own class: through the base class, parts that are optional are loaded although they were left out.
     kind = getattr(diffusers, files.class_name)
-    try:
+    with refuse_library_errors(files):
         return kind.from_pretrained(
             str(files.path),
             use_safetensors=True,
@@ -189,9 +178,16 @@ def _from_pretrained(files: PipelineFiles, **settings: Any) -> Any:
             variant=files.variant,
             **settings,
         )
-    except torch.OutOfMemoryError:
+
+
+@contextmanager
+def refuse_library_errors(files: PipelineFiles) -> Iterator[None]:
+    """What a library stumbles over in a folder is the folder's fault: another attempt would end in the same way."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, HalationError):
         raise
-    except _LOADING_ERRORS as error:
+    except Exception as error:
         raise InputError(
             f"{files.path} cannot be opened as a {files.class_name}: {type(error).__name__}: {error}",
             "a whole pipeline folder, as save_pretrained writes it",

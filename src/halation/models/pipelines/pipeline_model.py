@@ -21,7 +21,14 @@ from halation.models.pipelines.capabilities import (
 )
 from halation.models.pipelines.family_quirks import PipelineFamily, get_family
 from halation.models.pipelines.folder_safety_check import inspect_pipeline_folder
-from halation.models.pipelines.load import apply_compile, apply_offload, load_pipeline, pipeline_class, pipeline_modules
+from halation.models.pipelines.load import (
+    apply_compile,
+    apply_offload,
+    load_pipeline,
+    pipeline_class,
+    pipeline_modules,
+    refuse_library_errors,
+)
 from halation.models.pipelines.pipeline_hooks import DecodeCall, PipelineCall, PipelineHooks, finite_rows
 from halation.models.pipelines.schedulers import make_scheduler
 from halation.models.pipelines.tokenizer_checks import PromptLengthCheck, check_tokenizers
@@ -157,7 +164,8 @@ def open_pipeline(
     family = get_family(kind.__name__)
     options.check(kind, family)
     pipe = load_pipeline(files, options)
-    check_tokenizers(files.path, pipe, family)
+    with refuse_library_errors(files):
+        check_tokenizers(files.path, pipe, family)
     return _assemble(pipe, family, options)
 
 
