@@ -379,3 +379,11 @@ def test_another_kind_of_png_is_refused_and_named(tmp_path: Path) -> None:
     Image.new("L", (8, 8)).save(path)
     with pytest.raises(InputError, match="colour type 0"):
         read_png(path)
+
+
+def test_a_file_of_very_many_chunks_is_refused(tmp_path: Path) -> None:
+    data = encode_png(np.zeros((8, 8, 3), np.uint8), {"a": "b"})
+    text = data[33 : data.index(b"IDAT") - 4]
+    (tmp_path / "chunks.png").write_bytes(data[:33] + text * 250_000 + data[33:])
+    with pytest.raises(InputError, match="more than 200000 chunks"):
+        read_png(tmp_path / "chunks.png")
