@@ -383,7 +383,12 @@ class MetricsFile:
         if not self.path.exists():
             return []
         rows = []
-        for line in self.path.read_bytes().split(b"\n"):
+        try:
+            with input_files.open_regular_file(self.path) as file:
+                data = file.read()
+        except input_files.RefusedFileError as error:
+            raise error.as_input_error() from None
+        for line in data.split(b"\n"):
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError):
@@ -400,12 +405,16 @@ class MetricsFile:
     def append(self, row: Mapping[str, Any]) -> None:
         try:
             fault_point("metrics.append")
-            with open(self.path, "ab") as file:
+            with open(self.path, "ab", opener=_open_without_waiting) as file:
                 file.write(_json_line(row))
         except OSError as error:
             raise HalationError(
                 f"cannot write {self.path}: {error.strerror or error}; free some space and run the same command again"
             ) from error
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK, 0o666)  # a pipe that nobody reads is an error
 
 
 def _json_line(row: Mapping[str, Any]) -> bytes:
