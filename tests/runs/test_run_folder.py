@@ -373,3 +373,12 @@ def test_a_pipe_in_the_place_of_the_numbers_is_refused_and_never_waited_for(tmp_
         metrics.truncate_after(3)
     with pytest.raises(HalationError, match="cannot write"):
         metrics.append({"step": 1})
+
+
+def test_a_pipe_in_the_place_of_the_record_is_refused_where_changes_are_accepted(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    with (
+        pytest.raises(InputError, match="a named pipe"),
+        runs.restore_record_on_failure(runs.RunFolder(tmp_path), accept_changes=True),
+    ):
+        pass
