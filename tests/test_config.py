@@ -7,11 +7,13 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from halation.config import as_json, fixed_settings, setting, to_current_names
+from halation.config import as_json, fixed_settings, load_settings, setting, to_current_names
+from halation.errors import InputError
 from halation.sampling.config import SampleConfig
 from halation.training.config import TrainConfig
 
@@ -60,3 +62,33 @@ def test_what_decides_weights_or_data_is_never_free() -> None:
 def test_a_default_that_could_be_shared_between_configs_is_refused() -> None:
     with pytest.raises(TypeError, match="shared"):
         setting([])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("merge.yaml", "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [*a{i - 1},*a{i - 1}]}}\n" for i in range(1, 40)), "alias"),
+        ("values.yaml", "seed: [&a0 [x]" + "".join(f",&a{i} [{','.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 10)) + "]", "alias"),
+        ("self.yaml", "seed: &a [*a]", "alias"),
+        ("hex.yaml", "seed: 0x" + "f" * 100_000, "a number of 100002 digits"),
+        ("sixty.yaml", "seed: " + "1:" * 400_000 + "1", "digits"),
+        ("deep.yaml", "seed: " + "[" * 5000, "nested too deep"),
+        ("dots.toml", "a." * 500_000 + "a=1", "line 1 has more than 256 dots"),
+        ("deep.toml", "seed=" + "[" * 5000, "nested too deep"),
+        ("hex.toml", "seed = 0x" + "f" * 100_000, "digits"),
+        ("deep.json", '{"seed": ' + "[" * 100_000, "nested too deep"),
+        ("deep_value.toml", "\n".join(["seed" + ".a" * 250 + " = " + "{a=" * 60 + "1" + "}" * 60]), "seed is"),
+        ("long.json", '{"' + "x" * 1_000_000 + '": 1}', "unknown setting 'xxx"),
+    ],
+    ids=lambda text: text if len(text) < 20 else "",
+)  # fmt: skip
+def test_settings_that_would_take_long_or_much_memory_are_refused(
+    tmp_path: Path, name: str, text: str, words: str
+) -> None:
+    (tmp_path / name).write_text(text)
+    start = time.process_time()
+    with pytest.raises(InputError) as caught:
+        load_settings(TrainConfig, tmp_path / name)
+    assert words in str(caught.value)
+    assert len(str(caught.value)) < 6000
+    assert time.process_time() - start < 10

@@ -18,15 +18,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
+from safetensors.numpy import save as save_safetensors
 
 from halation import input_files
 from halation.cli import main
 from halation.csv_jsonl_reader import csv_table
 from halation.data.decode import BrokenImageError, decode_with_size
 from halation.errors import InputError
-from halation.evaluation.saved_statistics import _read_file
+from halation.evaluation.metrics.moments import Moments
+from halation.evaluation.saved_statistics import FORMAT, _read_file, write_statistics
 from halation.input_files import RefusedFileError
-from halation.prompt_files import read_prompts
+from halation.prompt_files import PromptFile, read_prompts
 
 
 def refusal(path: Path, **limits: Any) -> str:
@@ -287,3 +289,94 @@ def test_links_that_multiply_are_refused(tmp_path: Path) -> None:
             (tmp_path / str(level) / name).symlink_to(tmp_path / str(level + 1))
     with pytest.raises(RefusedFileError, match="more than 1000 files and folders"):
         found_files(tmp_path / "0")
+
+
+def parquet_of_shared_pages(num_groups: int, num_pages: int) -> bytes:
+    """Row groups that all point at the same pages, each of which says that it holds nothing."""
+
+    def varint(number: int) -> bytes:
+        return (bytes([number & 127 | 128]) + varint(number >> 7)) if number > 127 else bytes([number])
+
+    def integer(number: int) -> bytes:
+        return varint(2 * number)
+
+    def text(value: bytes) -> bytes:
+        return varint(len(value)) + value
+
+    def struct_of(*fields: tuple[int, int, bytes]) -> bytes:
+        before = [0, *(number for number, _, _ in fields)]
+        parts = [
+            bytes([number - last << 4 | kind]) + body
+            for last, (number, kind, body) in zip(before, fields, strict=False)
+        ]
+        return b"".join(parts) + b"\0"
+
+    def list_of(kind: int, items: list[bytes]) -> bytes:
+        return bytes([0xF0 | kind]) + varint(len(items)) + b"".join(items)
+
+    pages = b"\x15\x00\x15\x00\x15\x00\x00" * num_pages
+    size = integer(len(pages))
+    chunk = struct_of(
+        (1, 5, integer(6)), (2, 9, list_of(5, [b"\0"])), (3, 9, list_of(8, [text(b"prompt")])), (4, 5, b"\0"),
+        (5, 6, b"\0"), (6, 6, size), (7, 6, size), (9, 6, integer(4)),
+    )  # fmt: skip
+    group = struct_of((1, 9, list_of(12, [struct_of((2, 6, b"\0"), (3, 12, chunk))])), (2, 6, size), (3, 6, b"\0"))
+    column = struct_of((1, 5, integer(6)), (3, 5, integer(1)), (4, 8, text(b"prompt")), (6, 5, b"\0"))
+    schema = list_of(12, [struct_of((4, 8, text(b"schema")), (5, 5, integer(1))), column])
+    footer = struct_of((1, 5, integer(2)), (2, 9, schema), (3, 6, b"\0"), (4, 9, list_of(12, [group] * num_groups)))
+    return b"PAR1" + pages + footer + struct.pack("<I", len(footer)) + b"PAR1"
+
+
+@pytest.mark.parametrize(
+    ("num_groups", "num_pages", "words"),
+    [(20_000, 50_000, "row group 2 lies in another one"), (1, 1_100_000, "more than 1000000 pages")],
+)
+def test_pages_of_a_parquet_file_are_counted_and_belong_to_one_row_group(
+    tmp_path: Path, num_groups: int, num_pages: int, words: str
+) -> None:
+    (tmp_path / "p.parquet").write_bytes(parquet_of_shared_pages(num_groups, num_pages))
+    start = time.process_time()
+    with pytest.raises(InputError, match=words):
+        read_prompts(tmp_path / "p.parquet")
+    assert time.process_time() - start < 20
+
+
+def test_a_parquet_column_of_string_views_is_read(tmp_path: Path) -> None:
+    table = pa.table({"prompt": pa.array(["a street", "a car longer than twelve letters"], pa.string_view())})
+    pq.write_table(table, tmp_path / "p.parquet")
+    assert [row.prompt for row in read_prompts(tmp_path / "p.parquet")] == table["prompt"].to_pylist()
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "words"),
+    [("p.jsonl", b'{"prompt":"a"}\n', "row 5000001"), ("p.txt", b"a\n", "row 5000001")],
+)
+def test_rows_are_counted_before_one_is_parsed(tmp_path: Path, name: str, line: bytes, words: str) -> None:
+    (tmp_path / name).write_bytes(b"\n" * 100 + line * 5_000_001)
+    start = time.process_time()
+    with pytest.raises(InputError, match=words):
+        PromptFile.open(tmp_path / name)
+    assert time.process_time() - start < 10
+
+
+def test_blank_lines_are_counted_too_and_skipped_in_little_time(tmp_path: Path) -> None:
+    path = tmp_path / "p.csv"
+    start = time.process_time()
+    path.write_bytes(b"prompt\n" + b"\n" * 20_000_000)
+    with pytest.raises(InputError, match="20000001 lines"):
+        read_prompts(path)
+    path.write_bytes(b"\r\n\nprompt\r\n" + b"\n\r\n" * 9_000_000 + b" \na\n\n")
+    assert [(row.line, row.prompt) for row in read_prompts(path)] == [(18_000_005, "a")]
+    assert time.process_time() - start < 10
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (2, 3), (2, 4, 1)])
+def test_features_of_another_shape_than_the_mean_are_refused(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    path = tmp_path / "s.safetensors"
+    moments = Moments(num=2, mean=np.zeros(4), scatter=np.eye(4))
+    write_statistics(path, moments, np.zeros((2, 4), np.float32), {})
+    assert _read_file(path).features is not None
+    arrays = {"mean": np.zeros(4), "scatter": np.eye(4), "num": np.array([2]), "features": np.zeros(shape)}
+    path.write_bytes(save_safetensors(arrays, {"format": FORMAT, "facts": "{}"}))
+    with pytest.raises(InputError, match="the features have shape"):
+        _read_file(path)

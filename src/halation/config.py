@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from halation import input_files
+from halation.csv_jsonl_reader import format_value, shorten
 from halation.errors import InputError
 
 ChangePolicy = Literal["refused", "free", "grows"]
@@ -83,7 +84,7 @@ def read_settings_file(path: Path) -> dict[str, Any]:
             case ".yaml" | ".yml":
                 values = _parse_yaml(text)
             case ".toml":
-                values = tomllib.loads(text)
+                values = _parse_toml(text)
             case ".json":
                 values = json.loads(text)
             case ending:
@@ -92,6 +93,10 @@ def read_settings_file(path: Path) -> dict[str, Any]:
                 )
     except InputError:
         raise
+    except input_files.RefusedFileError as error:
+        raise error.as_input_error() from error
+    except RecursionError:
+        raise InputError(f"{path} is nested too deep", "a flat table of settings", "correct it") from None
     except Exception as error:
         raise InputError(
             f"{path} cannot be read: {error}", "a well-formed file of settings", "correct the place it names"
@@ -109,12 +114,35 @@ def _parse_yaml(text: str) -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """YAML 1.1 takes 1e-4 for text, which nobody means."""
+        """YAML 1.1 takes 1e-4 for text, which nobody means. A few aliases can stand for more values than any memory holds."""
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                event = self.peek_event()  # type: ignore[no-untyped-call]
+                raise yaml.composer.ComposerError(
+                    None, None, f"an alias (*{event.anchor[:40]}); write the value itself", event.start_mark
+                )
+            return super().compose_node(parent, index)
+
+        def construct_scalar(self, node: Any) -> Any:
+            value = super().construct_scalar(node)
+            max_digits = input_files.limit(input_files.MAX_SETTINGS_DIGITS)
+            if node.tag == "tag:yaml.org,2002:int" and len(value) > max_digits:
+                raise ValueError(f"a number of {len(value)} digits, and the limit is {max_digits}")
+            return value
 
     Loader.add_implicit_resolver(
         "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
     )
     return yaml.load(text, Loader)
+
+
+def _parse_toml(text: str) -> dict[str, Any]:
+    max_dots = input_files.limit(input_files.MAX_SETTINGS_DOTS)
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.count(".") > max_dots:
+            raise ValueError(f"line {number} has more than {max_dots} dots; write it in several lines")
+    return tomllib.loads(text)
 
 
 def load_settings(config_type: type[ConfigType], path: Path) -> dict[str, Any]:
@@ -138,9 +166,9 @@ def validate_settings(config_type: type[ConfigType], values: Mapping[str, Any], 
         if key in settings or (key != given and key in values):
             raise InputError(f"{where}: both '{key}' and '{given}'", "one of them: they are the same", "remove one")
         if key not in names:
-            near = difflib.get_close_matches(key, names, n=1, cutoff=0.0)
+            near = difflib.get_close_matches(key[:100], names, n=1, cutoff=0.0)
             raise InputError(
-                f"{where}: unknown setting '{key}'",
+                f"{where}: unknown setting '{shorten(key, 100)}'",
                 f"the nearest known one is '{near[0]}'",
                 "correct or remove it; --help lists all of them",
             )
@@ -151,12 +179,23 @@ def validate_settings(config_type: type[ConfigType], values: Mapping[str, Any], 
         try:
             adapter: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(hints[key])
             settings[key] = adapter.validate_json(json.dumps(value, default=str), strict=True)
-        except (pydantic.ValidationError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:  # pydantic's own is a ValueError
             problem = error.errors()[0]["msg"] if isinstance(error, pydantic.ValidationError) else str(error)
             raise InputError(
-                f"{where}: {key} is {value!r}", f"a value of its type ({problem})", "correct it; --help shows the type"
+                f"{where}: {key} is {_show_value(value)}",
+                f"a value of its type ({problem})",
+                "correct it; --help shows the type",
             ) from error
     return settings
+
+
+def _show_value(value: Any) -> str:
+    try:
+        return format_value(value, 1000)
+    except ValueError:
+        return "a number of too many digits"
+    except RecursionError:
+        return "nested too deep"
 
 
 def _setting_aliases(config_type: type[ConfigType]) -> dict[str, str]:

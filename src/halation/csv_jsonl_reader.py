@@ -26,6 +26,7 @@ CsvRecord = tuple[int, list[str]]
 BLOCK_SIZE = 2**20
 _SAVE_AS_UTF8 = "save the file as UTF-8 and run again"
 _FIELD = re.compile(r'(?:"((?:[^"]++|"")*+)"|((?:[^",\r\n][^,\r\n]*+)?))(,|\r\n|\n|\Z)')
+_EMPTY_LINES = re.compile(r"(?:\r?\n)++")
 _QUOTED = re.compile(r'"(?:[^"]++|"")*+"')
 _CODE_PAGES = ("cp1252", "cp1253", "cp1251", "cp437", "cp850")
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -85,6 +86,8 @@ def read_text_bytes(path: Path, *, within: str | None = None) -> bytes:
     except input_files.RefusedFileError as error:
         raise error.as_input_error() from None
     check_text(str(path), data)
+    if path.suffix == ".jsonl":
+        check_num_lines(str(path), data)
     return data
 
 
@@ -96,6 +99,9 @@ def check_text(name: str, data: bytes) -> None:
     if data.startswith(2 * codecs.BOM_UTF8):
         found, action = "two byte order marks (U+FEFF)", "save the file as UTF-8 without a byte order mark"
         raise error_at(name, 1, 1, found, "one at most", action)
+    num_lines, max_lines = data.count(b"\n"), input_files.limit(input_files.MAX_TABLE_LINES)
+    if num_lines > max_lines:
+        raise _limit_error(name, num_lines, f"{num_lines} lines", f"at most {max_lines}, blank ones included")
     line, max_bytes = 1, input_files.limit(input_files.MAX_ROW_BYTES)
     for block in _byte_blocks(data):
         if len(block) > max_bytes and len(block) > BLOCK_SIZE:  # then it is one line
@@ -149,6 +155,16 @@ def check_num_rows(name: str, line: int, num_rows: int) -> None:
     max_rows = input_files.limit(input_files.MAX_TABLE_ROWS)
     if num_rows > max_rows:
         raise _limit_error(name, line, f"row {num_rows}", f"at most {max_rows} rows")
+
+
+def check_num_lines(name: str, data: bytes) -> None:
+    """Refuse checked bytes with a row a line that have too many, before any of them is parsed."""
+    max_rows = input_files.limit(input_files.MAX_TABLE_ROWS)
+    if data.count(b"\n") < max_rows:
+        return
+    for num_rows, (line, _) in enumerate(iter_lines(name, decode_blocks(data)), start=1):
+        if num_rows > max_rows:
+            check_num_rows(name, line, num_rows)
 
 
 def check_num_columns(name: str, line: int, num_columns: int) -> None:
@@ -269,6 +285,12 @@ def _parse_records(name: str, text: Text) -> Iterator[CsvRecord]:
     blocks_left = _iter_blocks(text)
     block, offset, line = next(blocks_left, ""), 0, 1
     while block:
+        if block[offset] in "\r\n" and (empty := _EMPTY_LINES.match(block, offset)):
+            line += block.count("\n", offset, empty.end())
+            offset = empty.end()
+            if offset == len(block):
+                block, offset = next(blocks_left, ""), 0
+                continue
         stop = block.find("\n", offset) + 1 or len(block)
         content = block[offset:stop]
         content = content[:-2] if content.endswith("\r\n") else content.removesuffix("\n")

@@ -28,14 +28,24 @@ MAX_JSON_DEPTH = 64
 """Of lists in lists: what is much deeper cannot be written again."""
 MAX_IMAGE_BYTES = 256 << 20
 MAX_IMAGE_PIXELS = 64 * 10**6
+"""Of one image, and of all that the threads of a process decode at a time; one that is larger is decoded alone."""
+MAX_IMAGE_CHUNKS = 200_000
+"""Of a PNG, or segments before the pixels of a JPEG: each takes microseconds, and a file of 256 MiB could have 64 million."""
+MAX_JPEG_SCANS = 100
+MAX_JPEG_SCANNED_PIXELS = 2 * 10**9
+"""Scans times pixels: each scan of a progressive JPEG goes over the whole image again. Cameras write 10 scans at most."""
 MAX_TABLE_BYTES = 512 << 20
 """Of a file, and of the text that a Parquet file unpacks to."""
 MAX_TABLE_ROWS = 5_000_000
+MAX_TABLE_LINES = 4 * MAX_TABLE_ROWS
+"""With the blank ones, and those inside of quotes."""
 MAX_TABLE_COLUMNS = 16_384
 MAX_ROW_BYTES = 16 << 20
 MAX_FIELD_CHARS = 1 << 20
 """Of one prompt, caption or id."""
 MAX_PARQUET_FOOTER_BYTES = 16 << 20
+MAX_PARQUET_PAGES = 1_000_000
+"""Of the columns that are read."""
 MAX_ARRAY_BYTES = 256 << 20
 """Of one array in a .npz file: a covariance of 5792 features."""
 MAX_ZIP_DIRECTORY_BYTES = 1 << 20
@@ -49,10 +59,13 @@ MAX_MODEL_ENTRIES = 100_000
 """Files and folders below a folder of images, and below a model."""
 MAX_SETTINGS_BYTES = 1 << 20
 """Of a file that is typed by hand: --config, --student_config, --deepspeed_config."""
+MAX_SETTINGS_DOTS = 256
+"""In a line of a TOML file: the time for a key grows with the square of its parts."""
+MAX_SETTINGS_DIGITS = 1000
 
 SCALE_VARIABLE = "HALATION_INPUT_LIMITS"
 LINKS_VARIABLE = "HALATION_FOLLOW_LINKS"
-_RAISE_ACTION = "where it is meant, raise all limits with --input_limits 4 (or more)"
+RAISE_ACTION = "where it is meant, raise all limits with --input_limits 4 (or more)"
 _REGULAR_ACTION = "give a regular file; what a pipe brings can be given as `-` where standard input is read"
 _LINK_ACTION = "copy the file into the folder, or give --follow_links"
 _BLOCK_BYTES = 1 << 20
@@ -85,7 +98,7 @@ class RefusedFileError(OSError):
 
 def over_limit_error(found: str, expected: str) -> InputError:
     """What is said of a value that is beyond one of the limits."""
-    return InputError(found, expected, _RAISE_ACTION)
+    return InputError(found, expected, RAISE_ACTION)
 
 
 def limit(value: int) -> int:
@@ -169,7 +182,7 @@ def open_regular_file(
             raise _not_regular_error(path, status.st_mode)
         if max_bytes is not None and status.st_size > limit(max_bytes):
             reason = f"it has {format_size(status.st_size)}, and the limit is {format_size(limit(max_bytes))}"
-            raise RefusedFileError(path, reason, _RAISE_ACTION)
+            raise RefusedFileError(path, reason, RAISE_ACTION)
         if within is not None and not _is_below(_real_path(descriptor, path), str(within)):
             raise RefusedFileError(path, f"it is a link that leads out of {within}", _LINK_ACTION)
     except BaseException:
@@ -223,7 +236,7 @@ def walk_folder(
         num_entries += len(subfolders) + len(names)
         if num_entries > limit(max_entries):
             reason = f"it has more than {limit(max_entries)} files and folders, links followed"
-            raise RefusedFileError(folder, reason, _RAISE_ACTION)
+            raise RefusedFileError(folder, reason, RAISE_ACTION)
         yield current, subfolders, names
         above.update((os.path.join(current, name), outer | {own}) for name in subfolders)
 
@@ -247,7 +260,7 @@ def read_stream(stream: IO[bytes], name: str, max_bytes: int, num_before: int = 
     while block := stream.read(_BLOCK_BYTES):
         data += block
         if num_before + len(data) > limit(max_bytes):
-            raise RefusedFileError(name, f"it has more than {format_size(limit(max_bytes))}", _RAISE_ACTION)
+            raise RefusedFileError(name, f"it has more than {format_size(limit(max_bytes))}", RAISE_ACTION)
     return bytes(data)
 
 

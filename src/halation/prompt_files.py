@@ -16,6 +16,7 @@ from halation.csv_jsonl_reader import (
     TableRow,
     check_field,
     check_num_columns,
+    check_num_lines,
     check_num_rows,
     check_text,
     csv_table,
@@ -127,6 +128,8 @@ class PromptFile:
         data = _read_bytes(path, name)
         if kind != "parquet":
             check_text(name, data)
+        if kind in ("txt", "jsonl"):
+            check_num_lines(name, data)
         if str(path) == "-" and format is None:
             _check_not_table(data)
         sha256 = hashlib.sha256(data).hexdigest()
@@ -269,7 +272,8 @@ def _read_parquet(name: str, data: bytes) -> Iterator[PromptRow]:
 
 def _check_parquet_type(name: str, column: str, type: Any, types: Any) -> None:
     value_type = type.value_type if types.is_dictionary(type) else type
-    is_plain = (types.is_string, types.is_large_string, types.is_integer, types.is_floating, types.is_boolean)
+    is_plain = [types.is_string, types.is_large_string, types.is_integer, types.is_floating, types.is_boolean]
+    is_plain += [types.is_string_view] if hasattr(types, "is_string_view") else []  # pyarrow 16 and newer
     if not types.is_null(type) and not any(is_kind(value_type) for is_kind in is_plain):
         found = f"the column {format_value(column)} is of the type {shorten(type)}"
         raise error_at(name, 1, 1, found, "text or numbers", "convert the column")
@@ -282,10 +286,17 @@ def _parquet_batch_size(name: str, data: bytes, columns: Sequence[str]) -> int:
     wrong; what a page's own header says is what the reader allocates.
     """
     max_bytes = input_files.limit(input_files.MAX_TABLE_BYTES)
-    num_bytes, largest = 0, 1
-    for group, start, stop in _parquet_chunks(data, columns):
+    max_pages = input_files.limit(input_files.MAX_PARQUET_PAGES)
+    num_bytes, num_pages, largest, end = 0, 0, 1, 0
+    for start, stop, group in sorted(_parquet_chunks(data, columns)):
+        if start < end or stop > len(data):
+            raise OSError(f"row group {group + 1} lies in another one, or behind the end of the file")
+        end = max(end, stop)
         for size in _parquet_page_sizes(data, start, stop):
-            num_bytes, largest = num_bytes + size, max(largest, size)
+            num_bytes, num_pages, largest = num_bytes + size, num_pages + 1, max(largest, size)
+            if num_pages > max_pages:
+                found = f"{name}, row group {group + 1}: its columns have more than {max_pages} pages"
+                raise input_files.over_limit_error(found, "fewer and larger pages")
             if num_bytes > max_bytes:
                 raise input_files.over_limit_error(
                     f"{name}, row group {group + 1}: its columns unpack to more than {format_size(max_bytes)}",
@@ -295,7 +306,7 @@ def _parquet_batch_size(name: str, data: bytes, columns: Sequence[str]) -> int:
 
 
 def _parquet_chunks(data: bytes, columns: Sequence[str]) -> Iterator[tuple[int, int, int]]:
-    """Row group, first byte and end of the chunks of these columns.
+    """First byte, end and row group of the chunks of these columns that hold anything.
 
     Read here and not by pyarrow, whose own view of a damaged footer may end the process.
     """
@@ -305,7 +316,8 @@ def _parquet_chunks(data: bytes, columns: Sequence[str]) -> Iterator[tuple[int, 
         for number, group in enumerate(_read_thrift_struct(footer, 0, 0)[0].get(4, [])):
             for chunk in (chunk[3] for chunk in group[1] if 3 in chunk and chunk[3][3] in paths):
                 offsets = [chunk[9], *([chunk[11]] if 0 < chunk.get(11, 0) < chunk[9] else [])]
-                yield number, min(offsets), min(offsets) + chunk[7]
+                if chunk[7] > 0:
+                    yield min(offsets), min(offsets) + chunk[7], number
     except (IndexError, KeyError, TypeError) as error:
         raise OSError("a footer that cannot be read") from error
 

@@ -18,10 +18,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from halation import input_files
 from halation.data.decode import BrokenImageError, decode, verify_image
 from halation.data.image_annotations import ImageEntry
 from halation.data.image_folder import ImageFolder, split_validation
 from halation.errors import InputError
+from halation.input_files import use_limits
 
 
 def image(colour: tuple[int, ...] = (200, 30, 60), size: tuple[int, int] = (20, 12), mode: str = "RGB") -> Image.Image:
@@ -240,7 +242,9 @@ def test_captions_that_are_all_empty_are_told_once(tmp_path: Path, caplog: pytes
 def test_broken_images_from_one_percent_on_are_refused_and_ten_are_named(tmp_path: Path) -> None:
     captioned(tmp_path, 100)
     (tmp_path / "0005.png").write_bytes(b"no image")
-    with pytest.raises(InputError, match=r"1 of the 100 images of .* are broken:\n    0005.png: its content is not"):
+    with pytest.raises(
+        InputError, match=r"1 of the 100 images of .* cannot be read:\n    0005.png: its content is not"
+    ):
         ImageFolder(tmp_path, 8, 8).check()
     for index in range(20):
         (tmp_path / f"{index:04d}.png").write_bytes(b"no image")
@@ -405,3 +409,27 @@ def test_no_damage_raises_anything_but_the_one_error(tmp_path: Path, kind: str) 
             outcomes.add("refused" if str(error) else "refused without a reason")
     assert "refused" in outcomes
     assert "refused without a reason" not in outcomes
+
+
+def test_a_link_that_leads_out_names_the_remedy_and_the_remedy_helps(tmp_path: Path) -> None:
+    folder, memory = captioned(tmp_path / "pictures", 3), tmp_path / "memory"
+    (folder / "0001.png").rename(tmp_path / "outside.png")
+    (folder / "0001.png").symlink_to(tmp_path / "outside.png")
+    with pytest.raises(
+        InputError, match=r"0001.png: it is a link that leads out of .*, or give --follow_links"
+    ) as caught:
+        ImageFolder(folder, 8, 8).check(memory)
+    assert "broken" not in str(caught.value)
+    with use_limits(None, follow_links=True):
+        assert ImageFolder(folder, 8, 8).check(memory).broken == {}
+    with pytest.raises(InputError):
+        ImageFolder(folder, 8, 8).check(memory)
+
+
+def test_an_image_that_raised_limits_allow_is_checked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, memory = captioned(tmp_path / "pictures", 3), tmp_path / "memory"
+    monkeypatch.setattr(input_files, "MAX_IMAGE_PIXELS", 200)
+    with pytest.raises(InputError, match="--input_limits 4"):
+        ImageFolder(folder, 8, 8).check(memory)
+    with use_limits("1.5", follow_links=False):
+        assert ImageFolder(folder, 8, 8).check(memory).broken == {}

@@ -229,13 +229,13 @@ def test_a_coder_leaves_the_processor_as_fast_as_it_found_it(name: str) -> None:
     """ISA-L leaves vector registers in a state in which zlib took twice its time."""
     residuals, plain = memoryview(bytes(1 << 18)), bytes(1 << 20)
     before, after = [], []
-    for _ in range(9):
+    for _ in range(15):
         for times, prepare in ((before, lambda: np.exp(np.ones(64))), (after, lambda: get_coder(name)(residuals))):
             prepare()
-            start = time.perf_counter()
+            start = time.thread_time()
             zlib.compress(plain, 6)
-            times.append(time.perf_counter() - start)
-    assert statistics.median(after) < 1.4 * statistics.median(before)
+            times.append(time.thread_time() - start)
+    assert min(after) < 1.4 * min(before)  # the least of many: other processes only ever add to it
 
 
 @pytest.mark.parametrize("name", CODERS)
@@ -379,3 +379,11 @@ def test_another_kind_of_png_is_refused_and_named(tmp_path: Path) -> None:
     Image.new("L", (8, 8)).save(path)
     with pytest.raises(InputError, match="colour type 0"):
         read_png(path)
+
+
+def test_a_file_of_very_many_chunks_is_refused(tmp_path: Path) -> None:
+    data = encode_png(np.zeros((8, 8, 3), np.uint8), {"a": "b"})
+    text = data[33 : data.index(b"IDAT") - 4]
+    (tmp_path / "chunks.png").write_bytes(data[:33] + text * 250_000 + data[33:])
+    with pytest.raises(InputError, match="more than 200000 chunks"):
+        read_png(tmp_path / "chunks.png")

@@ -364,3 +364,21 @@ def test_only_scratch_folders_of_killed_commands_are_removed(tmp_path: Path, mon
         with runs.scratch_folder("halation_report_"):
             assert left.exists(), "one that is in use stays"
     assert [path.name for path in tmp_path.iterdir()] == ["halation_report_final"]
+
+
+def test_a_pipe_in_the_place_of_the_numbers_is_refused_and_never_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    metrics = runs.MetricsFile(tmp_path / "metrics.jsonl")
+    with pytest.raises(InputError, match="a named pipe"):
+        metrics.truncate_after(3)
+    with pytest.raises(HalationError, match="cannot write"):
+        metrics.append({"step": 1})
+
+
+def test_a_pipe_in_the_place_of_the_record_is_refused_where_changes_are_accepted(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    with (
+        pytest.raises(InputError, match="a named pipe"),
+        runs.restore_record_on_failure(runs.RunFolder(tmp_path), accept_changes=True),
+    ):
+        pass

@@ -19,7 +19,7 @@ from halation.data.aspect_buckets import BucketAssignment, ImageShape, nearest_s
 from halation.data.dataset_protocol import JSON, CaptionedImage
 from halation.data.image_annotations import ImageEntry, is_table, read_folder, read_table
 from halation.errors import InputError
-from halation.input_files import data_folder
+from halation.input_files import data_folder, limit
 from halation.runs.run_folder import DIGEST_KEY, json_digest, temporary_path
 
 _log = logging.getLogger(__name__)
@@ -259,13 +259,18 @@ class ImageFolder:
         more = f"\n    and {len(broken) - 10} more" if len(broken) > 10 else ""
         if len(broken) >= _MAX_BROKEN_FRACTION * num and broken:
             raise InputError(
-                f"{len(broken)} of the {num} images of {self.folder} are broken:{examples}{more}",
-                f"fewer than {_MAX_BROKEN_FRACTION:.0%} broken ones",
-                "replace them, or remove them and their lines in the metadata",
+                f"{len(broken)} of the {num} images of {self.folder} cannot be read:{examples}{more}",
+                f"fewer than {_MAX_BROKEN_FRACTION:.0%} such ones",
+                "do what is said of each; replace the others, or remove them and their lines in the metadata",
             )
         if broken and not quiet:
             _log.warning(
-                "%d of the %d images of %s are broken and left out:%s%s", len(broken), num, self.folder, examples, more
+                "%d of the %d images of %s cannot be read and are left out:%s%s",
+                len(broken),
+                num,
+                self.folder,
+                examples,
+                more,
             )
 
     def _warn_of_empty_captions(self) -> None:
@@ -274,7 +279,8 @@ class ImageFolder:
 
     def _cache_key(self, names: Sequence[str]) -> str:
         """A key over everything that tells whether a file is still the one that was checked."""
-        digest = hashlib.sha256(json.dumps([str(self.folder.resolve()), decode.VERSION]).encode())
+        allowed = [] if self._within and limit(1000) == 1000 else [self._within is None, limit(1000)]
+        digest = hashlib.sha256(json.dumps([str(self.folder.resolve()), decode.VERSION, *allowed]).encode())
         for name in names:
             path = self.folder / name
             stat = path.stat() if path.exists() else path.lstat()

@@ -254,6 +254,8 @@ def first_image_size(source: ImageSource) -> tuple[int, int]:
         height, width = source.load(0).pixels.shape[:2]
     except BrokenImageError as error:
         raise InputError(
-            f"{source.name(0)}: {error}", "a whole PNG, JPEG or WebP image", "remove or replace it"
+            f"{source.name(0)}: {error}",
+            "a whole PNG, JPEG or WebP image",
+            "do what it says, or remove or replace the file",
         ) from error
     return int(height), int(width)

@@ -131,10 +131,17 @@ def _read_safetensors(path: Path, digest: str) -> SavedStatistics:
         facts: dict[str, Any] = parse_json(metadata["facts"].encode())
         if not isinstance(facts, dict):
             raise ValueError("facts that are no JSON object")
-    except (SafetensorError, KeyError, IndexError, ValueError, TypeError, OSError) as error:
+    except (SafetensorError, KeyError, IndexError, ValueError, TypeError, OverflowError, OSError) as error:
         raise _unreadable_error(path, error) from error
     _check_mean_covariance(path, moments.mean, moments.scatter)
-    return SavedStatistics(path=path, hash=digest, moments=moments, features=arrays.get("features"), facts=facts)
+    features = arrays.get("features")
+    if features is not None and (features.ndim != 2 or features.shape[1] != len(moments.mean)):
+        raise InputError(
+            f"{path}: the features have shape {features.shape}",
+            f"rows of {len(moments.mean)} numbers, as the mean has",
+            "make the statistics again",
+        )
+    return SavedStatistics(path=path, hash=digest, moments=moments, features=features, facts=facts)
 
 
 def _read_npz(path: Path, digest: str) -> SavedStatistics:

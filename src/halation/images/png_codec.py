@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from halation import input_files
 from halation.errors import InputError
 
 Pixels: TypeAlias = npt.NDArray[np.uint8]
@@ -230,7 +231,7 @@ def read_png(path: str | Path) -> tuple[Pixels, dict[str, str]]:
     """Pixels and texts of an image as `encode_png` writes it; a file with any byte cut off or changed is refused."""
     path = Path(path)
     try:
-        return _decode_png(path.read_bytes())
+        return _decode_png(input_files.read_bytes(path, input_files.MAX_IMAGE_BYTES))
     except FileNotFoundError:
         found = f"{path}: no such file"
     except (ValueError, struct.error, zlib.error, OSError) as error:
@@ -275,8 +276,11 @@ def _decode_png(data: bytes) -> tuple[Pixels, dict[str, str]]:
 def _iter_chunks(data: bytes) -> Iterator[tuple[bytes, bytes]]:
     if not data.startswith(SIGNATURE):
         raise ValueError("not a PNG (or its first bytes are damaged)")
-    position = len(SIGNATURE)
+    position, num_chunks = len(SIGNATURE), 0
     while position < len(data):
+        num_chunks += 1
+        if num_chunks > input_files.limit(input_files.MAX_IMAGE_CHUNKS):
+            raise ValueError(f"more than {num_chunks - 1} chunks; {input_files.RAISE_ACTION}")
         if position + 12 > len(data):
             raise ValueError("cut off inside a chunk")
         (length,) = struct.unpack_from(">I", data, position)

@@ -358,7 +358,9 @@ def _check_or_record_changes(
 @contextlib.contextmanager
 def restore_record_on_failure(run: RunFolder, accept_changes: bool) -> Iterator[None]:
     """Around a call that accepts changes: where it fails before anything was saved with them, the record is what it was."""
-    record_before = run.config.read_bytes() if accept_changes and run.config.exists() else None
+    record_before = None
+    if accept_changes and run.config.exists():
+        record_before = _read_regular_file(run.config)
 
     def checkpoint_names() -> list[str]:
         return sorted(path.name for path in run.checkpoints.glob("step_*"))
@@ -383,7 +385,7 @@ class MetricsFile:
         if not self.path.exists():
             return []
         rows = []
-        for line in self.path.read_bytes().split(b"\n"):
+        for line in _read_regular_file(self.path).split(b"\n"):
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError):
@@ -400,12 +402,24 @@ class MetricsFile:
     def append(self, row: Mapping[str, Any]) -> None:
         try:
             fault_point("metrics.append")
-            with open(self.path, "ab") as file:
+            with open(self.path, "ab", opener=_open_without_waiting) as file:
                 file.write(_json_line(row))
         except OSError as error:
             raise HalationError(
                 f"cannot write {self.path}: {error.strerror or error}; free some space and run the same command again"
             ) from error
+
+
+def _read_regular_file(path: Path) -> bytes:
+    try:
+        with input_files.open_regular_file(path) as file:
+            return file.read()
+    except input_files.RefusedFileError as error:
+        raise error.as_input_error() from None
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK, 0o666)  # a pipe that nobody reads is an error
 
 
 def _json_line(row: Mapping[str, Any]) -> bytes:
