@@ -225,7 +225,8 @@ def _check_sizes(folder: Path, weights: Sequence[Path], class_name: str) -> None
                 high = _max_value(
                     key, len(tensors), max_grid, has_patches=isinstance(config, dict) and "patch_size" in config
                 )
-                input_files.check_numbers(str(folder / name), {key: value}, {key: (-high, high)})
+                low = -1 if high < _MAX_SIZE else -high  # counts; other numbers may mark something, as -100 does
+                input_files.check_numbers(str(folder / name), {key: value}, {key: (low, high)})
             if tensors:
                 _check_num_layers(folder / name, config, len(tensors))
     file = folder / "tokenizer_config.json"
