@@ -346,7 +346,7 @@ def test_a_watch_counts_the_checkpoints_that_wait_and_tells_when_each_was_scored
     runs.create_or_resume_run(runs.RunFolder(folder), "watch", {"every": 10, "min_step": 10}, {"watched": ".."}, False)
     rows = [{"step": step, "metric": "fd", "value": 2.5} for step in (10, 20)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
-    (folder / "failed.json").write_text(json.dumps({"step_0000030": {"step": 30}}))
+    (folder / "failed.json").write_bytes(runs.json_with_digest({"step_0000030": {"step": 30}}))
     run = WatchRun(folder, "0")
 
     def told() -> tuple[int, int, str]:

@@ -245,7 +245,7 @@ def test_a_damaged_checkpoint_is_tried_twice_and_named_and_the_next_one_is_score
     assert done.returncode == 1
     assert done.stderr.count("step 4: drawing failed") == 2
     assert "without a score: step_0000004" in done.stderr
-    (facts,) = json.loads((run / "watch/failed.json").read_text()).values()
+    (facts,) = runs.read_json_with_digest(run / "watch/failed.json").values()
     assert (facts["step"], facts["tries"], facts["while"], facts["exit_code"]) == (4, 2, "drawing", 2)
     assert "SHA-256" in facts["reason"]
     assert {row["step"] for row in rows(run / "watch")} == {6}
