@@ -18,7 +18,8 @@ from halation.distributed import launcher
 from halation.distributed.stop_signals import STOP_SIGNALS, exit_code
 from halation.errors import InputError, Interrupted
 from halation.generation.config import GenerateConfig
-from halation.generation.ledger import LEDGER_FILE, Ledger, claim_ledger_kind
+from halation.generation.ledger import LEDGER_FILE, Ledger
+from halation.generation.ledger_kind import claim_ledger_kind
 from halation.generation.session import GenerationSession, check_no_foreign_files, remove_temporary_files
 from halation.generation.shared_folder.shared_ledger import SHARED_LEDGER
 from halation.generation.workers import ray_cluster

@@ -190,6 +190,13 @@ def make_subfolder(folder: Path, num_levels: int = 1) -> None:
         level.mkdir(exist_ok=True)
 
 
+def is_same_file(path: Path, descriptor: int) -> bool:
+    """Whether the path still names the open file, which another command may have removed."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    return False
+
+
 @contextlib.contextmanager
 def scratch_folder(prefix: str) -> Iterator[Path]:
     """A temporary folder outside of any run; what killed commands left of theirs with this prefix is removed."""

@@ -31,7 +31,8 @@ from halation.errors import InputError
 from halation.generation import metadata_and_summary
 from halation.generation.config import GenerateConfig
 from halation.generation.image_requests import ImageRequest
-from halation.generation.ledger import LEDGER_FILE, claim_ledger_kind
+from halation.generation.ledger import LEDGER_FILE
+from halation.generation.ledger_kind import claim_ledger_kind
 from halation.generation.ledger_setup import RENAMED_FILE
 from halation.generation.metadata_and_summary import RunSummary, WorkerStats
 from halation.generation.session import (
