@@ -308,6 +308,8 @@ def iter_unrecorded(folder: Path, ledger: Ledger) -> Iterator[tuple[ImageRequest
         if not present.isdisjoint(_folder_entries(name, num_frames))
     ]
     for request in ledger.requests(indices):
+        if request.spec.num_frames == 1 and (folder / f"{request.name}.png").is_dir():
+            continue  # a folder is not written over: the image fails, with that reason
         with contextlib.suppress(FileNotFoundError):  # another command that shares the folder may replace it just now
             yield request, _is_own_result(folder, request)
 
