@@ -261,7 +261,7 @@ class Ledger:
         problems = [row[0] for row in self.connection.execute("PRAGMA quick_check(1)")]
         if problems != ["ok"]:
             raise sqlite3.DatabaseError(problems[0])
-        has_checksums = self.connection.execute("PRAGMA user_version").fetchone()[0] >= CHECKSUM_VERSION
+        has_checksums = self._has_checksums()
         if has_checksums and self._are_all_rows_intact():
             self._is_intact = True
             return LedgerDamage()
@@ -291,6 +291,14 @@ class Ledger:
         damage = LedgerDamage(planned=(*planned, *lost), outcomes=(*outcomes, *lost))
         self._is_intact = not damage
         return damage
+
+    def _has_checksums(self) -> bool:
+        """Whether this version made the ledger, or has been here before; a damaged number of the version is no proof."""
+        is_any = "SELECT EXISTS(SELECT 1 FROM pictures WHERE plan_check IS NOT NULL OR outcome_check IS NOT NULL)"
+        version, is_checked = (
+            self.connection.execute(query).fetchone()[0] for query in ("PRAGMA user_version", is_any)
+        )
+        return bool(version or is_checked)
 
     @property
     def _max_rows(self) -> int:
