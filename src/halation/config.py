@@ -114,7 +114,7 @@ def _parse_yaml(text: str) -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """YAML 1.1 takes 1e-4 for text, which nobody means. A few aliases can stand for more values than any memory holds."""
+        """YAML 1.1 reads 1e-4 as text; here it is a number. A few aliases can stand for more values than any memory holds."""
 
         def compose_node(self, parent: Any, index: Any) -> Any:
             if self.check_event(yaml.AliasEvent):

@@ -55,7 +55,7 @@ class _Gate:
     @contextlib.contextmanager
     def hold(self, amount: int) -> Iterator[None]:
         amount = min(amount, self._capacity)
-        with self._turn, self._changed:  # nobody overtakes the one that waits
+        with self._turn, self._changed:  # first come, first served
             self._changed.wait_for(lambda: self._used + amount <= self._capacity)
             self._used += amount
         try:

@@ -29,7 +29,7 @@ def has_ledger(folder: Path, kind: LedgerKind) -> bool:
 
 @contextlib.contextmanager
 def claim_ledger_kind(folder: Path, kind: LedgerKind) -> Iterator[LedgerKind]:
-    """Decide for one kind of ledger, unless that is decided; given is which it is, whoever decided.
+    """Decide for one kind of ledger, unless that is decided; yields the kind that holds, also where another command decided.
 
     While entered, this process holds a shared lock of the file with the decision. A decision without a lock and without a
     ledger was left by a command that was killed, and binds no other; a command that ends without a ledger removes it.

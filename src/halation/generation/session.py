@@ -142,7 +142,7 @@ class GenerationSession:
         unrecorded = [
             request for request, is_own in metadata_and_summary.iter_unrecorded(self.folder, self.ledger) if is_own
         ]
-        # Failures bind nobody: what they failed of may have been the settings.
+        # Failures bind no setting: they may have failed because of it.
         has_done_images = self.ledger.counts()["done"] > 0 or bool(unrecorded)
         config = RunFolder(self.folder).config
         previous_config = config.read_bytes() if has_done_images and config.exists() else b""
