@@ -69,7 +69,7 @@ def _handle_signals(handler: Callable[[int, FrameType | None], None]) -> dict[in
     previous: dict[int, object] = {}
     for number in STOP_SIGNALS if threading.current_thread() is threading.main_thread() else ():
         if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-            continue  # nohup: whoever started this wants it to outlive the terminal
+            continue  # nohup: it is to outlive the terminal
         previous[number] = signal.signal(number, handler)
     return previous
 

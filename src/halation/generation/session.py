@@ -161,7 +161,7 @@ class GenerationSession:
     def _check_ledger(self, prompts: PromptFile) -> None:
         """Repair damaged rows; a ledger without rows beside results is not the one they were recorded in."""
         repair(self.ledger, prompts, self.folder)
-        # A first call that was killed before it planned leaves a record and an empty ledger, which bind nobody.
+        # A first call that was killed before it planned leaves a record and an empty ledger, which bind no setting.
         if not self.ledger.num_planned and (found := find_result_file(self.folder)):
             raise lost_ledger_error(self.folder, found, self.ledger.path.name)
         if found := metadata_and_summary.find_image_of_another_run(self.folder, self.ledger.sample_done()):

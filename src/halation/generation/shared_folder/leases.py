@@ -185,7 +185,7 @@ class Leases:
                 (self.folder / name).unlink(missing_ok=True)
 
     def _remove_dead_owner_files(self) -> None:
-        """Cards of processes of this machine that were killed when they held nothing: nobody takes anything over from them."""
+        """Cards of processes of this machine that were killed when they held nothing: no lease of theirs is taken over."""
         for path in self.folder.glob(".*.card"):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
                 owner = json.loads(path.read_bytes())
@@ -265,9 +265,9 @@ class Leases:
             return link_once(self._owner_file, path)
 
     def _restore_owner_file(self) -> None:
-        """The card was swept as a dead process's while this one slept, or somebody removed `leases/`: claim again what is free.
+        """The card was swept as a dead process's while this one slept, or `leases/` was removed: claim again what is free.
 
-        Leases that are still there are links to another file than the new card, which nobody touches: they expire.
+        Leases that are still there are links to another file than the new card, which is not touched: they expire.
         """
         self._write_owner_file()
         for number in sorted(self.held_ranges):
