@@ -20,6 +20,7 @@ images could not be drawn. All raise `halation.errors.HalationError` where they 
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -30,63 +31,44 @@ __all__ = ["RankSampler", "Sample", "__version__", "distill", "evaluate", "gener
 
 
 def __getattr__(name: str) -> Any:
-    """What needs torch is imported when it is asked for: `import halation` takes no time."""
+    """RankSampler and Sample need torch: import them on first use, so that `import halation` takes no time."""
     if name in ("RankSampler", "Sample"):
-        from halation.sampling import user_training_loop_sampler
-
-        return getattr(user_training_loop_sampler, name)
+        return getattr(importlib.import_module("halation.sampling.user_training_loop_sampler"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def train(**settings: Any) -> int:
     """`halation train` with these settings."""
-    from halation.config import validate_settings
-    from halation.training import command as job
-    from halation.training.config import TrainConfig
-
-    return job.run(TrainConfig(**validate_settings(TrainConfig, settings, "halation.train()")))
+    return _run("train", "training", "TrainConfig", settings)
 
 
 def distill(**settings: Any) -> int:
     """`halation distill` with these settings."""
-    from halation.config import validate_settings
-    from halation.distillation import command as job
-    from halation.distillation.config import DistillConfig
-
-    return job.run(DistillConfig(**validate_settings(DistillConfig, settings, "halation.distill()")))
+    return _run("distill", "distillation", "DistillConfig", settings)
 
 
 def sample(**settings: Any) -> int:
     """`halation sample` with these settings; `model_path` is the same as `checkpoint`, as on the command line."""
-    from halation.config import validate_settings
-    from halation.sampling import command as job
-    from halation.sampling.config import SampleConfig
-
-    return job.run(SampleConfig(**validate_settings(SampleConfig, settings, "halation.sample()")))
+    return _run("sample", "sampling", "SampleConfig", settings)
 
 
 def generate(**settings: Any) -> int:
     """`halation generate` with these settings; `prompts` is short for `prompts_csv`, as on the command line."""
-    from halation.config import validate_settings
-    from halation.generation import command as job
-    from halation.generation.config import GenerateConfig
-
-    return job.run(GenerateConfig(**validate_settings(GenerateConfig, settings, "halation.generate()")))
+    return _run("generate", "generation", "GenerateConfig", settings)
 
 
 def evaluate(**settings: Any) -> dict[str, Any]:
     """`halation evaluate` with these settings: the object that `--json` prints."""
-    from halation.config import validate_settings
-    from halation.evaluation import command as job
-    from halation.evaluation.config import EvaluateConfig
-
-    return job.evaluate(EvaluateConfig(**validate_settings(EvaluateConfig, settings, "halation.evaluate()")))
+    return _run("evaluate", "evaluation", "EvaluateConfig", settings, function="evaluate")
 
 
 def watch(**settings: Any) -> int:
-    """`halation watch` with these settings; with `once` it ends when all that is there is scored."""
-    from halation.config import validate_settings
-    from halation.watcher import command as job
-    from halation.watcher.config import WatchConfig
+    """`halation watch` with these settings; with `once` it ends when all checkpoints that are there are scored."""
+    return _run("watch", "watcher", "WatchConfig", settings)
 
-    return job.run(WatchConfig(**validate_settings(WatchConfig, settings, "halation.watch()")))
+
+def _run(name: str, package: str, config: str, settings: dict[str, Any], *, function: str = "run") -> Any:
+    """Call the command of `package` with validated settings; imported here, because commands import torch."""
+    config_type = getattr(importlib.import_module(f"halation.{package}.config"), config)
+    values = importlib.import_module("halation.config").validate_settings(config_type, settings, f"halation.{name}()")
+    return getattr(importlib.import_module(f"halation.{package}.command"), function)(config_type(**values))
