@@ -7,7 +7,6 @@ moment. Each call gets a fresh FileStore: no port, and nothing left over from th
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import importlib
 import logging
@@ -28,7 +27,7 @@ from types import TracebackType
 from typing import Any
 
 from halation import fault_injection
-from halation.distributed.launcher import PR_SET_PDEATHSIG
+from halation.distributed.child_process import tie_to_parent
 from halation.errors import HalationError
 from halation.runs.run_folder import scratch_folder
 
@@ -211,8 +210,7 @@ class RankPool:
 
 def _serve(connection: Connection, stacks: str) -> None:
     """The life of one process of a pool: take a call, make its world, answer, until the pool hangs up."""
-    if sys.platform == "linux":  # the fork server goes with its owner, and this process with the fork server
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    tie_to_parent()  # the fork server ends with its owner, and this process with the fork server
     import torch
 
     torch.set_num_threads(1)

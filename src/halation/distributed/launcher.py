@@ -1,13 +1,12 @@
-"""Starting ranks on this machine: which devices, how they find each other, how they end together, and when they start again.
+"""Starting ranks on this machine: devices, rendezvous, errors, restarts.
 
 The parent imports no torch and owns no port: rank 0 lets the system choose one and leaves it in a private folder, so two
-jobs can never meet. Ranks die with their parent (PR_SET_PDEATHSIG) and are signalled by it alone (own process groups).
+jobs can never meet.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib.util
 import json
 import logging
@@ -15,7 +14,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -24,7 +22,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from halation.distributed.stop_signals import STOP_SIGNALS, block_interrupts, exit_code
+from halation.distributed.child_process import describe_exit, start_child, tie_to_parent, wait_or_kill
+from halation.distributed.stop_signals import STOP_SIGNALS, exit_code
 from halation.errors import HalationError, InputError, Interrupted, RankFailure, os_error_message
 from halation.input_files import RefusedFileError
 from halation.runs.lock import FolderMonitor
@@ -33,7 +32,6 @@ log = logging.getLogger(__name__)
 
 RENDEZVOUS_ENV = "HALATION_RENDEZVOUS"
 DEVICE_ENV = "HALATION_DEVICE"
-PARENT_PID_ENV = "HALATION_PARENT"
 SCRATCH_PREFIX = ".halation_ranks_"
 GRACE_S = 5.0
 EXPECTED_ERRORS = (
@@ -43,18 +41,6 @@ EXPECTED_ERRORS = (
     "RankFailure",
     "OSError",
 )  # ends that a rank's own code has words for
-PR_SET_PDEATHSIG = 1
-
-# Not for a child process that is alone in its world: the variables of whatever launched its parent.
-LAUNCHER_ENV_VARS = (
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "TORCHELASTIC_RUN_ID",
-)
 
 
 def is_launched() -> bool:
@@ -159,19 +145,10 @@ def select_devices(nproc: int, gpu_ids: Sequence[int], oversubscribe: bool) -> t
     return tuple(f"cuda:{gpus[rank % len(gpus)]}" for rank in range(count))
 
 
-def set_rank_parent_death_signal() -> None:
-    """Tie a rank to what started it; torchrun's SIGKILL leaves orphans otherwise. A rank of srun's or nobody's stays free."""
+def tie_rank_to_launcher() -> None:
+    """Tie a rank to this launcher or torchrun, which leave orphans otherwise when they are killed; srun needs no help."""
     if RENDEZVOUS_ENV in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
-        set_parent_death_signal()
-
-
-def set_parent_death_signal() -> None:
-    """Ask the kernel to kill this process when the one that started it is gone."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        # It may have died before the line above took effect.
-        if PARENT_PID_ENV in os.environ and os.getppid() != int(os.environ[PARENT_PID_ENV]):
-            os._exit(1)
+        tie_to_parent()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,7 +244,7 @@ class Launcher:
             self.ranks = [self._start_rank(rank, folder) for rank in range(len(self.devices))]
             return self._wait_for_ranks(folder)
         finally:
-            self._kill_ranks()
+            wait_or_kill(self.ranks)
             shutil.rmtree(folder, ignore_errors=True)
 
     def _start_rank(self, rank: int, folder: Path) -> subprocess.Popen[bytes]:
@@ -278,19 +255,10 @@ class Launcher:
             "LOCAL_WORLD_SIZE": str(len(self.devices)),
             RENDEZVOUS_ENV: str(folder),
             DEVICE_ENV: self.devices[rank],
-            PARENT_PID_ENV: str(os.getpid()),
         }
-        # -P: the folder the user stands in must not shadow modules the rank imports.
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "halation.distributed.rank_main",
-            self.module,
-            str(folder / "config.json"),
-        ]
-        with block_interrupts():
-            return subprocess.Popen(command, env=environment, process_group=0)
+        return start_child(
+            ["-m", "halation.distributed.rank_main", self.module, str(folder / "config.json")], environment
+        )
 
     def _wait_for_ranks(self, folder: Path) -> RankError | None:
         num_forwarded = 0
@@ -362,23 +330,8 @@ class Launcher:
         failure.exit_code = error.exit_code
         raise failure
 
-    def _kill_ranks(self) -> None:
-        for rank in self.ranks:
-            if rank.poll() is None:
-                rank.kill()
-        for rank in self.ranks:
-            rank.wait()
-
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self.signals.append(number)
-
-
-def describe_exit(code: int) -> str:
-    """How a process ended, in words."""
-    if code >= 0:
-        return f"ended with exit code {code}"
-    words = f"was killed by signal {-code} ({signal.Signals(-code).name})"
-    return f"{words}; where nobody sent it, the machine ran out of memory" if code == -signal.SIGKILL else words
 
 
 def is_lost_peer_message(message: str) -> bool:

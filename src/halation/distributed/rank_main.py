@@ -8,13 +8,12 @@ import sys
 import traceback
 from pathlib import Path
 
+from halation.distributed import launcher, stop_signals
+
 
 def main() -> int:
-    # A person's Ctrl+C reaches the parent; the parent tells every rank, so that all stop at one step.
-    from halation.distributed import launcher, stop_signals
-
     stop_signals.unblock_interrupts()
-    launcher.set_rank_parent_death_signal()
+    launcher.tie_rank_to_launcher()
     name, path = sys.argv[1], Path(sys.argv[2])
     try:
         module = importlib.import_module(name)

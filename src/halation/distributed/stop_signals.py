@@ -127,6 +127,15 @@ def unblock_interrupts() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
+def leave_signals_to_parent(
+    handler: Callable[[int, FrameType | None], None] | signal.Handlers = signal.SIG_IGN,
+) -> None:
+    """In a child whose parent decides when it stops: a scheduler signals every process of a job."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+
+
 def exit_code(number: int) -> int:
     """130 for Ctrl+C, 143 for every other wish to stop: a scheduler's warning counts as termination."""
     return 130 if number == signal.SIGINT else 143

@@ -303,7 +303,7 @@ def read_config(path: Path) -> EvaluateConfig:
 
 def run_rank(config: EvaluateConfig) -> dict[str, Any]:
     """One rank; the first leaves the report in --output and returns it."""
-    launcher.set_rank_parent_death_signal()
+    launcher.tie_rank_to_launcher()
     from halation.distributed.world import init_world
     from halation.evaluation.session import EvaluationSession
     from halation.logging_setup import ConsoleWarningHandler, exclusive_console_handler

@@ -141,7 +141,7 @@ def config_from_json(values: dict[str, Any]) -> SampleConfig:
 
 def run_rank(config: SampleConfig, has_lock: bool = False) -> None:
     """One rank; under torchrun or srun, where no parent did it, rank 0 also holds the folder."""
-    launcher.set_rank_parent_death_signal()
+    launcher.tie_rank_to_launcher()
     from halation.distributed.world import init_world, run_on_rank_zero
 
     world = init_world(config.gpu_ids, config.oversubscribe, config.dist_timeout_s, max(1, config.threads))

@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 from halation.config import as_json, to_current_names
 from halation.data.streets import DRIVING_PROMPTS, Streets
 from halation.distributed import launcher
-from halation.distributed.launcher import describe_exit
-from halation.distributed.run_command_as_subprocess import start_command, wait_for_command
+from halation.distributed.child_process import describe_exit, start_command, wait_for_command
 from halation.distributed.stop_signals import StopSignals, exit_code
 from halation.errors import HalationError, InputError, Interrupted
 from halation.evaluation.config import EvaluateConfig

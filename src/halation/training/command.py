@@ -225,7 +225,7 @@ def run_rank(
     # cuBLAS reads this when it is first used, so it has to be there before torch touches the GPU.
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    launcher.set_rank_parent_death_signal()
+    launcher.tie_rank_to_launcher()
     from halation.distributed.world import init_world
     from halation.training.session import TrainingSession
     from halation.training.training_task import TrainingTask

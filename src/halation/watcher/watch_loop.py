@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from halation.distributed.run_command_as_subprocess import run_command
+from halation.distributed.child_process import run_command
 from halation.distributed.stop_signals import StopSignals, exit_code
 from halation.errors import HalationError, InputError, Interrupted
 from halation.runs import run_folder as runs

@@ -1,17 +1,12 @@
-"""The workers of this machine: one process a device, started, spoken to, killed and waited for by one parent.
-
-A worker dies with its parent (PR_SET_PDEATHSIG) and hears no Ctrl+C of the terminal (own process group): the parent decides.
-"""
+"""The workers of this machine: one process a device, started, spoken to, killed and waited for by one parent."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import queue
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -20,7 +15,8 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any, Protocol
 
-from halation.distributed.launcher import LAUNCHER_ENV_VARS, PARENT_PID_ENV, describe_exit, select_devices
+from halation.distributed.child_process import describe_exit, environment_without_launcher, start_child, wait_or_kill
+from halation.distributed.launcher import select_devices
 from halation.generation.config import GenerateConfig
 from halation.generation.workers.messages import BatchTask, WorkerEvent
 from halation.sample_specs import SampleSpec
@@ -107,24 +103,16 @@ class LocalWorkerPool:
 
     def start(self, worker: int) -> None:
         ours, theirs = socket.socketpair()
-        environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_ENV_VARS} | {
+        environment = environment_without_launcher() | {
             "RANK": str(worker),
-            PARENT_PID_ENV: str(os.getpid()),
             "OMP_NUM_THREADS": str(self.threads),
             "TOKENIZERS_PARALLELISM": "false",
         }
-        # -P: the folder the user stands in must not shadow modules the worker imports.
-        command = [sys.executable, "-P", "-m", "halation.generation.workers.process", str(theirs.fileno())]
+        arguments = ["-m", "halation.generation.workers.process", str(theirs.fileno())]
         self.logs.mkdir(exist_ok=True)
         with open(self.logs / f"worker_{self.labels[worker]}.log", "ab") as log, theirs:
-            self._processes[worker] = subprocess.Popen(
-                command,
-                env=environment,
-                process_group=0,
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
+            self._processes[worker] = start_child(
+                arguments, environment, stdout=log, stderr=log, pass_fds=[theirs.fileno()]
             )
         self._send_queues[worker] = SendQueue(connection.Connection(ours.detach()))
         self._ready_workers.discard(worker)
@@ -174,11 +162,8 @@ class LocalWorkerPool:
         """The line is cut: the process has ended, or is about to."""
         self._send_queues.pop(worker).close()
         process = self._processes[worker]
-        try:
-            code = process.wait(GRACE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            code = process.wait()
+        wait_or_kill([process], GRACE_S)
+        code = process.returncode
         return WorkerEvent(worker=worker, kind="gone", body={"code": code, "words": describe_exit(code)})
 
     def shutdown(self, *, at_once: bool) -> None:
@@ -187,14 +172,7 @@ class LocalWorkerPool:
                 self._send(worker, {"do": "stop"})
             else:
                 self.kill(worker)  # it is still loading, for nobody
-        deadline = time.monotonic() + (0.0 if at_once else GRACE_S)
-        for process in self._processes.values():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline - time.monotonic()))
-        for process in self._processes.values():
-            if process.poll() is None:
-                process.kill()
-            process.wait()
+        wait_or_kill(list(self._processes.values()), 0.0 if at_once else GRACE_S)
         for send_queue in self._send_queues.values():
             send_queue.close()
         self._send_queues.clear()

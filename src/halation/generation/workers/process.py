@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import os
-import signal
 import sys
 import threading
 import time
@@ -18,8 +17,8 @@ from dataclasses import asdict
 from multiprocessing.connection import Connection
 from typing import Any
 
-from halation.distributed import launcher
-from halation.distributed.stop_signals import STOP_SIGNALS
+from halation.distributed.child_process import tie_to_parent
+from halation.distributed.stop_signals import leave_signals_to_parent
 from halation.errors import HalationError
 from halation.generation.image_writer import DiskWriteError
 from halation.generation.workers.generate_encode_store import AsyncRunner, TaskDropped
@@ -159,9 +158,8 @@ def _error_text(error: BaseException) -> str:
 
 
 def main() -> int:
-    launcher.set_parent_death_signal()
-    for number in STOP_SIGNALS:  # a scheduler signals every process of a job; the supervisor decides
-        signal.signal(number, signal.SIG_IGN)
+    tie_to_parent()
+    leave_signals_to_parent()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     from halation.generation.workers.open_model import open_runner
 

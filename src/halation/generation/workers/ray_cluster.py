@@ -18,22 +18,22 @@ import secrets
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from halation.distributed.launcher import (
-    LAUNCHER_ENV_VARS,
-    PARENT_PID_ENV,
+from halation.distributed.child_process import (
     describe_exit,
-    set_parent_death_signal,
+    environment_without_launcher,
+    start_child,
+    tie_to_parent,
 )
-from halation.distributed.stop_signals import STOP_SIGNALS
+from halation.distributed.stop_signals import STOP_SIGNALS, leave_signals_to_parent
 from halation.errors import HalationError, InputError
 from halation.generation.config import GenerateConfig
 from halation.generation.workers.local_pool import GRACE_S, SendQueue
@@ -151,26 +151,17 @@ class RayDriverProcess:
         self._silent_s = 0.0
         self._last_poll_at = time.monotonic()
         ours, theirs = socket.socketpair()
-        # -P: the folder the user stands in must not shadow modules the process imports.
-        command = [sys.executable, "-P", "-m", "halation.generation.workers.ray_cluster", str(theirs.fileno())]
+        arguments = ["-m", "halation.generation.workers.ray_cluster", str(theirs.fileno())]
         logs.mkdir(parents=True, exist_ok=True)
         with open(logs / LOG_FILE, "ab") as file, theirs:
-            self._process = subprocess.Popen(
-                command,
-                env=self._environment(),
-                process_group=0,
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
+            self._process = start_child(
+                arguments, self._environment(), stdout=file, stderr=file, pass_fds=[theirs.fileno()]
             )
         self._connection = Connection(ours.detach())
         self._send_queue = SendQueue(self._connection)
 
     def _environment(self) -> dict[str, str]:
-        inherited = {name: value for name, value in os.environ.items() if name not in LAUNCHER_ENV_VARS}
         own = {
-            PARENT_PID_ENV: str(os.getpid()),
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_DEDUP_LOGS_SKIP_REGEX": ".",  # Ray prints a line for every restart
             "RAY_ENABLE_AUTO_CONNECT": "0",  # or a call after the loss of a cluster starts or joins another one
@@ -178,7 +169,7 @@ class RayDriverProcess:
         defaults = {"RAY_CLIENT_RECONNECT_GRACE_PERIOD": str(RECONNECT_GRACE_S)}
         if self.cluster == "ray" and "RAY_AUTH_MODE" not in os.environ:
             defaults |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        return {**defaults, **inherited, **own}
+        return {**defaults, **environment_without_launcher(), **own}
 
     # -- the connection to the cluster
 
@@ -458,19 +449,16 @@ def _init_ray(**settings: Any) -> None:
             if not left:
                 raise
             time.sleep(2.0)
-    _leave_signals_to_the_command()  # Ray has set handlers of its own
+    leave_signals_to_parent(_ignore_signal)  # Ray has set handlers of its own
 
 
-def _leave_signals_to_the_command() -> None:
-    """A scheduler signals every process of a job. Not SIG_IGN, which processes that Ray starts would inherit."""
-    for number in STOP_SIGNALS:
-        signal.signal(number, lambda _number, _frame: None)
+def _ignore_signal(_number: int, _frame: FrameType | None) -> None:
+    """A handler, not SIG_IGN, which processes that Ray starts would inherit."""
 
 
 def main() -> int:
-    set_parent_death_signal()
-    os.environ.pop(PARENT_PID_ENV, None)
-    _leave_signals_to_the_command()
+    tie_to_parent()
+    leave_signals_to_parent(_ignore_signal)
     socket_fd = int(sys.argv[1])
     os.set_inheritable(socket_fd, False)  # only while this process lives is the command's end of it open
     driver = RayDriver(Connection(socket_fd))

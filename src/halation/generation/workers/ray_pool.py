@@ -23,7 +23,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from halation.distributed.launcher import LAUNCHER_ENV_VARS
+from halation.distributed.child_process import LAUNCHER_ENV_VARS
 from halation.errors import HalationError, InputError
 from halation.generation.image_writer import DiskWriteError, EncodedImage, ImageStore
 from halation.generation.workers.generate_encode_store import AsyncRunner
