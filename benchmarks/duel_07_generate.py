@@ -56,7 +56,7 @@ class Ours:
     """A worker's runner on the pipeline folder, with the threads a worker has."""
 
     def __init__(self, setting: Setting, model: Path, work: Path, device: str, *, batch: int, **options: Any) -> None:
-        from halation.generation.workers.open_model import open_runner
+        from halation.generation.workers.image_runner import ImageRunner
 
         work.mkdir(parents=True)
         self.setting, self.batch, self.work = setting, batch, work
@@ -76,7 +76,8 @@ class Ours:
             "threads": 1,
             "raw": False,
         }
-        self.runner = open_runner(order | options)
+        self.runner = ImageRunner(order | options)
+        self.runner.prepare()
         self.numbers = itertools.count()
 
     def draw(self, num: int) -> list[Any]:
@@ -90,8 +91,7 @@ class Ours:
         return drawn
 
     def _batch(self) -> Any:
-        from halation.generation.image_requests import ImageRequest
-        from halation.generation.workers.messages import BatchTask
+        from halation.generation.image_requests import BatchTask, ImageRequest
         from halation.sample_specs import SampleSpec
 
         number = next(self.numbers)

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from halation.errors import InputError
-from halation.generation.ledger_kind import KIND_FILE, claim_ledger_kind, has_ledger
+from halation.generation.ledger_setup import KIND_FILE, claim_ledger_kind, has_ledger
 from support.commands import Started, finish, halation, started, until
 
 NUM_ROWS = 12
@@ -149,7 +149,7 @@ def test_a_folder_with_two_ledgers_of_an_older_version_goes_on_as_the_message_ad
 def test_a_kind_that_cannot_be_read_is_refused_and_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("halation.generation.ledger_kind.KIND_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("halation.generation.ledger_setup.KIND_TIMEOUT_S", 0.2)
     (tmp_path / KIND_FILE).write_text("nonsense of another program")
     with (tmp_path / KIND_FILE).open() as file:
         fcntl.flock(file, fcntl.LOCK_SH)

@@ -31,8 +31,7 @@ from halation.evaluation.metrics.caption_agreement import caption_agreement
 from halation.evaluation.model_images import open_model_images
 from halation.gallery.generation_runs import shell_command
 from halation.generation.config import GenerateConfig
-from halation.generation.workers.model_runner import ModelRunner, collect_images
-from halation.generation.workers.open_model import open_model
+from halation.generation.workers.image_runner import open_model, run_batch
 from halation.models import bundled_models
 from halation.models.checkpoint_loading import find_checkpoint, load_denoiser, weights_digest
 from halation.models.model_path_resolver import DEFAULT_STEPS, ModelRef, resolve_model, resolve_pipeline_folder
@@ -58,7 +57,7 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def drawn(subject: ModelRef, prompts: Sequence[str]) -> list[Pixels]:
     order = {"model": subject.load_args, "device": "cpu", "threads": 1, "dtype": "fp32", "scheduler": "", "raw": False}
-    runner = ModelRunner(open_model(order | {"cfg_truncation_step": None, "compile": False}))
+    model = open_model(order | {"cfg_truncation_step": None, "compile": False})
     specs = [
         SampleSpec(
             index=index,
@@ -73,8 +72,8 @@ def drawn(subject: ModelRef, prompts: Sequence[str]) -> list[Pixels]:
         for index, prompt in enumerate(prompts)
     ]
     batch = SampleBatch(specs=tuple(specs), num_real=len(specs))
-    pieces = runner.run_batch(batch, len(specs), range(len(specs)), lambda *_: None)
-    images = [image for piece in pieces for image in collect_images(piece, lambda action: action())]
+    pieces = run_batch(model, batch, len(specs), range(len(specs)), lambda *_: None)
+    images = [image for piece in pieces for image in piece.collect(lambda action: action())]
     return [image[0] for image in images if not isinstance(image, Exception)]
 
 

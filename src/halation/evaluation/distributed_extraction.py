@@ -23,7 +23,7 @@ from halation.evaluation.image_sources import ImageFiles, ImageSource, hash_json
 from halation.evaluation.metrics import metric_computation
 from halation.evaluation.model_images import ModelImages
 from halation.evaluation.preprocess_pool import ExtractorBatch, PreparedBatch, PreprocessPool, SourcePreprocessor
-from halation.generation.workers.model_runner import ModelRunner
+from halation.generation.workers.image_runner import ImageModel
 from halation.progress_bar import StepProgress
 from halation.runs.run_folder import read_json_with_digest, write_json_with_digest
 
@@ -51,7 +51,7 @@ class FeaturePass:
         self.extractors = extractors
         self.device_name = device_name
         self.micro_batch = config.model_batch_size
-        self._runner: ModelRunner | None = None
+        self._model: ImageModel | None = None
         self._pass_numbers = itertools.count()
 
     def extract(
@@ -166,8 +166,8 @@ class FeaturePass:
     ) -> Iterator[tuple[ExtractorBatch, PreparedBatch]]:
         transforms = {label: writer.extractor.transform for label, writer in writers.items()}
         if isinstance(source, ModelImages):
-            assert self._runner is not None
-            yield from source.iter_prepared(self._runner, self.micro_batch, batches, transforms, heartbeat, stop)
+            assert self._model is not None
+            yield from source.iter_prepared(self._model, self.micro_batch, batches, transforms, heartbeat, stop)
             return
         with PreprocessPool(
             SourcePreprocessor(source=source, transforms=transforms), self._num_workers(len(source))
@@ -185,9 +185,9 @@ class FeaturePass:
         with HeartbeatMonitor(self.world, f"opening the model {pass_number}", self.config.dist_timeout_s) as monitor:
             micro_batch = self.config.model_batch_size
             if has_chunks:
-                self._runner = source.open_runner(str(self.world.device))
+                self._model = source.open_model(str(self.world.device))
                 monitor.heartbeat()
-                micro_batch = saved_micro_batch or source.find_micro_batch(self._runner)
+                micro_batch = saved_micro_batch or source.find_micro_batch(self._model)
             self.micro_batch = min(monitor.gather_results(micro_batch))
         if self.world.is_rank_zero and not saved_micro_batch:
             micro_batch_file.parent.mkdir(exist_ok=True)

@@ -20,8 +20,7 @@ from halation.evaluation.image_sources import hash_json
 from halation.evaluation.preprocess_pool import ExtractorBatch, PreparedBatch, TransformFn, prepare_images
 from halation.generation.image_requests import RequestDefaults, iter_requests
 from halation.generation.ledger import group_key
-from halation.generation.workers.model_runner import ModelRunner, collect_images
-from halation.generation.workers.open_model import open_model
+from halation.generation.workers.image_runner import ImageModel, dry_run, open_model, run_batch
 from halation.models.async_image_result import Frames, ImageError
 from halation.models.model_path_resolver import ModelRef, resolve_model
 from halation.prompt_files import PromptFile
@@ -108,7 +107,7 @@ class ModelImages:
         firsts = np.concatenate([[0], np.cumsum(lengths)])
         return [int(firsts[number]) for number in range(0, len(lengths), per_chunk)]
 
-    def open_runner(self, device: str) -> ModelRunner:
+    def open_model(self, device: str) -> ImageModel:
         config = self.config
         options = {
             "model": self.model_ref.load_args,
@@ -123,16 +122,16 @@ class ModelImages:
             "half_frame": False,
             "raw": config.raw,
         }
-        return ModelRunner(open_model(options))
+        return open_model(options)
 
-    def find_micro_batch(self, runner: ModelRunner) -> int:
+    def find_micro_batch(self, model: ImageModel) -> int:
         """How many images of a batch fit into memory at once."""
         examples = {group_key(spec): spec for spec in self.specs}
-        return runner.dry_run(list(examples.values()), self.config.model_batch_size, 0)
+        return dry_run(model, list(examples.values()), self.config.model_batch_size, 0)
 
     def iter_prepared(
         self,
-        runner: ModelRunner,
+        model: ImageModel,
         micro_batch: int,
         batches: Iterator[ExtractorBatch],
         transforms: Mapping[str, TransformFn],
@@ -149,7 +148,7 @@ class ModelImages:
                 rows = self.batch_plan.rows(number)
                 first = int(np.searchsorted(batch_numbers, number))
                 if first not in generated and not any(first + place in generated for place in range(len(rows))):
-                    images = self._generate_batch(runner, micro_batch, rows, on_step)
+                    images = self._generate_batch(model, micro_batch, rows, on_step)
                     generated |= {first + place: image for place, image in enumerate(images)}
             batch_transforms = {name: transforms[name] for name in batch.labels}
             yield (
@@ -160,14 +159,14 @@ class ModelImages:
             )
 
     def _generate_batch(
-        self, runner: ModelRunner, micro_batch: int, rows: npt.NDArray[np.int64], on_step: Callable[[], None]
+        self, model: ImageModel, micro_batch: int, rows: npt.NDArray[np.int64], on_step: Callable[[], None]
     ) -> list[Frames | ImageError]:
         specs = [self.specs[row] for row in rows.tolist()]
         padding = [specs[-1]] * (self.config.model_batch_size - len(specs))
         batch = DrawnBatch(specs=tuple(specs + padding), num_real=len(specs))
         results: dict[int, Frames | ImageError] = {}
-        for piece in runner.run_batch(batch, micro_batch, range(len(specs)), on_step):
-            results |= dict(zip(piece.rows, collect_images(piece, lambda action: action()), strict=True))
+        for piece in run_batch(model, batch, micro_batch, range(len(specs)), on_step):
+            results |= dict(zip(piece.rows, piece.collect(lambda action: action()), strict=True))
         return [results[place] for place in range(len(specs))]
 
 

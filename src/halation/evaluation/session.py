@@ -35,7 +35,7 @@ from halation.evaluation.metrics import metric_computation
 from halation.evaluation.model_images import ModelImages, open_model_images
 from halation.evaluation.nearest_and_farthest import find_extremes
 from halation.evaluation.saved_statistics import SavedStatistics, write_statistics
-from halation.models.dit.prompt_warnings import find_prompt_warnings
+from halation.models.dit.tokenizer import find_prompt_warnings
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from halation.distributed.stop_signals import STOP_SIGNALS, exit_code
 from halation.errors import InputError, Interrupted
 from halation.generation.config import GenerateConfig
 from halation.generation.ledger import LEDGER_FILE, Ledger
-from halation.generation.ledger_kind import claim_ledger_kind
+from halation.generation.ledger_setup import claim_ledger_kind
 from halation.generation.session import GenerationSession, check_no_foreign_files, remove_temporary_files
 from halation.generation.shared_folder.shared_ledger import SHARED_LEDGER
 from halation.generation.workers import ray_cluster
@@ -83,7 +83,7 @@ def _run(config: GenerateConfig) -> int:
             with Ledger(folder / LEDGER_FILE) as ledger:
                 monitor.watch(folder / LEDGER_FILE)  # SQLite goes on writing to a file that was removed
                 session = GenerationSession(config, model_ref, ledger, console_handler, monitor)
-                session.begin(prompts, slots)
+                session.prepare(prompts, slots)
                 return session.run(lambda: make_pool(session.worker_settings()))
 
 
@@ -105,11 +105,15 @@ def interrupt_on_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def uses_ray(cluster: str) -> bool:
+    return cluster in ("ray", "auto") or cluster.startswith("ray://")
+
+
 def prepare_workers(
     config: GenerateConfig,
 ) -> contextlib.AbstractContextManager[tuple[Sequence[WorkerSlot], PoolFactory]]:
     """Where the workers will be, and how to make a worker pool of them: GPUs of this machine are looked for at once, a cluster when entered."""
-    if ray_cluster.uses_ray(config.cluster):
+    if uses_ray(config.cluster):
         return ray_cluster.open_cluster(config)
     slots = list_local_slots(config)
     return contextlib.nullcontext(
@@ -127,8 +131,13 @@ def check_config(config: GenerateConfig) -> None:
         )
     given = {name: limits for name, limits in VALUE_RANGES.items() if getattr(config, name) is not None}
     check_ranges(config, given)
-    ray_cluster.check_config(config)
-    if not ray_cluster.uses_ray(config.cluster):  # there other machines write what they draw
+    if uses_ray(config.cluster):
+        ray_cluster.check_config(config)
+    elif config.cluster not in ("local", "files"):
+        raise InputError(
+            f"--cluster {config.cluster}", "local, files, ray, auto or ray://HOST:PORT", "choose one of these"
+        )
+    else:  # on Ray other machines encode what they draw
         if config.png != "auto":
             png_codec.get_coder(config.png)
         if config.num_frames > 1:

@@ -5,17 +5,19 @@ An id is text from somebody's file. Only ids that are safe on every file system 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from halation.csv_jsonl_reader import error_at
 from halation.errors import InputError
 from halation.prompt_files import NUM_SEEDS, PromptRow
-from halation.sample_specs import SampleSpec
+from halation.sample_specs import SampleBatch, SampleSpec
 
 NUM_LISTED = 10
 _MAX_ID_LENGTH = 100
@@ -33,6 +35,42 @@ class ImageRequest:
     spec: SampleSpec
     name: str
     """File stem, safe on every file system: `{id}_seed{seed}` where the id is safe, else mapped."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchTask:
+    """A batch to draw, and which of its images are wanted; the others stay because the batch's shape decides the bits."""
+
+    number: int
+    requests: tuple[ImageRequest, ...]
+    batch_size: int
+    micro_batch: int
+    wanted: frozenset[int]
+
+    @property
+    def batch(self) -> SampleBatch:
+        specs = [request.spec for request in self.requests]
+        fillers = [specs[-1]] * (self.batch_size - len(specs))
+        return SampleBatch(specs=(*specs, *fillers), num_real=len(specs))
+
+    def as_json(self) -> dict[str, Any]:
+        """As it is sent to a worker."""
+        requests = [{"name": request.name, "spec": request.spec.as_json()} for request in self.requests]
+        sizes = {"batch_size": self.batch_size, "micro_batch": self.micro_batch}
+        return {"number": self.number, "requests": requests, **sizes, "wanted": sorted(self.wanted)}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> BatchTask:
+        requests = tuple(ImageRequest(spec=SampleSpec(**row["spec"]), name=row["name"]) for row in value["requests"])
+        return cls(**{**value, "requests": requests, "wanted": frozenset(value["wanted"])})
+
+    def image_id(self, index: int) -> str:
+        return next(request.spec.id for request in self.requests if request.spec.index == index)
+
+    def with_single_image(self, index: int, number: int) -> BatchTask:
+        """The same shape with one image in every place, to find out which one of a batch fails."""
+        kept_request = next(request for request in self.requests if request.spec.index == index)
+        return dataclasses.replace(self, number=number, requests=(kept_request,), wanted=frozenset({index}))
 
 
 @dataclass(frozen=True, kw_only=True)

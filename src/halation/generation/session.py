@@ -29,7 +29,7 @@ from halation.generation.workers.local_pool import WorkerPool, WorkerSlot
 from halation.generation_progress_display import GenerationProgress
 from halation.images import png_codec
 from halation.logging_setup import ConsoleWarningHandler
-from halation.models.dit.prompt_warnings import find_prompt_warnings
+from halation.models.dit.tokenizer import find_prompt_warnings
 from halation.models.model_path_resolver import ModelRef
 from halation.prompt_files import PromptFile
 from halation.runs import run_folder as runs
@@ -119,7 +119,7 @@ class GenerationSession:
 
     # -- before
 
-    def begin(self, prompts: PromptFile, slots: Sequence[WorkerSlot]) -> None:
+    def prepare(self, prompts: PromptFile, slots: Sequence[WorkerSlot]) -> None:
         """Recognise the run or begin it, plan what is new, and find out what is missing."""
         if self.config.enable_half_frame and self.config.num_frames == 1:
             log.warning("--enable_half_frame changes nothing for images of one frame")
@@ -334,6 +334,7 @@ class GenerationSession:
             claims=self._make_claims(batches, pool, progress),
             check_folder=self.monitor.check,
         )
+        supervisor.prepare()
         with progress:
             self.console_handler.print_line = progress.print_line
             is_clean = False

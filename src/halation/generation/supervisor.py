@@ -19,8 +19,7 @@ from halation.errors import HalationError
 from halation.generation.ledger import ImageOutcome, Ledger
 from halation.generation.metadata_and_summary import WorkerStats
 from halation.generation.work_queue import WorkerState, WorkItem, WorkQueue
-from halation.generation.workers.local_pool import WorkerPool
-from halation.generation.workers.messages import WorkerEvent
+from halation.generation.workers.local_pool import WorkerEvent, WorkerPool
 from halation.generation.workers.process import QUEUE_DEPTH
 from halation.generation_progress_display import GenerationProgress
 from halation.work_division import BatchPlan
@@ -107,18 +106,23 @@ class Supervisor:
         self.failure_reasons: dict[str, str] = {}
         """What images were set aside for in this call, numbers apart: one of each kind."""
         self._logged_messages: set[str] = set()
-        self._failed_earlier = {row.request.spec.index for row in ledger.failed_rows()}
+        self._failed_earlier: set[int] = set()
         self.num_new_failures = 0
         self.workers = [
             WorkerState(label=label, name=name) for label, name in zip(pool.labels, pool.names, strict=True)
         ]
         self.work_queue = WorkQueue(ledger, batches, settings.batch_size, self.workers, pool.drop)
         self.work_queue.micro_batch = settings.micro_batch
-        if claims is None:
+
+    def prepare(self) -> None:
+        """Read from the ledger what is missing and what failed before."""
+        self._failed_earlier = {row.request.spec.index for row in self.ledger.failed_rows()}
+        self.work_queue.prepare()
+        if self.claims is None:
             self.work_queue.enqueue_all()
 
     def run(self) -> RunStats:
-        """Draw until nothing is left to try, or somebody wants it to stop."""
+        """Draw until nothing is left to try, or a signal stops it."""
         start_time = time.monotonic()
         try:
             for worker, state in enumerate(self.workers):

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from halation.generation.image_requests import BatchTask
 from halation.generation.ledger import Ledger
-from halation.generation.workers.messages import BatchTask
 from halation.sample_specs import SampleSpec
 from halation.work_division import BatchPlan, initial_batches
 
@@ -90,8 +90,16 @@ class WorkQueue:
         """Work that was begun to be given out and is not settled, by its number."""
         self.requeued: deque[WorkItem] = deque()
         self._numbers = itertools.count()
+        self._open_mask = np.zeros(0, dtype=np.bool_)
+        self._costs = np.zeros(0, dtype=np.float32)
+        """What each image costs against the others, for turns and for estimates."""
+
+    def prepare(self) -> None:
+        """Read from the ledger which images are missing, and what each row costs."""
         self._open_mask = self._read_open_mask()
-        self._costs = self._row_costs()
+        self._costs = np.zeros(len(self._open_mask), dtype=np.float32)
+        for rows in self.ledger.groups():
+            self._costs[rows] = cost(self.ledger.requests([int(rows[0])])[0].spec)
 
     @property
     def is_empty(self) -> bool:
@@ -105,13 +113,6 @@ class WorkQueue:
         mask = np.zeros(self.ledger.num_planned, dtype=np.bool_)
         mask[self.ledger.unfinished_indices()] = True
         return mask
-
-    def _row_costs(self) -> npt.NDArray[np.float32]:
-        """What each image costs against the others, for turns and for estimates."""
-        costs = np.zeros(len(self._open_mask), dtype=np.float32)
-        for rows in self.ledger.groups():
-            costs[rows] = cost(self.ledger.requests([int(rows[0])])[0].spec)
-        return costs
 
     def enqueue_all(self) -> None:
         """Queue every batch that lacks an image."""

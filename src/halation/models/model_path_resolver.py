@@ -13,7 +13,7 @@ from halation.input_files import read_json
 from halation.models.bundled_models import bundled_name, bundled_names, portable_name, resolve_model_path, suggest_model
 from halation.models.fingerprint import EXPORT_FILE, check_sampling_settings, fingerprint
 from halation.models.pipelines.folder_safety_check import check_component_sizes, check_not_only_pickles
-from halation.models.test_pattern import parse_timing
+from halation.models.test_pattern import MODEL_NAME, parse_timing
 
 DEFAULT_HEIGHT, DEFAULT_WIDTH, DEFAULT_GUIDANCE_SCALE, DEFAULT_STEPS = 480, 832, 7.5, 20
 DOWNLOAD_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
@@ -63,7 +63,7 @@ def resolve_model(model_path: str, *, raw: bool) -> ModelRef:
         raise InputError(
             "no --model_path", "a model to draw from", "give --model_path FOLDER, or testcard to try without a model"
         )
-    timing = parse_timing(model_path)
+    timing = parse_timing(model_path) if model_path.startswith(MODEL_NAME) else None
     if timing is not None:
         return ModelRef(load_args={"kind": "testcard", **asdict(timing)}, name="testcard", digest="testcard 1")
     folder = resolve_model_path(model_path)
@@ -107,7 +107,6 @@ def distillation_settings(sampling: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _resolve_checkpoint(folder: Path, raw: bool) -> ModelRef:
-    check_not_only_pickles(folder)
     from halation.models.checkpoint_loading import (
         check_base_exists,
         check_model,
@@ -120,6 +119,7 @@ def _resolve_checkpoint(folder: Path, raw: bool) -> ModelRef:
         found = find_checkpoint(folder)
         sampling = read_sampling_settings(found)
     except InputError as error:
+        check_not_only_pickles(folder)
         raise _not_a_model_error(folder, error.found) from error
     if not {"sampler", "height", "width", "guidance_scale"} <= sampling.keys():
         raise _not_a_model_error(folder, "it does not say how it is sampled; part of a pipeline, perhaps")

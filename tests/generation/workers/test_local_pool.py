@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from halation.generation.image_requests import ImageRequest
-from halation.generation.workers.local_pool import LocalWorkerPool, WorkerSlot
-from halation.generation.workers.messages import BatchTask, WorkerEvent
+from halation.generation.image_requests import BatchTask, ImageRequest
+from halation.generation.workers.local_pool import LocalWorkerPool, WorkerEvent, WorkerSlot
 from halation.sample_specs import SampleSpec
 
 STYLE = {"model": "testcard", "sampler": "", "coder": "zlib", "fps": 16}

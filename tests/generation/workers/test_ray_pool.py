@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 
 from halation.errors import InputError
-from halation.generation.workers.open_model import open_runner
 from halation.generation.workers.ray_pool import GenerationActor, assign_slots, installed_versions
 from support.commands import Started, finish, fired, halation, started, until
 from support.ray_nodes import CLIENTS, Nodes, nodes
@@ -393,7 +392,7 @@ def order(**changes: Any) -> dict[str, Any]:
 
 def test_a_node_without_the_model_says_so_and_says_which_node(tmp_path: Path) -> None:
     model = {"kind": "pipeline", "path": str(tmp_path / "nowhere")}
-    answer = GenerationActor(order(model=model), open_runner, {}).open()
+    answer = GenerationActor(order(model=model), {}).open()
     assert answer["kind"] == "refused"
     assert answer["body"]["exit_code"] == 2
     assert "node 1 GPU 0" in answer["body"]["message"]
@@ -401,7 +400,7 @@ def test_a_node_without_the_model_says_so_and_says_which_node(tmp_path: Path) ->
 
 
 def test_a_node_with_other_versions_says_so() -> None:
-    answer = GenerationActor(order(versions={**installed_versions(), "torch": "1.0"}), open_runner, {}).open()
+    answer = GenerationActor(order(versions={**installed_versions(), "torch": "1.0"}), {}).open()
     assert answer["kind"] == "refused"
     assert "instead of 1.0" in answer["body"]["message"]
 

@@ -18,8 +18,7 @@ from halation.generation.session import GenerationSession
 from halation.generation.workers.local_pool import WorkerSlot
 from halation.logging_setup import ConsoleWarningHandler, log_to_folder
 from halation.models.bundled_models import FOLDER
-from halation.models.dit.prompt_warnings import MAX_PROMPTS, find_prompt_warnings
-from halation.models.dit.tokenizer import WordTokenizer
+from halation.models.dit.tokenizer import MAX_PROMPTS, WordTokenizer, find_prompt_warnings
 from halation.models.model_path_resolver import resolve_model
 from halation.prompt_files import PromptFile
 
@@ -95,7 +94,7 @@ def test_generate_says_it_before_a_worker_starts_and_keeps_it_in_its_log(
     asked = GenerateConfig(model_path=model, output_dir=tmp_path, num_samples=num_samples)
     with log_to_folder(tmp_path / "logs") as echo, Ledger(tmp_path / LEDGER_FILE) as ledger:
         session = GenerationSession(generate.resolve_config(asked, subject, places), subject, ledger, echo)
-        session.begin(PromptFile.open(str(tmp_path / "prompts.txt")), places)
+        session.prepare(PromptFile.open(str(tmp_path / "prompts.txt")), places)
     for text in (capsys.readouterr().err, (tmp_path / "logs/generate.log").read_text()):
         assert text.count("does not know") == bool(expected)
         assert expected in text

@@ -15,7 +15,7 @@ import pytest
 from torch import nn
 
 from halation.errors import InputError
-from halation.generation.workers.model_runner import force_eager
+from halation.generation.workers.image_runner import force_eager
 from support import tiny_pipelines
 from support.marks import needs_inductor
 from support.pipeline_specs import PROMPTS, drawn, opened, plain, plain_pipe, reopened, specs

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from halation.generation.workers.model_runner import force_eager
+from halation.generation.workers.image_runner import force_eager
 from halation.models.pipelines.cuda_graphs import NUM_WARM_UPS, CudaGraphForward, graph_key
 
 

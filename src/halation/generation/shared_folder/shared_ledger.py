@@ -28,7 +28,7 @@ import numpy.typing as npt
 from halation.errors import InputError
 from halation.fault_injection import fault_point
 from halation.generation.ledger import ImageOutcome, Indices, Ledger, create_tables
-from halation.generation.ledger_kind import LEDGER_NAMES
+from halation.generation.ledger_setup import LEDGER_NAMES
 from halation.runs.run_folder import sync_folder
 
 log = logging.getLogger(__name__)

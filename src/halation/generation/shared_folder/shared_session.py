@@ -32,8 +32,7 @@ from halation.generation import metadata_and_summary
 from halation.generation.config import GenerateConfig
 from halation.generation.image_requests import ImageRequest
 from halation.generation.ledger import LEDGER_FILE
-from halation.generation.ledger_kind import claim_ledger_kind
-from halation.generation.ledger_setup import RENAMED_FILE
+from halation.generation.ledger_setup import RENAMED_FILE, claim_ledger_kind
 from halation.generation.metadata_and_summary import RunSummary, WorkerStats
 from halation.generation.session import (
     GenerationSession,
@@ -99,7 +98,7 @@ def _run_process(config: GenerateConfig, prompts: PromptFile, model_ref: ModelRe
         contextlib.closing(SharedLedger(ledger_folder, process)) as ledger,
     ):
         session = SharedSession(config, model_ref, ledger, console_handler, monitor)
-        session.begin(prompts, slots)
+        session.prepare(prompts, slots)
         return session.run(lambda: LocalWorkerPool(slots, session.worker_settings(), logs, config.threads))
 
 

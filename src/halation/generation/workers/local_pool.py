@@ -10,18 +10,29 @@ import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from halation.distributed.child_process import describe_exit, environment_without_launcher, start_child, wait_or_kill
 from halation.distributed.launcher import select_devices
 from halation.generation.config import GenerateConfig
-from halation.generation.workers.messages import BatchTask, WorkerEvent
+from halation.generation.image_requests import BatchTask
 from halation.sample_specs import SampleSpec
 
 GRACE_S = 5.0
+EventKind = Literal["ready", "rehearsed", "refused", "said", "step", "drawn", "failed", "dropped", "gone"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerEvent:
+    """A message from a worker, or about it: `gone` when its process ended."""
+
+    worker: int
+    kind: EventKind
+    task: int = -1
+    body: dict[str, Any] = field(default_factory=dict)
 
 
 class WorkerPool(Protocol):

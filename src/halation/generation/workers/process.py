@@ -20,9 +20,9 @@ from typing import Any
 from halation.distributed.child_process import tie_to_parent
 from halation.distributed.stop_signals import leave_signals_to_parent
 from halation.errors import HalationError
+from halation.generation.image_requests import BatchTask
 from halation.generation.image_writer import DiskWriteError
-from halation.generation.workers.generate_encode_store import AsyncRunner, TaskDropped
-from halation.generation.workers.messages import BatchTask
+from halation.generation.workers.image_runner import ImageRunner, TaskDropped
 from halation.sample_specs import SampleSpec
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class TaskHandler(ABC):
     def send_event(self, kind: str, task: int = -1, **body: Any) -> None:
         """Tell the supervisor."""
 
-    def dry_run(self, runner: AsyncRunner, settings: dict[str, Any]) -> None:
+    def dry_run(self, runner: ImageRunner, settings: dict[str, Any]) -> None:
         try:
             examples = [SampleSpec(**spec) for spec in settings["examples"]]
             size = runner.dry_run(examples, settings["batch_size"], settings["micro_batch"])
@@ -51,7 +51,7 @@ class TaskHandler(ABC):
                 "refused", message=f"the model cannot draw: {_error_text(error)}\n{traceback.format_exc()}", exit_code=1
             )
 
-    def run_task(self, runner: AsyncRunner, task: BatchTask) -> None:
+    def run_task(self, runner: ImageRunner, task: BatchTask) -> None:
         total = task.requests[0].spec.steps * -(-task.batch_size // task.micro_batch)
         step_reporter = _StepReporter(lambda done: self.send_event("step", task.number, done=done, total=total))
         try:
@@ -94,19 +94,20 @@ class LocalWorker(TaskHandler):
         with self._send_lock, contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.connection.send_bytes(json.dumps({"kind": kind, "task": task, "body": body}).encode())
 
-    def serve(self, open_runner: Callable[[dict[str, Any]], AsyncRunner]) -> None:
-        """Until the supervisor is gone, or says stop and everything begun is told."""
+    def serve(self) -> None:
+        """Until the supervisor is gone, or sends `stop` and everything begun is reported."""
         message = self._receive_message()
         if message is None:
             return
         start_time = time.perf_counter()
         logging.getLogger("halation").addHandler(EventLogHandler(self))
         try:
-            runner = open_runner(message)
+            runner = ImageRunner(message)
+            runner.prepare()
         except HalationError as error:
             self.send_event("refused", message=str(error), exit_code=error.exit_code)
             return
-        self.send_event("ready", facts=runner.runner.model.facts, seconds=round(time.perf_counter() - start_time, 2))
+        self.send_event("ready", facts=runner.model.facts, seconds=round(time.perf_counter() - start_time, 2))
         with ThreadPoolExecutor(QUEUE_DEPTH, thread_name_prefix="task") as executor:
             while (message := self._receive_message()) is not None:
                 match message["do"]:
@@ -161,9 +162,7 @@ def main() -> int:
     tie_to_parent()
     leave_signals_to_parent()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    from halation.generation.workers.open_model import open_runner
-
-    LocalWorker(Connection(int(sys.argv[1]))).serve(open_runner)
+    LocalWorker(Connection(int(sys.argv[1]))).serve()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # libraries' own threads have nothing left to say, and some never end

@@ -36,9 +36,9 @@ from halation.distributed.child_process import (
 from halation.distributed.stop_signals import STOP_SIGNALS, leave_signals_to_parent
 from halation.errors import HalationError, InputError
 from halation.generation.config import GenerateConfig
-from halation.generation.workers.local_pool import GRACE_S, SendQueue
-from halation.generation.workers.messages import BatchTask, WorkerEvent
-from halation.generation.workers.ray_pool import OpenRunner, RaySlot, RayWorkerPool, assign_slots
+from halation.generation.image_requests import BatchTask
+from halation.generation.workers.local_pool import GRACE_S, SendQueue, WorkerEvent
+from halation.generation.workers.ray_pool import RaySlot, RayWorkerPool, assign_slots
 from halation.runs.run_folder import scratch_folder
 from halation.sample_specs import SampleSpec
 
@@ -61,18 +61,8 @@ LOOPBACK = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
 """Some of Ray's processes take 127.0.0.1 for a mistake and listen on the machine's public address instead."""
 
 
-def uses_ray(cluster: str) -> bool:
-    return cluster in ("ray", "auto") or cluster.startswith("ray://")
-
-
 def check_config(config: GenerateConfig) -> None:
-    """What can be refused without looking at anything but the flags."""
-    if not uses_ray(config.cluster):
-        if config.cluster not in ("local", "files"):
-            raise InputError(
-                f"--cluster {config.cluster}", "local, files, ray, auto or ray://HOST:PORT", "choose one of these"
-            )
-        return
+    """Check the flags of a run on Ray."""
     if config.gpu_ids:
         raise InputError(
             f"--gpu_ids with --cluster {config.cluster}",
@@ -335,9 +325,6 @@ class RayDriver:
         """From the order to open until the order to close; other errors end the process, which the command notices."""
         import ray
 
-        # Imported before the first heartbeat, because that takes seconds.
-        from halation.generation.workers.open_model import open_runner
-
         order = self.orders.get()
         try:
             _connect(order["cluster"], order["folder"])
@@ -346,10 +333,10 @@ class RayDriver:
             self.send(kind="refused", message=str(error), exit_code=error.exit_code)
         else:
             self.send(kind="opened", slots=[dataclasses.asdict(slot) for slot in slots])
-            self._work(slots, open_runner)
+            self._work(slots)
         ray.shutdown()
 
-    def _work(self, slots: Sequence[RaySlot], open_runner: OpenRunner) -> None:
+    def _work(self, slots: Sequence[RaySlot]) -> None:
         pool: RayWorkerPool | None = None
         next_heartbeat_at = 0.0
         while True:
@@ -358,7 +345,7 @@ class RayDriver:
                     order = self.orders.get(timeout=0 if pool else ORDER_INTERVAL_S)
                     match order.pop("do"):
                         case "begin":
-                            pool = RayWorkerPool(slots, order["settings"], Path(order["logs"]), open_runner)
+                            pool = RayWorkerPool(slots, order["settings"], Path(order["logs"]))
                         case "close":
                             return
                         case name if pool is not None:

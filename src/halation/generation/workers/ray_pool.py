@@ -25,10 +25,10 @@ from typing import Any
 
 from halation.distributed.child_process import LAUNCHER_ENV_VARS
 from halation.errors import HalationError, InputError
+from halation.generation.image_requests import BatchTask
 from halation.generation.image_writer import DiskWriteError, EncodedImage, ImageStore
-from halation.generation.workers.generate_encode_store import AsyncRunner
-from halation.generation.workers.local_pool import WorkerSlot
-from halation.generation.workers.messages import BatchTask, WorkerEvent
+from halation.generation.workers.image_runner import ImageRunner
+from halation.generation.workers.local_pool import WorkerEvent, WorkerSlot
 from halation.generation.workers.process import QUEUE_DEPTH, TaskHandler
 from halation.input_files import LINKS_VARIABLE, SCALE_VARIABLE
 from halation.sample_specs import SampleSpec
@@ -38,7 +38,6 @@ MAX_CONCURRENT_CALLS = QUEUE_DEPTH + 4
 POLL_INTERVAL_S = 0.25
 MAX_LOG_LINES = 1000
 CHECKED_PACKAGES = ("halation", "torch", "diffusers", "transformers", "numpy", "isal", "av")
-OpenRunner = Callable[[Mapping[str, Any], Callable[[EncodedImage], None]], AsyncRunner]
 
 log = logging.getLogger(__name__)
 
@@ -61,14 +60,13 @@ FORWARDED_VARIABLES = (
 class GenerationActor(TaskHandler):
     """Its methods are called from several threads at once; each answer is a message as a local worker would send it."""
 
-    def __init__(self, settings: dict[str, Any], open_runner: OpenRunner, environment: dict[str, str]) -> None:
+    def __init__(self, settings: dict[str, Any], environment: dict[str, str]) -> None:
         for name in LAUNCHER_ENV_VARS:
             os.environ.pop(name, None)
         os.environ.update(environment)
         self._settings = settings
-        self._open_runner = open_runner
         self._process_id = uuid.uuid4().hex
-        self._runner: AsyncRunner | None = None
+        self._runner: ImageRunner | None = None
         self._open_lock = threading.Lock()
         self._lock = threading.Condition()
         self._steps: dict[int, dict[str, int]] = {}
@@ -104,7 +102,7 @@ class GenerationActor(TaskHandler):
             runner = self._get_runner()
         except HalationError as error:
             return _refusal_message(error)
-        facts = dict(runner.runner.model.facts)
+        facts = dict(runner.model.facts)
         return {
             "kind": "ready",
             "task": -1,
@@ -150,12 +148,14 @@ class GenerationActor(TaskHandler):
             self._log_lines.clear()
             return lines
 
-    def _get_runner(self) -> AsyncRunner:
+    def _get_runner(self) -> ImageRunner:
         """The runner, opened by whoever needs it first: after a restart by Ray that is the batch that is drawn again."""
         with self._open_lock:
             if self._runner is None:
                 self._check_node()
-                self._runner = self._open_runner(self._settings, self._store_image)
+                runner = ImageRunner(self._settings, self._store_image)
+                runner.prepare()
+                self._runner = runner
         return self._runner
 
     def _check_node(self) -> None:
@@ -301,9 +301,7 @@ class RayWorkerHandle:
 class RayWorkerPool:
     """One actor a slot; see `WorkerPool`."""
 
-    def __init__(
-        self, slots: Sequence[RaySlot], settings: Mapping[str, Any], logs: Path, open_runner: OpenRunner
-    ) -> None:
+    def __init__(self, slots: Sequence[RaySlot], settings: Mapping[str, Any], logs: Path) -> None:
         import ray
 
         self.ray = ray
@@ -313,7 +311,6 @@ class RayWorkerPool:
         self.settings = {**settings, "versions": installed_versions()}
         self.store = ImageStore(Path(settings["folder"]), settings.get("folder_identity"))
         self.logs = logs
-        self.open_runner = open_runner
         self._handles: dict[int, RayWorkerHandle] = {}
         self._start_deadlines: dict[int, float] = {}
         self._last_placement_at = 0.0
@@ -379,7 +376,7 @@ class RayWorkerPool:
                 max_concurrency=MAX_CONCURRENT_CALLS,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
             )
-            .remote(settings, self.open_runner, environment)
+            .remote(settings, environment)
         )
         self._num_started += 1
         handle = RayWorkerHandle(

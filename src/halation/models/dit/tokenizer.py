@@ -1,16 +1,29 @@
-"""A tokenizer over the words of a data set's captions, with bytes for every other word; plain Python, stored as JSON."""
+"""A tokenizer over the words of a data set's captions, and warnings about prompts it cannot read.
+
+Other words are encoded as bytes. Stored as JSON; torch is imported only where tensors are made.
+"""
 
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+from halation.input_files import read_json
+from halation.runs.run_folder import COMMIT_FILE
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MAX_PROMPTS = 10_000
+"""Prompts that are checked: the beginning of a long list tells enough, and a million rows would take too long."""
+MAX_WORDS = 8
+MAX_WORD_LENGTH = 24
 PAD, BEGIN, END = 0, 1, 2
 _FIRST_BYTE = 3
 _FIRST_WORD = _FIRST_BYTE + 256
@@ -87,6 +100,8 @@ class WordTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> dict[str, Tensor]:
         """`tokens` (int64) and `mask` (bool), one row a text."""
+        import torch
+
         rows = [self.encode(text) for text in texts]
         shape = (len(rows), self.max_tokens)
         return {
@@ -123,3 +138,52 @@ class WordTokenizer:
         if kind != "words":
             raise ValueError(f"a tokenizer of kind 'words' was expected, not {kind!r}")
         return cls([str(word) for word in value["words"]], int(value["max_tokens"]))
+
+
+def find_prompt_warnings(
+    folder: Path, name: str, prompts: Iterable[str], *, check_lengths: bool = True
+) -> Iterator[str]:
+    """A sentence about unknown words and, unless somebody else says so, one about prompts that are too long, where there are such."""
+    tokenizer = _load_tokenizer(folder)
+    if tokenizer is None:
+        return
+    checked = list(islice(prompts, MAX_PROMPTS + 1))
+    is_limited = len(checked) > MAX_PROMPTS
+    checked = checked[:MAX_PROMPTS]
+    total = f"{'the first ' if is_limited else ''}{len(checked):,} prompt{'s' if len(checked) != 1 else ''}"
+    unknown, num_affected = _find_unknown_words(tokenizer, checked)
+    if unknown:
+        rest = f" and {len(unknown) - MAX_WORDS} more" if len(unknown) > MAX_WORDS else ""
+        shown = ", ".join(word[:MAX_WORD_LENGTH] for word in unknown[:MAX_WORDS])
+        yield f"{name} does not know: {shown}{rest} (in {num_affected:,} of {total}); it cannot draw what they mean"
+    num_long = sum(tokenizer.encode(prompt).truncated for prompt in checked) if check_lengths else 0
+    if num_long:
+        yield f"{num_long:,} of {total} {'is' if num_long == 1 else 'are'} longer than {name} reads: the end has no effect"
+
+
+def _find_unknown_words(tokenizer: WordTokenizer, prompts: Iterable[str]) -> tuple[list[str], int]:
+    """The words, the most frequent first, and the number of prompts that have one; a mark between words is none."""
+    known, counts, num_affected = set(tokenizer.words), Counter[str](), 0
+    for prompt in prompts:
+        # The parts of an emoji that nobody sees (marks, joiners) and half of one are no words either.
+        found = {
+            piece
+            for piece in split_words(prompt)
+            if piece not in known and unicodedata.category(piece[0])[0] not in "PMC"
+        }
+        counts.update(sorted(found, key=prompt.lower().find))
+        num_affected += bool(found)
+    return [word for word, _number in counts.most_common()], num_affected
+
+
+def _load_tokenizer(folder: Path) -> WordTokenizer | None:
+    """Of a checkpoint or an export; None for models that read otherwise. What cannot be read is for the loader to refuse."""
+    committed = (folder / COMMIT_FILE).exists()
+    try:
+        value = read_json(folder / ("state.json" if committed else "config.json"))
+        description = (value["denoiser"] if committed else value).get("tokenizer")
+        if not description:
+            return None
+        return WordTokenizer.from_json(description)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None

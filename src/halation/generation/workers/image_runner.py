@@ -1,0 +1,329 @@
+"""A loaded model on one device: draws batches while the last one is encoded and stored.
+
+`run_batch` and `dry_run` draw in micro-batches of one size, and in smaller ones where memory runs out. `ImageRunner` runs a
+worker's tasks with them: everything that touches the model runs on one thread. A batch is begun only when the one before the
+last is stored, so a kill costs the batch being drawn and, for the moment its files take, the one before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from halation.distributed.launcher import describe_device
+from halation.errors import HalationError, InputError
+from halation.fault_injection import fault_point
+from halation.generation.image_requests import BatchTask, ImageRequest
+from halation.generation.image_writer import EncodedImage, EncodeOptions, ImageStore, encode_image
+from halation.generation.ledger import ImageOutcome
+from halation.input_files import RefusedFileError
+from halation.models.async_image_result import DRY_RUN, Frames, ImageError, NonFiniteImageError, OnStep, PendingImages
+from halation.models.bundled_models import bundled_folder
+from halation.models.test_pattern import PatternTiming, TestPatternModel
+from halation.sample_specs import SampleBatch, SampleSpec
+
+log = logging.getLogger(__name__)
+MAX_ENCODER_THREADS = 4
+Result = TypeVar("Result")
+
+
+class ImageModel(Protocol):
+    """What images are drawn with: a diffusers pipeline, a checkpoint of Halation, or the test card."""
+
+    facts: dict[str, Any]
+    """What the run records about it."""
+
+    def check(self, spec: SampleSpec) -> None:
+        """InputError where it cannot draw such a spec."""
+
+    def draw(self, specs: Sequence[SampleSpec], on_step: OnStep) -> PendingImages:
+        """Specs of one shape and guidance; `on_step` is called after each step of the solver."""
+
+
+def open_model(settings: Mapping[str, Any]) -> ImageModel:
+    """The model of a worker's settings on its device; called on the thread that will draw with it."""
+    model = settings["model"]
+    if model["kind"] == "testcard":
+        return TestPatternModel(PatternTiming(**{name: value for name, value in model.items() if name != "kind"}))
+    import torch
+
+    device = settings["device"]
+    if device == "cpu":
+        torch.set_num_threads(settings["threads"])
+    else:
+        torch.cuda.set_device(device)
+    try:
+        loaded_model = _open_pipeline(settings) if model["kind"] == "pipeline" else _open_checkpoint(settings)
+    except RefusedFileError as error:
+        raise error.as_input_error() from error
+    loaded_model.facts["computes on"] = describe_device(device)
+    return loaded_model
+
+
+def _open_pipeline(settings: Mapping[str, Any]) -> ImageModel:
+    from halation.models.pipelines.load import filter_library_warnings
+
+    filter_library_warnings()
+    from halation.models.pipelines.pipeline_model import open_pipeline
+
+    names = ("dtype", "device", "scheduler", "offload", "compile", "arguments", "cfg_truncation_step", "half_frame")
+    return open_pipeline(Path(settings["model"]["path"]), **{name: settings[name] for name in names})
+
+
+def _open_checkpoint(settings: Mapping[str, Any]) -> ImageModel:
+    from halation.models.checkpoint_loading import load_denoiser
+    from halation.models.denoise_and_decode import DiTModel
+
+    model = settings["model"]
+    # On another machine the package, and the models in it, may lie elsewhere.
+    folder = bundled_folder(model["embedded"] or "") or Path(model["path"])
+    denoiser = load_denoiser(folder, raw=settings["raw"], checked=True).to(settings["device"])
+    denoiser.keep_text_encoders()
+    return DiTModel(
+        denoiser,
+        device=settings["device"],
+        dtype=settings["dtype"],
+        sampler=settings["scheduler"] or model["sampler"],
+        time_shift=model["time_shift"],
+        truncate_from=settings["cfg_truncation_step"],
+        compile=settings["compile"],
+        own_sampler=model["sampler"],
+    )
+
+
+# -- micro-batches, on the thread that opened the model
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatchResult:
+    """Some rows of a batch that were drawn together."""
+
+    rows: range
+    result: PendingImages
+    micro_batch: int
+    """Images that were really drawn at once, fillers included."""
+
+    def collect(self, run_on_model_thread: Callable[[Callable[[], Any]], Any]) -> list[Frames | ImageError]:
+        """Wait for the images; those that overflowed in half precision are decoded again in float32."""
+        results = self.result.collect()[: len(self.rows)]
+        overflowed = [row for row, result in enumerate(results) if isinstance(result, NonFiniteImageError)]
+        repair = self.result.decode_in_float32
+        if overflowed and repair is not None:
+            for row, result in zip(overflowed, run_on_model_thread(lambda: repair(overflowed)), strict=True):
+                results[row] = result
+        return results
+
+
+def run_batch(
+    model: ImageModel, batch: SampleBatch, micro_batch: int, rows: Sequence[int], on_step: OnStep
+) -> list[MicroBatchResult]:
+    """Draw the micro-batches that hold these rows of a batch, in smaller ones where memory runs out."""
+    for spec in {batch.specs[row].id for row in rows}:
+        fault_point(f"paint.{spec}")
+    fault_point("paint")
+    results: list[MicroBatchResult] = []
+    for start in range(0, len(batch.specs), micro_batch):
+        micro_rows = range(start, min(start + micro_batch, len(batch.specs)))
+        if any(row in micro_rows for row in rows):
+            results.extend(_run_micro_batch(model, batch, micro_rows, micro_batch, on_step))
+    return results
+
+
+def _run_micro_batch(
+    model: ImageModel, batch: SampleBatch, rows: range, micro_batch: int, on_step: OnStep
+) -> Iterator[MicroBatchResult]:
+    """These rows, padded to `micro_batch`; in two halves where memory runs out, and so on down to one."""
+    specs = [batch.specs[row] for row in rows]
+    padded = specs + [specs[-1]] * (micro_batch - len(specs))
+    try:
+        for name in ("draw", *dict.fromkeys(f"draw.{spec.id}" for spec in specs)):
+            fault_point(name)
+        yield MicroBatchResult(rows=rows, result=model.draw(padded, on_step), micro_batch=micro_batch)
+        return
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        if micro_batch == 1:
+            raise ImageError(f"out of memory with one image at a time: {error}") from error
+    free_memory()
+    half = -(-micro_batch // 2)
+    log.warning("out of memory with %d images at once: drawing %d at once for this batch", micro_batch, half)
+    for part in (rows[:half], rows[half:]):
+        if len(part):
+            yield from _run_micro_batch(model, batch, part, half, on_step)
+
+
+def dry_run(model: ImageModel, examples: Sequence[SampleSpec], batch_size: int, micro_batch: int) -> int:
+    """Check examples of all shapes; where the micro-batch is not known (0), draw the largest to find what fits."""
+    for spec in examples:
+        try:
+            model.check(spec)
+        except InputError as error:
+            raise InputError(f"image {spec.id}: {error.found}", error.expected, error.action) from error
+    if micro_batch:
+        return micro_batch
+    fault_point("rehearse")
+    largest = max(examples, key=lambda spec: spec.height * spec.width * spec.num_frames)
+    try:
+        return _find_micro_batch(model, replace(largest, steps=min(largest.steps, 2)), batch_size)
+    except Exception as error:
+        if is_out_of_memory(error) or isinstance(error, HalationError) or largest.steps <= 2:
+            raise
+    # Some solvers need more steps than two: try again with the requested number.
+    return _find_micro_batch(model, largest, batch_size)
+
+
+def _find_micro_batch(model: ImageModel, spec: SampleSpec, size: int) -> int:
+    while True:
+        try:
+            with force_eager():
+                model.draw([spec] * size, lambda: None).collect()
+            return size
+        except Exception as error:
+            if not is_out_of_memory(error) or size == 1:
+                raise
+        free_memory()
+        log.warning("%d images of %d x %d at once do not fit into memory", size, spec.height, spec.width)
+        size = -(-size // 2)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+
+
+def free_memory() -> None:
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def force_eager() -> Iterator[None]:
+    """Run compiled blocks uncompiled: a dry run must not wait for a compiler."""
+    torch = sys.modules.get("torch")
+    token = DRY_RUN.set(True)
+    try:
+        with torch.compiler.set_stance("force_eager") if torch is not None else contextlib.nullcontext():
+            yield
+    finally:
+        DRY_RUN.reset(token)
+
+
+# -- tasks: generate, encode and store, overlapped
+
+
+class TaskDropped(Exception):
+    """The task was taken back before it was begun."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskResult:
+    """A finished task: its outcomes, and for how long the device worked for it alone."""
+
+    outcomes: list[ImageOutcome]
+    busy_s: float
+
+
+class ImageRunner:
+    """Runs tasks with one model; `run_task` may be called from several threads at once, which makes the overlap."""
+
+    model: ImageModel
+
+    def __init__(self, settings: Mapping[str, Any], store: Callable[[EncodedImage], None] | None = None) -> None:
+        """`store` takes encoded images; by default they are written into the folder of the run."""
+        self.settings = settings
+        self.encode_options = EncodeOptions(**settings["style"])
+        self.label: str = settings["label"]
+        self.store = store or ImageStore(Path(settings["folder"]), settings.get("folder_identity"))
+        self._model_thread = ThreadPoolExecutor(1, thread_name_prefix="model")
+        num_encoders = min(MAX_ENCODER_THREADS, os.cpu_count() or 1)
+        self._encoder_threads = ThreadPoolExecutor(num_encoders, thread_name_prefix="encoding")
+        self._unstored_batches = threading.Semaphore(2)
+        self._lock = threading.Lock()
+        self._dropped_tasks: set[int] = set()
+        self._busy_until = 0.0
+
+    def prepare(self) -> None:
+        """Load the model, on the thread that will draw with it."""
+        self.model = self._run_on_model_thread(lambda: open_model(self.settings))
+
+    def _run_on_model_thread(self, action: Callable[[], Result]) -> Result:
+        return self._model_thread.submit(action).result()
+
+    def dry_run(self, examples: list[SampleSpec], batch_size: int, micro_batch: int) -> int:
+        return self._run_on_model_thread(lambda: dry_run(self.model, examples, batch_size, micro_batch))
+
+    def drop(self, number: int | None) -> None:
+        """Take back a task that is not begun, or with None all of them for good."""
+        with self._lock:
+            self._dropped_tasks.add(-1 if number is None else number)
+
+    def run_task(self, task: BatchTask, on_begin: Callable[[], None], on_step: OnStep) -> TaskResult:
+        """Run the model, encode, store; the outcome of an image that could not be made is its reason."""
+        rows = [row for row, request in enumerate(task.requests) if request.spec.index in task.wanted]
+
+        def run_model() -> tuple[float, list[MicroBatchResult]]:
+            with self._lock:
+                if self._dropped_tasks & {-1, task.number}:
+                    self._dropped_tasks.discard(task.number)  # it may come back if the worker that took it over dies
+                    raise TaskDropped
+            on_begin()
+            return time.perf_counter(), run_batch(self.model, task.batch, task.micro_batch, rows, on_step)
+
+        with self._unstored_batches:
+            start_time, micro_batch_results = self._run_on_model_thread(run_model)
+            results: dict[int, tuple[Any, int]] = {}
+            for each in micro_batch_results:
+                for row, result in zip(each.rows, each.collect(self._run_on_model_thread), strict=True):
+                    results[row] = (result, each.micro_batch)
+            seconds = self._measure_busy_s(start_time)
+            image_s = seconds / max(1, len(task.wanted))
+            futures = [
+                self._encoder_threads.submit(self._encode_and_store, task, task.requests[row], *results[row], image_s)
+                for row in rows
+            ]
+            wait(futures)  # a batch that fails may be drawn again at once: none of its files may still be in flight
+            return TaskResult(outcomes=[future.result() for future in futures], busy_s=seconds)
+
+    def _measure_busy_s(self, start_time: float) -> float:
+        """Seconds since `start_time` that no other batch has counted: on a GPU two batches' times overlap."""
+        with self._lock:
+            now = time.perf_counter()
+            seconds = now - max(start_time, self._busy_until)
+            self._busy_until = now
+            return seconds
+
+    def _encode_and_store(
+        self, task: BatchTask, request: ImageRequest, result: Any, size: int, seconds: float
+    ) -> ImageOutcome:
+        index = request.spec.index
+        if isinstance(result, ImageError):
+            return ImageOutcome(index=index, state="failed", worker=self.label, reason=str(result))
+        try:
+            fault_point("encode")
+            encoded_image = encode_image(request, result, self.encode_options)
+        except Exception as error:
+            log.exception("image %s could not be encoded", request.spec.id)
+            reason = f"could not be encoded: {type(error).__name__}: {error}"
+            return ImageOutcome(index=index, state="failed", worker=self.label, reason=reason)
+        self.store(encoded_image)
+        return ImageOutcome(
+            index=index,
+            state="done",
+            sha256=encoded_image.sha256,
+            num_bytes=encoded_image.num_bytes,
+            worker=self.label,
+            seconds=round(seconds, 4),
+            micro_batch=0 if size == task.micro_batch else size,
+        )
