@@ -19,7 +19,7 @@ from typing import Any
 
 from halation.gallery.run_catalog import READ_ERRORS, RunCatalog, RunEntry, make_run_id
 from halation.gallery.run_file_reader import JsonlTailReader, as_dict, is_int64, is_number, read_json
-from halation.images.line_plots import best_direction
+from halation.images.plot import best_direction
 from halation.runs.run_folder import METRICS_FILE
 
 MAX_REPORT_BYTES = 8 << 20

@@ -12,9 +12,9 @@ from functools import cache
 from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
+from halation.images.plot import draw_loss_curve
 from halation.images.png_codec import Pixels
 
 Colour: TypeAlias = tuple[int, int, int]
@@ -25,8 +25,6 @@ MUTED_TEXT_COLOUR: Colour = (112, 117, 128)
 GRID_LINE_COLOUR: Colour = (222, 224, 228)
 EMPTY_CELL_COLOUR: Colour = (240, 240, 238)
 ERROR_COLOUR: Colour = (176, 58, 46)
-CURVE_COLOUR: Colour = (37, 99, 176)
-FAINT_CURVE_COLOUR: Colour = (183, 206, 234)
 
 
 @cache
@@ -175,81 +173,8 @@ def progress_figure(
         for column, image in enumerate(images):
             _paste_into_cell(canvas, image, left + column * (width + gutter), y, height, width)
     if plot_height:
-        _draw_loss(canvas, (left, bottom + gap, image_width, plot_height), points, [step for step, _ in rows])
+        # From the left edge of the figure, so that the numbers of the axis stand beside the curve.
+        curve_box = (left, 30, image_width, plot_height)
+        curve = draw_loss_curve(points, [step for step, _ in rows], (size[0], 30 + plot_height + 30), curve_box)
+        canvas.paste(Image.fromarray(curve), (0, bottom + gap - 30))
     return np.array(canvas, dtype=np.uint8)
-
-
-def _draw_loss(
-    canvas: Image.Image, box: tuple[int, int, int, int], points: Sequence[tuple[int, float]], step_marks: Sequence[int]
-) -> None:
-    """The loss over the steps in `box` (x, y, width, height): each value faint, the running mean clear."""
-    x, y, width, height = box
-    steps = np.array([step for step, _ in points], dtype=np.float64)
-    values = np.array([value for _, value in points], dtype=np.float64)
-    smooth = _running_mean(values)
-    # A single huge loss would press the rest of the curve flat against the axis.
-    low, high = float(values.min()), float(max(np.quantile(values, 0.99), smooth.max()))
-    ticks = _ticks(low, high)
-    low, high = min(low, ticks[0]), max(high, ticks[-1])
-    first, last = float(steps.min()), float(max(steps.max(), steps.min() + 1))
-
-    def to_x(step: float) -> float:
-        return (step - first) / (last - first) * (width - 1)
-
-    def to_y(value: float) -> float:
-        return float(height - 1 - (np.clip(value, low, high) - low) / ((high - low) or 1.0) * (height - 1))
-
-    supersampling = 3  # drawn larger and shrunk, because Pillow's lines have hard edges
-    plot = Image.new("RGB", (width * supersampling, height * supersampling), BACKGROUND_COLOUR)
-    plot_draw = ImageDraw.Draw(plot)
-    for tick in ticks:
-        plot_draw.line(
-            (0, to_y(tick) * supersampling, width * supersampling, to_y(tick) * supersampling),
-            fill=GRID_LINE_COLOUR,
-            width=supersampling,
-        )
-    for mark in step_marks:
-        if first <= mark <= last:
-            plot_draw.line(
-                (
-                    to_x(mark) * supersampling,
-                    (height - 7) * supersampling,
-                    to_x(mark) * supersampling,
-                    height * supersampling,
-                ),
-                MUTED_TEXT_COLOUR,
-                supersampling,
-            )
-    for series, colour, weight in (
-        (values, FAINT_CURVE_COLOUR, supersampling),
-        (smooth, CURVE_COLOUR, 2 * supersampling),
-    ):
-        path = [
-            (to_x(step) * supersampling, to_y(value) * supersampling) for step, value in zip(steps, series, strict=True)
-        ]
-        plot_draw.line(path, fill=colour, width=weight, joint="curve")
-    canvas.paste(plot.resize((width, height), Image.Resampling.LANCZOS), (x, y))
-    draw = ImageDraw.Draw(canvas)
-    draw.text((x, y - 8), f"loss, {smooth[-1]:.4g} at the end", font=load_font(12), fill=TEXT_COLOUR, anchor="ld")
-    for tick in ticks:
-        draw.text((x - 14, y + to_y(tick)), f"{tick:g}", font=load_font(11), fill=MUTED_TEXT_COLOUR, anchor="rm")
-    draw.text((x, y + height + 6), f"step {first:,.0f}", font=load_font(11), fill=MUTED_TEXT_COLOUR, anchor="la")
-    draw.text((x + width, y + height + 6), f"step {last:,.0f}", font=load_font(11), fill=MUTED_TEXT_COLOUR, anchor="ra")
-
-
-def _running_mean(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """The mean over about a twentieth of the curve around each point; at the ends, over the part that is there."""
-    half_window = len(values) // 40
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    middle = np.arange(len(values))
-    start, end = np.maximum(middle - half_window, 0), np.minimum(middle + half_window + 1, len(values))
-    return np.asarray((sums[end] - sums[start]) / (end - start), dtype=np.float64)
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    """Three to six round numbers within [low, high]."""
-    span = (high - low) or abs(high) or 1.0
-    power = 10.0 ** math.floor(math.log10(span / 3))
-    unit = next(power * factor for factor in (5, 2, 1) if span / (power * factor) >= 2.5 or factor == 1)
-    start = math.ceil(low / unit - 1e-9)
-    return [round(number * unit, 12) for number in range(start, math.floor(high / unit + 1e-9) + 1)] or [low]

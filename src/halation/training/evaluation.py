@@ -50,7 +50,7 @@ from halation.evaluation.metrics.caption_agreement import has_street_captions
 from halation.evaluation.metrics.metric_computation import NEEDS_CAPTIONS
 from halation.evaluation.preprocess_pool import PreprocessPool, SourcePreprocessor, prepare_images
 from halation.fault_injection import fault_point
-from halation.images import line_plots
+from halation.images.plot import draw_panels, metric_panels
 from halation.images.png_codec import encode_png
 from halation.runs import run_folder as runs
 from halation.sample_specs import SampleBatch
@@ -505,7 +505,7 @@ def publish_plot(run: runs.RunFolder, rows: list[dict[str, Any]]) -> None:
         title = f"{run.folder.resolve().name}: evaluations of the averaged weights"
         runs.write_atomic(
             run.folder / "evaluation" / "metrics.png",
-            encode_png(line_plots.draw_panels(line_plots.metric_panels(lines), title), {}),
+            encode_png(draw_panels(metric_panels(lines), title), {}),
         )
 
 

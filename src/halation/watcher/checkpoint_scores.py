@@ -16,7 +16,7 @@ from typing import Any
 
 from halation.errors import InputError
 from halation.images import grid
-from halation.images.line_plots import best_direction, draw_panels, format_number, metric_panels
+from halation.images.plot import best_direction, draw_panels, format_number, metric_panels
 from halation.images.png_codec import encode_png, read_png
 from halation.runs.run_folder import METRICS_FILE, read_json_with_digest, step_name, write_atomic
 
