@@ -31,8 +31,7 @@ from halation.data.streets import caption, scene
 from halation.images.grid import make_grid
 from halation.images.png_codec import encode_png
 from halation.models.checkpoint_loading import build_dit, find_checkpoint, load_denoiser, read_sampling_settings
-from halation.models.denoise_and_decode import sample_batch
-from halation.models.denoiser import Denoiser, SolverSettings
+from halation.models.denoiser import Denoiser, SolverSettings, sample_batch
 from halation.sample_specs import SampleBatch, SampleSpec
 
 PIXELS = 32

@@ -5,6 +5,7 @@ A thin call of Halation's drawing. `halation distill` and `train_distillation.py
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,15 +105,6 @@ class _Pipe(WanPipeline):
         return self.drawing_on
 
 
-class _Denoiser(PipelineDenoiser):
-    """A student whose images are decoded in the precision that its caller asks for."""
-
-    decoded_in = torch.float32
-
-    def to_pixels(self, x: Tensor) -> Tensor:
-        return self.space.decode(x, self.decoded_in)
-
-
 @dataclass(frozen=True, kw_only=True)
 class _GivenEncoder:
     """Texts read by the text encoder that was handed in, when they are asked for."""
@@ -138,7 +130,7 @@ def _denoiser(
 ) -> PipelineDenoiser:
     components: dict[str, Any] = {name: value for name, value in pipe.config.items() if isinstance(value, tuple | list)}
     family: Any = WanFamily(pipe)
-    denoiser = _Denoiser(
+    denoiser = PipelineDenoiser(
         files=PipelineFiles(path=Path(), class_name="WanPipeline", components=components, variant=None),
         pipe=pipe,
         family=family,
@@ -148,7 +140,8 @@ def _denoiser(
         lora=None,
     )
     denoiser.space.to(teacher_device)
-    denoiser.decoded_in = teacher_dtype
+    space: Any = denoiser.space
+    space.decode = functools.partial(space.decode, dtype=teacher_dtype)
     return denoiser
 
 

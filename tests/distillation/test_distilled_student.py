@@ -12,8 +12,7 @@ from safetensors.torch import save_file
 from halation.distillation import command as distill
 from halation.distillation.config import DistillConfig
 from halation.models.checkpoint_loading import build_dit, load_denoiser
-from halation.models.denoise_and_decode import sample_batch
-from halation.models.denoiser import Denoiser, SolverSettings
+from halation.models.denoiser import Denoiser, SolverSettings, sample_batch
 from halation.models.dit.denoiser import DiTDenoiser
 from halation.models.students.build import open_student
 from halation.models.students.config import StudentConfig

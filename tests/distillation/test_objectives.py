@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from halation.distillation.objectives import FAKE, DistributionMatching, FeatureMatching, velocity_objective
 from halation.flow.paths import RectifiedFlowPath
+from halation.models.denoiser import null_condition
 from halation.models.dit.denoiser import DiTDenoiser, create_dit
 from halation.models.frozen_teacher import Teacher
 from halation.training.loop import MODEL, MicroBatch
@@ -122,7 +123,7 @@ def test_a_teacher_is_guided_by_its_null_branch_as_its_samples_are() -> None:
     batch = rows(denoiser, 0)
     with torch.no_grad():
         answer = denoiser.predict(batch.noise, batch.t, batch.condition)
-        without = denoiser.predict(batch.noise, batch.t, denoiser.null_condition(2))
+        without = denoiser.predict(batch.noise, batch.t, null_condition(denoiser, 2))
     for scale in (1.0, 3.0):
         teacher = Teacher(denoiser, guidance=scale, device=torch.device("cpu"), dtype=torch.float32, batch_size=1)
         said = teacher.predict(batch.noise, batch.t, batch.condition)

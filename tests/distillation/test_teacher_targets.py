@@ -22,7 +22,7 @@ from halation.errors import HalationError, InputError
 from halation.flow.paths import PREDICTION_TYPES, DDPMPath, RectifiedFlowPath
 from halation.flow.paths import NoisePath as NoisePath
 from halation.flow.samplers import schedule
-from halation.models.denoiser import Condition
+from halation.models.denoiser import Condition, null_condition
 from halation.models.dit.denoiser import DiTDenoiser, create_dit
 from halation.models.frozen_teacher import Teacher
 
@@ -365,7 +365,7 @@ def test_items_without_a_caption_are_taught_without_one(tmp_path: Path, teacher:
     school = School(tmp_path, teacher, wanted, num_items=6)
     school.build()
     state, t, target = school.everything()
-    null = teacher.denoiser.null_condition(6)
+    null = null_condition(teacher.denoiser, 6)
     without = teacher.denoiser.forward(teacher.denoiser.module, state[:, 0], t[:, 0], null)
     same = [torch.allclose(target[row, 0], without[row], atol=1e-5) for row in range(6)]
     assert same == dropped[:6].tolist()

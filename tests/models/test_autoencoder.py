@@ -72,7 +72,7 @@ def test_a_image_that_is_not_finite_is_refused_by_row_and_never_drawn_black(bad:
 def test_latents_are_the_mean_shifted_and_scaled_as_the_autoencoder_says(folder: Path) -> None:
     space = LatentSpace.load(folder)
     vae = AutoencoderKL.from_pretrained(folder)
-    assert (space.channels, space.downsample) == (4, 2)
+    assert (space.channels, space.downsampling_factor) == (4, 2)
     pixels = images()
     with torch.no_grad():
         mean = vae.encode(pixels.permute(0, 3, 1, 2) / 127.5 - 1).latent_dist.mean

@@ -31,7 +31,7 @@ def images() -> Tensor:
 
 def test_a_images_latents_are_normalised_channel_by_channel(vae: Any) -> None:
     space = make_latent_space(vae, "vae")
-    assert (space.channels, space.downsample) == (16, 8)
+    assert (space.channels, space.downsampling_factor) == (16, 8)
     with torch.no_grad():
         mean = vae.encode((images().permute(0, 3, 1, 2) / 127.5 - 1)[:, :, None]).latent_dist.mode()
     shape = (1, 16, 1, 1, 1)

@@ -22,6 +22,7 @@ from halation.data.streets import Streets
 from halation.distillation import teacher_targets
 from halation.distillation.batches_with_targets import NoiseTransform, TeacherInputs, TeacherTargetTransform
 from halation.flow.seeded_noise import training_draw
+from halation.models.denoiser import null_condition
 from halation.models.dit.denoiser import DiTDenoiser, create_dit
 from halation.training.batch_preparation import BatchTransform, positions, to_micro_batches
 from halation.training.loop import MicroBatch
@@ -95,7 +96,7 @@ def rows_of(
     with BatchPrefetcher(
         source, order, [(4, range(6)), (5, range(6, 12))], num_threads=1, transform=transform
     ) as loader:
-        micro = [one for batch in loader for one in to_micro_batches(denoiser, batch, rows, CPU)]
+        micro = [one for batch in loader for one in to_micro_batches(denoiser.space, batch, rows, CPU)]
     return list(zip(seen, micro, strict=True))
 
 
@@ -141,7 +142,7 @@ def test_a_lesson_arrives_with_its_item_s_caption_its_time_and_its_answer(
     prepare = TeacherTargetTransform(denoiser, kept, plan, size=SIZE, num_real=5, pin=False)
     chosen = set()
     for items, rows in rows_of(denoiser, source, prepare, rows=3):
-        null = denoiser.null_condition(1)
+        null = null_condition(denoiser, 1)
         for row, item in enumerate(items.tolist()):
             told = denoiser.encode_prompts([source.train(item).caption])
             told = null if bool(plan.dropout_mask([item])) else told
@@ -211,6 +212,6 @@ def test_images_of_a_training_become_what_the_model_learns(denoiser: DiTDenoiser
     )
     for items, rows in rows_of(denoiser, source, prepare, rows=6):
         pixels = torch.from_numpy(np.stack([source.train(item).pixels for item in items.tolist()]))
-        assert torch.equal(rows.x0, denoiser.encode_images(pixels))
+        assert torch.equal(rows.x0, denoiser.space.encode(pixels))
         assert rows.noise.shape == rows.x0.shape
         assert rows.extra == {}

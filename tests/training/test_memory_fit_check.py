@@ -38,8 +38,8 @@ def test_the_estimate_is_within_a_quarter_of_what_is_kept(size: int, patch: int,
     config = denoiser.config
     cost = memory_fit_check.ImageCost(
         flops=denoiser.flops_per_image(),
-        hidden=config.hidden,
-        depth=config.depth,
+        hidden_size=config.hidden,
+        num_blocks=config.depth,
         num_values=1,
         dtype="fp32",
         gradient_checkpointing=False,
@@ -49,7 +49,7 @@ def test_the_estimate_is_within_a_quarter_of_what_is_kept(size: int, patch: int,
 
 def cost(checkpointing: bool = False) -> memory_fit_check.ImageCost:
     return memory_fit_check.ImageCost(
-        flops=10**9, hidden=100, depth=6, num_values=10, dtype="fp32", gradient_checkpointing=checkpointing
+        flops=10**9, hidden_size=100, num_blocks=6, num_values=10, dtype="fp32", gradient_checkpointing=checkpointing
     )
 
 

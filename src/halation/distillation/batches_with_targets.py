@@ -111,7 +111,7 @@ class TeacherInputs:
     @torch.no_grad()
     def x0(self, items: Sequence[int]) -> Tensor:
         """What the model learns of these images."""
-        return to_model_space(self._denoiser, torch.from_numpy(self._read(items).pixels).to(self._device))
+        return to_model_space(self._denoiser.space, torch.from_numpy(self._read(items).pixels).to(self._device))
 
     def prompt(self, item: int) -> str:
         """For messages."""

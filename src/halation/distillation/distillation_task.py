@@ -23,8 +23,7 @@ from halation.distributed.world import run_on_rank_zero, run_with_heartbeat
 from halation.errors import InputError
 from halation.flow.ema import Ema
 from halation.flow.samplers import schedule
-from halation.models.block_compile_and_checkpointing import compile_blocks
-from halation.models.denoiser import PIPELINE_SCHEDULER, Denoiser
+from halation.models.denoiser import PIPELINE_SCHEDULER, Denoiser, compile_blocks
 from halation.models.dit.denoiser import DiTDenoiser
 from halation.models.frozen_teacher import Teacher
 from halation.models.pipelines.training.lora import LoraSettings
@@ -71,9 +70,9 @@ class DistillationTask(TrainingTask):
         student.set_guidance(1.0)
         self.guidance = self._resolve_guidance(student)
         self.has_images = has_images(config.data_path)
-        build_components.record_device_and_space(world, config, self.run, student.space)  # type: ignore[attr-defined]
+        build_components.record_device_and_space(world, config, self.run, student.space)
         source = (
-            build_components.open_source(world, config, self.run, student.space)  # type: ignore[attr-defined]
+            build_components.open_source(world, config, self.run, student.space)
             if self.has_images
             else self._open_prompts()
         )
@@ -249,7 +248,7 @@ class DistillationTask(TrainingTask):
             "guidance": self.guidance,
             "dtype": self.config.teacher_dtype,
             "data": self.source.fingerprint,
-            "space": self.denoiser.space.fingerprint(),  # type: ignore[attr-defined]
+            "space": self.denoiser.space.fingerprint(),
         }
 
     @property

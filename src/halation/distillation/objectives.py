@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import layer_norm
 
 from halation.errors import InputError
-from halation.models.denoiser import Denoiser
+from halation.models.denoiser import TrainedModule
 from halation.models.frozen_teacher import Teacher
 from halation.training.loop import MODEL, MicroBatch, Objective
 
@@ -21,7 +21,7 @@ def _squared_error(prediction: Tensor, target: Tensor) -> Tensor:
     return (prediction.float() - target.float()).square().flatten(1).mean(1)
 
 
-def cached_target_objective(student: Denoiser, weight: Callable[[Tensor], Tensor] | None = None) -> Objective:
+def cached_target_objective(student: TrainedModule, weight: Callable[[Tensor], Tensor] | None = None) -> Objective:
     """The answers that were kept of the teacher: its own at a state, or those that lead to where its trajectory ends.
 
     `weight` says by times how much a row counts.
@@ -35,7 +35,7 @@ def cached_target_objective(student: Denoiser, weight: Callable[[Tensor], Tensor
     return losses
 
 
-def velocity_objective(student: Denoiser, teacher: Teacher, features: FeatureMatching | None = None) -> Objective:
+def velocity_objective(student: TrainedModule, teacher: Teacher, features: FeatureMatching | None = None) -> Objective:
     """The teacher's guided answer, asked for now at noised images; where it was kept, the teacher only shows its features."""
     path = student.noise_path
 
@@ -73,9 +73,9 @@ class FeatureHook:
 class FeatureMatching:
     """The student's features in the middle of the network, projected, against the teacher's there."""
 
-    def __init__(self, student: Denoiser, teacher: Teacher, weight: float) -> None:
+    def __init__(self, student: TrainedModule, teacher: Teacher, weight: float) -> None:
         self.weight = weight
-        self.projection = nn.Linear(student.hidden, teacher.denoiser.hidden)
+        self.projection = nn.Linear(student.hidden_size, teacher.denoiser.hidden_size)
         with torch.no_grad():  # of the two widths alone: the same on all ranks, whoever's generator stands where
             nn.init.orthogonal_(self.projection.weight, generator=torch.Generator().manual_seed(0))
             self.projection.bias.zero_()
@@ -96,7 +96,7 @@ class FeatureMatching:
         return self.weight * _squared_error(self.wrapped_projection(student_features), teacher_features)
 
 
-def _middle_unit(denoiser: Denoiser) -> nn.Module:
+def _middle_unit(denoiser: TrainedModule) -> nn.Module:
     units = denoiser.shard_units()
     return units[len(units) // 2]
 
@@ -109,7 +109,13 @@ class DistributionMatching:
     """
 
     def __init__(
-        self, student: Denoiser, teacher: Teacher, fake: Denoiser, *, times: Sequence[float], fake_updates: int
+        self,
+        student: TrainedModule,
+        teacher: Teacher,
+        fake: TrainedModule,
+        *,
+        times: Sequence[float],
+        fake_updates: int,
     ) -> None:
         self.student = student
         self.teacher = teacher

@@ -22,9 +22,8 @@ from halation.distributed.launcher import is_lost_peer_message, num_gpus
 from halation.distributed.stop_signals import StopSignals, exit_code
 from halation.distributed.world import HeartbeatMonitor, World, run_on_rank_zero, run_with_heartbeat
 from halation.errors import HalationError, InputError, Interrupted, RankFailure, os_error_message
-from halation.models.block_compile_and_checkpointing import compile_blocks
 from halation.models.checkpoint_loading import load_denoiser
-from halation.models.denoiser import MIXED_PRECISION_DTYPES, Denoiser
+from halation.models.denoiser import MIXED_PRECISION_DTYPES, Denoiser, compile_blocks
 from halation.models.dit.denoiser import DiTDenoiser
 from halation.models.frozen_teacher import Teacher, split_across_devices
 from halation.runs.run_folder import write_json_with_digest

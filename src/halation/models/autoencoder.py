@@ -6,7 +6,7 @@ import copy
 import hashlib
 import logging
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from diffusers import AutoencoderKLWan
@@ -14,34 +14,12 @@ from torch import Tensor
 
 from halation.errors import InputError
 from halation.input_files import check_numbers
-from halation.models.denoiser import NonFiniteRowsError
+from halation.models.denoiser import ImageSpace, NonFiniteRowsError, non_finite_rows
 from halation.models.pipelines.folder_safety_check import check_model_sizes, read_json
 
 logger = logging.getLogger(__name__)
 _FRAME_AXIS = 2
 _VAE_RANGES = {"scaling_factor": (1e-6, 1e6), "shift_factor": (-1e6, 1e6), "latent_channels": (1, 65_536)}
-
-
-class ImageSpace(Protocol):
-    """Images to tensors and back."""
-
-    downsample: int
-    channels: int
-
-    def encode(self, pixels: Tensor) -> Tensor:
-        """uint8 NHWC to float32 NCHW, on the device of the images."""
-
-    def decode(self, x: Tensor) -> Tensor:
-        """The way back, to uint8 NHWC; NotFiniteError where an image is not finite."""
-
-    def describe(self) -> dict[str, Any]:
-        """JSON that says which space this is."""
-
-    def fingerprint(self) -> str:
-        """Equal where the same images become the same tensors."""
-
-    def to(self, device: torch.device | str) -> ImageSpace:
-        """Move what has weights, in place."""
 
 
 def normalize_images(pixels: Tensor) -> Tensor:
@@ -58,16 +36,10 @@ def denormalize_images(x: Tensor) -> Tensor:
     return scaled.round().to(torch.uint8).permute(0, 2, 3, 1).contiguous()
 
 
-def non_finite_rows(x: Tensor) -> tuple[int, ...]:
-    """Which images of a batch hold a NaN or an infinity."""
-    bad = ~torch.isfinite(x).flatten(1).all(dim=1)
-    return tuple(bad.nonzero().flatten().tolist())
-
-
 class PixelSpace:
     """Pixels in [-scale, scale]."""
 
-    downsample = 1
+    downsampling_factor = 1
     channels = 3
 
     def __init__(self, scale: float = 1.0) -> None:
@@ -96,7 +68,7 @@ class LatentSpace:
 
     kind: ClassVar[str] = "autoencoder_kl"
     channels: int
-    downsample: int
+    downsampling_factor: int
     scaling: float | Tensor
     shift: float | Tensor
 
@@ -110,7 +82,7 @@ class LatentSpace:
 
     def _read_config(self, config: Any) -> None:
         self.channels = config.latent_channels
-        self.downsample = 2 ** (len(config.block_out_channels) - 1)
+        self.downsampling_factor = 2 ** (len(config.block_out_channels) - 1)
         self.scaling = config.scaling_factor
         self.shift = config.shift_factor or 0.0
 
@@ -260,7 +232,7 @@ class WanLatentSpace(LatentSpace):
 
     def _read_config(self, config: Any) -> None:
         self.channels = config.z_dim
-        self.downsample = config.scale_factor_spatial
+        self.downsampling_factor = config.scale_factor_spatial
         # Divided first and multiplied later, as the pipeline does: the other way round gives other bits.
         self.scaling = 1.0 / torch.tensor(config.latents_std).reshape(1, -1, 1, 1)
         self.shift = torch.tensor(config.latents_mean).reshape(1, -1, 1, 1)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halation.models.denoiser import Condition, Denoiser
+from halation.models.denoiser import Condition, Denoiser, null_condition
 
 
 class Teacher:
@@ -78,7 +78,7 @@ class Teacher:
     def _null_condition(self, num_rows: int) -> Condition:
         """The texts of the null branch; what a condition says of sizes is left as it is."""
         if not self._null:
-            self._null = {name: value.to(self.device) for name, value in self.denoiser.null_condition(1).items()}
+            self._null = {name: value.to(self.device) for name, value in null_condition(self.denoiser, 1).items()}
         return {name: value.repeat(num_rows, *(1,) * (value.ndim - 1)) for name, value in self._null.items()}
 
 

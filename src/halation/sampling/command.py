@@ -168,8 +168,8 @@ def _draw_samples(world: World, config: SampleConfig, folder: Path) -> None:
     import torch
 
     from halation.distributed.stop_signals import StopSignals
-    from halation.models.block_compile_and_checkpointing import compile_blocks
     from halation.models.checkpoint_loading import load_denoiser, read_sampling_settings
+    from halation.models.denoiser import compile_blocks
     from halation.models.model_path_resolver import distillation_settings, format_guidance_warning, format_step_warning
     from halation.progress_bar import StepProgress
     from halation.sampling.denoiser_sampler import DenoiserSampler, SampleSettings

@@ -17,8 +17,14 @@ from halation.distributed.launcher import is_lost_peer_message
 from halation.distributed.world import HeartbeatMonitor, World
 from halation.errors import RankFailure
 from halation.fault_injection import fault_point
-from halation.models import denoise_and_decode
-from halation.models.denoiser import MIXED_PRECISION_DTYPES, Denoiser, SamplingInputs, SolverSettings
+from halation.models.denoiser import (
+    MIXED_PRECISION_DTYPES,
+    DecodedImages,
+    SamplingInputs,
+    SamplingModel,
+    SolverSettings,
+    decode,
+)
 from halation.sample_specs import SampleBatch, SampleSpec
 from halation.sampling.all_rank_sampler import ImageSink, ShareMode, SpecSampler, complete_rows, make_row
 from halation.sampling.sample_folder import SampleFolder, SampleRow, SampleWriter
@@ -88,7 +94,7 @@ class DenoiserSampler(SpecSampler):
     def __init__(
         self,
         world: World,
-        denoiser: Denoiser,
+        denoiser: SamplingModel,
         settings: SampleSettings,
         *,
         sharded: bool,
@@ -233,6 +239,6 @@ class DenoiserSampler(SpecSampler):
 
         return self.denoiser.sample(inputs, solver, on_step)
 
-    def _decode(self, x: torch.Tensor, batch: SampleBatch) -> denoise_and_decode.DecodedImages:
+    def _decode(self, x: torch.Tensor, batch: SampleBatch) -> DecodedImages:
         fault_point("sample.decode")
-        return denoise_and_decode.decode(self.denoiser, x, batch)
+        return decode(self.denoiser.space, x, batch)

@@ -14,7 +14,7 @@ from halation import work_division
 from halation.flow.guidance import drop_conditions
 from halation.flow.paths import times_from_uniform
 from halation.flow.seeded_noise import training_draw
-from halation.models.denoiser import Condition, Denoiser
+from halation.models.denoiser import Condition, Denoiser, ImageSpace, PromptEncoder, null_condition
 from halation.training.loop import MicroBatch
 
 
@@ -61,12 +61,17 @@ class BatchTransform:
         if pixels.dtype == np.uint8:
             height, width = pixels.shape[1:3]
             return height, width, self.denoiser.sample_shape(height, width)
-        factor = self.denoiser.downsample
+        factor = self.denoiser.space.downsampling_factor
         return pixels.shape[2] * factor, pixels.shape[3] * factor, pixels.shape[1:]
 
 
 def encode_conditions(
-    denoiser: Denoiser, batch: Mapping[str, Any], dropped: Tensor, size: tuple[int, int], *, from_prompts: bool = False
+    encoder: PromptEncoder,
+    batch: Mapping[str, Any],
+    dropped: Tensor,
+    size: tuple[int, int],
+    *,
+    from_prompts: bool = False,
 ) -> Condition:
     """The conditions of a batch's captions on the CPU, with none in the rows that are `dropped`.
 
@@ -74,10 +79,10 @@ def encode_conditions(
     """
     captions: list[str] = batch["captions"]
     if from_prompts:
-        return drop_conditions(denoiser.encode_prompts(captions), denoiser.null_condition(len(captions)), dropped)
-    condition = denoiser.encode_captions(captions, batch["labels"].tolist())
-    condition = drop_conditions(condition, denoiser.null_condition(len(captions)), dropped)
-    return denoiser.add_size_condition(condition, torch.from_numpy(batch["originals"]), *size)
+        return drop_conditions(encoder.encode_prompts(captions), null_condition(encoder, len(captions)), dropped)
+    condition = encoder.encode_captions(captions, batch["labels"].tolist())
+    condition = drop_conditions(condition, null_condition(encoder, len(captions)), dropped)
+    return encoder.add_size_condition(condition, torch.from_numpy(batch["originals"]), *size)
 
 
 def pack_batch(step: int, tensors: dict[str, Tensor], condition: Condition, num_real: int, pin: bool) -> dict[str, Any]:
@@ -92,14 +97,12 @@ def pack_batch(step: int, tensors: dict[str, Tensor], condition: Condition, num_
     return {"step": step, "tensors": tensors}
 
 
-def to_model_space(denoiser: Denoiser, pixels: Tensor) -> Tensor:
+def to_model_space(space: ImageSpace, pixels: Tensor) -> Tensor:
     """Pixels as the model learns them; latents are that already."""
-    return pixels.float() if pixels.is_floating_point() else denoiser.encode_images(pixels)
+    return pixels.float() if pixels.is_floating_point() else space.encode(pixels)
 
 
-def to_micro_batches(
-    denoiser: Denoiser, batch: dict[str, Any], rows: int, device: torch.device
-) -> Sequence[MicroBatch]:
+def to_micro_batches(space: ImageSpace, batch: dict[str, Any], rows: int, device: torch.device) -> Sequence[MicroBatch]:
     """The batch as micro-batches of `rows` rows on the device; pixels become what the model learns.
 
     Where a batch has no pixels, or no noise, `x0` or `noise` have rows without numbers in them.
@@ -110,7 +113,7 @@ def to_micro_batches(
         chunk = {name: value[start : start + rows] for name, value in tensors.items()}
         empty = torch.empty(len(chunk["t"]), 0, device=device)
         with torch.no_grad():
-            x0 = to_model_space(denoiser, chunk["pixels"]) if "pixels" in chunk else empty
+            x0 = to_model_space(space, chunk["pixels"]) if "pixels" in chunk else empty
         result.append(
             MicroBatch(
                 x0=x0,
@@ -132,7 +135,7 @@ def _select_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tens
 def dummy_batch(denoiser: Denoiser, rows: int, size: tuple[int, int], device: torch.device) -> MicroBatch:
     """Rows for images of this height and width that stand for nothing, for the pass before the first step."""
     originals = torch.tensor([size] * rows, dtype=torch.int64)
-    null = denoiser.add_size_condition(denoiser.null_condition(rows), originals, *size)
+    null = denoiser.add_size_condition(null_condition(denoiser, rows), originals, *size)
     condition = {name: value.to(device) for name, value in null.items()}
     zeros = torch.zeros((rows, *denoiser.sample_shape(*size)), device=device)
     return MicroBatch(

@@ -24,10 +24,9 @@ from halation.distributed.engines.ddp_fsdp import EngineSettings
 from halation.distributed.launcher import describe_device
 from halation.distributed.world import HeartbeatMonitor, World, run_on_rank_zero
 from halation.errors import HalationError, InputError, os_error_message
-from halation.models.autoencoder import ImageSpace
 from halation.models.bundled_models import bundled_names, resolve_model_path, suggest_model
 from halation.models.checkpoint_loading import load_denoiser
-from halation.models.denoiser import PIPELINE_SCHEDULER, FamilyDefaults
+from halation.models.denoiser import PIPELINE_SCHEDULER, FamilyDefaults, ImageSpace
 from halation.models.dit.denoiser import DiTDenoiser, create_dit
 from halation.models.dit.network import SIZES
 from halation.progress_bar import StepProgress

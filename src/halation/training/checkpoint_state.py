@@ -16,8 +16,8 @@ from halation.distributed.checkpoint.reader import CheckpointReader, TensorShard
 from halation.distributed.engines.ddp_fsdp import Engine
 from halation.errors import InputError
 from halation.flow.ema import Ema
-from halation.models.autoencoder import ImageSpace, LatentSpace
-from halation.models.denoiser import Denoiser
+from halation.models.autoencoder import LatentSpace
+from halation.models.denoiser import Denoiser, ImageSpace
 from halation.models.dit.denoiser import DiTDenoiser
 from halation.models.fingerprint import EXPORT_FILE
 from halation.runs.run_folder import sync_folder, write_json_atomic

@@ -18,7 +18,7 @@ from halation.distributed.checkpoint.writer import CheckpointWriter
 from halation.distributed.engines.ddp_fsdp import Engine
 from halation.distributed.world import World
 from halation.errors import InputError
-from halation.models.denoiser import Denoiser
+from halation.models.denoiser import Denoiser, TrainedModule
 from halation.sampling.denoiser_sampler import SampleSettings
 from halation.training import validation_loss
 from halation.training.config import TrainConfig
@@ -41,16 +41,20 @@ class ImageCost:
 
     flops: int
     """Operations of one forward."""
-    hidden: int
-    depth: int
+    hidden_size: int
+    num_blocks: int
     num_values: int
     """Values of one sample as the model sees it."""
     dtype: str
     gradient_checkpointing: bool
 
     def activation_bytes(self) -> float:
-        kept = SAVED_VALUES_PER_OUTPUT * self.flops / (2 * self.hidden)
-        return kept * BYTES_PER_VALUE[self.dtype] * (min(1.0, 1.5 / self.depth) if self.gradient_checkpointing else 1.0)
+        kept = SAVED_VALUES_PER_OUTPUT * self.flops / (2 * self.hidden_size)
+        return (
+            kept
+            * BYTES_PER_VALUE[self.dtype]
+            * (min(1.0, 1.5 / self.num_blocks) if self.gradient_checkpointing else 1.0)
+        )
 
     def bytes_on(self, device: torch.device) -> float:
         """Bytes an image. On a GPU, where a batch too large is a clean error, half of it: only the hopeless is refused early."""
@@ -171,7 +175,7 @@ def warm_up(
         checkpoints.copies.wait_reserved()
 
 
-def check_weights_fit(world: World, config: TrainConfig, denoiser: Denoiser) -> None:
+def check_weights_fit(world: World, config: TrainConfig, denoiser: TrainedModule) -> None:
     """A model that cannot be trained on these GPUs is told so before texts are encoded or a teacher is asked for hours."""
     device = world.device
     if device.type != "cuda" or config.engine == "deepspeed" or config.offload_optimizer:
@@ -193,8 +197,8 @@ def check_weights_fit(world: World, config: TrainConfig, denoiser: Denoiser) -> 
 def _check_batch_fits(world: World, config: TrainConfig, denoiser: Denoiser, rows: int) -> None:
     cost = ImageCost(
         flops=denoiser.flops_per_image(),
-        hidden=denoiser.hidden,
-        depth=denoiser.depth,
+        hidden_size=denoiser.hidden_size,
+        num_blocks=denoiser.num_blocks,
         num_values=math.prod(denoiser.sample_shape(*config.image_size)),
         dtype=config.dtype,
         gradient_checkpointing=config.gradient_checkpointing,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from halation.models.denoiser import Denoiser
+from halation.models.denoiser import TrainedModule
 from halation.training.loop import MicroBatch, Objective
 
 
-def denoising_objective(denoiser: Denoiser) -> Objective:
+def denoising_objective(denoiser: TrainedModule) -> Objective:
     """Squared error of what the family's module is asked for (a velocity, the noise, v) on the family's path from image to noise."""
     path = denoiser.noise_path
 

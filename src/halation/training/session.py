@@ -29,7 +29,7 @@ from halation.distributed.stop_signals import StopSignals, exit_code
 from halation.distributed.world import HeartbeatMonitor, World, check_ranks_agree, run_on_rank_zero, run_with_heartbeat
 from halation.errors import HalationError, InputError, Interrupted, RankFailure
 from halation.flow.ema import Ema
-from halation.models.block_compile_and_checkpointing import compile_blocks
+from halation.models.denoiser import compile_blocks
 from halation.progress_bar import StepProgress
 from halation.runs import control_requests
 from halation.runs import run_folder as runs
@@ -248,7 +248,7 @@ class TrainingSession:
         steps = train_steps(
             world,
             self.networks,
-            (batch_preparation.to_micro_batches(self.denoiser, batch, rows, world.device) for batch in loader),
+            (batch_preparation.to_micro_batches(self.denoiser.space, batch, rows, world.device) for batch in loader),
             build_components.step_settings(config, self.global_batch),
             self.train_state,
             stop=lambda: self.signals.number,

@@ -12,8 +12,8 @@ from halation.data.dataset_protocol import ImageDataset
 from halation.distributed.engines.ddp_fsdp import Engine
 from halation.distributed.world import World
 from halation.flow.ema import Ema
-from halation.models.autoencoder import ImageSpace, LatentSpace, PixelSpace
-from halation.models.denoiser import Denoiser
+from halation.models.autoencoder import LatentSpace, PixelSpace
+from halation.models.denoiser import Denoiser, ImageSpace
 from halation.runs.run_folder import RunFolder
 from halation.sampling.denoiser_sampler import SampleSettings
 from halation.sampling.sample_folder import SampleFolder

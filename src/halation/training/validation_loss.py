@@ -12,7 +12,7 @@ from halation import work_division
 from halation.data.dataset_protocol import ImageDataset
 from halation.distributed.world import World
 from halation.flow.seeded_noise import training_draw
-from halation.models.denoiser import Denoiser
+from halation.models.denoiser import Denoiser, ImageSpace
 from halation.training.loop import MicroBatch, Objective, mixed_precision
 
 NUM_BINS = 8
@@ -57,7 +57,7 @@ def _make_micro_batch(denoiser: Denoiser, source: ImageDataset, rows: np.ndarray
     }  # once, not once for each bin
     images = [decoded[number] for number in image_indices]
     samples = torch.from_numpy(np.stack([image.pixels for image in images])).to(device)
-    x0 = samples.float() if samples.is_floating_point() else _encode_images(denoiser, samples)
+    x0 = samples.float() if samples.is_floating_point() else _encode_images(denoiser.space, samples)
     noise = np.stack([training_draw(NOISE_SEED, int(row), tuple(x0.shape[1:])).noise for row in rows])
     condition = denoiser.encode_captions([image.caption for image in images], [image.label for image in images])
     originals = torch.tensor([image.original_size for image in images], dtype=torch.int64)
@@ -71,10 +71,10 @@ def _make_micro_batch(denoiser: Denoiser, source: ImageDataset, rows: np.ndarray
     )
 
 
-def _encode_images(denoiser: Denoiser, samples: torch.Tensor) -> torch.Tensor:
+def _encode_images(space: ImageSpace, samples: torch.Tensor) -> torch.Tensor:
     """A few at a time where they are large: an autoencoder takes more memory for an image than the model does."""
     size = max(1, min(BATCH_SIZE, BATCH_SIZE * 256**2 // (samples.shape[1] * samples.shape[2])))
-    return torch.cat([denoiser.encode_images(piece) for piece in samples.split(size)])
+    return torch.cat([space.encode(piece) for piece in samples.split(size)])
 
 
 def summarize_losses(rank_losses: list[dict[str, Any]], num_images: int) -> dict[str, float]:

@@ -7,7 +7,7 @@ import torch
 
 from halation.errors import InputError
 from halation.models.autoencoder import PixelSpace
-from halation.models.denoiser import Denoiser
+from halation.models.denoiser import Denoiser, null_condition
 from halation.models.dit.denoiser import DiTDenoiser, create_dit
 from halation.models.dit.network import config_for_size
 from halation.models.dit.tokenizer import WordTokenizer
@@ -24,8 +24,8 @@ def test_a_dit_fulfils_the_protocol(denoiser: DiTDenoiser) -> None:
 
 def test_the_null_condition_is_the_empty_prompt_for_text_and_no_class_for_classes(make_denoiser: Make) -> None:
     text, classes = make_denoiser(), make_denoiser(classes=True)
-    assert torch.equal(text.null_condition(2)["tokens"], text.encode_prompts(["", "  "])["tokens"])
-    assert classes.null_condition(2)["label"].tolist() == [3, 3]
+    assert torch.equal(null_condition(text, 2)["tokens"], text.encode_prompts(["", "  "])["tokens"])
+    assert null_condition(classes, 2)["label"].tolist() == [3, 3]
 
 
 def test_classes_are_found_by_name_then_by_number(make_denoiser: Make) -> None:
@@ -51,7 +51,7 @@ def test_another_size_than_the_model_s_is_refused_with_the_right_one(denoiser: D
 
 def test_pixels_go_into_the_model_s_space_and_back(denoiser: DiTDenoiser) -> None:
     pixels = torch.randint(0, 256, (2, 16, 16, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    assert torch.equal(denoiser.to_pixels(denoiser.encode_images(pixels)), pixels)
+    assert torch.equal(denoiser.space.decode(denoiser.space.encode(pixels)), pixels)
 
 
 @pytest.mark.parametrize(("size", "num_patches"), [(32, 64), (64, 256), (128, 256)])
@@ -61,7 +61,7 @@ def test_the_default_patch_keeps_the_sequence_short(size: int, num_patches: int)
 
 def test_a_image_the_autoencoder_cannot_divide_is_refused() -> None:
     class Halving(PixelSpace):
-        downsample = 8
+        downsampling_factor = 8
 
     with pytest.raises(InputError, match="multiples of 8"):
         create_dit("tiny", height=36, width=32, captions=["a"], space=Halving())

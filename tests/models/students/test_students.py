@@ -81,7 +81,7 @@ def answer(denoiser: PipelineDenoiser) -> Tensor:
 
 
 def images(denoiser: PipelineDenoiser, steps: int = STEPS) -> np.ndarray:
-    return denoiser.to_pixels(latents(denoiser, steps)).numpy()
+    return denoiser.space.decode(latents(denoiser, steps)).numpy()
 
 
 @pytest.mark.parametrize("family", SOME)

@@ -82,7 +82,7 @@ def _open_pipeline(settings: Mapping[str, Any]) -> ImageModel:
 
 def _open_checkpoint(settings: Mapping[str, Any]) -> ImageModel:
     from halation.models.checkpoint_loading import load_denoiser
-    from halation.models.denoise_and_decode import DiTModel
+    from halation.models.denoiser import DiTModel
 
     model = settings["model"]
     # On another machine the package, and the models in it, may lie elsewhere.

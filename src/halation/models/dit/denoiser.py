@@ -1,23 +1,55 @@
-"""The DiT family behind the Denoiser protocol: module, tokenizer or class names, and the space it works in."""
+"""The DiT family behind the Denoiser protocols: module, tokenizer or class names, and the space it works in."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from halation.errors import InputError
+from halation.flow.guidance import guided_velocity
 from halation.flow.paths import RectifiedFlowPath
-from halation.flow.samplers import schedule
-from halation.models import denoise_and_decode
-from halation.models.autoencoder import ImageSpace, PixelSpace
-from halation.models.denoiser import Condition, FamilyDefaults, GuidanceKind, SolverSettings
+from halation.flow.samplers import SAMPLERS, schedule
+from halation.flow.seeded_noise import noise_from_seed
+from halation.models.autoencoder import PixelSpace
+from halation.models.denoiser import Condition, FamilyDefaults, GuidanceKind, ImageSpace, SolverSettings, null_condition
 from halation.models.dit.network import DiT, DiTConfig, config_for_size
 from halation.models.dit.tokenizer import WordTokenizer
 from halation.sample_specs import SampleBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoiseInputs:
+    """Everything that sampling one batch needs, on the device."""
+
+    noise: Tensor
+    condition: Condition
+    null: Condition
+    scales: Tensor
+    num_steps: int
+    truncated: tuple[bool, ...]
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.noise)
+
+    def halves(self) -> tuple[NoiseInputs, NoiseInputs]:
+        middle = -(-self.num_rows // 2)
+        return self._slice_rows(slice(None, middle)), self._slice_rows(slice(middle, None))
+
+    def _slice_rows(self, rows: slice) -> NoiseInputs:
+        return NoiseInputs(
+            noise=self.noise[rows],
+            condition={name: value[rows] for name, value in self.condition.items()},
+            null={name: value[rows] for name, value in self.null.items()},
+            scales=self.scales[rows],
+            num_steps=self.num_steps,
+            truncated=self.truncated[rows],
+        )
 
 
 class DiTDenoiser:
@@ -52,9 +84,8 @@ class DiTDenoiser:
         self._flops = module.flops()
         self.noise_path = RectifiedFlowPath()
         self.defaults = FamilyDefaults()
-        self.downsample = space.downsample
-        self.hidden = config.hidden
-        self.depth = config.depth
+        self.hidden_size = config.hidden
+        self.num_blocks = config.depth
 
     def init_weights(self, seed: int) -> DiTDenoiser:
         """Fresh weights on the CPU from a seed."""
@@ -93,11 +124,8 @@ class DiTDenoiser:
             return [False] * len(prompts)
         return [self.tokenizer.encode(prompt).truncated for prompt in prompts]
 
-    def null_condition(self, num: int) -> Condition:
-        return self.encode_prompts([""] * num)
-
     def sample_shape(self, height: int, width: int) -> tuple[int, int, int]:
-        config, factor = self.config, self.space.downsample
+        config, factor = self.config, self.space.downsampling_factor
         if (height, width) != (config.height * factor, config.width * factor):
             raise InputError(
                 f"an image of {height} x {width}",
@@ -105,12 +133,6 @@ class DiTDenoiser:
                 "ask for that size, or train a model for the other one",
             )
         return (config.channels, config.height, config.width)
-
-    def encode_images(self, pixels: Tensor) -> Tensor:
-        return self.space.encode(pixels)
-
-    def to_pixels(self, x: Tensor) -> Tensor:
-        return self.space.decode(x)
 
     def forward(self, module: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
         velocity: Tensor = module(x, t, condition)
@@ -128,17 +150,57 @@ class DiTDenoiser:
     def times(self, num_steps: int, height: int, width: int, shift: float) -> tuple[float, ...]:
         return tuple(schedule(num_steps, shift).tolist())
 
-    def prepare(self, batch: SampleBatch, device: torch.device | str) -> denoise_and_decode.NoiseInputs:
-        return denoise_and_decode.prepare(self, batch, device)
+    def prepare(self, batch: SampleBatch, device: torch.device | str) -> NoiseInputs:
+        first = batch.specs[0]
+        if any(spec.shape != first.shape for spec in batch.specs):
+            raise ValueError("the specs of one batch have one shape")
+        shape = self.sample_shape(first.height, first.width)
+        prompts = [spec.prompt for spec in batch.specs]
+        noise = torch.stack([noise_from_seed(spec.seed, shape) for spec in batch.specs])
+        null = self.encode_prompts([spec.negative_prompt for spec in batch.specs])
+        return NoiseInputs(
+            noise=noise.to(device),
+            condition={name: value.to(device) for name, value in self.encode_prompts(prompts).items()},
+            null={name: value.to(device) for name, value in null.items()},
+            scales=torch.tensor([spec.guidance_scale for spec in batch.specs], dtype=torch.float32).to(device),
+            num_steps=first.steps,
+            truncated=tuple(self.truncation_flags(prompts)),
+        )
 
-    def dummy_inputs(self, batch: SampleBatch, device: torch.device | str) -> denoise_and_decode.NoiseInputs:
-        return denoise_and_decode.dummy_inputs(self, batch, device)
+    def dummy_inputs(self, batch: SampleBatch, device: torch.device | str) -> NoiseInputs:
+        first, num_specs = batch.specs[0], len(batch.specs)
+        null = {name: value.to(device) for name, value in null_condition(self, num_specs).items()}
+        return NoiseInputs(
+            noise=torch.zeros((num_specs, *self.sample_shape(first.height, first.width)), device=device),
+            condition=null,
+            null=null,
+            scales=torch.ones(num_specs, device=device),
+            num_steps=first.steps,
+            truncated=(False,) * num_specs,
+        )
 
-    def sample(
-        self, inputs: denoise_and_decode.NoiseInputs, solver: SolverSettings, on_step: Callable[[], None]
-    ) -> Tensor:
+    # The decorator, unlike a `with` in the body, leaves the caller's grad mode alone between two steps. Not inference_mode:
+    # the tensors it makes cannot be used by FSDP afterwards.
+    @torch.no_grad()
+    def denoise(self, inputs: NoiseInputs, solver: SolverSettings) -> Iterator[Tensor]:
+        """The states of a batch after each step, in float32; the module itself runs in the solver's dtype."""
+        device_type = inputs.noise.device.type
+
+        def predict(x: Tensor, t: Tensor, condition: Condition) -> Tensor:
+            with torch.autocast(device_type, dtype=solver.dtype, enabled=solver.dtype != torch.float32):
+                return self.predict(x, t, condition)
+
+        times = schedule(inputs.num_steps, solver.shift)
+        scale = inputs.scales if solver.use_cfg else 1.0
+        truncate_from = solver.truncate_from
+        velocity = guided_velocity(
+            predict, inputs.condition, inputs.null, scale, truncate_from=truncate_from, times=times
+        )
+        yield from SAMPLERS[solver.sampler](velocity, inputs.noise, times)
+
+    def sample(self, inputs: NoiseInputs, solver: SolverSettings, on_step: Callable[[], None]) -> Tensor:
         x = inputs.noise
-        for x in denoise_and_decode.denoise(self, inputs, solver):  # noqa: B007 - the last state is the result
+        for x in self.denoise(inputs, solver):  # noqa: B007 - the last state is the result
             on_step()
         return x
 
@@ -175,7 +237,7 @@ class DiTDenoiser:
 
 def default_patch_size(space: ImageSpace, height: int) -> int:
     """2 in latents as in DiT; in pixels 4 up to 64, then 8, which keeps the sequence near 256 tokens."""
-    if space.downsample > 1:
+    if space.downsampling_factor > 1:
         return 2
     return 4 if height <= 64 else 8
 
@@ -196,17 +258,17 @@ def create_dit(
     Its module is on the meta device: call `init_weights(seed)`, or load weights.
     """
     space = PixelSpace() if space is None else space
-    if height % space.downsample or width % space.downsample:
+    if height % space.downsampling_factor or width % space.downsampling_factor:
         raise InputError(
             f"an image of {height} x {width}",
-            f"multiples of {space.downsample}, the factor of the autoencoder",
+            f"multiples of {space.downsampling_factor}, the factor of the autoencoder",
             "change the image size",
         )
     tokenizer = None if class_names else WordTokenizer.from_captions(captions)
     config = config_for_size(
         size,
-        height=height // space.downsample,
-        width=width // space.downsample,
+        height=height // space.downsampling_factor,
+        width=width // space.downsampling_factor,
         channels=space.channels,
         patch_size=default_patch_size(space, height) if patch_size is None else patch_size,
         num_register_tokens=num_register_tokens,

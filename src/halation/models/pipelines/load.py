@@ -14,7 +14,7 @@ import transformers
 from torch import nn
 
 from halation.errors import HalationError, InputError
-from halation.models.block_compile_and_checkpointing import compile_blocks
+from halation.models.denoiser import compile_blocks
 from halation.models.pipelines.capabilities import DTYPES, PipelineOptions, check_text_only
 from halation.models.pipelines.folder_safety_check import PipelineFiles
 from halation.models.pipelines.pipeline_hooks import DENOISER_COMPONENTS

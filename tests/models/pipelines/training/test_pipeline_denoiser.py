@@ -15,7 +15,7 @@ import torch
 
 from halation.errors import InputError
 from halation.models.checkpoint_loading import build_denoiser
-from halation.models.denoiser import Condition
+from halation.models.denoiser import Condition, null_condition
 from halation.models.pipelines.training.denoiser import PipelineDenoiser
 from halation.models.pipelines.training.lora import LoraSettings
 from halation.sample_specs import SampleBatch
@@ -114,7 +114,7 @@ def test_texts_come_from_the_store_and_what_it_lacks_is_encoded_once() -> None:
     rows = denoiser.encode_captions(["a dog", "a red car"], [0, 0])
     assert torch.equal(rows["t5"][0], marked["t5"][0])
     assert torch.equal(rows["t5"][1], both["t5"][0])
-    assert denoiser.null_condition(3)["bert"].shape == (3, 77, 32)
+    assert null_condition(denoiser, 3)["bert"].shape == (3, 77, 32)
     assert denoiser.truncation_flags(["a dog", "a dog " * 300]) == [False, True]
     assert torch.equal(denoiser.encode_prompts(["a dog"])["t5"], marked["t5"])
 
@@ -155,7 +155,8 @@ def test_a_forward_costs_what_its_matrices_say() -> None:
     weights = sum(weight.numel() for block in small.shard_units() for weight in block.parameters() if weight.ndim == 2)
     assert small.flops_per_image() > 2 * 4 * weights  # four tokens, a multiply-add each
     assert small.flops_per_image() < large.flops_per_image() < 4 * small.flops_per_image()
-    assert (small.hidden, small.depth, small.num_channels, small.downsample) == (32, 2, 4, 8)
+    assert (small.hidden_size, small.num_blocks) == (32, 2)
+    assert (small.space.channels, small.space.downsampling_factor) == (4, 8)
     assert small.default_size == (32, 32)
     assert small.defaults.guidance_scale == 5.0
     assert opened(tiny_pipelines.built("flux")).defaults.guidance_scale == 3.5

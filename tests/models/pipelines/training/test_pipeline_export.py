@@ -48,7 +48,9 @@ def trained(denoiser: PipelineDenoiser, amount: float = 0.02) -> dict[str, Tenso
 
 def image(denoiser: PipelineDenoiser, prompt: str = "a red cat") -> np.ndarray:
     batch = SampleBatch(specs=tuple(specs(prompt)), num_real=1)
-    return denoiser.to_pixels(denoiser.sample(denoiser.prepare(batch, "cpu"), SolverSettings(), lambda: None)).numpy()
+    return denoiser.space.decode(
+        denoiser.sample(denoiser.prepare(batch, "cpu"), SolverSettings(), lambda: None)
+    ).numpy()
 
 
 def test_an_export_draws_what_the_training_draws_and_everything_else_is_a_copy(tmp_path: Path) -> None:

@@ -246,7 +246,7 @@ def test_a_sample_is_what_the_pipeline_draws_from_the_same_prompt_and_seed(famil
         reference = pipe._unpack_latents(reference, HEIGHT, WIDTH, pipe.vae_scale_factor)
     assert torch.equal(ours, reference.squeeze(2) if family == "wan_one" else reference)
     assert len(steps) == 3
-    assert denoiser.to_pixels(ours).shape == (1, HEIGHT, WIDTH, 3)
+    assert denoiser.space.decode(ours).shape == (1, HEIGHT, WIDTH, 3)
 
 
 @pytest.mark.parametrize(

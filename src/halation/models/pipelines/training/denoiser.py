@@ -15,8 +15,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from halation.errors import InputError
 from halation.flow import paths
 from halation.models.autoencoder import make_latent_space
-from halation.models.block_compile_and_checkpointing import apply_gradient_checkpointing
-from halation.models.denoiser import Condition, FamilyDefaults, GuidanceKind, SolverSettings
+from halation.models.denoiser import (
+    Condition,
+    FamilyDefaults,
+    GuidanceKind,
+    SolverSettings,
+    apply_gradient_checkpointing,
+)
 from halation.models.pipelines.capabilities import DTYPES, PipelineChecker, PipelineOptions, call_parameters
 from halation.models.pipelines.family_quirks import get_family
 from halation.models.pipelines.folder_safety_check import PipelineFiles, inspect_pipeline_folder
@@ -315,7 +320,8 @@ class PipelineDenoiser:
         if all(isinstance(side, int) for side in asked):
             return asked
         side = getattr(self._pipe, "default_sample_size", None) or self.config.sample_size
-        return (side * self.downsample, side * self.downsample)
+        side *= self.space.downsampling_factor
+        return (side, side)
 
     @property
     def size_multiple(self) -> int:
@@ -323,19 +329,11 @@ class PipelineDenoiser:
         return self._checker.size_multiple
 
     @property
-    def downsample(self) -> int:
-        return self.space.downsample
-
-    @property
-    def num_channels(self) -> int:
-        return self.space.channels
-
-    @property
-    def hidden(self) -> int:
+    def hidden_size(self) -> int:
         return int(self.config.num_attention_heads * self.config.attention_head_dim)
 
     @property
-    def depth(self) -> int:
+    def num_blocks(self) -> int:
         return len(self.shard_units())
 
     def shard_units(self) -> list[nn.Module]:
@@ -389,13 +387,8 @@ class PipelineDenoiser:
 
     def sample_shape(self, height: int, width: int) -> tuple[int, int, int]:
         self._checker.check_size(height, width)
-        return (self.space.channels, height // self.downsample, width // self.downsample)
-
-    def encode_images(self, pixels: Tensor) -> Tensor:
-        return self.space.encode(pixels)
-
-    def to_pixels(self, x: Tensor) -> Tensor:
-        return self.space.decode(x)
+        factor = self.space.downsampling_factor
+        return (self.space.channels, height // factor, width // factor)
 
     def load_text_encoders(self, device: torch.device | str) -> AbstractContextManager[EncodeTexts]:
         """The text encoders on a device: texts to rows on the CPU. They are gone when it ends."""
@@ -422,9 +415,6 @@ class PipelineDenoiser:
 
     def encode_captions(self, captions: Sequence[str], labels: Sequence[int]) -> Condition:
         return self._text_encoder.encode(captions, self._device)
-
-    def null_condition(self, num: int) -> Condition:
-        return {name: row.repeat(num, *(1,) * (row.ndim - 1)) for name, row in self.encode_prompts([""]).items()}
 
     def truncation_flags(self, prompts: Sequence[str]) -> list[bool]:
         return [self._text_encoder.truncates(prompt) for prompt in prompts]

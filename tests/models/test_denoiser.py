@@ -10,16 +10,14 @@ from torch import Tensor
 
 from halation.errors import InputError
 from halation.flow.samplers import SAMPLERS, num_forwards
-from halation.models.denoise_and_decode import (
+from halation.models.denoiser import (
+    NonFiniteRowsError,
     SamplingError,
+    SolverSettings,
     decode,
-    denoise,
-    dummy_inputs,
     needs_cfg,
-    prepare,
     sample_batch,
 )
-from halation.models.denoiser import NonFiniteRowsError, SolverSettings
 from halation.models.dit.denoiser import DiTDenoiser
 from halation.sample_specs import SampleBatch, SampleSpec
 
@@ -87,11 +85,11 @@ def test_a_image_does_not_depend_on_its_neighbours_or_its_place_on_the_batch(
 @pytest.mark.parametrize("name", SAMPLERS)
 @pytest.mark.parametrize("pair", [False, True])
 def test_fillers_make_exactly_the_forwards_of_a_real_batch(denoiser: DiTDenoiser, name: str, pair: bool) -> None:
-    real = prepare(denoiser, batch(BASE, changed(guidance_scale=1.0)), "cpu")
-    company = dummy_inputs(denoiser, batch(BASE, BASE), "cpu")
+    real = denoiser.prepare(batch(BASE, changed(guidance_scale=1.0)), "cpu")
+    company = denoiser.dummy_inputs(batch(BASE, BASE), "cpu")
     runs = [
         count_forwards(
-            denoiser, lambda inputs=inputs: list(denoise(denoiser, inputs, SolverSettings(sampler=name, use_cfg=pair)))
+            denoiser, lambda inputs=inputs: list(denoiser.denoise(inputs, SolverSettings(sampler=name, use_cfg=pair)))
         )
         for inputs in (real, company)
     ]
@@ -106,7 +104,7 @@ def test_fillers_make_exactly_the_forwards_of_a_real_batch(denoiser: DiTDenoiser
 
 def test_preparing_and_decoding_never_run_the_module(denoiser: DiTDenoiser) -> None:
     def both() -> None:
-        decode(denoiser, prepare(denoiser, batch(BASE), "cpu").noise, batch(BASE))
+        decode(denoiser.space, denoiser.prepare(batch(BASE), "cpu").noise, batch(BASE))
 
     assert count_forwards(denoiser, both) == []
 
@@ -127,7 +125,7 @@ def test_the_pair_is_decided_by_the_plan_and_a_scale_of_one_is_the_conditional_i
 def test_a_generator_of_steps_leaves_grad_mode_autocast_and_generators_alone(denoiser: DiTDenoiser) -> None:
     state = torch.get_rng_state()
     states: list[Tensor] = []
-    for x in denoise(denoiser, prepare(denoiser, batch(BASE), "cpu"), SolverSettings(dtype=torch.bfloat16)):
+    for x in denoiser.denoise(denoiser.prepare(batch(BASE), "cpu"), SolverSettings(dtype=torch.bfloat16)):
         assert torch.is_grad_enabled()
         assert not torch.is_autocast_enabled("cpu")
         assert x.dtype == torch.float32
@@ -161,11 +159,11 @@ def test_a_nan_costs_its_own_image_names_its_prompt_and_leaves_the_neighbours_as
     denoiser: DiTDenoiser,
 ) -> None:
     specs = batch(BASE, changed(index=7, prompt="the bad one " * 20), BASE)
-    x = prepare(denoiser, specs, "cpu").noise
-    whole = decode(denoiser, x, specs).pixels
+    x = denoiser.prepare(specs, "cpu").noise
+    whole = decode(denoiser.space, x, specs).pixels
     broken = x.clone()
     broken[1, 0, 3, 3] = float("nan")
-    decoded = decode(denoiser, broken, specs)
+    decoded = decode(denoiser.space, broken, specs)
     assert list(decoded.failures) == [1]
     assert np.array_equal(decoded.pixels[[0, 2]], whole[[0, 2]])
     with pytest.raises(SamplingError, match=r"image 7 \(prompt 'the bad one .*\.\.\.', seed 1\).*not finite"):
@@ -175,7 +173,7 @@ def test_a_nan_costs_its_own_image_names_its_prompt_and_leaves_the_neighbours_as
 class OverflowingSpace:
     """Pixels, but an image with a value above 100 cannot be decoded."""
 
-    downsample, channels = 1, 3
+    downsampling_factor, channels = 1, 3
 
     def decode(self, x: Tensor) -> Tensor:
         rows = tuple(row for row in range(len(x)) if x[row].max() > 100)
@@ -189,24 +187,24 @@ def test_a_image_whose_decoding_is_not_finite_fails_alone(make_denoiser: Make) -
     denoiser.space = OverflowingSpace()  # type: ignore[assignment]
     x = torch.zeros(3, 3, 16, 16)
     x[2] = 1000.0
-    decoded = decode(denoiser, x, batch(BASE, BASE, BASE))
+    decoded = decode(denoiser.space, x, batch(BASE, BASE, BASE))
     assert list(decoded.failures) == [2]
     assert "in float32 too" in str(decoded.failures[2])
 
 
 def test_bad_input_fails_in_prepare(make_denoiser: Make, denoiser: DiTDenoiser) -> None:
     with pytest.raises(InputError, match="32 x 16"):
-        prepare(denoiser, batch(changed(height=32)), "cpu")
+        denoiser.prepare(batch(changed(height=32)), "cpu")
     with pytest.raises(ValueError, match="seed"):
-        prepare(denoiser, batch(changed(seed=-1)), "cpu")
+        denoiser.prepare(batch(changed(seed=-1)), "cpu")
     with pytest.raises(ValueError, match="one shape"):
-        prepare(denoiser, batch(BASE, changed(steps=5)), "cpu")
+        denoiser.prepare(batch(BASE, changed(steps=5)), "cpu")
     with pytest.raises(InputError, match="knows classes"):
-        prepare(make_denoiser(classes=True), batch(changed(prompt="zebra")), "cpu")
+        make_denoiser(classes=True).prepare(batch(changed(prompt="zebra")), "cpu")
 
 
 def test_prompts_that_did_not_fit_are_marked(denoiser: DiTDenoiser) -> None:
-    inputs = prepare(denoiser, batch(BASE, changed(prompt="car " * 100)), "cpu")
+    inputs = denoiser.prepare(batch(BASE, changed(prompt="car " * 100)), "cpu")
     assert inputs.truncated == (False, True)
 
 
