@@ -1,18 +1,22 @@
-"""A call of four workers, two of which die on the way, told to a Progress: what the tests of the bars run on a terminal of their own."""
+"""Displays that are fed as commands feed them, for tests that run them on a terminal or pipe of their own.
+
+progress_demo.py KIND NUM_WORKERS SECONDS shows a generation of four workers, two of which die on the way; with `step` or
+`watch` after that, a training or a watch.
+"""
 
 from __future__ import annotations
 
 import sys
 import time
 
-from halation.generation_progress_display import GenerationProgress
+from halation.progress import GenerationProgress, StepProgress, WatchProgress
 
 
-def play(kind: str, num_workers: int, seconds: float) -> None:
+def play_generation(kind: str, num_workers: int, seconds: float) -> None:
     workers = [f"GPU {number}" for number in range(num_workers)]
     with GenerationProgress(
         kind, workers, num_planned=1000 + 250 * num_workers, num_done=990, num_failed=10
-    ) as progress:  # type: ignore[arg-type]
+    ) as progress:
         for worker in workers:
             progress.set_assigned(worker, 250)
             progress.set_state(worker, "loading")
@@ -31,5 +35,30 @@ def play(kind: str, num_workers: int, seconds: float) -> None:
             progress.set_state(worker, "finished")
 
 
+def play_training(kind: str, seconds: float) -> None:
+    with StepProgress(kind, 600, 100) as progress:
+        for step in range(101, 601):
+            time.sleep(seconds / 500)
+            progress.update(step, f"mean loss {1 / step:.4f}  {step} images/s", {"loss": 1 / step})
+            if step % 100 == 0:
+                progress.print_line(f"checkpoint of step {step}\x1b[2J")
+
+
+def play_watch(kind: str, seconds: float) -> None:
+    with WatchProgress(kind) as progress:
+        for step in (200, 400):
+            for number in range(10):
+                progress.show_status(f"step {step}: drawing", f"{number} of 10 images")
+                time.sleep(seconds / 20)
+            progress.show_event("scored", f"step {step}: fd 3.2\x1b[2J", step=step, metrics={"fd": 3.2})
+        progress.show_event("warning", "step_0000600 was removed before its turn came; it is skipped")
+
+
 if __name__ == "__main__":
-    play(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))
+    kind, num_workers, seconds, *job = sys.argv[1:]
+    if job == ["step"]:
+        play_training(kind, float(seconds))
+    elif job == ["watch"]:
+        play_watch(kind, float(seconds))
+    else:
+        play_generation(kind, int(num_workers), float(seconds))

@@ -1,10 +1,7 @@
-"""What a run tells of its beginning, and its plain lines of progress."""
+"""What a run logs when it begins."""
 
 from __future__ import annotations
 
-import pytest
-
-from halation.progress_bar import StepProgress
 from halation.training.config import TrainConfig
 from halation.training.reporting import count_adapter_layers, describe_parameters
 
@@ -18,13 +15,3 @@ def test_a_run_of_adapters_says_what_is_trained_beside_what_there_is() -> None:
 def test_layers_with_adapters_are_counted_by_their_names_in_a_block() -> None:
     names = [f"blocks.{k}.attn1.{layer}.lora_{side}.default.weight" for k in (0, 1) for layer in ("to_q", "to_out.0") for side in "AB"]  # fmt: skip
     assert count_adapter_layers([*names, "proj_out.weight"]) == {"to_q": 2, "to_out.0": 2}
-
-
-def test_plain_lines_have_single_blanks_and_the_last_one_comes_once(capsys: pytest.CaptureFixture[str]) -> None:
-    with StepProgress("plain", 4, 4, "caching") as progress:
-        for _ in range(2):
-            progress.update(4, "images", {})
-    with StepProgress("plain", 2, 0) as progress:
-        progress.update(2, "mean loss 0.5000  3 images/s", {})
-    lines = capsys.readouterr().err.splitlines()
-    assert lines == ["caching 4/4 images", "step 2/2 mean loss 0.5000, 3 images/s, 0:00:00 left"]

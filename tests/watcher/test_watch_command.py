@@ -19,11 +19,11 @@ from halation.data.streets import Streets
 from halation.distributed.stop_signals import StopSignals
 from halation.errors import InputError
 from halation.images.png_codec import encode_png, read_png
+from halation.progress import WatchProgress
 from halation.runs import run_folder as runs
 from halation.runs.lock import FolderMonitor
 from halation.watcher.command import load_prompts, resolve_config
 from halation.watcher.config import WatchConfig
-from halation.watcher.terminal_display import WatchDisplay
 from halation.watcher.watch_loop import CheckpointWatcher
 from support import commands
 
@@ -404,8 +404,8 @@ def test_one_that_is_removed_before_its_turn_is_named_once(tmp_path: Path, capsy
         place.mkdir(parents=True)
         (place / "COMMIT.json").write_text('{"sha256": {}}')
     config = WatchConfig(run=tmp_path, every=2, min_step=3)
-    display, monitor = WatchDisplay("plain"), FolderMonitor(tmp_path)
-    watching = CheckpointWatcher(config, tmp_path / "watch", display, StopSignals(), "prompts.txt", monitor)
+    progress, monitor = WatchProgress("plain"), FolderMonitor(tmp_path)
+    watching = CheckpointWatcher(config, tmp_path / "watch", progress, StopSignals(), "prompts.txt", monitor)
     assert [each.step for each in watching.list_waiting()] == [4], "2 is too early, 7 is odd"
     shutil.rmtree(tmp_path / "checkpoints/step_0000004")
     assert watching.list_waiting() == watching.list_waiting() == []

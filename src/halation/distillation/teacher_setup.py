@@ -26,10 +26,10 @@ from halation.models.checkpoint_loading import load_denoiser
 from halation.models.denoiser import MIXED_PRECISION_DTYPES, Denoiser, compile_blocks
 from halation.models.dit.denoiser import DiTDenoiser
 from halation.models.frozen_teacher import Teacher, split_across_devices
+from halation.progress import delayed_progress
 from halation.runs.run_folder import write_json_with_digest
 from halation.sampling.denoiser_sampler import DenoiserSampler, SampleSettings
 from halation.sampling.sample_folder import SampleFolder, is_drawn
-from halation.training.build_components import progress_bar
 
 if TYPE_CHECKING:
     from halation.models.pipelines.training.denoiser import PipelineDenoiser
@@ -178,7 +178,9 @@ def write_targets(
     with (
         contextlib.nullcontext() if sharded else signals,  # ranks that go in step would not stop at one answer
         HeartbeatMonitor(world, "asking the teacher", config.dist_timeout_s) as monitor,
-        progress_bar(world, config, "asking the teacher", monitor.heartbeat, "items") as update_progress,
+        delayed_progress(
+            config.progress, "asking the teacher", "items", monitor.heartbeat, (world.rank, world.size)
+        ) as update_progress,
         _with_heartbeat(teacher, monitor.heartbeat),
     ):
         build = functools.partial(

@@ -24,7 +24,7 @@ from halation.evaluation.metrics import metric_computation
 from halation.evaluation.model_images import ModelImages
 from halation.evaluation.preprocess_pool import ExtractorBatch, PreparedBatch, PreprocessPool, SourcePreprocessor
 from halation.generation.workers.image_runner import ImageModel
-from halation.progress_bar import StepProgress
+from halation.progress import StepProgress
 from halation.runs.run_folder import read_json_with_digest, write_json_with_digest
 
 MAX_DECODE_WORKERS = 16

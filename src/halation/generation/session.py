@@ -15,7 +15,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from halation import progress_bar
 from halation.config import as_json, fixed_settings
 from halation.distributed.stop_signals import StopSignals, exit_code
 from halation.errors import InputError, Interrupted
@@ -26,11 +25,11 @@ from halation.generation.ledger import Ledger
 from halation.generation.ledger_setup import plan, repair
 from halation.generation.supervisor import RangeClaims, RunStats, Supervisor, SupervisorSettings
 from halation.generation.workers.local_pool import WorkerPool, WorkerSlot
-from halation.generation_progress_display import GenerationProgress
 from halation.images import png_codec
 from halation.logging_setup import ConsoleWarningHandler
 from halation.models.dit.tokenizer import find_prompt_warnings
 from halation.models.model_path_resolver import ModelRef
+from halation.progress import GenerationProgress, StepProgress
 from halation.prompt_files import PromptFile
 from halation.runs import run_folder as runs
 from halation.runs.lock import FolderMonitor
@@ -252,7 +251,7 @@ class GenerationSession:
 
     def _verify(self) -> list[metadata_and_summary.DamagedImage]:
         num_done = self.ledger.counts()["done"]
-        with progress_bar.StepProgress(self.config.progress, num_done, 0, "checking") as bar:
+        with StepProgress(self.config.progress, num_done, 0, "checking") as bar:
             self.console_handler.print_line = bar.print_line
             try:
                 return metadata_and_summary.verify(

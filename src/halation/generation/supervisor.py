@@ -21,7 +21,7 @@ from halation.generation.metadata_and_summary import WorkerStats
 from halation.generation.work_queue import WorkerState, WorkItem, WorkQueue
 from halation.generation.workers.local_pool import WorkerEvent, WorkerPool
 from halation.generation.workers.process import QUEUE_DEPTH
-from halation.generation_progress_display import GenerationProgress
+from halation.progress import GenerationProgress
 from halation.work_division import BatchPlan
 
 log = logging.getLogger(__name__)

@@ -19,6 +19,7 @@ from halation.errors import HalationError, InputError, Interrupted
 from halation.input_files import read_bytes
 from halation.models.bundled_models import bundled_names, portable_name, resolve_model_path, suggest_model
 from halation.models.dit.tokenizer import find_prompt_warnings
+from halation.progress import StepProgress
 from halation.runs import lock
 from halation.runs import run_folder as runs
 from halation.sampling.config import SampleConfig
@@ -171,7 +172,6 @@ def _draw_samples(world: World, config: SampleConfig, folder: Path) -> None:
     from halation.models.checkpoint_loading import load_denoiser, read_sampling_settings
     from halation.models.denoiser import compile_blocks
     from halation.models.model_path_resolver import distillation_settings, format_guidance_warning, format_step_warning
-    from halation.progress_bar import StepProgress
     from halation.sampling.denoiser_sampler import DenoiserSampler, SampleSettings
     from halation.sampling.sample_folder import SampleFolder, publish_index
 

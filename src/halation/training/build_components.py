@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,7 @@ from halation.models.checkpoint_loading import load_denoiser
 from halation.models.denoiser import PIPELINE_SCHEDULER, FamilyDefaults, ImageSpace
 from halation.models.dit.denoiser import DiTDenoiser, create_dit
 from halation.models.dit.network import SIZES
-from halation.progress_bar import StepProgress
+from halation.progress import delayed_progress
 from halation.runs import run_folder as runs
 from halation.sampling.denoiser_sampler import SampleSettings
 from halation.training.config import TrainConfig
@@ -38,7 +36,6 @@ from halation.training.loop import StepSettings
 log = logging.getLogger(__name__)
 
 NUM_DEFAULT_PROMPTS = 8
-PROGRESS_DELAY_S = 2.0
 
 
 def record_device_and_space(world: World, config: TrainConfig, run: runs.RunFolder, space: ImageSpace) -> None:
@@ -84,7 +81,7 @@ def open_source(
 
     def check_data(heartbeat: Callable[[], None]) -> None:
         source = open_data()
-        with progress_bar(world, config, "reading", heartbeat, shared=False) as update_progress:
+        with delayed_progress(config.progress, "reading", "images", heartbeat) as update_progress:
             check_dataset(source, cache, update_progress)
         runs.record_facts(run, {"data fingerprint": source.fingerprint}, config.accept_changes)
 
@@ -126,7 +123,9 @@ def _build_cache(
         space.to(world.device)
     with (
         HeartbeatMonitor(world, "caching the data", config.dist_timeout_s) as monitor,
-        progress_bar(world, config, "caching", monitor.heartbeat) as update_progress,
+        delayed_progress(
+            config.progress, "caching", "images", monitor.heartbeat, (world.rank, world.size)
+        ) as update_progress,
     ):
         error = ""
         try:
@@ -157,31 +156,6 @@ def _build_cache(
 def _encode_size(source: ImageDataset) -> int:
     """Images in one call of the autoencoder: by their size alone, so that a latent depends on nothing else."""
     return max(1, min(latent_cache.CHUNK_SIZE, latent_cache.CHUNK_SIZE * 256**2 // (source.height * source.width)))
-
-
-@contextlib.contextmanager
-def progress_bar(
-    world: World,
-    config: TrainConfig,
-    title: str,
-    heartbeat: Callable[[], None],
-    unit: str = "images",
-    shared: bool = True,
-) -> Iterator[Callable[[int, int], None]]:
-    """Progress of rank 0, which has one share of several where work is shared; shown only where it takes long enough to wonder."""
-    text = f"{unit}, the first of {world.size} shares" if shared and world.size > 1 else unit
-    start_time = time.monotonic()
-    with contextlib.ExitStack() as stack:
-        bars: list[StepProgress] = []
-
-        def update_progress(done: int, total: int) -> None:
-            heartbeat()
-            if not bars and world.is_rank_zero and time.monotonic() - start_time > PROGRESS_DELAY_S:
-                bars.append(stack.enter_context(StepProgress(config.progress, total, done, title)))
-            for shown in bars:
-                shown.update(done, text, {})
-
-        yield update_progress
 
 
 def new_denoiser(config: TrainConfig, source: ImageDataset, space: ImageSpace) -> DiTDenoiser:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from halation.errors import HalationError, InputError, os_error_message
 from halation.input_files import read_json
+from halation.progress import delayed_progress
 from halation.runs import run_folder as runs
 from halation.training.config import TrainConfig
 
@@ -217,16 +218,15 @@ def _encode_texts(
 
     from halation.data import text_cache as cache
     from halation.distributed.world import HeartbeatMonitor
-    from halation.training.build_components import progress_bar
 
     with HeartbeatMonitor(world, "encoding texts", config.dist_timeout_s) as monitor, contextlib.ExitStack() as stack:
         error = ""
         try:
+            part = (world.rank, world.size)
             update_progress = stack.enter_context(
-                progress_bar(world, config, "encoding texts", monitor.heartbeat, "texts")
+                delayed_progress(config.progress, "encoding texts", "texts", monitor.heartbeat, part)
             )
             encode = stack.enter_context(denoiser.load_text_encoders(world.device))
-            part = (world.rank, world.size)
             cache.build(
                 texts,
                 cache_folder,

@@ -12,7 +12,7 @@ import torch
 
 from halation.distributed.engines.ddp_fsdp import Engine
 from halation.distributed.world import World
-from halation.progress_bar import StepProgress
+from halation.progress import StepProgress
 from halation.runs.run_folder import MetricsFile
 from halation.sampling.denoiser_sampler import SampleSettings
 from halation.training.config import TrainConfig

@@ -30,7 +30,7 @@ from halation.distributed.world import HeartbeatMonitor, World, check_ranks_agre
 from halation.errors import HalationError, InputError, Interrupted, RankFailure
 from halation.flow.ema import Ema
 from halation.models.denoiser import compile_blocks
-from halation.progress_bar import StepProgress
+from halation.progress import StepProgress
 from halation.runs import control_requests
 from halation.runs import run_folder as runs
 from halation.runs.lock import FolderMonitor

@@ -16,13 +16,13 @@ from halation.errors import InputError
 from halation.evaluation.command import check_reference
 from halation.evaluation.config import EvaluateConfig
 from halation.models.bundled_models import bundled_folder
+from halation.progress import WatchProgress
 from halation.prompt_files import PromptFile
 from halation.runs import lock
 from halation.runs import run_folder as runs
 from halation.runs.run_folder import RunFolder
 from halation.watcher import checkpoint_scanner, checkpoint_scores
 from halation.watcher.config import WatchConfig
-from halation.watcher.terminal_display import WatchDisplay
 from halation.watcher.watch_loop import CheckpointWatcher
 
 MAX_FLOAT = sys.float_info.max
@@ -50,12 +50,12 @@ def run(config: WatchConfig) -> int:
     runs.make_folder(config.output_dir)
     with (
         lock.lock_folder(config.output_dir, "watch") as monitor,
-        WatchDisplay(config.progress) as display,
+        WatchProgress(config.progress) as progress,
         StopSignals(exit_on_second=False) as signals,
     ):
         prepare_output_dir(config, config.output_dir, prompts)
         prompts_name = f"prompts.{prompts.format}"
-        return CheckpointWatcher(config, config.output_dir, display, signals, prompts_name, monitor).run()
+        return CheckpointWatcher(config, config.output_dir, progress, signals, prompts_name, monitor).run()
 
 
 # -- before

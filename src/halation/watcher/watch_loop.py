@@ -13,12 +13,12 @@ from typing import Any
 from halation.distributed.child_process import run_command
 from halation.distributed.stop_signals import StopSignals, exit_code
 from halation.errors import HalationError, InputError, Interrupted
+from halation.progress import WatchProgress
 from halation.runs import run_folder as runs
 from halation.runs.lock import FolderMonitor
 from halation.watcher import checkpoint_scanner, checkpoint_scores
 from halation.watcher.checkpoint_scanner import CheckpointFolder, CheckpointScanner
 from halation.watcher.config import WatchConfig
-from halation.watcher.terminal_display import WatchDisplay
 
 MAX_TRIES = 2
 FAILED_FILE, BEST_FILE, BEST_FOLDER, PINNED_FOLDER, FEATURES_FOLDER = (
@@ -57,7 +57,7 @@ class CheckpointWatcher:
         self,
         config: WatchConfig,
         folder: Path,
-        display: WatchDisplay,
+        progress: WatchProgress,
         signals: StopSignals,
         prompts: str,
         monitor: FolderMonitor,
@@ -65,7 +65,7 @@ class CheckpointWatcher:
         self.monitor = monitor
         self.config = config
         self.folder = folder
-        self.display = display
+        self.progress = progress
         self.signals = signals
         self.prompts = folder / prompts
         self.scanner = CheckpointScanner(folder=config.run, settle_s=config.settle_s)
@@ -96,7 +96,7 @@ class CheckpointWatcher:
 
     def _check_evaluation(self) -> None:
         """What would be refused of every checkpoint after its images are drawn is refused before the first, who may be hours away."""
-        self.display.show_status("looking at the reference and the extractors")
+        self.progress.show_status("looking at the reference and the extractors")
         arguments = ["evaluate", "--check", "--prompts", str(self.prompts), *_format_flags(self.config, "num_samples")]
         result = run_command(
             [*arguments, *self._metric_arguments()],
@@ -141,7 +141,7 @@ class CheckpointWatcher:
 
     def _warn_skipped(self, found: dict[str, CheckpointFolder]) -> None:
         for name in sorted(self.state.waiting - found.keys()):
-            self.display.show_warning(f"{name} was removed before its turn came; it is skipped")
+            self.progress.show_event("warning", f"{name} was removed before its turn came; it is skipped")
         for name in sorted(self.scanner.unnumbered):
             self._warn_once(f"{name} is left out: there is no number in its name that could be a step")
         if not found:
@@ -153,14 +153,14 @@ class CheckpointWatcher:
     def _warn_once(self, text: str) -> None:
         if text not in self.state.shown_warnings:
             self.state.shown_warnings.add(text)
-            self.display.show_warning(text)
+            self.progress.show_event("warning", text)
 
     def score_next(self, waiting: list[CheckpointFolder]) -> None:
         """Score the first of them; what goes wrong with it is remembered, and the others go on."""
         checkpoint = waiting[0]
         self.state.waiting.discard(checkpoint.name)  # its turn has come, whatever happens to its folder now
         if len(waiting) > 1:
-            self.display.show_message(f"{len(waiting)} checkpoints wait; the oldest first")
+            self.progress.show_event("message", f"{len(waiting)} checkpoints wait; the oldest first")
         try:
             self.score_checkpoint(checkpoint)
         except ScoringError as error:
@@ -168,13 +168,21 @@ class CheckpointWatcher:
             if checkpoint.folder.exists() or (self.folder / PINNED_FOLDER / checkpoint.name).exists():
                 self._handle_failure(checkpoint, error)
             else:
-                self.display.show_warning(f"{checkpoint.name} was removed before it was scored; it is skipped")
+                self.progress.show_event(
+                    "warning", f"{checkpoint.name} was removed before it was scored; it is skipped"
+                )
         else:
             self.update_results()
             score = next(each for each in self.scores if each.step == checkpoint.step)
             metric = checkpoint_scores.deciding_metric(score, self.config.best_by)
             comparable = [each for each in self.scores if metric in each.metrics]
-            self.display.show_score(checkpoint_scores.format_score(score, comparable, metric), score)
+            self.progress.show_event(
+                "scored",
+                checkpoint_scores.format_score(score, comparable, metric),
+                step=score.step,
+                checkpoint=score.checkpoint,
+                metrics={name: score.value(name) for name in score.metrics},
+            )
 
     def score_checkpoint(self, checkpoint: CheckpointFolder) -> None:
         """Images, numbers, a grid; the evaluation file comes last and says that the step is done."""
@@ -209,11 +217,11 @@ class CheckpointWatcher:
 
     def _run_command(self, phase: str, checkpoint: CheckpointFolder, arguments: list[str], place: Path) -> None:
         status = f"step {checkpoint.step}: {phase}"
-        self.display.show_status(status)
+        self.progress.show_status(status)
 
         def report(value: dict[str, Any]) -> None:
             if {"done", "planned"} <= value.keys():
-                self.display.show_status(status, f"{value['done']} of {value['planned']} images")
+                self.progress.show_status(status, f"{value['done']} of {value['planned']} images")
 
         result = run_command(arguments, place / f"{arguments[0]}.log", self.signals, report, self.monitor)
         if result.returncode:
@@ -265,7 +273,7 @@ class CheckpointWatcher:
             raise _command_error(error.reason, error.returncode)
         tries = self.state.tries[checkpoint.name] = self.state.tries.get(checkpoint.name, 0) + 1
         again = "it is tried once more" if tries < MAX_TRIES else "it is left out"
-        self.display.show_warning(f"step {checkpoint.step}: {error.phase} failed, {again}:\n{error.reason}")
+        self.progress.show_event("warning", f"step {checkpoint.step}: {error.phase} failed, {again}:\n{error.reason}")
         self._record_failure(checkpoint.name, checkpoint.step, tries, error)
         if tries == MAX_TRIES:
             checkpoint_scanner.remove_folder(self.folder / PINNED_FOLDER / checkpoint.name)
@@ -285,7 +293,7 @@ class CheckpointWatcher:
     def _wait_for_next_scan(self) -> None:
         """Wait for the next look; a signal ends it."""
         unsettled = "".join(f", {name} ({why})" for name, why in self.scanner.unsettled.items())
-        self.display.show_status(f"waiting for checkpoints in {self.config.run}", unsettled.removeprefix(", "))
+        self.progress.show_status(f"waiting for checkpoints in {self.config.run}", unsettled.removeprefix(", "))
         end = time.monotonic() + self.config.poll_s
         while not self.signals.number and time.monotonic() < end:
             self.monitor.check()
@@ -358,13 +366,14 @@ class CheckpointWatcher:
         if self.scores:
             metric, best = self._find_best()
             num = len(self.scores)
-            self.display.show_message(
+            self.progress.show_event(
+                "message",
                 f"{num} checkpoint{'s' if num != 1 else ''} scored; the best by {metric} is {best.checkpoint}: "
-                f"{self.folder / BEST_FOLDER}; all in {self.folder / 'metrics.png'}"
+                f"{self.folder / BEST_FOLDER}; all in {self.folder / 'metrics.png'}",
             )
         if unscored:
-            self.display.show_warning(
-                f"without a score: {', '.join(unscored)}; the reasons are in {self.folder / FAILED_FILE}"
+            self.progress.show_event(
+                "warning", f"without a score: {', '.join(unscored)}; the reasons are in {self.folder / FAILED_FILE}"
             )
         return 1 if unscored else 0
 

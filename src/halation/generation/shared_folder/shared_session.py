@@ -53,10 +53,10 @@ from halation.generation.shared_folder.shared_ledger import (
 from halation.generation.supervisor import RangeClaims, RunStats
 from halation.generation.workers.local_pool import LocalWorkerPool, WorkerPool, WorkerSlot, list_local_slots
 from halation.generation.workers.process import QUEUE_DEPTH
-from halation.generation_progress_display import GenerationProgress
 from halation.images import png_codec
 from halation.logging_setup import ConsoleWarningHandler, log_to_folder
 from halation.models.model_path_resolver import ModelRef
+from halation.progress import GenerationProgress
 from halation.prompt_files import PromptFile
 from halation.runs import run_folder as runs
 from halation.runs.lock import FolderMonitor

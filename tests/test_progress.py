@@ -1,4 +1,4 @@
-"""What a person or a machine sees of a generation: the right numbers, in the room there is, and never in the way of the work."""
+"""Progress displays show the right numbers in the room there is, and never stop the work."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from halation.generation_progress_display import (
+from halation.progress import (
     GenerationProgress,
-    ProgressState,
-    column_widths,
+    StepProgress,
+    WatchProgress,
+    delayed_progress,
     escape_control_characters,
     format_clock,
     format_duration,
     format_speed,
-    render_table,
 )
 
 pytestmark = pytest.mark.ranks
@@ -48,7 +48,9 @@ class Clock:
         return self.now
 
 
-def on_a_terminal(width: int, height: int, num_workers: int, seconds: float, **environment: str) -> tuple[str, int]:
+def on_a_terminal(
+    width: int, height: int, num_workers: int, seconds: float, job: str = "", **environment: str
+) -> tuple[str, int]:
     """What the demo writes to a pseudo terminal of this size, and its exit code."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
@@ -56,7 +58,7 @@ def on_a_terminal(width: int, height: int, num_workers: int, seconds: float, **e
         name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR")
     }
     process = subprocess.Popen(
-        [sys.executable, DEMO, "auto", str(num_workers), str(seconds)],
+        [sys.executable, DEMO, "auto", str(num_workers), str(seconds), *job.split()],
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
@@ -89,19 +91,16 @@ def test_the_whole_counts_what_was_there_before_but_its_rate_is_this_calls() -> 
     clock = Clock()
     progress = GenerationProgress("none", ["GPU 0", "GPU 1"], num_planned=100, num_done=40, num_failed=2, clock=clock)
     clock.now += 60  # loading says nothing of the rate
-    assert progress.progress_state.images_per_s() is None
-    assert progress.progress_state.remaining_s() is None
+    assert progress.overall().per_s(clock()) is None
+    assert progress.overall().remaining_s(clock()) is None
     progress.set_step("GPU 0", 1, 20)
     clock.now += 10
     progress.add_images("GPU 0", 12, 1)
     progress.add_images("GPU 1", 6, 1)
-    assert (
-        progress.progress_state.num_done,
-        progress.progress_state.num_failed,
-        progress.progress_state.num_finished_now,
-    ) == (58, 4, 20)
-    assert progress.progress_state.images_per_s() == pytest.approx(2.0)
-    assert progress.progress_state.remaining_s() == pytest.approx((100 - 62) / 2.0)
+    whole = progress.overall()
+    assert (whole.num_succeeded, whole.num_failed, whole.num_finished - whole.num_before) == (58, 4, 20)
+    assert progress.overall().per_s(clock()) == pytest.approx(2.0)
+    assert progress.overall().remaining_s(clock()) == pytest.approx((100 - 62) / 2.0)
 
 
 def test_a_worker_that_takes_over_gets_a_longer_bar_and_one_that_is_finished_a_clock_that_stands() -> None:
@@ -111,23 +110,23 @@ def test_a_worker_that_takes_over_gets_a_longer_bar_and_one_that_is_finished_a_c
     progress.set_step("GPU 0", 1, 20)
     clock.now += 10
     progress.add_images("GPU 0", 50, 0)
-    lane = progress.progress_state.workers["GPU 0"]
-    assert progress.progress_state.worker_remaining_s(lane) == 0.0
+    lane = progress.workers["GPU 0"]
+    assert lane.remaining_s(clock()) == 0.0
     progress.set_assigned("GPU 0", 75)
-    assert progress.progress_state.worker_remaining_s(lane) == pytest.approx(5.0)
+    assert lane.remaining_s(clock()) == pytest.approx(5.0)
     progress.set_state("GPU 0", "finished")
     clock.now += 1000
-    assert progress.progress_state.worker_images_per_s(lane) == pytest.approx(5.0)
-    assert progress.progress_state.worker_remaining_s(lane) == 0.0
+    assert lane.per_s(clock()) == pytest.approx(5.0)
+    assert lane.remaining_s(clock()) == 0.0
 
 
 def test_a_worker_that_still_loads_does_not_claim_to_be_done_soon() -> None:
     progress = GenerationProgress("none", ["GPU 0"], num_planned=8, num_done=0, clock=Clock())
     progress.set_state("GPU 0", "loading")
-    assert progress.progress_state.worker_remaining_s(progress.progress_state.workers["GPU 0"]) is None
+    assert progress.workers["GPU 0"].remaining_s(1000.0) is None
     progress.set_assigned("GPU 0", 8)
     progress.set_state("GPU 0", "finished")
-    assert progress.progress_state.worker_remaining_s(progress.progress_state.workers["GPU 0"]) == 0.0
+    assert progress.workers["GPU 0"].remaining_s(1000.0) == 0.0
 
 
 def test_at_the_end_nobody_draws_any_more() -> None:
@@ -139,13 +138,13 @@ def test_at_the_end_nobody_draws_any_more() -> None:
     progress.add_images("GPU 0", 0, 1)
     progress.set_state("GPU 2", "given up")
     progress.finish()
-    assert [lane.state for lane in progress.progress_state.workers.values()] == ["finished", "stopped", "given up"]
+    assert [lane.state for lane in progress.workers.values()] == ["finished", "stopped", "given up"]
 
 
 def test_a_worker_that_joins_later_has_its_lane() -> None:
     progress = GenerationProgress("none", [], num_planned=3, num_done=0)
     progress.add_images("GPU 7", 1, 0)
-    assert list(progress.progress_state.workers) == ["GPU 7"]
+    assert list(progress.workers) == ["GPU 7"]
 
 
 @pytest.mark.parametrize(
@@ -178,9 +177,9 @@ def test_control_characters_are_spelled_out() -> None:
 # -- bars
 
 
-def drawn(board: ProgressState, width: int, height: int, **options: bool) -> list[str]:
+def drawn(progress: GenerationProgress | StepProgress, width: int, height: int, **options: bool) -> list[str]:
     console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True, **options)  # type: ignore[arg-type]
-    console.print(render_table(board, width, height))
+    console.print(progress.render(width, height))
     return console.file.getvalue().split("\n")[:-1]  # type: ignore[attr-defined]
 
 
@@ -200,7 +199,7 @@ def busy(num_workers: int, planned: int = 5000) -> tuple[GenerationProgress, Clo
 
 def test_a_line_has_label_count_times_success_failed_speed_and_state() -> None:
     progress, _ = busy(2)
-    first, second, whole = (ESCAPE.sub("", line).split() for line in drawn(progress.progress_state, 120, 30))
+    first, second, whole = (ESCAPE.sub("", line).split() for line in drawn(progress, 120, 30))
     assert [first[0], first[1], *first[3:]] == [
         *["GPU", "0", "100/250", "01:40<02:30", "success:", "100", "failed:", "0"],
         *["1.0/s", "drawing", "4", "of", "20", "steps"],
@@ -212,21 +211,19 @@ def test_a_line_has_label_count_times_success_failed_speed_and_state() -> None:
 
 def test_failed_is_red_only_where_something_failed_and_colours_can_be_refused() -> None:
     progress, _ = busy(2)
-    first, second, _ = drawn(progress.progress_state, 120, 30)
+    first, second, _ = drawn(progress, 120, 30)
     assert not re.search(r"\x1b\[1;31m *failed", first)
     assert re.search(r"\x1b\[1;31m *failed: 1", second)
-    assert not any(
-        re.search(r"\x1b\[[0-9;]*3[0-9]m", line) for line in drawn(progress.progress_state, 120, 30, no_color=True)
-    )
+    assert not any(re.search(r"\x1b\[[0-9;]*3[0-9]m", line) for line in drawn(progress, 120, 30, no_color=True))
 
 
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 100, 120, 200])
 def test_no_line_is_wider_than_the_terminal_and_every_line_has_its_count(width: int) -> None:
     progress, _ = busy(4, planned=1_000_000)
-    for line in drawn(progress.progress_state, width, 30):
+    for line in drawn(progress, width, 30):
         assert len(ESCAPE.sub("", line)) <= width
     if width >= 60:
-        assert all("failed:" in line for line in drawn(progress.progress_state, width, 30))
+        assert all("failed:" in line for line in drawn(progress, width, 30))
 
 
 def test_columns_stay_where_they_are_while_the_numbers_grow() -> None:
@@ -234,14 +231,12 @@ def test_columns_stay_where_they_are_while_the_numbers_grow() -> None:
     progress = GenerationProgress("none", ["GPU 0"], num_planned=5000, num_done=0, clock=clock)
     progress.set_assigned("GPU 0", 5000)
     for width in (60, 90, 120):
-        before = column_widths(5000, 5, width)
         ends = set()
         for num in (0, 9, 90, 900):
             progress.add_images("GPU 0", num, 0)
             clock.now += 4000
-            ends.add(ESCAPE.sub("", drawn(progress.progress_state, width, 30)[0]).index("/5000"))
+            ends.add(ESCAPE.sub("", drawn(progress, width, 30)[0]).index("/5000"))
         assert len(ends) == 1
-        assert column_widths(5000, 5, width) == before
 
 
 @pytest.mark.parametrize(
@@ -250,7 +245,7 @@ def test_columns_stay_where_they_are_while_the_numbers_grow() -> None:
 )
 def test_workers_that_do_not_fit_are_told_in_one_line(num_workers: int, height: int, num_shown: int) -> None:
     progress, _ = busy(num_workers)
-    lines = [ESCAPE.sub("", line).strip() for line in drawn(progress.progress_state, 100, height)]
+    lines = [ESCAPE.sub("", line).strip() for line in drawn(progress, 100, height)]
     assert sum(line.startswith("GPU") for line in lines) == num_shown
     assert lines[-1].startswith("all ")
     if num_shown < num_workers:
@@ -263,7 +258,7 @@ def test_workers_that_do_not_fit_are_told_in_one_line(num_workers: int, height: 
 def test_in_a_narrow_terminal_a_worker_that_does_not_draw_says_why_in_its_bar() -> None:
     progress, _ = busy(2)
     progress.set_state("GPU 1", "compiling")
-    first, second, _ = (ESCAPE.sub("", line) for line in drawn(progress.progress_state, 60, 30))
+    first, second, _ = (ESCAPE.sub("", line) for line in drawn(progress, 60, 30))
     assert "compiling" not in first
     assert second.startswith("GPU 1 compiling ")
 
@@ -282,6 +277,29 @@ def test_on_a_terminal_the_bars_are_drawn_in_place_and_messages_stay_above_them(
     assert [line[:5] for line in last] == ["GPU 0", "GPU 1", "GPU 2", "GPU 3", "all  "]
     assert [re.search(r"(\d+)/", line).group(1) for line in last] == ["210", "150", "150", "213", "1723"]  # type: ignore[union-attr]
     assert written.endswith("\x1b[?25h"), "the cursor is shown again"
+
+
+@pytest.mark.parametrize("width", [40, 60, 100])
+def test_a_step_bar_stays_in_its_line_and_shows_what_fits(width: int) -> None:
+    written, code = on_a_terminal(width, 24, 0, 0.6, "step")
+    assert code == 0
+    lines = lines_of(written)
+    assert max(map(len, lines)) <= width
+    assert lines.count("checkpoint of step 300\\x1b[2J") == 1
+    last = [line for line in lines if line][-1]
+    assert re.match(r"training \S+ +600/600", last)
+    assert ("00:00<00:00" in last) == (width >= 60)
+    assert ("mean loss 0.0017" in last) == (width >= 60)
+    assert ("mean loss 0.0017  600 images/s" in last) == (width >= 100)
+
+
+def test_a_watch_on_a_terminal_leaves_its_events_alone() -> None:
+    written, code = on_a_terminal(80, 24, 0, 0.6, "watch")
+    assert code == 0
+    lines = [line.strip() for line in lines_of(written)]
+    assert any(re.match(r"\S step 200: drawing  \d of 10 images", line) for line in lines)
+    assert lines.count("step 200: fd 3.2\\x1b[2J") == lines.count("step 400: fd 3.2\\x1b[2J") == 1
+    assert written.rstrip("\r\n").endswith(("\x1b[2K", "\x1b[?25h")), "the live line is erased"
 
 
 def test_no_color_is_respected_on_a_terminal() -> None:
@@ -314,13 +332,13 @@ def test_many_threads_may_tell_at_once_while_the_bars_are_drawn(monkeypatch: pyt
                     progress.print_line(f"{worker} at {number}")
                     progress.set_state(worker, "gone, started again (1)")
 
-        threads = [threading.Thread(target=tell, args=(worker,)) for worker in progress.progress_state.workers]
+        threads = [threading.Thread(target=tell, args=(worker,)) for worker in progress.workers]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(20)
             assert not thread.is_alive()
-    assert progress.progress_state.num_done == 8000
+    assert progress.overall().num_succeeded == 8000
     written = lines_of(stream.getvalue())
     assert "GPU 3 at 1500" in written
     assert written.count("GPU 0: gone, started again (1)") == 4
@@ -363,7 +381,7 @@ def test_plain_lines_come_at_the_start_at_events_and_at_the_end_and_not_at_every
 
 
 def test_plain_lines_come_every_half_minute_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("halation.generation_progress_display.PLAIN_EVERY_S", 0.05)
+    monkeypatch.setattr("halation.progress.PLAIN_EVERY_S", 0.05)
     stream, clock = io.StringIO(), Clock()
     with GenerationProgress(
         "plain", ["GPU 0", "GPU 1"], num_planned=5000, num_done=0, stream=stream, clock=clock
@@ -378,7 +396,78 @@ def test_plain_lines_come_every_half_minute_too(monkeypatch: pytest.MonkeyPatch)
     assert 3 <= len(lines) <= 9
 
 
+def test_plain_lines_of_steps_have_single_blanks_and_the_last_one_comes_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with StepProgress("plain", 4, 4, "caching") as progress:
+        for _ in range(2):
+            progress.update(4, "images", {})
+    with StepProgress("plain", 2, 0) as progress:
+        progress.update(2, "mean loss 0.5000  3 images/s", {})
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["caching 4/4 images", "step 2/2 mean loss 0.5000, 3 images/s, 0:00:00 left"]
+
+
+def test_long_work_gets_a_bar_on_rank_0_and_every_rank_sends_heartbeats(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    beats = []
+    for delay_s, rank in ((0.0, 0), (0.0, 1), (60.0, 0)):
+        monkeypatch.setattr("halation.progress.DELAY_S", delay_s)
+        with delayed_progress("plain", "caching", "images", lambda: beats.append(1), (rank, 2)) as update:
+            time.sleep(0.01)
+            update(1, 2)
+    assert len(beats) == 3
+    assert capsys.readouterr().err == "caching 1/2 images, the first of 2 shares\n"
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (
+            "plain",
+            ["looking", "3 wait", "step 2: bad", "step 4: fd 3.2", "waiting"],
+        ),
+        (
+            "json",
+            [
+                {"event": "doing", "text": "looking"},
+                {"event": "message", "text": "3 wait"},
+                {"event": "warning", "text": "step 2: bad"},
+                {"event": "scored", "text": "step 4: fd 3.2", "step": 4, "metrics": {"fd": 3.2}},
+                {"event": "doing", "text": "waiting"},
+            ],
+        ),
+        ("none", ["step 2: bad"]),
+    ],
+)
+def test_a_watch_writes_events_and_each_status_once(
+    kind: str, expected: list[object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with WatchProgress(kind) as progress:
+        progress.show_status("looking")
+        progress.show_status("looking", "at 3 of 4")
+        progress.show_event("message", "3 wait")
+        progress.show_event("warning", "step 2: bad")
+        progress.show_event("scored", "step 4: fd 3.2", step=4, metrics={"fd": 3.2})
+        progress.show_status("waiting")
+    lines = capsys.readouterr().err.splitlines()
+    assert ([json.loads(line) for line in lines] if kind == "json" else lines) == expected
+
+
 # -- JSON
+
+
+def test_json_lines_of_steps_go_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with StepProgress("json", 3, 0) as progress:
+        for step in (1, 2, 3):
+            progress.update(step, "words", {"loss": 0.5})
+        progress.print_line("a checkpoint")
+    assert [json.loads(line) for line in capsys.readouterr().err.splitlines()] == [
+        {"step": 1, "total": 3, "loss": 0.5},
+        {"step": 3, "total": 3, "loss": 0.5},
+        {"event": "a checkpoint"},
+    ]
 
 
 def test_json_lines_say_the_same_to_machines_on_standard_output() -> None:
@@ -401,14 +490,15 @@ def test_json_lines_say_the_same_to_machines_on_standard_output() -> None:
     assert gone == ["GPU 1", "GPU 2"]
 
 
+@pytest.mark.parametrize("job", ["", "step", "watch"])
 @pytest.mark.parametrize("kind", ["json", "plain", "rich"])
-def test_a_reader_that_goes_away_does_not_stop_the_work(kind: str) -> None:
+def test_a_reader_that_goes_away_does_not_stop_the_work(kind: str, job: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(
-        [sys.executable, DEMO, kind, "2", "0.4"],
+        [sys.executable, DEMO, kind, "2", "0.4", *job.split()],
         stdout=writer,
-        stderr=subprocess.PIPE if kind == "json" else writer,
+        stderr=subprocess.PIPE if kind == "json" and not job else writer,
         timeout=60,
     )
     os.close(writer)
@@ -422,7 +512,7 @@ def test_none_writes_nothing() -> None:
 
 
 def test_the_progress_does_not_import_torch_nor_rich_before_it_draws_bars() -> None:
-    modules = "halation.generation_progress_display, halation.generation.metadata_and_summary"
+    modules = "halation.progress, halation.generation.metadata_and_summary"
     code = f"import sys, {modules}; print(*{{'torch', 'rich'}} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout.strip()) == (0, "")
