@@ -1,13 +1,13 @@
-"""Text files of other people, read exactly or refused with file, line and column: UTF-8 text, CSV and JSON lines.
+"""Reads UTF-8 text, CSV and JSON lines exactly, or raises with file, line and column.
 
-No torch and no images here. The csv module is not used: it cannot say where a fault is, and its limit on the length of
-a field is a global. A text is a string, or an iterator of blocks that end with a line end, so that a file of a million
-rows is never decoded as a whole (one emoji makes every letter of a string take four bytes).
+A text is a string, or an iterator of blocks that end with a line end, so that a file of a million rows is never decoded as
+a whole (one emoji makes every letter of a string take four bytes).
 """
 
 from __future__ import annotations
 
 import codecs
+import csv
 import difflib
 import json
 import re
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from halation import input_files
 from halation.errors import InputError
@@ -25,9 +25,9 @@ Text = str | Iterator[str]
 CsvRecord = tuple[int, list[str]]
 BLOCK_SIZE = 2**20
 _SAVE_AS_UTF8 = "save the file as UTF-8 and run again"
-_FIELD = re.compile(r'(?:"((?:[^"]++|"")*+)"|((?:[^",\r\n][^,\r\n]*+)?))(,|\r\n|\n|\Z)')
 _EMPTY_LINES = re.compile(r"(?:\r?\n)++")
-_QUOTED = re.compile(r'"(?:[^"]++|"")*+"')
+_QUOTED_FIELD = re.compile(r'"(?:[^"]++|"")*+"')
+_PLAIN_FIELD = re.compile(r"[^,\r\n]*")
 _CODE_PAGES = ("cp1252", "cp1253", "cp1251", "cp437", "cp850")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _PUNCTUATION = frozenset("\xa0\xab\xbb\u2013\u2014\u2018\u2019\u201a\u201c\u201d\u201e\u2022\u2026\u2039\u203a")
@@ -209,47 +209,112 @@ def csv_rows(name: str, text: Text) -> Iterator[TableRow]:
 def csv_table(name: str, text: Text) -> tuple[list[str], Iterator[CsvRecord]]:
     """The header, and the records with the line they begin on; each record has a field for each column."""
     records = _parse_records(name, text)
-    first = next(records, None)
-    if first is None:
+    line, columns = next(records, (1, []))
+    if not columns:
         raise error_at(name, 1, 1, "no line with text", "a header and one line for each record", "fill the file")
-    header = [column.strip() for column in first[1]]
-    check_num_columns(name, first[0], len(header))
+    header = [column.strip() for column in columns]
+    check_num_columns(name, line, len(header))
     if twice := find_duplicate(header):
         found = f"the column {format_value(twice[0])} is there twice"
-        raise error_at(name, first[0], 1, found, "each column once", "rename or remove one of them")
-    return header, _check_num_fields(name, header, records)
-
-
-def find_duplicate(names: Sequence[str]) -> list[str]:
-    """The first of the names that is there twice, or an empty list."""
-    counts = Counter(names)
-    return sorted(name for name, count in counts.items() if count > 1)[:1] if len(counts) < len(names) else []
-
-
-def _check_num_fields(name: str, header: Sequence[str], records: Iterator[CsvRecord]) -> Iterator[CsvRecord]:
-    max_rows, max_chars = input_files.limit(input_files.MAX_TABLE_ROWS), input_files.limit(input_files.MAX_FIELD_CHARS)
-    for num_rows, record in enumerate(records, start=1):
-        if len(record[1]) != len(header):
-            names = ", ".join(shorten(column) for column in header[:_MAX_NAMES_SHOWN])
-            names += ", ..." if len(header) > _MAX_NAMES_SHOWN else ""
-            found = f"{len(record[1])} fields where the header has {len(header)} ({names})"
-            action = "put quotes around a field that has a comma or a line end in it"
-            raise error_at(name, record[0], 1, found, "the same number of fields in every line", action)
-        if num_rows > max_rows:
-            check_num_rows(name, record[0], num_rows)
-        if max(map(len, record[1])) > max_chars:
-            for column, text in zip(header, record[1], strict=True):
-                check_field(name, record[0], column, text)
-        yield record
+        raise error_at(name, line, 1, found, "each column once", "rename or remove one of them")
+    return header, _check_records(name, header, records)
 
 
 def csv_header(name: str, text: Text) -> list[str]:
     """The columns a comma-separated file says it has."""
-    first = next(_parse_records(name, text), None)
-    if first is None:
-        return []
-    check_num_columns(name, first[0], len(first[1]))
-    return [column.strip() for column in first[1]]
+    line, columns = next(_parse_records(name, text), (1, []))
+    check_num_columns(name, line, len(columns))
+    return [column.strip() for column in columns]
+
+
+def find_duplicate(names: Sequence[str]) -> list[str]:
+    """The first of the names that is there twice, or an empty list."""
+    return sorted(name for name, count in Counter(names).items() if count > 1)[:1]
+
+
+def _parse_records(name: str, text: Text) -> Iterator[CsvRecord]:
+    """Records that are not blank lines, each with the line it begins on."""
+    max_chars = input_files.limit(input_files.MAX_ROW_BYTES)
+    csv.field_size_limit(max(csv.field_size_limit(), max_chars))
+    record: list[str] = []  # the lines of the record that is being read
+    next_line = first_line = 1
+
+    def record_lines() -> Iterator[str]:
+        nonlocal next_line, first_line
+        num_chars = 0
+        for block in _iter_blocks(text):
+            offset = 0
+            while offset < len(block):
+                if not record:
+                    empty = _EMPTY_LINES.match(block, offset) if block[offset] in "\r\n" else None
+                    if empty is not None:  # there may be millions of them
+                        next_line += block.count("\n", offset, empty.end())
+                        offset = empty.end()
+                        continue
+                    first_line, num_chars = next_line, 0
+                stop = block.find("\n", offset) + 1 or len(block)
+                num_chars += stop - offset
+                if num_chars > max_chars and record:
+                    found = f"a record of more than {max_chars} characters; perhaps a quote that is never closed"
+                    raise _limit_error(name, first_line, found, "shorter ones")
+                record.append(block[offset:stop])
+                next_line += 1
+                yield record[-1]
+                offset = stop
+
+    # Strict, so that text after a closing quote and a quote without an end are errors.
+    reader = csv.reader(record_lines(), strict=True)
+    while True:
+        try:
+            fields = next(reader, None)
+        except csv.Error:
+            raise _csv_error(name, "".join(record), first_line) from None
+        if fields is None:
+            return
+        last = record[-1]
+        if "\r" in last and last.removesuffix("\n").removesuffix("\r" * last.endswith("\n")).endswith("\r"):
+            raise _csv_error(name, "".join(record), first_line)  # csv takes several of them for one line end
+        if not last.isspace() or len(record) > 1:
+            yield first_line, fields
+        record.clear()
+
+
+def _csv_error(name: str, text: str, line: int) -> InputError:
+    """The error for a record that cannot be read, with the place of the fault in it."""
+    offset = 0
+    while True:
+        field = (_QUOTED_FIELD if text.startswith('"', offset) else _PLAIN_FIELD).match(text, offset)
+        if field is None or not text.startswith(",", field.end()):
+            break
+        offset = field.end() + 1
+    if field is None:
+        found, expected = "a quote that is never closed", "a closing quote"
+        action = "close it, or double a quote that is meant as such"
+    else:
+        offset = field.end()
+        found, expected = "text after a closing quote", "a comma or the end of the line"
+        action = "double a quote that is meant as such"
+        if text.startswith("\r", offset):
+            found, expected = "a carriage return without a line feed", "lines that end with LF or CRLF"
+            action = "convert the line ends, or quote the field"
+    return error_at(name, *line_and_column(text, offset, line), found, expected, action)
+
+
+def _check_records(name: str, header: Sequence[str], records: Iterator[CsvRecord]) -> Iterator[CsvRecord]:
+    max_rows, max_chars = input_files.limit(input_files.MAX_TABLE_ROWS), input_files.limit(input_files.MAX_FIELD_CHARS)
+    for num_rows, (line, fields) in enumerate(records, start=1):
+        if len(fields) != len(header):
+            names = ", ".join(shorten(column) for column in header[:_MAX_NAMES_SHOWN])
+            names += ", ..." if len(header) > _MAX_NAMES_SHOWN else ""
+            found = f"{len(fields)} fields where the header has {len(header)} ({names})"
+            action = "put quotes around a field that has a comma or a line end in it"
+            raise error_at(name, line, 1, found, "the same number of fields in every line", action)
+        if num_rows > max_rows:
+            check_num_rows(name, line, num_rows)
+        if max(map(len, fields)) > max_chars:
+            for column, text in zip(header, fields, strict=True):
+                check_field(name, line, column, text)
+        yield line, fields
 
 
 def json_rows(name: str, text: Text) -> Iterator[TableRow]:
@@ -278,85 +343,6 @@ def json_rows(name: str, text: Text) -> Iterator[TableRow]:
 
 def _iter_blocks(text: Text) -> Iterator[str]:
     return iter([text]) if isinstance(text, str) else text
-
-
-def _parse_records(name: str, text: Text) -> Iterator[CsvRecord]:
-    """Records that are not blank lines, each with the line it begins on."""
-    blocks_left = _iter_blocks(text)
-    block, offset, line = next(blocks_left, ""), 0, 1
-    while block:
-        if block[offset] in "\r\n" and (empty := _EMPTY_LINES.match(block, offset)):
-            line += block.count("\n", offset, empty.end())
-            offset = empty.end()
-            if offset == len(block):
-                block, offset = next(blocks_left, ""), 0
-                continue
-        stop = block.find("\n", offset) + 1 or len(block)
-        content = block[offset:stop]
-        content = content[:-2] if content.endswith("\r\n") else content.removesuffix("\n")
-        if '"' not in content and "\r" not in content:
-            if content and not content.isspace():
-                yield line, content.split(",")
-            line += 1
-        else:
-            fields, stop, complete = _parse_fields(block, offset)
-            if not complete:
-                if len(block) - offset > input_files.limit(input_files.MAX_ROW_BYTES):
-                    found = f"a record of more than {input_files.limit(input_files.MAX_ROW_BYTES)} characters"
-                    raise _limit_error(name, line, f"{found}; perhaps a quote that is never closed", "shorter ones")
-                more = _read_at_least_as_much(blocks_left, block, offset) if _is_unclosed_quote(block, stop) else ""
-                if not more:
-                    raise _csv_error(name, block[offset:], stop - offset, line)
-                block, offset = block[offset:] + more, 0
-                continue
-            yield line, fields
-            line += block.count("\n", offset, stop)
-        offset = stop
-        if offset == len(block):
-            block, offset = next(blocks_left, ""), 0
-
-
-def _parse_fields(text: str, offset: int) -> tuple[list[str], int, bool]:
-    """The fields of the record that begins here, where it ends, and True; or where it cannot be read on, and False."""
-    fields: list[str] = []
-    while match := _FIELD.match(text, offset):
-        quoted, plain, end = match.groups()
-        fields.append(plain if quoted is None else quoted.replace('""', '"'))
-        offset = match.end()
-        if end != ",":
-            return fields, offset, True
-    return fields, offset, False
-
-
-def _is_unclosed_quote(text: str, offset: int) -> bool:
-    return text.startswith('"', offset) and _QUOTED.match(text, offset) is None
-
-
-def _read_at_least_as_much(blocks_left: Iterator[str], block: str, offset: int) -> str:
-    # A field of many blocks is scanned again each time it grows: doubling keeps the sum of these scans small.
-    more: list[str] = []
-    num_wanted = len(block) - offset
-    while num_wanted > 0 and (following := next(blocks_left, "")):
-        more.append(following)
-        num_wanted -= len(following)
-    return "".join(more)
-
-
-def _csv_error(name: str, text: str, offset: int, line: int) -> InputError:
-    if _is_unclosed_quote(text, offset):
-        found, action = "a quote that is never closed", "close it, or double a quote that is meant as such"
-        return error_at(name, *line_and_column(text, offset, line), found, "a closing quote", action)
-    close = _QUOTED.match(text, offset)
-    if close is not None:
-        found, expected = "text after a closing quote", "a comma or the end of the line"
-        return error_at(
-            name, *line_and_column(text, close.end(), line), found, expected, "double a quote that is meant as such"
-        )
-    carriage = text.find("\r", offset)
-    found, expected = "a carriage return without a line feed", "lines that end with LF or CRLF"
-    return error_at(
-        name, *line_and_column(text, carriage, line), found, expected, "convert the line ends, or quote the field"
-    )
 
 
 def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -388,7 +374,7 @@ _JSON = json.JSONDecoder(
 
 @dataclass(frozen=True, kw_only=True)
 class EncodingDamage:
-    """Where a text stopped being itself, line and column from 1, and what to say about it."""
+    """Where a text was damaged by a conversion, line and column from 1, and what to say about it."""
 
     line: int
     column: int
@@ -396,33 +382,19 @@ class EncodingDamage:
     action: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class _CodePage:
-    """A code page in which UTF-8 bytes may have been read: how they look in its letters."""
-
-    name: str
-    sequence: re.Pattern[str]
-    """A lead byte with all its continuation bytes."""
-    lead: re.Pattern[str]
-    lead_before_continuation: re.Pattern[str]
-    """A lead byte before a continuation byte, which every damaged line has somewhere."""
-
-
 def find_encoding_damage(text: str) -> EncodingDamage | None:
-    """The first place where a text is UTF-8 that was read in another code page, or has lost a letter; None for sound text."""
+    """The first place where a text is UTF-8 that was read in another code page, or has lost a letter."""
     if text.isascii():
         return None
     pages = [page for page in _code_pages() if page.lead_before_continuation.search(text)]
     if not pages and "\ufffd" not in text:
         return None
     for number, line in enumerate(text.split("\n"), start=1):
-        if line.isascii():
-            continue
         lost = line.find("\ufffd")
         if lost >= 0:
             found = "a replacement character (U+FFFD): a letter was lost when the file was converted"
             return EncodingDamage(line=number, column=lost + 1, found=found, action="go back to the original file")
-        for page in pages:
+        for page in pages if not line.isascii() else ():
             column = _damaged_column(line, page)
             if column is not None:
                 found = f"{line[column : column + 12]!r} looks like UTF-8 that was read as {page.name}"
@@ -431,46 +403,44 @@ def find_encoding_damage(text: str) -> EncodingDamage | None:
     return None
 
 
+class _CodePage(NamedTuple):
+    """A code page, and how UTF-8 bytes look when they are read in it."""
+
+    name: str
+    sequence: re.Pattern[str]
+    """A lead byte with all its continuation bytes."""
+    lead: re.Pattern[str]
+    lead_before_continuation: re.Pattern[str]
+
+
+@cache
+def _code_pages() -> tuple[_CodePage, ...]:
+    def make_page(name: str) -> _CodePage:
+        def letters(first: int, last: int, others: str = "") -> str:
+            return f"[{re.escape(bytes(range(first, last + 1)).decode(name, errors='ignore') + others)}]"
+
+        # Some programs show a byte that the page does not have as the control code of the same number.
+        lead, more = letters(0xC2, 0xF4), letters(0x80, 0xBF, "".join(map(chr, range(0x80, 0xA0))))
+        two, three, four = letters(0xC2, 0xDF), letters(0xE0, 0xEF), letters(0xF0, 0xF4)
+        sequence = re.compile(f"{two}{more}|{three}{more}{{2}}|{four}{more}{{3}}")
+        return _CodePage(name, sequence, re.compile(lead), re.compile(f"{lead}(?={more})"))
+
+    return tuple(map(make_page, _CODE_PAGES))
+
+
 def _damaged_column(line: str, page: _CodePage) -> int | None:
     """Where a line begins to be UTF-8 bytes shown as letters of a code page, or None.
 
     Every letter of such a text is a lead byte and its continuation bytes. The latter stand for signs and rare letters, so
     in real text few letters have just the right number of them behind, once the punctuation that ends words is left out.
     """
-    suspicious = [
-        match
-        for match in page.sequence.finditer(line)
-        if not _PUNCTUATION.issuperset(line[match.start() + 1 : match.end()])
-    ]
+    sequences = page.sequence.finditer(line)
+    starts = [match.start() for match in sequences if not _PUNCTUATION.issuperset(match.group()[1:])]
     if page.name == "cp1252":
-        for match in suspicious:
-            if line[match.start()] in "ÃÂ" or line.startswith("â€", match.start()):  # no language writes these pairs
-                return match.start()
-    if len(suspicious) < _MIN_SEQUENCES or 2 * len(page.lead_before_continuation.findall(line)) < len(
-        page.lead.findall(line)
-    ):
+        for start in starts:
+            if line[start] in "ÃÂ" or line.startswith("â€", start):  # no language writes these pairs
+                return start
+    if len(starts) < _MIN_SEQUENCES:
         return None
-    return suspicious[0].start()
-
-
-@cache
-def _code_pages() -> tuple[_CodePage, ...]:
-    return tuple(_make_code_page(name) for name in _CODE_PAGES)
-
-
-def _make_code_page(name: str) -> _CodePage:
-    letters = {byte: bytes([byte]).decode(name, errors="ignore") for byte in range(0x80, 0x100)}
-    # Some programs show a byte that the page does not have as the control code of the same number.
-    controls = [chr(code) for code in range(0x80, 0xA0)]
-
-    def char_class(first: int, last: int, others: Sequence[str] = ()) -> str:
-        return "[" + re.escape("".join([*(letters[byte] for byte in range(first, last + 1)), *others])) + "]"
-
-    lead, more = char_class(0xC2, 0xF4), char_class(0x80, 0xBF, controls)
-    two, three, four = char_class(0xC2, 0xDF), char_class(0xE0, 0xEF), char_class(0xF0, 0xF4)
-    return _CodePage(
-        name=name,
-        sequence=re.compile(f"{two}{more}|{three}{more}{{2}}|{four}{more}{{3}}"),
-        lead=re.compile(lead),
-        lead_before_continuation=re.compile(f"{lead}(?={more})"),
-    )
+    num_leads = len(page.lead.findall(line))
+    return starts[0] if 2 * len(page.lead_before_continuation.findall(line)) >= num_leads else None

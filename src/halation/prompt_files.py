@@ -1,7 +1,8 @@
-"""Prompt files, read exactly or refused: CSV, TXT, JSON lines and Parquet, in UTF-8 and nothing else."""
+"""Reads prompt files exactly or refuses them: CSV, TXT, JSON lines and Parquet, in UTF-8."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import re
@@ -9,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from halation import input_files
 from halation.csv_jsonl_reader import (
@@ -45,9 +46,8 @@ _WHOLE_NUMBER = re.compile(r"\s*[+-]?[0-9]+\s*")
 _NUMBER = re.compile(r"\s*[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?\s*")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _ColumnType:
-    """What a column besides the prompt may hold."""
+class _ColumnType(NamedTuple):
+    """What a column besides the prompt may be called, and may hold."""
 
     names: tuple[str, ...]
     type: type
@@ -57,31 +57,13 @@ class _ColumnType:
 
 
 _COLUMN_TYPES = {
-    "image_id": _ColumnType(names=("image_id", "id"), type=str, expected="text"),
-    "seed": _ColumnType(
-        names=("seed",), type=int, expected="a whole number from 0 to 2**63 - 1", minimum=0, maximum=NUM_SEEDS - 1
-    ),
-    "negative_prompt": _ColumnType(names=("negative_prompt",), type=str, expected="text"),
-    "width": _ColumnType(
-        names=("width",), type=int, expected="a whole number from 1 to 16384", minimum=1, maximum=16384
-    ),
-    "height": _ColumnType(
-        names=("height",), type=int, expected="a whole number from 1 to 16384", minimum=1, maximum=16384
-    ),
-    "steps": _ColumnType(
-        names=("steps", "num_inference_steps"),
-        type=int,
-        expected="a whole number from 1 to 10000",
-        minimum=1,
-        maximum=10000,
-    ),
-    "guidance_scale": _ColumnType(
-        names=("guidance_scale",),
-        type=float,
-        expected="a finite number, 0 or more",
-        minimum=0,
-        maximum=sys.float_info.max,
-    ),
+    "image_id": _ColumnType(("image_id", "id"), str, "text"),
+    "seed": _ColumnType(("seed",), int, "a whole number from 0 to 2**63 - 1", 0, NUM_SEEDS - 1),
+    "negative_prompt": _ColumnType(("negative_prompt",), str, "text"),
+    "width": _ColumnType(("width",), int, "a whole number from 1 to 16384", 1, 16384),
+    "height": _ColumnType(("height",), int, "a whole number from 1 to 16384", 1, 16384),
+    "steps": _ColumnType(("steps", "num_inference_steps"), int, "a whole number from 1 to 10000", 1, 10000),
+    "guidance_scale": _ColumnType(("guidance_scale",), float, "a finite number, 0 or more", 0, sys.float_info.max),
 }
 _FORMAT_HINT = "name the file .csv, .txt, .jsonl or .parquet after what is in it"
 
@@ -234,10 +216,6 @@ def _read_csv(name: str, data: bytes) -> Iterator[PromptRow]:
         yield PromptRow(prompt=fields[prompt], line=line, **values)
 
 
-def _read_jsonl(name: str, data: bytes) -> Iterator[PromptRow]:
-    return _parse_typed_rows(name, json_rows(name, decode_blocks(data)))
-
-
 def _read_parquet(name: str, data: bytes) -> Iterator[PromptRow]:
     try:
         import pyarrow  # type: ignore[import-untyped,unused-ignore]
@@ -245,10 +223,8 @@ def _read_parquet(name: str, data: bytes) -> Iterator[PromptRow]:
     except ImportError:
         action = "pip install pyarrow, or save the prompts as CSV"
         raise InputError(f"{name} is a Parquet file, and pyarrow is not installed", "pyarrow", action) from None
-    max_footer, num_footer = (
-        input_files.limit(input_files.MAX_PARQUET_FOOTER_BYTES),
-        int.from_bytes(data[-8:-4], "little"),
-    )
+    max_footer = input_files.limit(input_files.MAX_PARQUET_FOOTER_BYTES)
+    num_footer = int.from_bytes(data[-8:-4], "little")
     if data.endswith(b"PAR1") and max_footer < num_footer < len(data):
         found = f"{name} has a Parquet footer of {num_footer} bytes"
         raise input_files.over_limit_error(found, f"at most {max_footer}")
@@ -261,22 +237,20 @@ def _read_parquet(name: str, data: bytes) -> Iterator[PromptRow]:
         if twice := find_duplicate([column for column in names if column in wanted]):
             found = f"the column {format_value(twice[0])} is there twice"
             raise error_at(name, 1, 1, found, "each column once", "rename or remove one of them")
+        types = pyarrow.types
+        is_plain = [types.is_string, types.is_large_string, types.is_integer, types.is_floating, types.is_boolean]
+        is_plain += [types.is_null, getattr(types, "is_string_view", types.is_string)]  # pyarrow 16 and newer
         for column in wanted:
-            _check_parquet_type(name, column, file.schema_arrow.field(column).type, pyarrow.types)
+            type = file.schema_arrow.field(column).type
+            value_type = type.value_type if types.is_dictionary(type) else type
+            if not any(is_kind(value_type) for is_kind in is_plain):
+                found = f"the column {format_value(column)} is of the type {shorten(type)}"
+                raise error_at(name, 1, 1, found, "text or numbers", "convert the column")
         batch_size = _parquet_batch_size(name, data, wanted)
         yield from _parse_typed_rows(name, _iter_parquet_rows(name, file, wanted, batch_size))
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         text = shorten(str(error).partition("\n")[0])
         raise InputError(f"{name} is not a Parquet file: {text}", "Parquet", _FORMAT_HINT) from None
-
-
-def _check_parquet_type(name: str, column: str, type: Any, types: Any) -> None:
-    value_type = type.value_type if types.is_dictionary(type) else type
-    is_plain = [types.is_string, types.is_large_string, types.is_integer, types.is_floating, types.is_boolean]
-    is_plain += [types.is_string_view] if hasattr(types, "is_string_view") else []  # pyarrow 16 and newer
-    if not types.is_null(type) and not any(is_kind(value_type) for is_kind in is_plain):
-        found = f"the column {format_value(column)} is of the type {shorten(type)}"
-        raise error_at(name, 1, 1, found, "text or numbers", "convert the column")
 
 
 def _parquet_batch_size(name: str, data: bytes, columns: Sequence[str]) -> int:
@@ -313,7 +287,7 @@ def _parquet_chunks(data: bytes, columns: Sequence[str]) -> Iterator[tuple[int, 
     paths = [[column.encode("utf-8", "surrogatepass")] for column in columns]
     footer = data[-8 - int.from_bytes(data[-8:-4], "little") : -8]
     try:
-        for number, group in enumerate(_read_thrift_struct(footer, 0, 0)[0].get(4, [])):
+        for number, group in enumerate(_read_thrift(footer, 0)[0].get(4, [])):
             for chunk in (chunk[3] for chunk in group[1] if 3 in chunk and chunk[3][3] in paths):
                 offsets = [chunk[9], *([chunk[11]] if 0 < chunk.get(11, 0) < chunk[9] else [])]
                 if chunk[7] > 0:
@@ -326,7 +300,7 @@ def _parquet_page_sizes(data: bytes, start: int, stop: int) -> Iterator[int]:
     """The unpacked size of each page, from the headers of the pages."""
     while 0 <= start < min(stop, len(data)):
         try:
-            fields, start = _read_thrift_struct(data, start, 0)
+            fields, start = _read_thrift(data, start)
             unpacked, packed = fields[2], fields[3]
             if packed < 0 or unpacked < 0:
                 raise OSError("a page of negative size")
@@ -336,58 +310,44 @@ def _parquet_page_sizes(data: bytes, start: int, stop: int) -> Iterator[int]:
         start += packed
 
 
-def _read_thrift_struct(data: bytes, offset: int, depth: int) -> tuple[dict[int, Any], int]:
-    """The values of a struct of Thrift's compact protocol by their field, and where it ends."""
-    fields: dict[int, Any] = {}
-    number = 0
-    while kind := data[offset]:
-        offset += 1
-        if kind >> 4:
-            number += kind >> 4
-        else:
-            number, offset = _read_thrift_int(data, offset)
-        fields[number], offset = _read_thrift_value(data, offset, kind & 15, depth)
-    return fields, offset + 1
-
-
-def _read_thrift_value(data: bytes, offset: int, kind: int, depth: int) -> tuple[Any, int]:
+def _read_thrift(data: bytes, offset: int, kind: int = 12, depth: int = 0) -> tuple[Any, int]:
+    """A value of Thrift's compact protocol (a struct by the numbers of its fields), and where it ends."""
     match kind:
         case 1 | 2:
             return kind == 1, offset
         case 3:
             return data[offset], offset + 1
         case 4 | 5 | 6:
-            return _read_thrift_int(data, offset)
+            number, offset = _read_thrift_varint(data, offset)
+            return (number >> 1) ^ -(number & 1), offset
         case 7:
             return None, offset + 8
         case 8:
             length, offset = _read_thrift_varint(data, offset)
             return data[offset : offset + length], offset + length
-        case 9 | 10:
-            return _read_thrift_list(data, offset, depth + 1)
-        case 12 if depth < 8:
-            return _read_thrift_struct(data, offset, depth + 1)
+        case 9 | 10 if depth < 8:
+            size, kind = data[offset] >> 4, data[offset] & 15
+            offset += 1
+            if size == 15:
+                size, offset = _read_thrift_varint(data, offset)
+            values = []
+            for _ in range(size):
+                # In a list, a truth value takes a byte.
+                value, offset = _read_thrift(data, offset, 3 if kind in (1, 2) else kind, depth + 1)
+                values.append(value)
+                if offset > len(data):
+                    raise IndexError(offset)
+            return values, offset
+        case 12 if depth < 9:
+            fields, number = {}, 0
+            while head := data[offset]:
+                offset += 1
+                number += head >> 4
+                if not head >> 4:
+                    number, offset = _read_thrift(data, offset, 4)
+                fields[number], offset = _read_thrift(data, offset, head & 15, depth + 1)
+            return fields, offset + 1
     raise KeyError(kind)
-
-
-def _read_thrift_list(data: bytes, offset: int, depth: int) -> tuple[list[Any], int]:
-    size, kind = data[offset] >> 4, data[offset] & 15
-    offset += 1
-    if size == 15:
-        size, offset = _read_thrift_varint(data, offset)
-    values = []
-    for _ in range(size if depth < 8 else 0):
-        # In a list, a truth value takes a byte.
-        value, offset = _read_thrift_value(data, offset, 3 if kind in (1, 2) else kind, depth)
-        values.append(value)
-        if offset > len(data):
-            raise IndexError(offset)
-    return values, offset
-
-
-def _read_thrift_int(data: bytes, offset: int) -> tuple[int, int]:
-    value, offset = _read_thrift_varint(data, offset)
-    return (value >> 1) ^ -(value & 1), offset
 
 
 def _read_thrift_varint(data: bytes, offset: int) -> tuple[int, int]:
@@ -406,8 +366,14 @@ def _iter_parquet_rows(name: str, file: Any, columns: Sequence[str], batch_size:
     for batch in file.iter_batches(batch_size=batch_size, columns=list(columns), use_threads=False):
         try:
             records = batch.to_pylist()
-        except UnicodeDecodeError:
-            raise _utf8_error(name, num_before, batch) from None
+        except UnicodeDecodeError as error:  # the row is found by reading the rows one by one
+            records = []
+            with contextlib.suppress(UnicodeDecodeError):
+                for offset in range(batch.num_rows):
+                    records += batch.slice(offset, 1).to_pylist()
+            found = f"byte 0x{error.object[error.start]:02x} is not UTF-8 ({error.reason})"
+            line, action = num_before + len(records) + 1, "write the file again from its source"
+            raise error_at(name, line, 1, found, "UTF-8 text", action) from None
         for line, values in enumerate(records, start=num_before + 1):
             for column, value in values.items():
                 if isinstance(value, str):
@@ -421,22 +387,10 @@ def _iter_parquet_rows(name: str, file: Any, columns: Sequence[str], batch_size:
         num_before += len(records)
 
 
-def _utf8_error(name: str, num_before: int, batch: Any) -> InputError:
-    for offset in range(batch.num_rows):
-        try:
-            batch.slice(offset, 1).to_pylist()
-        except UnicodeDecodeError as error:
-            found = f"byte 0x{error.object[error.start]:02x} is not UTF-8 ({error.reason})"
-            return error_at(
-                name, num_before + offset + 1, 1, found, "UTF-8 text", "write the file again from its source"
-            )
-    raise AssertionError("a row that could not be read can be read alone")
-
-
 _READERS: dict[str, Callable[[str, bytes], Iterable[PromptRow]]] = {
     "txt": _read_txt,
     "csv": _read_csv,
-    "jsonl": _read_jsonl,
+    "jsonl": lambda name, data: _parse_typed_rows(name, json_rows(name, decode_blocks(data))),
     "parquet": _read_parquet,
 }
 
@@ -513,7 +467,7 @@ def _parse_number(value: str, kind: _ColumnType) -> Any:
     """A number from text, or None where the field is empty."""
     if not value or value.isspace():
         return None
-    # int() and float() also take 1_000, full-width digits and "nan", which nobody means.
+    # int() and float() also take 1_000, full-width digits and "nan".
     if not (_WHOLE_NUMBER if kind.type is int else _NUMBER).fullmatch(value):
         raise ValueError(value)
     return _check_range(kind.type(value), kind)
