@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from halation.models.dit.denoiser import DiTDenoiser
 from halation.models.dit.network import sincos_positions
-from halation.models.students.architecture_from_teacher import CONFIG_FORMATS, dit_config, transformer_config
+from halation.models.students.architecture_from_teacher import dit_config, transformer_config
 from halation.models.students.build import open_student
 from halation.models.students.config import StudentConfig
 from halation.models.students.shrink import (
@@ -156,7 +156,9 @@ def test_a_wider_student_begins_as_its_teacher_as_far_as_repeated_channels_can_t
     teacher, student = nn.ModuleDict({"a": nn.Linear(4, 4)}), nn.ModuleDict({"a": nn.Linear(8, 8)})
     heads = HeadLayout(num_heads=1, axis_widths=(4,)), HeadLayout(num_heads=1, axis_widths=(8,))
     dit = ShrinkPlan.for_dits(*[_dit(width) for width in (4, 8)], layers=())
-    student.load_state_dict(shrink_weights(teacher, student, ShrinkPlan(layers=(), heads=heads, patches=dit.patches)))
+    student.load_state_dict(
+        shrink_weights(teacher, student, ShrinkPlan(layers=(), heads=heads, patch_sizes=dit.patch_sizes))
+    )
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
     expected = teacher["a"](x).repeat_interleave(2, dim=1)
     torch.testing.assert_close(student["a"](x.repeat_interleave(2, dim=1)), expected)
@@ -182,7 +184,7 @@ def modules(family: str, **shape: Any) -> tuple[nn.Module, nn.Module, ShrinkPlan
     return (
         kind.from_pretrained(str(folder)),
         student,
-        ShrinkPlan.for_transformers(CONFIG_FORMATS[name], before, after, layers),
+        ShrinkPlan.for_transformers(name, before, after, layers),
     )
 
 

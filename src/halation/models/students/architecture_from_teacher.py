@@ -1,10 +1,10 @@
-"""From a student's config and its teacher's to the student's: one shape for all families, and what each family calls it."""
+"""From a student's config and its teacher's to the student's: one shape for all families."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,197 +34,196 @@ class TransformerShape:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConfigFormat:
-    """How a family writes a shape down. `rotary_dims` are the channels of a head that turn together, one number an axis."""
+class ShapeRules:
+    """What the shape of a family's transformer must keep to."""
 
-    read: Callable[[Mapping[str, Any]], TransformerShape]
-    make_config: Callable[[Mapping[str, Any], TransformerShape, Sequence[int]], dict[str, Any]]
-    rotary_dims: Callable[[int], tuple[int, ...]] = lambda head: (head,)
+    text_key: str = ""
+    """Where its config has the channels of the texts."""
     head_multiple: int = 1
+    min_head_width: int = 1
     width_multiple: int = 1
     block_lists: tuple[str, ...] = ("blocks",)
     """Names of the lists of blocks, in the order in which blocks are counted."""
-    fixed_fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """What no student may change, and why."""
+    fixed_fields: tuple[str, ...] = ("latent_channels", "text_width")
+    """What no student may change."""
 
 
-_SAME_LATENTS_REASON = "both work in the latents of one autoencoder"
-_SAME_TEXTS_REASON = "both read the texts of the same encoders"
-_FIXED_MLP_RATIO_REASON = "this family's feed-forward parts are always that much wider"
-_COMMON_FIXED_FIELDS = {"latent_channels": _SAME_LATENTS_REASON, "text_width": _SAME_TEXTS_REASON}
-
-
-# Families
-
-
-def _two_axis_rotary_dims(head: int) -> tuple[int, ...]:
-    return (head // 2, head // 2)
-
-
-def _wan_rotary_dims(head: int) -> tuple[int, ...]:
-    side = 2 * (head // 6)
-    return (head - 2 * side, side, side)
-
-
-def flux_rotary_dims(teacher: Sequence[int], head: int) -> tuple[int, ...]:
-    """The teacher's axes in proportion, each even; what rounding leaves goes to the first."""
-    total = sum(teacher)
-    axes = [max(2, int(axis * head / total) // 2 * 2) for axis in teacher]
-    axes[0] += head - sum(axes)
-    return tuple(axes)
-
-
-def _make_shape_reader(names: Mapping[str, str], **computed: Any) -> Callable[[Mapping[str, Any]], TransformerShape]:
-    """A shape from a config by the names it has there; a callable computes it."""
-
-    def read(config: Mapping[str, Any]) -> TransformerShape:
-        heads = int(config["num_attention_heads"])
-        values: dict[str, Any] = {
-            "width": heads * int(config["attention_head_dim"]),
-            "heads": heads,
-            "depth": int(config["num_layers"]),
-            "patch_size": 1,
-            "mlp_ratio": 4.0,
-        }
-        values |= {name: config[key] for name, key in names.items()}
-        values |= {name: make(config) for name, make in computed.items()}
-        return TransformerShape(**values)
-
-    return read
-
-
-def _head_settings(shape: TransformerShape) -> dict[str, Any]:
-    return {"num_attention_heads": shape.heads, "attention_head_dim": shape.head_width, "num_layers": shape.depth}
-
-
-def _hunyuan_config(teacher: Mapping[str, Any], shape: TransformerShape, layers: Sequence[int]) -> dict[str, Any]:
-    return {
-        **_head_settings(shape),
-        "hidden_size": shape.width,
-        "mlp_ratio": shape.mlp_ratio,
-        "patch_size": shape.patch_size,
-    }
-
-
-def _pixart_config(teacher: Mapping[str, Any], shape: TransformerShape, layers: Sequence[int]) -> dict[str, Any]:
-    return {**_head_settings(shape), "cross_attention_dim": shape.width, "patch_size": shape.patch_size}
-
-
-def _sd3_config(teacher: Mapping[str, Any], shape: TransformerShape, layers: Sequence[int]) -> dict[str, Any]:
-    dual = set(teacher.get("dual_attention_layers") or ())
-    kept = [place for place, layer in enumerate(layers) if layer in dual]
-    # Positions are counted in patches: with larger ones the same image has fewer.
-    largest = teacher["pos_embed_max_size"] * teacher["patch_size"] // shape.patch_size
-    return {
-        **_head_settings(shape),
-        "caption_projection_dim": shape.width,
-        "patch_size": shape.patch_size,
-        "pos_embed_max_size": largest,
-        "dual_attention_layers": kept,
-    }
-
-
-def _flux_config(teacher: Mapping[str, Any], shape: TransformerShape, layers: Sequence[int]) -> dict[str, Any]:
-    double = sum(layer < teacher["num_layers"] for layer in layers)
-    return {
-        **_head_settings(shape),
-        "num_layers": double,
-        "num_single_layers": len(layers) - double,
-        "axes_dims_rope": list(flux_rotary_dims(teacher["axes_dims_rope"], shape.head_width)),
-    }
-
-
-def _wan_config(teacher: Mapping[str, Any], shape: TransformerShape, layers: Sequence[int]) -> dict[str, Any]:
-    return {
-        **_head_settings(shape),
-        "ffn_dim": round(shape.mlp_ratio * shape.width),
-        "patch_size": [teacher["patch_size"][0], shape.patch_size, shape.patch_size],
-    }
-
-
-CONFIG_FORMATS: Mapping[str, ConfigFormat] = {
-    "HunyuanDiT": ConfigFormat(
-        read=_make_shape_reader(
-            {
-                "patch_size": "patch_size",
-                "latent_channels": "in_channels",
-                "text_width": "cross_attention_dim",
-                "mlp_ratio": "mlp_ratio",
-            }
-        ),
-        make_config=_hunyuan_config,
-        rotary_dims=_two_axis_rotary_dims,
-        head_multiple=4,
-        fixed_fields=_COMMON_FIXED_FIELDS,
-    ),
-    "PixArt": ConfigFormat(
-        read=_make_shape_reader(
-            {"patch_size": "patch_size", "latent_channels": "in_channels", "text_width": "caption_channels"}
-        ),
-        make_config=_pixart_config,
+_TEXT_AND_MLP_FIXED = ("latent_channels", "text_width", "mlp_ratio")
+SHAPE_RULES = {
+    DIT_FAMILY: ShapeRules(width_multiple=4, fixed_fields=("latent_channels", "mlp_ratio")),
+    "HunyuanDiT": ShapeRules(text_key="cross_attention_dim", head_multiple=4, min_head_width=4),
+    "PixArt": ShapeRules(
+        text_key="caption_channels",
         width_multiple=4,
         block_lists=("transformer_blocks",),
-        fixed_fields={**_COMMON_FIXED_FIELDS, "mlp_ratio": _FIXED_MLP_RATIO_REASON},
+        fixed_fields=_TEXT_AND_MLP_FIXED,
     ),
-    "SD3": ConfigFormat(
-        read=_make_shape_reader(
-            {"patch_size": "patch_size", "latent_channels": "in_channels", "text_width": "joint_attention_dim"}
-        ),
-        make_config=_sd3_config,
+    "SD3": ShapeRules(
+        text_key="joint_attention_dim",
         width_multiple=4,
         block_lists=("transformer_blocks",),
-        fixed_fields={**_COMMON_FIXED_FIELDS, "mlp_ratio": _FIXED_MLP_RATIO_REASON},
+        fixed_fields=_TEXT_AND_MLP_FIXED,
     ),
-    "FLUX": ConfigFormat(
-        read=_make_shape_reader(
-            {"text_width": "joint_attention_dim"},
-            patch_size=lambda config: 2,
-            latent_channels=lambda config: config["in_channels"] // 4,
-            depth=lambda config: config["num_layers"] + config["num_single_layers"],
-        ),
-        make_config=_flux_config,
+    "FLUX": ShapeRules(
+        text_key="joint_attention_dim",
         head_multiple=2,
+        min_head_width=6,
         block_lists=("transformer_blocks", "single_transformer_blocks"),
-        fixed_fields={
-            **_COMMON_FIXED_FIELDS,
-            "mlp_ratio": _FIXED_MLP_RATIO_REASON,
-            "patch_size": "the pipeline itself packs latents two by two",
-        },
+        fixed_fields=(*_TEXT_AND_MLP_FIXED, "patch_size"),
     ),
-    "Wan": ConfigFormat(
-        read=_make_shape_reader(
-            {"latent_channels": "in_channels", "text_width": "text_dim"},
-            patch_size=lambda config: config["patch_size"][-1],
-            mlp_ratio=lambda config: config["ffn_dim"] / (config["num_attention_heads"] * config["attention_head_dim"]),
-        ),
-        make_config=_wan_config,
-        rotary_dims=_wan_rotary_dims,
-        head_multiple=2,
-        fixed_fields=_COMMON_FIXED_FIELDS,
-    ),
+    "Wan": ShapeRules(text_key="text_dim", head_multiple=2, min_head_width=6),
+}
+_FIXED_REASONS = {
+    "latent_channels": "both work in the latents of one autoencoder",
+    "text_width": "both read the texts of the same encoders",
+    "mlp_ratio": "this family's feed-forward parts are always that much wider",
+    "patch_size": "the pipeline itself packs latents two by two",
+}
+_FIELD_LABELS = {
+    "latent_channels": "{} latent channels",
+    "text_width": "texts of {} channels",
+    "mlp_ratio": "an mlp_ratio of {}",
+    "patch_size": "patches of {}",
 }
 
 
-# What becomes of it
+# -- what each family's config calls it
 
 
-def resolve_shape(
-    student: StudentConfig, teacher: TransformerShape, name: str, config_format: ConfigFormat
-) -> tuple[TransformerShape, tuple[int, ...]]:
-    """The student's shape and, for each of its blocks, the teacher's block that it stands for; or why there is none."""
-    _check_family(student, name)
-    for key, why in config_format.fixed_fields.items():
-        _check_same(key, getattr(student, key), getattr(teacher, key), why)
-    overrides = {
-        field.name: getattr(student, field.name)
-        for field in dataclasses.fields(TransformerShape)
-        if getattr(student, field.name) is not None
-    }
-    if student.layers is not None:
-        overrides["depth"] = len(student.layers)
-    shape = dataclasses.replace(teacher, **overrides)
-    _check_width(shape, teacher, name, config_format)
-    return shape, () if student.layers is None else _check_layers(student.layers, teacher.depth)
+def read_shape(family: str, config: Mapping[str, Any]) -> TransformerShape:
+    """The shape that the config of a pipeline's transformer describes."""
+    heads = int(config["num_attention_heads"])
+    width = heads * int(config["attention_head_dim"])
+    depth, latent_channels = int(config["num_layers"]), config["in_channels"]
+    patch_size, mlp_ratio = config.get("patch_size", 1), 4.0
+    match family:
+        case "HunyuanDiT":
+            mlp_ratio = config["mlp_ratio"]
+        case "FLUX":
+            depth, patch_size, latent_channels = depth + config["num_single_layers"], 2, latent_channels // 4
+        case "Wan":
+            patch_size, mlp_ratio = patch_size[-1], config["ffn_dim"] / width
+    return TransformerShape(
+        width=width,
+        depth=depth,
+        heads=heads,
+        patch_size=patch_size,
+        latent_channels=latent_channels,
+        text_width=config[SHAPE_RULES[family].text_key],
+        mlp_ratio=mlp_ratio,
+    )
+
+
+def _write_shape(
+    family: str, teacher: Mapping[str, Any], shape: TransformerShape, layers: Sequence[int]
+) -> dict[str, Any]:
+    """The teacher's config with the student's shape in it."""
+    sizes = {"num_attention_heads": shape.heads, "attention_head_dim": shape.head_width, "num_layers": shape.depth}
+    patches = {} if family == "FLUX" else {"patch_size": shape.patch_size}
+    config = {**teacher, **sizes, **patches}
+    match family:
+        case "HunyuanDiT":
+            config |= {"hidden_size": shape.width, "mlp_ratio": shape.mlp_ratio}
+        case "PixArt":
+            config |= {"cross_attention_dim": shape.width}
+        case "SD3":
+            dual = set(teacher.get("dual_attention_layers") or ())
+            config |= {
+                "caption_projection_dim": shape.width,
+                # Positions are counted in patches: with larger ones the same image has fewer.
+                "pos_embed_max_size": teacher["pos_embed_max_size"] * teacher["patch_size"] // shape.patch_size,
+                "dual_attention_layers": [place for place, layer in enumerate(layers) if layer in dual],
+            }
+        case "FLUX":
+            double = sum(layer < teacher["num_layers"] for layer in layers)
+            config |= {
+                "num_layers": double,
+                "num_single_layers": len(layers) - double,
+                "axes_dims_rope": _flux_rotary_dims(teacher["axes_dims_rope"], shape.head_width),
+            }
+        case "Wan":
+            patch_size = [teacher["patch_size"][0], shape.patch_size, shape.patch_size]
+            config |= {"ffn_dim": round(shape.mlp_ratio * shape.width), "patch_size": patch_size}
+    return config
+
+
+def _flux_rotary_dims(teacher: Sequence[int], head: int) -> list[int]:
+    """The teacher's axes in proportion, each even; what rounding leaves goes to the first."""
+    axes = [max(2, int(axis * head / sum(teacher)) // 2 * 2) for axis in teacher]
+    axes[0] += head - sum(axes)
+    return axes
+
+
+def rotary_dims(family: str, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """The channels of a head that rotary positions turn together, one number an axis."""
+    head = int(config["attention_head_dim"])
+    match family:
+        case "HunyuanDiT":
+            return (head // 2, head // 2)
+        case "FLUX":
+            return tuple(config["axes_dims_rope"])
+        case "Wan":
+            side = 2 * (head // 6)
+            return (head - 2 * side, side, side)
+    return (head,)
+
+
+# -- the student's shape
+
+
+def transformer_config(
+    class_name: str, teacher: Mapping[str, Any], student: StudentConfig
+) -> tuple[dict[str, Any], tuple[int, ...]]:
+    """A pipeline's transformer in the student's shape, and which of the teacher's blocks each of its own stands for."""
+    family = get_family(class_name).name
+    rules = SHAPE_RULES[family]
+    has_sizes = teacher.get("use_additional_conditions")
+    if family == "PixArt" and (has_sizes or (has_sizes is None and teacher.get("sample_size") == 128)):
+        # PixArt-Alpha at 1,024 puts three embeddings of sizes beside each other, together as wide as the model.
+        rules = dataclasses.replace(rules, width_multiple=3 * rules.width_multiple)
+    teacher_shape = read_shape(family, teacher)
+    shape = _resolve_shape(student, teacher_shape, family, rules)
+    layers = student.layers or select_layers(shape.depth, teacher_shape.depth)
+    if family == "FLUX":
+        double, single = int(teacher["num_layers"]), int(teacher["num_single_layers"])
+        if not student.layers and shape.depth > 1:  # of both kinds, in proportion
+            first = min(max(1, round(shape.depth * double / (double + single))), shape.depth - 1)
+            first = first if single else shape.depth
+            rest = select_layers(shape.depth - first, single)
+            layers = (*select_layers(first, double), *(double + layer for layer in rest))
+        kinds = [layer < double for layer in layers]
+        if not kinds[0] or kinds != sorted(kinds, reverse=True):
+            raise InputError(
+                f"layers {list(layers)} of FLUX",
+                f"at least one double block (0 to {double - 1}), and single ones (from {double} on) after them",
+                "reorder the layers",
+            )
+    if shape == teacher_shape and layers == tuple(range(teacher_shape.depth)):
+        return dict(teacher), layers
+    return _write_shape(family, teacher, shape, layers), layers
+
+
+def dit_config(teacher: DiTConfig, student: StudentConfig) -> tuple[DiTConfig, tuple[int, ...]]:
+    """A DiT in the student's shape, and which of the teacher's blocks each of its own stands for."""
+    teacher_shape = TransformerShape(
+        width=teacher.hidden,
+        depth=teacher.depth,
+        heads=teacher.heads,
+        patch_size=teacher.patch_size,
+        latent_channels=teacher.channels,
+        text_width=teacher.text_hidden,
+        mlp_ratio=4.0,
+    )
+    shape = _resolve_shape(student, teacher_shape, DIT_FAMILY, SHAPE_RULES[DIT_FAMILY])
+    config = dataclasses.replace(
+        teacher,
+        hidden=shape.width,
+        depth=shape.depth,
+        heads=shape.heads,
+        patch_size=shape.patch_size,
+        text_hidden=shape.text_width,
+    )
+    return config, student.layers or select_layers(shape.depth, teacher_shape.depth)
 
 
 def select_layers(num: int, depth: int) -> tuple[int, ...]:
@@ -236,137 +235,52 @@ def select_layers(num: int, depth: int) -> tuple[int, ...]:
     return tuple(place * depth // num for place in range(num))
 
 
-def transformer_config(
-    class_name: str, teacher: Mapping[str, Any], student: StudentConfig
-) -> tuple[dict[str, Any], tuple[int, ...]]:
-    """The config of a pipeline's transformer in the student's shape, and which of the teacher's blocks each of its own stands for."""
-    name = get_family(class_name).name
-    config_format = _widen_for_size_embeddings(CONFIG_FORMATS[name], name, teacher)
-    teacher_shape = config_format.read(teacher)
-    shape, layers = resolve_shape(student, teacher_shape, name, config_format)
-    if not layers:
-        layers = (
-            _select_flux_layers(teacher, shape.depth)
-            if name == "FLUX"
-            else select_layers(shape.depth, teacher_shape.depth)
-        )
-    if name == "FLUX":
-        _check_flux_layer_order(layers, teacher["num_layers"])
-    if shape == teacher_shape and layers == tuple(range(teacher_shape.depth)):
-        return dict(teacher), layers
-    return {**teacher, **config_format.make_config(teacher, shape, layers)}, layers
-
-
-def _widen_for_size_embeddings(config_format: ConfigFormat, name: str, teacher: Mapping[str, Any]) -> ConfigFormat:
-    """PixArt-Alpha at 1,024 puts three embeddings of sizes beside each other, which together are as wide as the model."""
-    use_additional_conditions = teacher.get("use_additional_conditions")
-    if name == "PixArt" and (
-        use_additional_conditions or (use_additional_conditions is None and teacher.get("sample_size") == 128)
-    ):
-        return dataclasses.replace(config_format, width_multiple=3 * config_format.width_multiple)
-    return config_format
-
-
-def _select_flux_layers(teacher: Mapping[str, Any], num: int) -> tuple[int, ...]:
-    double, single = int(teacher["num_layers"]), int(teacher["num_single_layers"])
-    if num == 1:
-        return (0,)
-    first = min(max(1, round(num * double / (double + single))), num - 1) if single else num
-    return (*select_layers(first, double), *(double + layer for layer in select_layers(num - first, single)))
-
-
-def _check_flux_layer_order(layers: Sequence[int], double: int) -> None:
-    """The single blocks of FLUX come after all the double ones, of which there must be one."""
-    kinds = [layer < double for layer in layers]
-    if not kinds[0] or kinds != sorted(kinds, reverse=True):
+def _resolve_shape(
+    student: StudentConfig, teacher: TransformerShape, family: str, rules: ShapeRules
+) -> TransformerShape:
+    """The student's shape, or an error where the family has no such shape."""
+    word = re.sub(r"[^a-z0-9]", "", family.lower())
+    if student.family is not None and re.sub(r"[^a-z0-9]", "", student.family.lower()) not in (word, f"halation{word}"):
         raise InputError(
-            f"layers {list(layers)} of FLUX",
-            f"at least one double block (0 to {double - 1}), and single ones (from {double} on) after them",
-            "reorder the layers",
+            f"a student of the family {student.family}, of a teacher of the family {word}",
+            "one family for both: they read the same texts and work in the same latents",
+            f'write "family": "{word}", or null',
         )
-
-
-def dit_config(teacher: DiTConfig, student: StudentConfig) -> tuple[DiTConfig, tuple[int, ...]]:
-    """The config of a DiT in the student's shape, and which of the teacher's blocks each of its own stands for."""
-    teacher_shape = TransformerShape(
-        width=teacher.hidden,
-        depth=teacher.depth,
-        heads=teacher.heads,
-        patch_size=teacher.patch_size,
-        latent_channels=teacher.channels,
-        text_width=teacher.text_hidden,
-        mlp_ratio=4.0,
-    )
-    shape, layers = resolve_shape(student, teacher_shape, DIT_FAMILY, DIT_CONFIG_FORMAT)
-    config = dataclasses.replace(
-        teacher,
-        hidden=shape.width,
-        depth=shape.depth,
-        heads=shape.heads,
-        patch_size=shape.patch_size,
-        text_hidden=shape.text_width,
-    )
-    return config, layers or select_layers(shape.depth, teacher_shape.depth)
-
-
-def _raise_no_dict_config(*_: Any) -> Any:
-    raise TypeError("a DiT has a config of its own")
-
-
-DIT_CONFIG_FORMAT = ConfigFormat(
-    read=_raise_no_dict_config,
-    make_config=_raise_no_dict_config,
-    width_multiple=4,
-    fixed_fields={"latent_channels": _SAME_LATENTS_REASON, "mlp_ratio": _FIXED_MLP_RATIO_REASON},
-)
-
-
-# Refusals
-
-
-def _normalize_name(word: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", word.lower())
-
-
-def _check_family(student: StudentConfig, name: str) -> None:
-    if student.family is None or _normalize_name(student.family) in (
-        _normalize_name(name),
-        f"halation{_normalize_name(name)}",
-    ):
-        return
-    raise InputError(
-        f"a student of the family {student.family}, of a teacher of the family {_normalize_name(name)}",
-        "one family for both: they read the same texts and work in the same latents",
-        f'write "family": "{_normalize_name(name)}", or null',
-    )
+    for key in rules.fixed_fields:
+        _check_same(key, student, teacher, _FIXED_REASONS[key])
+    names = [field.name for field in dataclasses.fields(TransformerShape)]
+    overrides = {name: getattr(student, name) for name in names if getattr(student, name) is not None}
+    if student.layers is not None:
+        overrides["depth"] = len(student.layers)
+    shape = dataclasses.replace(teacher, **overrides)
+    _check_width(shape, teacher, family, rules)
+    wrong = next((layer for layer in student.layers or () if not 0 <= layer < teacher.depth), None)
+    if wrong is not None:
+        raise InputError(
+            f"layer {wrong} of a teacher that has {teacher.depth}",
+            f"layers from 0 to {teacher.depth - 1}",
+            "change layers",
+        )
+    return shape
 
 
 def check_patch_size(class_name: str, teacher: Mapping[str, Any], student: StudentConfig) -> None:
     """For pipelines that tell the transformer a time for each token, and so know how many there are."""
-    own = CONFIG_FORMATS[get_family(class_name).name].read(teacher).patch_size
-    _check_same("patch_size", student.patch_size, own, "the pipeline tells each token of that size its time")
+    shape = read_shape(get_family(class_name).name, teacher)
+    _check_same("patch_size", student, shape, "the pipeline tells each token of that size its time")
 
 
-_FIELD_LABELS = {
-    "latent_channels": "{} latent channels",
-    "text_width": "texts of {} channels",
-    "mlp_ratio": "an mlp_ratio of {}",
-    "patch_size": "patches of {}",
-}
+def _check_same(key: str, student: StudentConfig, teacher: TransformerShape, why: str) -> None:
+    asked, number = getattr(student, key), f"{getattr(teacher, key):g}"
+    if asked is not None and asked != getattr(teacher, key):
+        raise InputError(
+            f"the student has {_FIELD_LABELS[key].format(f'{asked:g}')}, the teacher {number}",
+            f"{number} for both: {why}",
+            f"set {key} to {number}, or to null",
+        )
 
 
-def _check_same(key: str, student: Any, teacher: Any, why: str) -> None:
-    if student is None or student == teacher:
-        return
-    number = f"{teacher:g}"
-    raise InputError(
-        f"the student has {_FIELD_LABELS[key].format(f'{student:g}')}, the teacher {number}",
-        f"{number} for both: {why}",
-        f"set {key} to {number}, or to null",
-    )
-
-
-def _check_width(shape: TransformerShape, teacher: TransformerShape, name: str, config_format: ConfigFormat) -> None:
+def _check_width(shape: TransformerShape, teacher: TransformerShape, family: str, rules: ShapeRules) -> None:
     if shape.width % shape.heads:
         near = max(1, round(shape.width / teacher.head_width))
         hint = f"heads to {near}" if shape.width % near == 0 else f"width to {shape.heads * max(1, shape.head_width)}"
@@ -375,25 +289,16 @@ def _check_width(shape: TransformerShape, teacher: TransformerShape, name: str, 
             "a width that the heads divide",
             f"set {hint}; the teacher's are {teacher.head_width} wide each",
         )
-    least = config_format.head_multiple * (3 if name in ("Wan", "FLUX") else 1)
-    if shape.head_width % config_format.head_multiple or shape.head_width < least:
+    if shape.head_width % rules.head_multiple or shape.head_width < rules.min_head_width:
         raise InputError(
             f"heads {shape.head_width} wide ({shape.width} over {shape.heads})",
-            f"a multiple of {config_format.head_multiple} from {least} on, which the rotary positions of {name} can take",
+            f"a multiple of {rules.head_multiple} from {rules.min_head_width} on, "
+            f"which the rotary positions of {family} can take",
             f"change width or heads; the teacher's are {teacher.head_width} wide",
         )
-    if shape.width % config_format.width_multiple:
+    if shape.width % rules.width_multiple:
         raise InputError(
             f"a student {shape.width} wide",
-            f"a multiple of {config_format.width_multiple}, which its positions and sizes are embedded in",
-            f"set width to {-(-shape.width // config_format.width_multiple) * config_format.width_multiple}",
+            f"a multiple of {rules.width_multiple}, which its positions and sizes are embedded in",
+            f"set width to {-(-shape.width // rules.width_multiple) * rules.width_multiple}",
         )
-
-
-def _check_layers(layers: tuple[int, ...], depth: int) -> tuple[int, ...]:
-    wrong = next((layer for layer in layers if not 0 <= layer < depth), None)
-    if wrong is not None:
-        raise InputError(
-            f"layer {wrong} of a teacher that has {depth}", f"layers from 0 to {depth - 1}", "change layers"
-        )
-    return layers

@@ -10,10 +10,11 @@ from halation.errors import InputError
 from halation.models.denoiser import Denoiser
 from halation.models.dit.denoiser import DiTDenoiser
 from halation.models.dit.network import DiT
+from halation.models.students.architecture_from_teacher import dit_config
 from halation.models.students.config import StudentConfig
+from halation.models.students.shrink import ShrinkPlan, shrink_weights
 
 if TYPE_CHECKING:
-    from halation.models.pipelines.training.denoiser import PipelineDenoiser
     from halation.models.pipelines.training.lora import LoraSettings
 
 StudentInit = Literal["teacher", "random"]
@@ -55,75 +56,23 @@ def open_student(
             )
         teacher.sample_shape(height, width)
         return _open_dit_student(teacher, shape, init, seed)
-    return _open_pipeline_student(
-        Path(teacher),
-        shape,
-        init=init,
-        seed=seed,
-        dtype=dtype,
-        weights_dtype=weights_dtype,
-        lora=lora,
-        height=height,
-        width=width,
-        few_steps=few_steps,
-        stays_on_cpu=stays_on_cpu,
-    )
-
-
-def _open_dit_student(teacher: DiTDenoiser, shape: StudentConfig, init: StudentInit, seed: int) -> DiTDenoiser:
-    # Not at the top: the names of layers in a DiT need nothing of diffusers.
-    from halation.models.students.architecture_from_teacher import dit_config
-    from halation.models.students.shrink import ShrinkPlan, shrink_weights
-
-    config, layers = dit_config(teacher.config, shape)
-    student = DiTDenoiser(
-        config=config, space=teacher.space, tokenizer=teacher.tokenizer, class_names=teacher.class_names
-    ).init_weights(seed)
-    if init == "teacher":
-        assert isinstance(student.module, DiT)
-        weights = shrink_weights(teacher.module, student.module, ShrinkPlan.for_dits(teacher.config, config, layers))
-        student.module.load_state_dict(weights)
-    return student
-
-
-def _open_pipeline_student(
-    folder: Path,
-    shape: StudentConfig,
-    *,
-    init: StudentInit,
-    seed: int,
-    dtype: str,
-    weights_dtype: str,
-    lora: LoraSettings | None,
-    height: int,
-    width: int,
-    few_steps: int,
-    stays_on_cpu: bool,
-) -> PipelineDenoiser:
     # Here, because diffusers takes seconds to import, and a DiT does without it.
     from halation.models.pipelines.load import filter_library_warnings
 
     filter_library_warnings()
-    from halation.models.pipelines.folder_safety_check import inspect_pipeline_folder
-    from halation.models.pipelines.load import pipeline_class, pipeline_modules
     from halation.models.pipelines.training.denoiser import PipelineDenoiser
-    from halation.models.pipelines.training.trainable_family import get_trainable_family
-    from halation.models.pipelines.wan_experts import transformer_names
     from halation.models.students.pipeline_student import PipelineStudent
 
-    files = inspect_pipeline_folder(folder, pipeline_modules())
-    pipeline_class(files)
-    get_trainable_family(files.class_name, folder)
-    transformer_names(files, allow_experts=True)
-    student = PipelineStudent.from_teacher(files, shape, few_steps=few_steps, init=init, seed=seed)
+    student = PipelineStudent.from_teacher(Path(teacher), shape, few_steps=few_steps, init=init, seed=seed)
     if lora is not None and not student.is_copy:
+        said = ", ".join(f"{name} {value}" for name, value in dataclasses.asdict(shape).items() if value is not None)
         raise InputError(
-            f"--lora_rank with a student of another shape ({_describe_shape(shape)})",
+            f"--lora_rank with a student of another shape ({said})",
             "adapters on the teacher's own weights, and so its shape",
             "leave --lora_rank or --student_config out",
         )
     return PipelineDenoiser.open(
-        folder,
+        Path(teacher),
         dtype=dtype,
         weights_dtype=weights_dtype,
         lora=lora,
@@ -135,6 +84,13 @@ def _open_pipeline_student(
     )
 
 
-def _describe_shape(shape: StudentConfig) -> str:
-    said = dataclasses.asdict(shape)
-    return ", ".join(f"{name} {value}" for name, value in said.items() if value is not None)
+def _open_dit_student(teacher: DiTDenoiser, shape: StudentConfig, init: StudentInit, seed: int) -> DiTDenoiser:
+    config, layers = dit_config(teacher.config, shape)
+    student = DiTDenoiser(
+        config=config, space=teacher.space, tokenizer=teacher.tokenizer, class_names=teacher.class_names
+    ).init_weights(seed)
+    if init == "teacher":
+        assert isinstance(student.module, DiT)
+        weights = shrink_weights(teacher.module, student.module, ShrinkPlan.for_dits(teacher.config, config, layers))
+        student.module.load_state_dict(weights)
+    return student

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import diffusers
@@ -12,12 +13,13 @@ import torch
 from torch import nn
 
 from halation.models.pipelines.family_quirks import get_family
-from halation.models.pipelines.folder_safety_check import PipelineFiles, read_json
-from halation.models.pipelines.load import load_components
+from halation.models.pipelines.folder_safety_check import PipelineFiles, inspect_pipeline_folder, read_json
+from halation.models.pipelines.load import load_components, pipeline_class, pipeline_modules
 from halation.models.pipelines.schedulers import few_step_scheduler
 from halation.models.pipelines.training.text_encoding import other_components
-from halation.models.pipelines.wan_experts import has_two_experts
-from halation.models.students.architecture_from_teacher import CONFIG_FORMATS, check_patch_size, transformer_config
+from halation.models.pipelines.training.trainable_family import get_trainable_family
+from halation.models.pipelines.wan_experts import has_two_experts, transformer_names
+from halation.models.students.architecture_from_teacher import check_patch_size, read_shape, transformer_config
 from halation.models.students.config import StudentConfig
 from halation.models.students.shrink import ShrinkPlan, shrink_weights
 
@@ -43,9 +45,16 @@ class PipelineStudent:
 
     @classmethod
     def from_teacher(
-        cls, files: PipelineFiles, shape: StudentConfig, *, few_steps: int, init: InitialWeights, seed: int
+        cls, folder: Path, shape: StudentConfig, *, few_steps: int, init: InitialWeights, seed: int
     ) -> PipelineStudent:
-        """The student of a teacher's folder. Of two experts it stands for the one of low noise, which draws what is seen."""
+        """The student of the pipeline in a folder, which must be of a trainable family.
+
+        Of two experts it stands for the one of low noise, which draws what is seen.
+        """
+        files = inspect_pipeline_folder(folder, pipeline_modules())
+        pipeline_class(files)
+        get_trainable_family(files.class_name, folder)
+        transformer_names(files, allow_experts=True)
         base = "transformer_2" if has_two_experts(files) else "transformer"
         teacher_config = read_json(files.path / base / "config.json")
         default_config = {
@@ -66,9 +75,7 @@ class PipelineStudent:
             config=config,
             is_copy=config == full_config,
             few_steps=few_steps,
-            shrink_plan=ShrinkPlan.for_transformers(
-                CONFIG_FORMATS[get_family(files.class_name).name], full_config, config, layers
-            ),
+            shrink_plan=ShrinkPlan.for_transformers(get_family(files.class_name).name, full_config, config, layers),
             init=init,
             seed=seed,
         )
@@ -76,20 +83,12 @@ class PipelineStudent:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> PipelineStudent:
         """What `as_json` wrote, to be filled from a checkpoint."""
-        return cls(
-            base=str(value["base"]),
-            config=dict(value["config"]),
-            is_copy=bool(value["is_copy"]),
-            few_steps=int(value["few_steps"]),
-        )
+        is_copy, few_steps = bool(value["is_copy"]), int(value["few_steps"])
+        return cls(base=str(value["base"]), config=dict(value["config"]), is_copy=is_copy, few_steps=few_steps)
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "base": self.base,
-            "config": dict(self.config),
-            "is_copy": self.is_copy,
-            "few_steps": self.few_steps,
-        }
+        own = {"is_copy": self.is_copy, "few_steps": self.few_steps}
+        return {"base": self.base, "config": dict(self.config), **own}
 
     @property
     def replaced_components(self) -> set[str]:
@@ -119,9 +118,8 @@ class PipelineStudent:
             return teacher
         assert self.shrink_plan is not None
         student = self._create_transformer(files)
-        student.load_state_dict(
-            shrink_weights(teacher, student, self.shrink_plan), strict=False
-        )  # buffers are the student's own
+        weights = shrink_weights(teacher, student, self.shrink_plan)
+        student.load_state_dict(weights, strict=False)  # buffers are the student's own
         return student
 
     def _create_transformer(self, files: PipelineFiles) -> nn.Module:
@@ -144,6 +142,6 @@ def _transformer_class(files: PipelineFiles, base: str) -> Any:
 
 def num_tokens(pipe: Any, height: int, width: int) -> int:
     """Patches of an image, by which some pipelines shift their times."""
-    shape = CONFIG_FORMATS[get_family(type(pipe).__name__).name].read(pipe.transformer.config)
+    shape = read_shape(get_family(type(pipe).__name__).name, pipe.transformer.config)
     factor = getattr(pipe, "vae_scale_factor_spatial", None) or pipe.vae_scale_factor
     return (height // factor // shape.patch_size) * (width // factor // shape.patch_size)

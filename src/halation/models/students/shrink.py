@@ -1,6 +1,6 @@
-"""The weights of a student from its teacher's: blocks kept by number, channels kept evenly, heads kept whole.
+"""Cuts a teacher's weights to a student's: blocks kept by number, channels evenly, heads whole.
 
-Nothing here knows a family: a tensor is cut by its name and by the two shapes it has to go between.
+A tensor is cut by its name and by the two shapes it has to go between.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halation.models.dit.network import TEXT_HEADS, DiTConfig
-from halation.models.students.architecture_from_teacher import ConfigFormat
+from halation.models.students.architecture_from_teacher import SHAPE_RULES, read_shape, rotary_dims
 
-_HEAD_INPUT_LAYERS = ("to_out.0", "to_add_out", "out")
+_HEAD_INPUT_LAYERS = (".to_out.0", ".to_add_out", ".out")
 _HEAD_OUTPUT_LAYERS = (
-    *("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj", "qkv", "q", "kv"),
-    *("norm_q", "norm_k", "norm_added_q", "norm_added_k", "q_scale", "k_scale"),
+    *(".to_q", ".to_k", ".to_v", ".add_q_proj", ".add_k_proj", ".add_v_proj", ".qkv", ".q", ".kv"),
+    *(".norm_q", ".norm_k", ".norm_added_q", ".norm_added_k", ".q_scale", ".k_scale"),
 )
 
 
@@ -37,20 +37,14 @@ class HeadLayout:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PatchLayout:
-    """Pixels of a patch, and whether its channels come before them in the layer that reads or writes patches."""
-
-    size: int
-    channels_first: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
 class ShrinkPlan:
     """What becomes of a teacher: which of its blocks are kept, and how heads and patches of the two are made."""
 
     layers: tuple[int, ...]
     heads: tuple[HeadLayout, HeadLayout]
-    patches: tuple[PatchLayout, PatchLayout]
+    patch_sizes: tuple[int, int]
+    channels_first: bool = False
+    """Whether the channels of a patch come before its pixels in the layer that reads or writes patches."""
     block_lists: tuple[str, ...] = ("blocks",)
     first_layers: tuple[int, ...] = (0,)
     """The number of the first block of each of the teacher's lists."""
@@ -59,41 +53,33 @@ class ShrinkPlan:
 
     @classmethod
     def for_transformers(
-        cls, config_format: ConfigFormat, teacher: Mapping[str, Any], student: Mapping[str, Any], layers: Sequence[int]
+        cls, family: str, teacher: Mapping[str, Any], student: Mapping[str, Any], layers: Sequence[int]
     ) -> ShrinkPlan:
         """For the configs of two transformers of a pipeline."""
-
-        def heads(config: Mapping[str, Any]) -> HeadLayout:
-            shape = config_format.read(config)
-            axes = config.get("axes_dims_rope")
-            return HeadLayout(
-                num_heads=shape.heads,
-                axis_widths=config_format.rotary_dims(shape.head_width) if axes is None else tuple(axes),
-            )
-
+        shapes = read_shape(family, teacher), read_shape(family, student)
+        block_lists = SHAPE_RULES[family].block_lists
         return cls(
             layers=tuple(layers),
-            heads=(heads(teacher), heads(student)),
-            patches=(
-                PatchLayout(size=config_format.read(teacher).patch_size),
-                PatchLayout(size=config_format.read(student).patch_size),
+            heads=(
+                HeadLayout(num_heads=shapes[0].heads, axis_widths=rotary_dims(family, teacher)),
+                HeadLayout(num_heads=shapes[1].heads, axis_widths=rotary_dims(family, student)),
             ),
-            block_lists=config_format.block_lists,
-            first_layers=(0, int(teacher["num_layers"]))[: len(config_format.block_lists)],
+            patch_sizes=(shapes[0].patch_size, shapes[1].patch_size),
+            block_lists=block_lists,
+            first_layers=(0, int(teacher["num_layers"]))[: len(block_lists)],
         )
 
     @classmethod
     def for_dits(cls, teacher: DiTConfig, student: DiTConfig, layers: Sequence[int]) -> ShrinkPlan:
-        heads = [HeadLayout(num_heads=dit.heads, axis_widths=(dit.hidden // dit.heads,)) for dit in (teacher, student)]
-        texts = [
-            HeadLayout(num_heads=TEXT_HEADS, axis_widths=(dit.text_hidden // TEXT_HEADS,)) for dit in (teacher, student)
-        ]
-        patches = [PatchLayout(size=dit.patch_size, channels_first=True) for dit in (teacher, student)]
+        def heads(num_heads: int, width: int) -> HeadLayout:
+            return HeadLayout(num_heads=num_heads, axis_widths=(width // num_heads,))
+
         return cls(
             layers=tuple(layers),
-            heads=(heads[0], heads[1]),
-            patches=(patches[0], patches[1]),
-            text_heads=(texts[0], texts[1]),
+            heads=(heads(teacher.heads, teacher.hidden), heads(student.heads, student.hidden)),
+            patch_sizes=(teacher.patch_size, student.patch_size),
+            channels_first=True,
+            text_heads=(heads(TEXT_HEADS, teacher.text_hidden), heads(TEXT_HEADS, student.text_hidden)),
         )
 
 
@@ -130,18 +116,12 @@ def _find_source(name: str, own: Tensor, teacher_parameters: Mapping[str, Tensor
     later = plan.first_layers[number + 1] if number + 1 < len(plan.first_layers) else None
     kept_layers = [layer - first for layer in plan.layers if layer >= first and (later is None or layer < later)]
     layer = kept_layers[int(place)]
-    others = {
-        int(key.split(".")[1]): value
-        for key, value in teacher_parameters.items()
-        if _is_same_parameter(key, prefix, rest)
-    }
+    same_parameter = re.compile(rf"{prefix}\.(\d+)\.{re.escape(rest)}")
+    matches = ((same_parameter.fullmatch(key), value) for key, value in teacher_parameters.items())
+    others = {int(match[1]): value for match, value in matches if match}
     ranked = [others[other] for other in sorted(others, key=lambda other: (abs(other - layer), other))]
     fitting = (tensor for tensor in ranked if _is_proportional(tensor, own, plan))
     return next(fitting, ranked[0] if ranked else None)
-
-
-def _is_same_parameter(key: str, prefix: str, rest: str) -> bool:
-    return key.startswith(f"{prefix}.") and key.removeprefix(prefix).split(".", 2)[2] == rest
 
 
 def _is_proportional(tensor: Tensor, own: Tensor, plan: ShrinkPlan) -> bool:
@@ -180,27 +160,20 @@ def evenly_spaced_indices(num: int, total: int) -> list[int]:
 
 def _kept_indices(name: str, axis: int, before: int, size: int, plan: ShrinkPlan) -> Tensor:
     layer = name.removesuffix(".weight").removesuffix(".bias")
-    teacher, student = _head_layouts(name, plan)
-    if axis == 1 and re.match(
-        r"single_transformer_blocks\.\d+\.proj_out$", layer
-    ):  # attention first, then its feed-forward part
-        inner, narrow = teacher.num_heads * teacher.width, student.num_heads * student.width
+    is_text = plan.text_heads is not None and name.startswith("text.layers.")
+    teacher, student = plan.text_heads if is_text and plan.text_heads else plan.heads
+    inner, narrow = teacher.num_heads * teacher.width, student.num_heads * student.width
+    if axis == 1 and re.match(r"single_transformer_blocks\.\d+\.proj_out$", layer):
+        # attention first, then its feed-forward part
         rest = [inner + place for place in evenly_spaced_indices(size - narrow, before - inner)]
         return torch.tensor([*_head_indices(teacher, student), *rest])
-    is_of_heads = any(
-        layer.endswith(f".{ending}") for ending in (_HEAD_OUTPUT_LAYERS if axis == 0 else _HEAD_INPUT_LAYERS)
-    )
-    if is_of_heads and before == teacher.width and size == student.width:
-        return torch.tensor(_within_head_indices(teacher, student))
-    if is_of_heads and before % (teacher.num_heads * teacher.width) == 0:
-        inner = teacher.num_heads * teacher.width
-        heads = _head_indices(teacher, student)
-        return torch.tensor([chunk * inner + place for chunk in range(before // inner) for place in heads])
+    if layer.endswith(_HEAD_OUTPUT_LAYERS if axis == 0 else _HEAD_INPUT_LAYERS):
+        if before == teacher.width and size == student.width:
+            return torch.tensor(_within_head_indices(teacher, student))
+        if before % inner == 0:
+            heads = _head_indices(teacher, student)
+            return torch.tensor([chunk * inner + place for chunk in range(before // inner) for place in heads])
     return torch.tensor(evenly_spaced_indices(size, before))
-
-
-def _head_layouts(name: str, plan: ShrinkPlan) -> tuple[HeadLayout, HeadLayout]:
-    return plan.text_heads if plan.text_heads is not None and name.startswith("text.layers.") else plan.heads
 
 
 def _head_indices(teacher: HeadLayout, student: HeadLayout) -> list[int]:
@@ -225,27 +198,29 @@ def _within_head_indices(teacher: HeadLayout, student: HeadLayout) -> list[int]:
 
 
 def _resize_patches(name: str, tensor: Tensor, plan: ShrinkPlan) -> Tensor:
-    """Layers that read or write patches, for patches of another size: read are means over the smaller, and their sum stays."""
-    before, after = plan.patches
-    if before.size == after.size:
+    """Fit layers that read or write patches to another patch size: inputs are means over the smaller, and their sum stays."""
+    before, after = plan.patch_sizes
+    if before == after:
         return tensor
     if tensor.ndim >= 4:  # a convolution
         flat = tensor.flatten(0, -3).unsqueeze(0)
-        resized = F.interpolate(flat, size=(after.size, after.size), mode="area")
-        return resized.reshape(*tensor.shape[:-2], after.size, after.size) * (before.size / after.size) ** 2
+        resized = F.interpolate(flat, size=(after, after), mode="area")
+        return resized.reshape(*tensor.shape[:-2], after, after) * (before / after) ** 2
     if name == "patches.weight":
-        return _resize_patch_axis(tensor, before, after) * (before.size / after.size) ** 2
+        return _resize_patch_axis(tensor, plan) * (before / after) ** 2
     if name.startswith(("proj_out.", "head.")):
-        return _resize_patch_axis(tensor.movedim(0, -1), before, after).movedim(-1, 0)
+        return _resize_patch_axis(tensor.movedim(0, -1), plan).movedim(-1, 0)
     return tensor
 
 
-def _resize_patch_axis(tensor: Tensor, before: PatchLayout, after: PatchLayout) -> Tensor:
+def _resize_patch_axis(tensor: Tensor, plan: ShrinkPlan) -> Tensor:
     """The last axis, a patch and its channels, as a patch of another size."""
-    channels = tensor.shape[-1] // before.size**2
-    order = (channels, before.size, before.size) if before.channels_first else (before.size, before.size, channels)
-    grid = tensor.reshape(-1, *order)
-    grid = grid if before.channels_first else grid.movedim(-1, 1)
-    grid = F.interpolate(grid, size=(after.size, after.size), mode="area")
-    grid = grid if before.channels_first else grid.movedim(1, -1)
+    before, after = plan.patch_sizes
+    if plan.channels_first:
+        grid = F.interpolate(
+            tensor.reshape(-1, tensor.shape[-1] // before**2, before, before), size=(after, after), mode="area"
+        )
+    else:
+        grid = tensor.reshape(-1, before, before, tensor.shape[-1] // before**2).movedim(-1, 1)
+        grid = F.interpolate(grid, size=(after, after), mode="area").movedim(1, -1)
     return grid.reshape(*tensor.shape[:-1], -1)
