@@ -9,10 +9,21 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from halation.config import as_json, fixed_settings, load_settings, setting, to_current_names
+from halation import cli
+from halation.config import (
+    Conflict,
+    as_json,
+    check_settings,
+    fixed_settings,
+    from_json,
+    load_settings,
+    setting,
+    to_current_names,
+)
 from halation.errors import InputError
 from halation.sampling.config import SampleConfig
 from halation.training.config import TrainConfig
@@ -62,6 +73,68 @@ def test_what_decides_weights_or_data_is_never_free() -> None:
 def test_a_default_that_could_be_shared_between_configs_is_refused() -> None:
     with pytest.raises(TypeError, match="shared"):
         setting([])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    share: float = setting(0.5, low=0, high=1)
+    sizes: tuple[int, ...] = setting((), low=1)
+    limit: int | None = setting(None, low=2)
+    cache: bool = setting(True)
+    name: str = setting("")
+    mode: str = setting("fast")
+
+    CONFLICTS = (
+        Conflict("name mode", "one of them", "leave one out"),
+        Conflict("sizes", "a name for them", "give --name", without="name"),
+        Conflict("cache limit", "a cache", when=lambda config: not config.cache and config.limit is not None),
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "found", "expected", "action"),
+    [
+        ({"share": 1.5}, "--share 1.5", "a number from 0 on, at most 1", "change --share"),
+        ({"share": float("nan")}, "--share nan", "a number from 0 on, at most 1", "change --share"),
+        ({"sizes": (3, 0), "name": "a"}, "--sizes 3 0", "a number from 1 on", "change --sizes"),
+        ({"limit": 1}, "--limit 1", "a number from 2 on", "change --limit"),
+        ({"name": "a", "mode": "slow"}, "--name a with --mode slow", "one of them", "leave one out"),
+        ({"sizes": (3, 4)}, "--sizes 3 4 without --name", "a name for them", "give --name"),
+        ({"cache": False, "limit": 2}, "--no_cache with --limit 2", "a cache", "leave --cache out"),
+    ],
+)
+def test_a_number_out_of_its_range_and_settings_that_do_not_go_together_are_refused(
+    changes: dict[str, Any], found: str, expected: str, action: str
+) -> None:
+    with pytest.raises(InputError) as caught:
+        check_settings(Settings(**changes))
+    assert caught.value.found == found
+    assert caught.value.expected == expected
+    assert caught.value.action.startswith(action)
+
+
+@pytest.mark.parametrize("changes", [{}, {"name": "a", "sizes": (1,)}, {"mode": "slow", "limit": 2}, {"cache": False}])
+def test_settings_in_their_ranges_that_go_together_are_not_refused(changes: dict[str, Any]) -> None:
+    check_settings(Settings(**changes))
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_the_settings_of_a_command_come_back_from_json_and_their_conflicts_name_settings(command: str) -> None:
+    config_type = cli.config_type(command)
+    required = {"run": Path("a/run"), "action": "stop", "checkpoint": "a/run"}
+    names = {field.name: field for field in dataclasses.fields(config_type)}
+    given = {name: value for name, value in required.items() if name in names and command != "demo"}
+    config = config_type(**given)
+    for field in names.values():
+        if (
+            field.type in ("str", "Path", "tuple[str, ...]", "Path | None", "tuple[int, ...]")
+            and field.name not in given
+        ):
+            value = {"str": "x", "Path": Path("x"), "tuple[str, ...]": ("x", "y"), "Path | None": Path("x")}
+            config = dataclasses.replace(config, **{field.name: value.get(field.type, (3, 4))})
+    assert from_json(config_type, as_json(config)) == config
+    for conflict in getattr(config_type, "CONFLICTS", ()):
+        assert {*conflict.names, *conflict.without} <= names.keys()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import re
 import sys
 import tomllib
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -20,8 +20,9 @@ from halation.errors import InputError
 
 ChangePolicy = Literal["refused", "free", "grows"]
 ConfigType = TypeVar("ConfigType")
-NON_NEGATIVE = (0, sys.float_info.max)
-POSITIVE = (sys.float_info.min, sys.float_info.max)
+ABOVE_ZERO, BELOW_ONE = sys.float_info.min, math.nextafter(1, 0)
+MAX_SEED = 2**63 - 2**32
+"""Every image of a run adds its index to the seed."""
 RENAMED_SETTINGS = {
     "max_pictures": "max_images",
     "heldout_pictures": "validation_images",
@@ -32,20 +33,96 @@ RENAMED_SETTINGS = {
     "activation_checkpointing": "gradient_checkpointing",
 }
 """Earlier names of settings. Flags, config files and Python calls take both; config.json of a run keeps the earlier one."""
-SEED_RANGE = (0, 2**63 - 2**32)
-"""Every image of a run adds its index to the seed."""
 
 
-def setting(default: Any, *, change: ChangePolicy = "refused") -> Any:
-    """A field with a default; `change` says what a resumed run may do with it."""
+def setting(
+    default: Any, *, change: ChangePolicy = "refused", low: float = -math.inf, high: float = sys.float_info.max
+) -> Any:
+    """A field with a default; `change` says what a resumed run may do with it.
+
+    A number, and each number of a list, lies from `low` to `high`; without `low` it is not checked.
+    """
     if isinstance(default, list | dict):
         raise TypeError("a default must not be shared between configs")
-    return dataclasses.field(default=default, metadata={"change": change})
+    return dataclasses.field(default=default, metadata={"change": change, "low": low, "high": high})
 
 
-def free_setting(default: Any) -> Any:
+def free_setting(default: Any, *, low: float = -math.inf, high: float = sys.float_info.max) -> Any:
     """A setting that may differ at every call of the same run, because it decides no weight and no image."""
-    return setting(default, change="free")
+    return setting(default, change="free", low=low, high=high)
+
+
+class Conflict:
+    """A combination of settings that is refused: one line of the table `CONFLICTS` of a config class.
+
+    It applies where all of `names` are given and none of `without`, or where `when` is true. A setting is given if it
+    differs from its default. `action` is by default to leave the first one out.
+    """
+
+    def __init__(
+        self,
+        names: str,
+        expected: str | Callable[[Any], str],
+        action: str | Callable[[Any], str] = "",
+        *,
+        without: str = "",
+        when: Callable[[Any], bool] | None = None,
+    ) -> None:
+        self.names, self.without, self.when = names.split(), without.split(), when
+        self.expected, self.action = expected, action or f"leave --{self.names[0]} out"
+
+    def check(self, config: Any) -> None:
+        """Raise where the config has this combination."""
+        if self.when is not None:
+            applies = self.when(config)
+        else:
+            defaults = {field.name: field.default for field in dataclasses.fields(config)}
+            given = {name for name, default in defaults.items() if getattr(config, name) != default}
+            applies = given.issuperset(self.names) and given.isdisjoint(self.without)
+        if not applies:
+            return
+        found = " with ".join(_format_flag(name, getattr(config, name)) for name in self.names)
+        if self.without:
+            word = "without" if found else "neither" if len(self.without) > 1 else "no"
+            found = f"{found} {word} {' nor '.join(f'--{name}' for name in self.without)}".strip()
+        raise InputError(
+            found, *(text if isinstance(text, str) else text(config) for text in (self.expected, self.action))
+        )
+
+
+def _format_flag(name: str, value: Any) -> str:
+    """A setting as it is written on the command line."""
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no_{name}"
+    return " ".join([f"--{name}", *(str(each) or '""' for each in (value if isinstance(value, tuple) else (value,)))])
+
+
+def check_settings(config: Any) -> None:
+    """Refuse numbers out of their range, and settings that do not go together."""
+    for field in dataclasses.fields(config):
+        low, high = field.metadata.get("low", -math.inf), field.metadata.get("high", math.inf)
+        value = getattr(config, field.name)
+        # Not a number is in no range.
+        if (
+            low == -math.inf
+            or value is None
+            or all(low <= n <= high for n in (value if isinstance(value, tuple) else (value,)))
+        ):
+            continue
+        least = "above 0" if low == ABOVE_ZERO else f"from {low} on"
+        most = ", below 1" if high == BELOW_ONE else f", at most {high}" if high < 1e30 else ""
+        raise InputError(
+            _format_flag(field.name, value),
+            f"a number {least}{most}",
+            f"change --{field.name}; --help says what it means",
+        )
+    for conflict in getattr(config, "CONFLICTS", ()):
+        conflict.check(config)
+
+
+def from_json(config_type: type[ConfigType], values: Mapping[str, Any]) -> ConfigType:
+    """The config whose settings `as_json` gave."""
+    return config_type(**validate_settings(config_type, values, "the settings of a rank"))
 
 
 def as_json(config: Any) -> dict[str, Any]:
@@ -211,20 +288,3 @@ def _setting_aliases(config_type: type[ConfigType]) -> dict[str, str]:
 
 def _is_list(hint: Any) -> bool:
     return typing.get_origin(hint) is tuple and typing.get_args(hint)[-1] is Ellipsis
-
-
-def check_ranges(config: Any, ranges: dict[str, tuple[float, float]]) -> None:
-    """Refuse numbers that nothing below could work with; one that is not a number is in no range."""
-    for name, (low, high) in ranges.items():
-        value = getattr(config, name)
-        if value is None:
-            continue
-        values = value if isinstance(value, tuple) else (value,)
-        if not all(low <= each <= high for each in values):
-            least = "above 0" if low == sys.float_info.min else f"from {low} on"
-            most = f", at most {high}" if high < 1e30 else ""
-            most = ", below 1" if high == math.nextafter(1, 0) else most
-            given = " ".join(map(str, values))
-            raise InputError(
-                f"--{name} {given}", f"a number {least}{most}", f"change --{name}; --help says what it means"
-            )

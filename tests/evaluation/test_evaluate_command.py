@@ -349,7 +349,7 @@ def refusals() -> list[Any]:
 
     return [
         named("neither", "neither --generated", lambda _s, _t: {"generated": ""}),
-        named("both", "both --generated", lambda _s, _t: {"model_path": "testcard"}),
+        named("both", "with --model_path testcard", lambda _s, _t: {"model_path": "testcard"}),
         named("no such folder", "no folder", lambda _s, tmp: {"generated": str(tmp / "nothing")}),
         named("no reference", "no --reference", lambda _s, _t: {"reference": ()}),
         named("missing reference", "--reference", lambda _s, tmp: {"reference": (str(tmp / "nothing"),)}),

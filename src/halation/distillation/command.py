@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import sys
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from halation.config import RENAMED_SETTINGS, as_json, check_ranges, fixed_settings
+from halation.config import Conflict, check_settings
 from halation.data.prompt_dataset import PromptDataset, has_images
 from halation.distillation.config import DistillConfig
-from halation.distributed.engines import deepspeed_config
 from halation.errors import InputError
 from halation.models.bundled_models import portable_name, resolve_model_path
 from halation.models.fingerprint import fingerprint
@@ -25,38 +21,17 @@ from halation.models.model_path_resolver import (
     resolve_pipeline_folder,
 )
 from halation.models.students.config import StudentConfig
-from halation.runs import run_folder as runs
 from halation.runs.lock import FolderMonitor
-from halation.runs.run_folder import RunFolder
 from halation.training import command as train
 from halation.training import pipeline_finetuning
+from halation.training.config import ONLY_FOR_PIPELINES
 
-RANGES: dict[str, tuple[float, float]] = {
-    **dict.fromkeys(("teacher_steps", "teacher_states", "sample_interval"), (1, math.inf)),
-    **dict.fromkeys(("trajectories", "teacher_batch_size", "num_epochs", "max_images"), (0, math.inf)),
-    **dict.fromkeys(("feature_weight", "fake_lr", "teacher_guidance"), (0, sys.float_info.max)),
-    "fake_updates": (1, math.inf),
-    "student_steps": (1, 64),
-}
 DEFAULT_STUDENT_STEPS = 4
-UNSUPPORTED_FLAGS = {
-    "model": "the student comes from the teacher: --student_config and --student_init",
-    "vae": "the teacher brings its own",
-    "patch_size": "it is in --student_config",
-    "num_register_tokens": "the teacher's are kept",
-    "aspect_buckets": "a teacher's states have one shape",
-    "validation_images": "a student is measured against its teacher, not against images it never learned from",
-}
 
 
 def run(config: DistillConfig) -> int:
     """Distil, on ranks that are already there or on ranks started here. Exit code 0 when the last step is saved."""
     return train.launch(resolve_config(config), "distill", open_record, run_rank)
-
-
-def read_config(path: Path) -> DistillConfig:
-    """The config the launcher left for its ranks."""
-    return train.read_config(path, DistillConfig)
 
 
 def run_rank(config: DistillConfig, monitor: FolderMonitor | None = None) -> None:
@@ -68,23 +43,21 @@ def run_rank(config: DistillConfig, monitor: FolderMonitor | None = None) -> Non
 
 def resolve_config(config: DistillConfig) -> DistillConfig:
     """The config with its short forms written out, or an error for what can be refused without opening teacher and data."""
-    config = _resolve_teacher_path(config)
-    _check_required(config)
-    check_ranges(config, RANGES)
     if config.objective != "velocity" and config.student_steps is None:
         config = dataclasses.replace(config, student_steps=DEFAULT_STUDENT_STEPS)
-    _check_combinations(config)
-    StudentConfig.read(config.student_config)
-    if config.eval_every and not has_images(config.data_path):
+    check_settings(config)
+    if config.data_path != "streets" and not Path(config.data_path).exists():
         raise InputError(
-            f"--eval_every with the prompts of {config.data_path}",
-            "images to compare with",
-            "give images as --data_path, or score the export with `halation evaluate --reference`",
+            f"--data_path {config.data_path} does not exist", "a file of prompts or a folder of images", "check it"
         )
-    if config.objective != "dmd" and not has_images(config.data_path):
+    StudentConfig.read(config.student_config)
+    if not has_images(config.data_path):
         _check_prompt_data(config)
     config = dataclasses.replace(
         config,
+        # From here on `model_path` is the folder of the teacher's pipeline, if it is one.
+        teacher_path=config.teacher_path or config.model_path,
+        model_path="",
         data=config.data_path,
         teacher_placement="cpu" if config.teacher_on_cpu else config.teacher_placement,
         teacher_on_cpu=False,
@@ -99,98 +72,16 @@ def resolve_config(config: DistillConfig) -> DistillConfig:
     return _resolve_for_dit(config, folder)
 
 
-def _resolve_teacher_path(config: DistillConfig) -> DistillConfig:
-    """The teacher by the flag of its own; from here on `model_path` is the folder of its pipeline, if it is one."""
-    if config.model_path and config.teacher_path not in ("", config.model_path):
-        raise InputError(
-            f"--model_path {config.model_path} with --teacher_path {config.teacher_path}",
-            "one of the two: both name the teacher",
-            "leave --model_path out",
-        )
-    return dataclasses.replace(config, teacher_path=config.teacher_path or config.model_path, model_path="")
-
-
-def _check_required(config: DistillConfig) -> None:
-    if not config.teacher_path:
-        raise InputError("no --teacher_path", "a model to learn from", "give the folder of a pipeline or of a run")
-    if not config.data_path:
-        raise InputError(
-            "no --data_path", "prompts or captioned images", "give a text file with one prompt a line, or `streets`"
-        )
-    path = Path(config.data_path)
-    if config.data_path != "streets" and not path.exists():
-        raise InputError(f"--data_path {path} does not exist", "a file of prompts or a folder of images", "check it")
-    usual = DistillConfig()
-    for name, why in UNSUPPORTED_FLAGS.items():
-        if getattr(config, name) != getattr(usual, name):
-            raise InputError(f"--{name} with distill", f"none: {why}", f"leave {name} out")
-
-
-def _check_combinations(config: DistillConfig) -> None:
-    if config.objective == "velocity" and config.student_steps is not None:
-        raise InputError(
-            f"--student_steps {config.student_steps} with --objective velocity",
-            "an objective of few steps",
-            "add --objective trajectory (or dmd); by velocity a student draws in as many steps as its teacher",
-        )
-    if config.num_epochs and config.n_steps != DistillConfig.n_steps:
-        raise InputError(
-            f"--n_steps {config.n_steps} with --num_epochs {config.num_epochs}",
-            "one of them: each says when it ends",
-            "leave one out",
-        )
-    if config.feature_weight and config.objective != "velocity":
-        raise InputError(
-            f"--feature_weight with --objective {config.objective}", "--objective velocity", "leave one of them out"
-        )
-    if config.objective != "velocity" and config.guidance_scale not in (None, 1.0):
-        raise InputError(
-            f"--guidance_scale {config.guidance_scale:g} with --objective {config.objective}",
-            "none: the teacher's guidance is in the student, which is drawn as it was trained",
-            "leave it out; --teacher_guidance is the teacher's",
-        )
-    if config.feature_weight and config.teacher_batch_size:
-        raise InputError(
-            "--feature_weight with --teacher_batch_size",
-            "features of a whole batch at once",
-            "use a smaller --batch_size with --accumulate instead",
-        )
-    if config.eval_steps and config.objective != "velocity" and config.eval_steps != config.student_steps:
-        raise InputError(
-            f"--eval_steps {config.eval_steps} with --student_steps {config.student_steps}",
-            "the steps that the student learns to draw in",
-            "leave --eval_steps out",
-        )
-    if config.engine == "deepspeed" and (config.objective == "dmd" or config.feature_weight):
-        what = "--objective dmd" if config.objective == "dmd" else "--feature_weight"
-        raise InputError(
-            f"{what} with --engine deepspeed",
-            "an engine that steps two networks in one process",
-            "use --engine ddp or fsdp",
-        )
-    if config.objective == "trajectory" and not config.teacher_cache:
-        raise InputError(
-            "--no_teacher_cache with --objective trajectory",
-            "teacher targets that are kept: the end of a trajectory takes the teacher many steps",
-            "leave --no_teacher_cache out",
-        )
-    steps = config.student_steps or DEFAULT_STUDENT_STEPS
-    if config.objective == "trajectory" and config.teacher_states < steps:
-        raise InputError(
-            f"--teacher_states {config.teacher_states} with --student_steps {steps}",
-            "at least one state for each of the student's steps",
-            f"use --teacher_states {2 * steps}",
-        )
-    if config.objective == "trajectory" and config.teacher_steps < steps:
-        raise InputError(
-            f"--teacher_steps {config.teacher_steps} with --student_steps {steps}",
-            "a teacher that takes at least as many steps as its student",
-            f"use --teacher_steps {8 * steps} or more",
-        )
-
-
 def _check_prompt_data(config: DistillConfig) -> None:
     """Of prompts the teacher's own trajectories are learned from, and kept."""
+    if config.eval_every:
+        raise InputError(
+            f"--eval_every with the prompts of {config.data_path}",
+            "images to compare with",
+            "give images as --data_path, or score the export with `halation evaluate --reference`",
+        )
+    if config.objective == "dmd":
+        return
     if config.objective == "velocity" and config.teacher_steps < 2:
         raise InputError(
             f"--teacher_steps {config.teacher_steps} with a list of prompts",
@@ -238,11 +129,8 @@ def _resolve_for_dit(config: DistillConfig, folder: Path) -> DistillConfig:
 
     checkpoint = find_checkpoint(folder)
     sampling, space = read_sampling_settings(checkpoint), read_space_description(checkpoint)
-    for name in pipeline_finetuning.ONLY_FOR_PIPELINES:
-        if getattr(config, name) != getattr(DistillConfig(), name):
-            raise InputError(
-                f"--{name} with a DiT of Halation as the teacher", "a diffusers pipeline", f"leave --{name} out"
-            )
+    for name in ONLY_FOR_PIPELINES:
+        Conflict(name, "a diffusers pipeline as the teacher, not a DiT of Halation").check(config)
     size = (int(sampling["height"]), int(sampling["width"]))
     config = _apply_teacher_guidance(
         config, folder, {"guidance_scale": sampling["guidance_scale"], **distillation_settings(sampling)}
@@ -279,27 +167,13 @@ def _apply_teacher_guidance(config: DistillConfig, folder: Path, sampling: Mappi
 
 def open_record(config: DistillConfig, device: str) -> bool:
     """Open the run's record before anything heavy happens, so that changed settings are refused at once."""
-    names = ("torch", "numpy", "diffusers", "transformers") if config.model_path else ("torch", "numpy", "safetensors")
-    metadata: dict[str, Any] = {f"{name} version": version(name) for name in names}
-    metadata["teacher"] = _teacher_fingerprint(config)
-    metadata["student config"] = StudentConfig.read(config.student_config).as_json()
-    if config.engine == "deepspeed":
-        metadata["deepspeed config"] = deepspeed_config.read_config(config.deepspeed_config)
-    run = RunFolder(config.output_dir)
-    train.check_same_engine(config, run)
-    return runs.create_or_resume_run(
-        run,
-        "distill",
-        as_json(config),
-        fixed_settings(config) | metadata | {"device": device.split(":")[0]},
-        config.accept_changes,
-        flag_names=RENAMED_SETTINGS,
-    )
-
-
-def _teacher_fingerprint(config: DistillConfig) -> str:
     if config.model_path:
-        return fingerprint(Path(config.model_path))
-    from halation.models.checkpoint_loading import find_checkpoint, weights_digest
+        libraries: tuple[str, ...] = ("torch", "numpy", "diffusers", "transformers")
+        teacher = fingerprint(Path(config.model_path))
+    else:
+        from halation.models.checkpoint_loading import find_checkpoint, weights_digest
 
-    return weights_digest(find_checkpoint(Path(config.teacher_path)), raw=False)
+        libraries = ("torch", "numpy", "safetensors")
+        teacher = weights_digest(find_checkpoint(Path(config.teacher_path)), raw=False)
+    facts = {"teacher": teacher, "student config": StudentConfig.read(config.student_config).as_json()}
+    return train.open_session_record(config, "distill", device, libraries, facts)

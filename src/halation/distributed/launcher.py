@@ -16,12 +16,13 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from halation.config import as_json
 from halation.distributed.child_process import describe_exit, start_child, tie_to_parent, wait_or_kill
 from halation.distributed.stop_signals import STOP_SIGNALS, exit_code
 from halation.errors import HalationError, InputError, Interrupted, RankFailure, os_error_message
@@ -189,19 +190,19 @@ class Launcher:
 
     def __init__(
         self,
-        module: str,
-        config: dict[str, Any],
+        run_rank: Callable[[Any], object],
+        config: Any,
         devices: Sequence[str],
         max_restarts: int,
         folder: Path,
         monitor: FolderMonitor,
     ) -> None:
-        """`module` is the name of a module with `run_rank` and `read_config`; the config is passed to them as JSON.
+        """`run_rank(config)` is called on every rank; the config is passed to it as JSON.
 
         `folder` is one that this job holds alone: what a killed launcher leaves in it is swept by the next one. `monitor` knows
         whether the ranks still have a place to write to.
         """
-        self.module = module
+        self.run_rank = run_rank
         self.config = config
         self.devices = devices
         self.max_restarts = max_restarts
@@ -240,7 +241,7 @@ class Launcher:
             shutil.rmtree(leftover, ignore_errors=True)
         folder = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX, dir=self.folder)).absolute()
         try:
-            (folder / "config.json").write_text(json.dumps(self.config))
+            (folder / "config.json").write_text(json.dumps(as_json(self.config)))
             self.ranks = [self._start_rank(rank, folder) for rank in range(len(self.devices))]
             return self._wait_for_ranks(folder)
         finally:
@@ -256,9 +257,8 @@ class Launcher:
             RENDEZVOUS_ENV: str(folder),
             DEVICE_ENV: self.devices[rank],
         }
-        return start_child(
-            ["-m", "halation.distributed.rank_main", self.module, str(folder / "config.json")], environment
-        )
+        names = [f"{named.__module__}:{named.__qualname__}" for named in (self.run_rank, type(self.config))]
+        return start_child(["-m", "halation.distributed.rank_main", *names, str(folder / "config.json")], environment)
 
     def _wait_for_ranks(self, folder: Path) -> RankError | None:
         num_forwarded = 0

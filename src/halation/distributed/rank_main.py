@@ -1,23 +1,25 @@
-"""One rank of a job, as the launcher starts it: `python -m halation.distributed.rank_main MODULE CONFIG.json`."""
+"""One rank of a job, as the launcher starts it: `python -m halation.distributed.rank_main FUNCTION CONFIG_CLASS CONFIG.json`."""
 
 from __future__ import annotations
 
-import importlib
+import json
 import os
+import pkgutil
 import sys
 import traceback
 from pathlib import Path
 
+from halation.config import from_json
 from halation.distributed import launcher, stop_signals
 
 
 def main() -> int:
     stop_signals.unblock_interrupts()
     launcher.tie_rank_to_launcher()
-    name, path = sys.argv[1], Path(sys.argv[2])
+    function, config_class, path = sys.argv[1:]
     try:
-        module = importlib.import_module(name)
-        module.run_rank(module.read_config(path))
+        config = from_json(pkgutil.resolve_name(config_class), json.loads(Path(path).read_text()))
+        pkgutil.resolve_name(function)(config)
     except BaseException as error:  # noqa: BLE001 - whatever ends a rank, its parent must be told
         trace = traceback.format_exc()
         launcher.report_error(error, trace)

@@ -6,16 +6,15 @@ import contextlib
 import json
 import logging
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halation.config import as_json, check_ranges, to_current_names
+from halation.config import check_settings
 from halation.distributed import launcher
 from halation.errors import InputError
-from halation.evaluation.config import EvaluateConfig
+from halation.evaluation.config import EvaluateConfig, fid_conflict
 from halation.runs import run_folder as runs
 from halation.runs.lock import FolderMonitor
 
@@ -23,17 +22,6 @@ if TYPE_CHECKING:
     from halation.evaluation.image_sources import ImageSource
     from halation.evaluation.model_images import ModelImages
 
-RANGES: dict[str, tuple[float, float]] = {
-    **dict.fromkeys(("batch_size", "threads", "num_inference_steps", "model_batch_size", "nearest_k"), (1, 10_000)),
-    **dict.fromkeys(("kid_subsets", "num_reference"), (1, 10**9)),
-    **dict.fromkeys(("num_samples", "bootstrap", "keep_features"), (0, 10**12)),
-    "kid_subset_size": (2, 10**9),
-    "decode_workers": (-1, 1024),
-    "seed_start": (0, 2**63 - 1),
-    **dict.fromkeys(("height", "width"), (1, 16_384)),
-    "guidance_scale": (0, 1e9),
-    "dist_timeout_s": (sys.float_info.min, 1e9),
-}
 DISPLAY_TOLERANCE = 1e-9
 """What is nearer to 0 than that is shown as 0; the JSON has the number."""
 MIN_IMAGES_PER_RANK = 128
@@ -52,7 +40,8 @@ def run(config: EvaluateConfig) -> int:
 
 def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     """The report; empty on ranks that somebody else started, besides the first."""
-    check_config(config)
+    check_settings(config)
+    check_output_paths(config)
     source = open_source(config)
     config = resolve_config(config, source)
     cache = feature_cache_folder(config)
@@ -81,34 +70,13 @@ def _run_ranks(config: EvaluateConfig, devices: Sequence[str], monitor: FolderMo
             finally:
                 del os.environ[launcher.DEVICE_ENV]
         else:
-            launcher.Launcher(__name__, as_json(rank_config), devices, 0, scratch, monitor).run()
+            launcher.Launcher(run_rank, rank_config, devices, 0, scratch, monitor).run()
         report: dict[str, Any] = runs.read_json_with_digest(output)
     return report
 
 
-def check_config(config: EvaluateConfig) -> None:
-    """What can be refused without looking at anything but the flags."""
-    check_ranges(config, {name: limits for name, limits in RANGES.items() if getattr(config, name) is not None})
-    check_output_paths(config)
-    if bool(config.generated) == bool(config.model_path):
-        found = "both --generated and --model_path" if config.generated else "neither --generated nor --model_path"
-        raise InputError(found, "images to score, or a model to draw them", "give one of the two")
-    if config.prompts == "-":
-        raise InputError("--prompts -", "a file, which every rank can read", "write the prompts to a file")
-    if len(config.reference) > 1 and not all(path.endswith((".npz", ".safetensors")) for path in config.reference):
-        raise InputError(
-            f"--reference {' '.join(config.reference)}",
-            "one folder, `streets`, or files of statistics",
-            "give one; several files of statistics are merged",
-        )
-
-
 def check_output_paths(config: EvaluateConfig) -> None:
     """Where results go, looked at before they are computed."""
-    if config.save_statistics is not None and config.save_statistics.suffix != ".safetensors":
-        raise InputError(
-            f"--save_statistics {config.save_statistics}", "a file ending in .safetensors", "give it that ending"
-        )
     for name in ("output", "save_statistics"):
         path: Path | None = getattr(config, name)
         if path is None:
@@ -117,14 +85,11 @@ def check_output_paths(config: EvaluateConfig) -> None:
             raise InputError(f"--{name} {path} is a folder", "a file to write", f"give --{name} a file name")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(
-                f"--{name} {path}: {error.strerror or error}", "a file that can be written", f"check --{name}"
-            ) from error
-        if not os.access(path.parent, os.W_OK):
-            raise InputError(
-                f"--{name} {path}: its folder cannot be written", "a file that can be written", f"check --{name}"
-            )
+            error = "" if os.access(path.parent, os.W_OK) else "its folder cannot be written"
+        except OSError as problem:
+            error = problem.strerror or str(problem)
+        if error:
+            raise InputError(f"--{name} {path}: {error}", "a file that can be written", f"check --{name}")
 
 
 def dry_run(config: EvaluateConfig) -> int:
@@ -143,7 +108,7 @@ def dry_run(config: EvaluateConfig) -> int:
 
     config = replace(config, extractor=choose_extractor(config))
     plan = plan_extractors(replace(config, metrics=config.metrics or ("fd", "kid")))
-    check_metrics(config.metrics, config.extractor)
+    fid_conflict().check(config)
     check_reference(config, plan.reference_labels)
     facts, errors = {}, []
     for label, (name, weights) in plan.extractors.items():
@@ -231,8 +196,8 @@ def resolve_config(config: EvaluateConfig, source: ImageSource | ModelImages) ->
     metrics: Any = config.metrics or default_metrics(extractor, source)
     if not config.metrics and config.save_statistics is not None and not config.reference:
         metrics = ()
-    else:
-        check_metrics(metrics, extractor)
+    config = replace(config, metrics=tuple(dict.fromkeys(metrics)))
+    fid_conflict().check(config)
     check_reference(config, [metric for metric in metrics if metric in NEEDS_REFERENCE])
     caption_metrics = [metric for metric in metrics if metric in NEEDS_CAPTIONS]
     if caption_metrics and source.captions is None:
@@ -244,17 +209,7 @@ def resolve_config(config: EvaluateConfig, source: ImageSource | ModelImages) ->
         )
     for metric in metrics:  # before weights are looked for, or fetched
         check_num_images(metric, 0, {"generated": len(source)}, metric_settings(config, "cpu"))
-    return replace(config, metrics=tuple(dict.fromkeys(metrics)))
-
-
-def check_metrics(metrics: Sequence[str], extractor: str, prefix: str = "") -> None:
-    """A metric that means another extractor than the one that was chosen; `prefix` is that of the flags."""
-    if extractor == "streets" and "fid" in metrics:
-        raise InputError(
-            f"fid with --{prefix}extractor streets",
-            "a Frechet distance of Inception features, which is what FID means",
-            f"ask for fd (FD-streets), or for --{prefix}extractor inception",
-        )
+    return config
 
 
 def default_metrics(extractor: str, source: ImageSource | ModelImages) -> tuple[str, ...]:
@@ -290,15 +245,6 @@ def feature_cache_folder(config: EvaluateConfig) -> Path:
     if config.cache_dir is not None:
         return config.cache_dir
     return runs.cache_folder() / "features"
-
-
-def read_config(path: Path) -> EvaluateConfig:
-    values = to_current_names(json.loads(path.read_text()))
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    paths = {
-        name: Path(values[name]) for name in ("cache_dir", "save_statistics", "output") if values[name] is not None
-    }
-    return EvaluateConfig(**values | paths)
 
 
 def run_rank(config: EvaluateConfig) -> dict[str, Any]:

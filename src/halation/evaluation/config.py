@@ -6,9 +6,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from halation.config import ABOVE_ZERO, Conflict, setting
 from halation.generation.config import MaybeFloat, MaybeInt
 
 Metric = Literal["fid", "kid", "fd", "is", "prdc", "clip", "agreement"]
+
+
+def fid_conflict(prefix: str = "") -> Conflict:
+    """FID by an extractor that is not Inception; `prefix` is that of the flags."""
+    return Conflict(
+        f"{prefix}metrics {prefix}extractor",
+        "a Frechet distance of Inception features, which is what FID means",
+        f"ask for fd (FD-streets), or for --{prefix}extractor inception",
+        when=lambda config: (
+            getattr(config, f"{prefix}extractor") == "streets" and "fid" in getattr(config, f"{prefix}metrics")
+        ),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,29 +60,29 @@ class EvaluateConfig:
     """Score fewer images than a metric can bear; such numbers are marked."""
     allow_sizes: bool = False
     """Score a folder whose images differ in size."""
-    num_reference: int = 5000
+    num_reference: int = setting(5000, low=1, high=10**9)
     """Validation scenes that the reference `streets` stands for."""
-    kid_subsets: int = 100
+    kid_subsets: int = setting(100, low=1, high=10**9)
     """Random subsets KID is averaged over."""
-    kid_subset_size: int = 1000
+    kid_subset_size: int = setting(1000, low=2, high=10**9)
     """Images in each of them."""
-    nearest_k: int = 3
+    nearest_k: int = setting(3, low=1, high=10_000)
     """Neighbours that make the radius in precision, recall, density and coverage."""
-    bootstrap: int = 0
+    bootstrap: int = setting(0, low=0, high=10**12)
     """Draws for a 95 % bootstrap interval of fid and fd; each takes as long as the number itself."""
 
     # -- with --model_path
-    num_samples: int = 0
+    num_samples: int = setting(0, low=0, high=10**12)
     """Score the first so many images or prompts; 0 is all."""
-    num_inference_steps: MaybeInt = None
+    num_inference_steps: MaybeInt = setting(None, low=1, high=10_000)
     """Denoising steps; by default 20, or those that a student or a model of the package is made for."""
-    guidance_scale: MaybeFloat = None
+    guidance_scale: MaybeFloat = setting(None, low=0, high=1e9)
     """Classifier-free guidance; by default 7.5, or what a Halation run used."""
-    height: MaybeInt = None
+    height: MaybeInt = setting(None, low=1, high=16_384)
     """Height in pixels; by default 480, or the size a Halation model was made for."""
-    width: MaybeInt = None
+    width: MaybeInt = setting(None, low=1, high=16_384)
     """Width in pixels; by default 832, or the size a Halation model was made for."""
-    seed_start: int = 42
+    seed_start: int = setting(42, low=0, high=2**63 - 1)
     """Sample k is drawn from seed seed_start + k, unless its row has a seed of its own."""
     negative_prompt: str = ""
     """What to stay away from, for rows without one of their own."""
@@ -77,7 +90,7 @@ class EvaluateConfig:
     """Another solver than the model's own."""
     raw: bool = False
     """For Halation checkpoints: draw from the weights as they are instead of their average."""
-    model_batch_size: int = 4
+    model_batch_size: int = setting(4, low=1, high=10_000)
     """Images the model draws at once; it is part of their bits, as --batch_size of `halation generate`."""
     model_dtype: Literal["", "bf16", "fp16", "fp32"] = ""
     """Precision the model draws in; by default bf16 on a GPU and fp32 on a CPU."""
@@ -85,13 +98,13 @@ class EvaluateConfig:
     """Compile the transformer's block."""
 
     # -- how
-    batch_size: int = 32
+    batch_size: int = setting(32, low=1, high=10_000)
     """Images the extractor sees at once; it is part of the features' bits."""
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Precision of the extractor; the reference implementations use fp32."""
-    decode_workers: int = -1
+    decode_workers: int = setting(-1, low=-1, high=1024)
     """Processes for each rank that decode and resize; -1 shares the CPU cores between the ranks."""
-    threads: int = 1
+    threads: int = setting(1, low=1, high=10_000)
     """CPU threads a rank computes with; on a CPU it is part of the features' bits."""
     nproc: int = 0
     """Ranks to start on this machine; 0 is one for each GPU, or without a GPU up to one for each core."""
@@ -99,9 +112,9 @@ class EvaluateConfig:
     """GPUs to use, as torch counts them within CUDA_VISIBLE_DEVICES; by default all."""
     oversubscribe: bool = False
     """Allow several ranks on one GPU."""
-    dist_timeout_s: float = 600.0
+    dist_timeout_s: float = setting(600.0, low=ABOVE_ZERO, high=1e9)
     """Seconds without progress after which a rank is given up and named."""
-    keep_features: int = 200_000
+    keep_features: int = setting(200_000, low=0, high=10**12)
     """Up to so many images their features are kept (in the cache); of more only the moments, which serve fid and fd alone."""
     cache_dir: Path | None = None
     """Where features are kept, so that a call again or a new metric does only what is missing; by default ~/.cache/halation/features."""
@@ -117,3 +130,29 @@ class EvaluateConfig:
     """Also write the JSON object to this file."""
     progress: Literal["auto", "rich", "plain", "json", "none"] = "auto"
     """auto shows a bar on a terminal and lines elsewhere."""
+
+    CONFLICTS = (
+        Conflict("generated model_path", "images to score, or a model to draw them", "give one of the two"),
+        Conflict("", "images to score, or a model to draw them", "give one of the two", without="generated model_path"),
+        Conflict(
+            "prompts",
+            "a file, which every rank can read",
+            "write the prompts to a file",
+            when=lambda config: config.prompts == "-",
+        ),
+        Conflict(
+            "reference",
+            "one folder, `streets`, or files of statistics",
+            "give one; several files of statistics are merged",
+            when=lambda config: (
+                len(config.reference) > 1
+                and not all(path.endswith((".npz", ".safetensors")) for path in config.reference)
+            ),
+        ),
+        Conflict(
+            "save_statistics",
+            "a file ending in .safetensors",
+            "give it that ending",
+            when=lambda config: config.save_statistics is not None and config.save_statistics.suffix != ".safetensors",
+        ),
+    )

@@ -7,13 +7,12 @@ import dataclasses
 import logging
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from halation.config import check_ranges
+from halation.config import check_settings
 from halation.distributed import launcher
 from halation.distributed.stop_signals import STOP_SIGNALS, exit_code
 from halation.errors import InputError, Interrupted
@@ -33,16 +32,6 @@ from halation.runs import run_folder as runs
 
 log = logging.getLogger(__name__)
 PoolFactory = Callable[[Mapping[str, Any]], WorkerPool]
-MAX_FLOAT = sys.float_info.max
-VALUE_RANGES: dict[str, tuple[float, float]] = {
-    **dict.fromkeys(("num_samples", "micro_batch"), (0, 10**12)),
-    **dict.fromkeys(("batch_size", "num_inference_steps", "num_frames", "fps", "threads"), (1, 10_000)),
-    **dict.fromkeys(("height", "width"), (1, 16_384)),
-    **dict.fromkeys(("stall_timeout_s", "lease_s"), (sys.float_info.min, MAX_FLOAT)),
-    "seed_start": (0, 2**63 - 1),
-    "guidance_scale": (0, MAX_FLOAT),
-    "cfg_truncation_step": (0, MAX_FLOAT),
-}
 
 
 def run(config: GenerateConfig) -> int:
@@ -105,15 +94,11 @@ def interrupt_on_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def uses_ray(cluster: str) -> bool:
-    return cluster in ("ray", "auto") or cluster.startswith("ray://")
-
-
 def prepare_workers(
     config: GenerateConfig,
 ) -> contextlib.AbstractContextManager[tuple[Sequence[WorkerSlot], PoolFactory]]:
     """Where the workers will be, and how to make a worker pool of them: GPUs of this machine are looked for at once, a cluster when entered."""
-    if uses_ray(config.cluster):
+    if config.uses_ray:
         return ray_cluster.open_cluster(config)
     slots = list_local_slots(config)
     return contextlib.nullcontext(
@@ -122,32 +107,15 @@ def prepare_workers(
 
 
 def check_config(config: GenerateConfig) -> None:
-    """What can be refused without looking at anything but the flags."""
-    if not config.prompts_csv:
-        raise InputError(
-            "no --prompts_csv",
-            "a list of prompts",
-            "give --prompts_csv FILE (csv, txt, jsonl, parquet), or - for standard input",
-        )
-    given = {name: limits for name, limits in VALUE_RANGES.items() if getattr(config, name) is not None}
-    check_ranges(config, given)
-    if uses_ray(config.cluster):
-        ray_cluster.check_config(config)
-    elif config.cluster not in ("local", "files"):
-        raise InputError(
-            f"--cluster {config.cluster}", "local, files, ray, auto or ray://HOST:PORT", "choose one of these"
-        )
-    else:  # on Ray other machines encode what they draw
+    """What can be refused without looking at prompts, model and folder."""
+    check_settings(config)
+    if config.uses_ray:
+        ray_cluster.check_installed(config)
+    else:  # with Ray other machines write what they draw
         if config.png != "auto":
             png_codec.get_coder(config.png)
         if config.num_frames > 1:
             mp4_writer.require_pyav()
-    if config.micro_batch > config.batch_size:
-        raise InputError(
-            f"--micro_batch {config.micro_batch} with --batch_size {config.batch_size}",
-            "at most the whole batch at once",
-            "lower --micro_batch",
-        )
     if (
         config.cluster == "local"
         and launcher.is_launched()

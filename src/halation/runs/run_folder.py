@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from halation import input_files
+from halation.config import to_current_names
 from halation.errors import HalationError, InputError
 from halation.fault_injection import fault_point
 
@@ -264,25 +265,11 @@ CHANGEABLE_SETTINGS = {
 }
 
 
-def check_unchanged(
-    run: RunFolder,
-    old: Mapping[str, Any],
-    new: Mapping[str, Any],
-    job: str = "train",
-    flag_names: Mapping[str, str] | None = None,
-) -> None:
-    """Raise, with a diff, where a resumed run would not be the run it was.
-
-    `flag_names` has the flags of settings that config.json stores by another name.
-    """
-    shown = [{(flag_names or {}).get(key, key): value for key, value in values.items()} for values in (old, new)]
-    lines = diff_settings(*shown)
+def check_unchanged(old: Mapping[str, Any], new: Mapping[str, Any], found: str, expected: str, action: str) -> None:
+    """Raise, with a diff, where a resumed run would not be the run it was."""
+    lines = diff_settings(old, new)
     if lines:
-        raise InputError(
-            f"{run.folder} was started with other settings:\n" + "\n".join(lines),
-            f"the same settings as before ({CHANGEABLE_SETTINGS[job]})",
-            "use the old settings, another --output_dir, or --accept_changes to go on and have the change recorded",
-        )
+        raise InputError(f"{found}:\n" + "\n".join(lines), expected, action)
 
 
 def create_or_resume_run(
@@ -292,7 +279,6 @@ def create_or_resume_run(
     fixed: Mapping[str, Any],
     accept_changes: bool,
     has_outputs: bool | None = None,
-    flag_names: Mapping[str, str] | None = None,
 ) -> bool:
     """Write config.json of a new run, or check that this is the run that was begun; returns whether it is new.
 
@@ -318,17 +304,14 @@ def create_or_resume_run(
             f"a `{job}` run or an empty folder",
             "choose another --output_dir",
         )
-    if not (
-        run.has_checkpoints() if has_outputs is None else has_outputs
-    ):  # a first start that was refused or killed binds nobody to its settings
+    # A first start that was refused or killed binds no later one to its settings.
+    if not (run.has_checkpoints() if has_outputs is None else has_outputs):
         write_json_with_digest(
             run.config, {"job": job, "settings": dict(settings), "fixed": dict(fixed), "changes": []}
         )
         return True
     keys = [key for key in record["fixed"] if key in fixed] + [key for key in fixed if key not in record["fixed"]]
-    _check_or_record_changes(
-        run, record, {key: record["fixed"].get(key) for key in keys}, fixed, accept_changes, flag_names
-    )
+    _check_or_record_changes(run, record, {key: record["fixed"].get(key) for key in keys}, fixed, accept_changes)
     record["settings"] = dict(settings)
     write_json_with_digest(run.config, record)
     return False
@@ -345,16 +328,17 @@ def record_facts(run: RunFolder, facts: Mapping[str, Any], accept_changes: bool)
 
 
 def _check_or_record_changes(
-    run: RunFolder,
-    record: dict[str, Any],
-    old: Mapping[str, Any],
-    new: Mapping[str, Any],
-    accept: bool,
-    flag_names: Mapping[str, str] | None = None,
+    run: RunFolder, record: dict[str, Any], old: Mapping[str, Any], new: Mapping[str, Any], accept: bool
 ) -> None:
+    if not accept:
+        check_unchanged(
+            to_current_names(old),
+            to_current_names(new),
+            f"{run.folder} was started with other settings",
+            f"the same settings as before ({CHANGEABLE_SETTINGS[record['job']]})",
+            "use the old settings, another --output_dir, or --accept_changes to go on and have the change recorded",
+        )
     lines = diff_settings(old, new)
-    if lines and not accept:
-        check_unchanged(run, old, new, record["job"], flag_names)
     if lines:
         record["changes"].append(
             {"time": time.strftime("%Y-%m-%d %H:%M:%S"), "changed": [line.strip() for line in lines]}

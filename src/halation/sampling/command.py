@@ -6,13 +6,12 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import math
 import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halation.config import NON_NEGATIVE, POSITIVE, SEED_RANGE, as_json, check_ranges
+from halation.config import as_json, check_settings, from_json
 from halation.distributed import launcher
 from halation.distributed.stop_signals import exit_code
 from halation.errors import HalationError, InputError, Interrupted
@@ -27,19 +26,12 @@ from halation.sampling.config import SampleConfig
 if TYPE_CHECKING:
     from halation.distributed.world import World
 
-# 0, and -1 where 0 has a meaning, stand for what the run used.
 _MAX_NAME_BYTES = 4096
-SAMPLE_RANGES = {
-    **dict.fromkeys(("sample_steps", "batch_size", "threads"), (0, math.inf)),
-    "guidance_scale": (-1, NON_NEGATIVE[1]),
-    "sample_seed": (-1, SEED_RANGE[1]),
-    "dist_timeout_s": POSITIVE,
-}
 
 
 def run(config: SampleConfig) -> int:
     """Draw on ranks that are already there or on ranks started here; exit code 0 only if every image is there."""
-    check_ranges(config, SAMPLE_RANGES)
+    check_settings(config)
     config = dataclasses.replace(config, checkpoint=resolve_checkpoint(config.checkpoint))
     devices = (
         () if launcher.is_launched() else launcher.select_devices(config.nproc, config.gpu_ids, config.oversubscribe)
@@ -56,7 +48,7 @@ def run(config: SampleConfig) -> int:
             os.environ[launcher.DEVICE_ENV] = devices[0]
             run_rank(config, has_lock=True)
         else:
-            launcher.Launcher(__name__, as_json(config), devices, 0, config.output_dir, monitor).run()
+            launcher.Launcher(run_rank, config, devices, 0, config.output_dir, monitor).run()
     return 0
 
 
@@ -121,23 +113,14 @@ def prepare_folder(folder: Path, identity: dict[str, Any]) -> None:
             "choose another --output_dir, or leave it out",
         )
     if existing:
-        lines = runs.diff_settings(runs.read_json(record).get("fixed", {}), identity)
-        if lines:
-            raise InputError(
-                f"{folder} holds other images:\n" + "\n".join(lines),
-                "an empty folder, or the settings its images were drawn with",
-                "choose another --output_dir, or leave it out",
-            )
+        runs.check_unchanged(
+            runs.read_json(record).get("fixed", {}),
+            identity,
+            f"{folder} holds other images",
+            "an empty folder, or the settings its images were drawn with",
+            "choose another --output_dir, or leave it out",
+        )
     runs.write_json_atomic(record, {"job": "sample", "fixed": identity})
-
-
-def read_config(path: Path) -> SampleConfig:
-    return config_from_json(json.loads(path.read_text()))
-
-
-def config_from_json(values: dict[str, Any]) -> SampleConfig:
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    return SampleConfig(**values | {"checkpoint": Path(values["checkpoint"]), "output_dir": Path(values["output_dir"])})
 
 
 def run_rank(config: SampleConfig, has_lock: bool = False) -> None:
@@ -158,9 +141,8 @@ def run_rank(config: SampleConfig, has_lock: bool = False) -> None:
                 prepare_folder(resolved.output_dir, identity)
                 return as_json(resolved)
 
-            config = config_from_json(
-                run_on_rank_zero(world, "opening the folder", prepare_on_first_rank, config.dist_timeout_s)
-            )
+            values = run_on_rank_zero(world, "opening the folder", prepare_on_first_rank, config.dist_timeout_s)
+            config = from_json(SampleConfig, values)
         assert config.output_dir is not None
         _draw_samples(world, config, config.output_dir)
 

@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 
 import tyro
 
+from halation.config import ABOVE_ZERO, MAX_SEED, setting
+
 
 @dataclass(frozen=True, kw_only=True)
 class SampleConfig:
@@ -24,17 +26,17 @@ class SampleConfig:
     """Prompts to draw; by default those of the run."""
     prompts_file: str = ""
     """File of prompts (txt, csv, jsonl, parquet), drawn after those above; `-` is standard input."""
-    sample_steps: int = 0
+    sample_steps: int = setting(0, low=0)
     """Denoising steps; 0 is what the run used."""
-    sample_seed: int = -1
+    sample_seed: int = setting(-1, low=-1, high=MAX_SEED)
     """Image k is drawn from seed sample_seed + k; -1 is what the run used."""
     same_seed: bool | None = None
     """Draw every prompt from the same seed."""
     sampler: Literal["", "euler", "heun", "multistep"] = ""
     """Solver; empty is what the run used."""
-    guidance_scale: float = -1.0
+    guidance_scale: float = setting(-1.0, low=-1)
     """Classifier-free guidance; -1 is what the run used."""
-    batch_size: int = 0
+    batch_size: int = setting(0, low=0)
     """Images in a batch; 0 is what the run used. It is part of the image's bits."""
     dtype: Literal["", "fp32", "bf16", "fp16"] = ""
     """Precision; empty is what the run used."""
@@ -48,9 +50,9 @@ class SampleConfig:
     """GPUs to use, as torch counts them within CUDA_VISIBLE_DEVICES; by default all."""
     oversubscribe: bool = False
     """Allow several ranks on one GPU (over gloo): for tests, not for speed."""
-    dist_timeout_s: float = 600.0
+    dist_timeout_s: float = setting(600.0, low=ABOVE_ZERO)
     """Seconds without progress after which a rank is given up and named."""
-    threads: int = 0
+    threads: int = setting(0, low=0)
     """CPU threads a rank computes with; 0 is what the run used. It is part of the image's bits."""
     progress: Literal["auto", "rich", "plain", "json", "none"] = "auto"
     """auto shows a bar on a terminal and lines elsewhere."""

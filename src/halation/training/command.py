@@ -4,31 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import logging
-import math
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from halation.config import (
-    NON_NEGATIVE,
-    POSITIVE,
-    RENAMED_SETTINGS,
-    SEED_RANGE,
-    as_json,
-    check_ranges,
-    fixed_settings,
-    to_current_names,
-)
+from halation.config import as_json, check_settings, fixed_settings
 from halation.distributed import launcher
 from halation.distributed.engines import deepspeed_config
 from halation.errors import InputError
-from halation.evaluation.config import Metric
+from halation.evaluation.config import Metric, fid_conflict
 from halation.models.fingerprint import fingerprint
 from halation.prompt_files import collect_prompts
 from halation.runs import lock
@@ -72,32 +61,27 @@ def launch(config: TrainConfig, job: str, open_record: OpenRecord, run_rank: Cal
             os.environ[launcher.DEVICE_ENV] = devices[0]
             run_rank(config, monitor)
         else:
-            launcher.Launcher(
-                run_rank.__module__, as_json(config), devices, config.max_restarts, folder.folder, monitor
-            ).run()
+            launcher.Launcher(run_rank, config, devices, config.max_restarts, folder.folder, monitor).run()
     return 0
-
-
-def read_config(path: Path, kind: type[ConfigT] = TrainConfig) -> ConfigT:  # type: ignore[assignment]
-    """The config the launcher left for its ranks."""
-    values = to_current_names(json.loads(path.read_text()))
-    for field in dataclasses.fields(kind):
-        if isinstance(values[field.name], list):
-            values[field.name] = tuple(values[field.name])
-    return kind(**values | {"output_dir": Path(values["output_dir"])})
 
 
 def resolve_config(config: TrainConfig) -> TrainConfig:
     """The config with its short forms written out, or an error for what can be refused without looking at the data."""
+    check_settings(config)
     config = resolve_common_settings(pipeline_finetuning.resolve_config(config), (64, 64))
-    size = config.image_size
-    if config.patch_size and (size[0] % config.patch_size or size[1] % config.patch_size) and not config.vae:
+    size, patch = config.image_size, config.patch_size
+    if patch and any(side % patch for side in size) and not config.vae:
+        rounded = " ".join(str(max(patch, round(side / patch) * patch)) for side in size)
         raise InputError(
-            f"--image_size {size[0]} {size[1]} with --patch_size {config.patch_size}",
+            f"--image_size {size[0]} {size[1]} with --patch_size {patch}",
             "a size that the patch divides",
-            f"use --image_size {' '.join(str(_round_to_multiple(side, config.patch_size)) for side in size)} or another --patch_size",
+            f"use --image_size {rounded} or another --patch_size",
         )
-    _check_data_exists(config)
+    data = Path(config.data)
+    if config.data != "streets" and not data.is_dir() and not (data.suffix.lower() == ".csv" and data.is_file()):
+        what = "is a file" if data.exists() else "does not exist"
+        expected = "`streets`, a folder of images or a CSV file of images and captions"
+        raise InputError(f"--data {data} {what}", expected, "check the path")
     if not config.model_path:
         config = dataclasses.replace(
             config, time_sampling=config.time_sampling or "logit_normal", time_shift=config.time_shift or 1.0
@@ -106,89 +90,47 @@ def resolve_config(config: TrainConfig) -> TrainConfig:
 
 
 def resolve_common_settings(config: ConfigT, default_size: tuple[int, int]) -> ConfigT:
-    """Size, prompts and metrics written out, and numbers checked: what every config of a session needs."""
-    size = tuple(config.image_size) or default_size
-    if len(size) == 1:
-        size = size * 2
-    if len(size) != 2 or min(size) < 1:
-        raise InputError(
-            f"--image_size {' '.join(map(str, config.image_size))}",
-            "height and width",
-            "give one or two positive numbers",
-        )
-    check_ranges(config, RANGES)
+    """Size, prompts and metrics written out: what every config of a session needs."""
+    size = config.image_size or default_size
     select_trackers(config.report_to, required=config.report_to != TrainConfig.report_to)
     if config.eval_every:
-        config = resolve_evaluation(config)
+        streets = config.data == "streets"
+        usual: tuple[Metric, ...] = ("fd", "kid", "prdc", "agreement") if streets else ("fd", "kid", "prdc")
+        config = dataclasses.replace(
+            config,
+            eval_extractor=config.eval_extractor or ("streets" if streets else "inception"),
+            eval_metrics=tuple(dict.fromkeys(config.eval_metrics or usual)),
+        )
+        fid_conflict("eval_").check(config)
     prompts = tuple(collect_prompts(config.sample_prompts, config.sample_prompts_file or None))
+    size = tuple(size) * 2 if len(size) == 1 else tuple(size)
     return dataclasses.replace(config, image_size=size, sample_prompts=prompts, sample_prompts_file="")
-
-
-def _check_data_exists(config: TrainConfig) -> None:
-    table = Path(config.data).suffix.lower() == ".csv" and Path(config.data).is_file()
-    if config.data != "streets" and not table and not Path(config.data).is_dir():
-        what = "is a file" if Path(config.data).exists() else "does not exist"
-        expected = "`streets`, a folder of images or a CSV file of images and captions"
-        raise InputError(f"--data {config.data} {what}", expected, "check the path")
-
-
-def resolve_evaluation(config: ConfigT) -> ConfigT:
-    """Extractor and metrics of evaluations written out, and what does not go together refused."""
-    from halation.evaluation.command import check_metrics
-
-    streets = config.data == "streets"
-    extractor = config.eval_extractor or ("streets" if streets else "inception")
-    usual: tuple[Metric, ...] = ("fd", "kid", "prdc", "agreement") if streets else ("fd", "kid", "prdc")
-    metrics = tuple(dict.fromkeys(config.eval_metrics or usual))
-    check_metrics(metrics, extractor, prefix="eval_")
-    return dataclasses.replace(config, eval_extractor=extractor, eval_metrics=metrics)
-
-
-# Lowest and highest value, both allowed; seeds end where torch would wrap them, less the room for sample_seed + k.
-RANGES: dict[str, tuple[float, float]] = {
-    **dict.fromkeys(("batch_size", "accumulate", "log_every", "threads", "n_steps"), (1, math.inf)),
-    **dict.fromkeys(("sample_steps", "sample_batch_size", "eval_batch_size"), (1, math.inf)),
-    **dict.fromkeys(("eval_every", "eval_steps"), (0, math.inf)),
-    **dict.fromkeys(("eval_images", "eval_reference"), (16, 10**6)),
-    **dict.fromkeys(
-        ("ckpt_every", "ckpt_latest_every", "keep_last", "num_register_tokens", "patch_size"), (0, math.inf)
-    ),
-    **dict.fromkeys(("validation_images", "warmup_steps", "decay_steps", "num_workers", "max_restarts"), (0, math.inf)),
-    **dict.fromkeys(("weight_decay", "grad_clip", "guidance_scale", "sample_timeout_s"), NON_NEGATIVE),
-    **dict.fromkeys(("lr", "time_shift", "dist_timeout_s"), POSITIVE),
-    **dict.fromkeys(("seed", "sample_seed"), SEED_RANGE),
-    "caption_dropout": (0, 1),
-    "ema_decay": (0, math.nextafter(1, 0)),
-    "betas": (0, math.nextafter(1, 0)),
-}
-
-
-def _round_to_multiple(size: int, patch: int) -> int:
-    return max(patch, round(size / patch) * patch)
 
 
 def open_record(config: TrainConfig, device: str) -> bool:
     """Open the run's record before anything heavy happens, so that changed settings are refused at once."""
-    metadata: dict[str, Any] = {
-        f"{name} version": version(name) for name in ("torch", "numpy", "diffusers" if config.vae else "safetensors")
-    }
-    if config.engine == "deepspeed":
-        metadata["deepspeed config"] = deepspeed_config.read_config(config.deepspeed_config)
+    libraries = ["torch", "numpy", "diffusers" if config.vae else "safetensors"]
+    facts: dict[str, Any] = {}
     if config.model_path:
-        metadata |= {f"{name} version": version(name) for name in ("diffusers", "transformers")}
-        metadata["model of --model_path"] = fingerprint(Path(config.model_path))
+        libraries += ["diffusers", "transformers"]
+        facts["model of --model_path"] = fingerprint(Path(config.model_path))
     pipeline_finetuning.check_same_base_model(
-        config, RunFolder(config.output_dir), metadata.get("model of --model_path", "")
+        config, RunFolder(config.output_dir), facts.get("model of --model_path", "")
     )
-    check_same_engine(config, RunFolder(config.output_dir))
-    return runs.create_or_resume_run(
-        RunFolder(config.output_dir),
-        "train",
-        as_json(config),
-        fixed_settings(config) | metadata | {"device": device.split(":")[0]},
-        config.accept_changes,
-        flag_names=RENAMED_SETTINGS,
-    )
+    return open_session_record(config, "train", device, libraries, facts)
+
+
+def open_session_record(
+    config: TrainConfig, job: str, device: str, libraries: Sequence[str], facts: dict[str, Any]
+) -> bool:
+    """Create or resume the record of a job whose ranks hold sessions; `facts` bind a resumed run as its settings do."""
+    run = RunFolder(config.output_dir)
+    check_same_engine(config, run)
+    facts = {f"{name} version": version(name) for name in libraries} | facts
+    if config.engine == "deepspeed":
+        facts["deepspeed config"] = deepspeed_config.read_config(config.deepspeed_config)
+    fixed = fixed_settings(config) | facts | {"device": device.split(":")[0]}
+    return runs.create_or_resume_run(run, job, as_json(config), fixed, config.accept_changes)
 
 
 def check_same_engine(config: TrainConfig, run: RunFolder) -> None:

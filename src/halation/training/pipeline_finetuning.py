@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from halation.errors import HalationError, InputError, os_error_message
 from halation.input_files import read_json
+from halation.models.model_path_resolver import find_fine_tuned_run, fine_tuned_error, resolve_pipeline_folder
 from halation.progress import delayed_progress
 from halation.runs import run_folder as runs
 from halation.training.config import TrainConfig
@@ -34,41 +35,13 @@ MAX_TRUNCATION_CHECKS = 20_000
 LARGE_IMAGE_SIDE, SMALL_BUCKET_STEP, LARGE_BUCKET_STEP = 512, 32, 64
 NATIVE_SIZES = {"WanPipeline": (480, 832)}
 """Of models whose configs do not name a size."""
-NOT_FOR_PIPELINES = {
-    "model": "the pipeline brings its own transformer",
-    "vae": "the pipeline brings its own autoencoder",
-    "patch_size": "the pipeline's transformer has its own",
-    "num_register_tokens": "the pipeline's transformer has none",
-}
-ONLY_FOR_PIPELINES = ("lora_rank", "lora_alpha", "lora_targets", "aspect_buckets", "weights_dtype")
 
 
 def resolve_config(config: TrainConfig) -> TrainConfig:
-    """The folder of the pipeline and the size of its images written out; flags that do not go together are refused."""
-    from halation.models.model_path_resolver import resolve_pipeline_folder
-
-    usual = TrainConfig()
+    """The folder of the pipeline and the size of its images written out."""
     if not config.model_path:
-        wrong = next((name for name in ONLY_FOR_PIPELINES if getattr(config, name) != getattr(usual, name)), None)
-        if wrong:
-            raise InputError(
-                f"--{wrong} without --model_path", "a diffusers pipeline to fine-tune", "give --model_path"
-            )
         _check_not_pipeline(config.model)
         return config
-    for name, why in NOT_FOR_PIPELINES.items():
-        if getattr(config, name) != getattr(usual, name):
-            raise InputError(f"--{name} with --model_path", f"one of the two: {why}", f"leave --{name} out")
-    if config.lora_rank and config.weights_dtype != usual.weights_dtype:
-        raise InputError(
-            "--weights_dtype bf16 with --lora_rank",
-            "adapters in float32 over a base in --dtype",
-            "leave --weights_dtype out; --dtype bf16 makes the base narrow",
-        )
-    if (config.lora_alpha or config.lora_targets) and not config.lora_rank:
-        raise InputError(
-            "--lora_alpha or --lora_targets without --lora_rank", "the rank of the adapters", "give --lora_rank 16"
-        )
     check_peft_installed(config)
     folder = resolve_pipeline_folder(config.model_path)
     size = config.image_size or native_size(folder)
@@ -87,8 +60,6 @@ def check_peft_installed(config: TrainConfig) -> None:
 
 def _check_not_pipeline(model: str) -> None:
     """`--model` is for DiTs of Halation; said at once where the folder is a pipeline, or a run that fine-tuned one."""
-    from halation.models.model_path_resolver import find_fine_tuned_run, fine_tuned_error
-
     folder = Path(model)
     is_pipeline = (folder / "model_index.json").is_file()
     run = find_fine_tuned_run(folder) if folder.is_dir() and not is_pipeline else None

@@ -6,10 +6,9 @@ import dataclasses
 import hashlib
 import json
 import os
-import sys
 from pathlib import Path
 
-from halation.config import as_json, check_ranges, fixed_settings
+from halation.config import as_json, check_settings, fixed_settings
 from halation.distributed import launcher
 from halation.distributed.stop_signals import StopSignals
 from halation.errors import InputError
@@ -24,16 +23,6 @@ from halation.runs.run_folder import RunFolder
 from halation.watcher import checkpoint_scanner, checkpoint_scores
 from halation.watcher.config import WatchConfig
 from halation.watcher.watch_loop import CheckpointWatcher
-
-MAX_FLOAT = sys.float_info.max
-RANGES: dict[str, tuple[float, float]] = {
-    **dict.fromkeys(("num_samples", "min_step", "nproc"), (0, 10**12)),
-    **dict.fromkeys(("batch_size", "num_inference_steps", "num_reference", "every"), (1, 10**9)),
-    **dict.fromkeys(("height", "width"), (1, 16_384)),
-    **dict.fromkeys(("settle_s", "guidance_scale"), (0, MAX_FLOAT)),
-    "poll_s": (sys.float_info.min, MAX_FLOAT),
-    "seed_start": (0, 2**63 - 1),
-}
 
 IMAGE_SETTINGS = (
     *("watched", "prompts", "num_samples", "seed_start", "num_inference_steps", "guidance_scale", "height", "width"),
@@ -63,7 +52,7 @@ def run(config: WatchConfig) -> int:
 
 def resolve_config(config: WatchConfig) -> WatchConfig:
     """The config with what the watched folder decides written out, or an error for what can be refused at once."""
-    check_ranges(config, {name: limits for name, limits in RANGES.items() if getattr(config, name) is not None})
+    check_settings(config)
     if launcher.is_launched():
         raise InputError(
             "one of several copies of this command (torchrun or srun)",
@@ -83,14 +72,6 @@ def resolve_config(config: WatchConfig) -> WatchConfig:
     if output.resolve() in (watched, watched / "checkpoints"):
         raise InputError(
             f"--output_dir {output} is the folder that is watched", "a folder of its own", "leave --output_dir out"
-        )
-    prdc = ("precision", "recall", "density", "coverage")
-    asked = [name for metric in config.metrics for name in (prdc if metric == "prdc" else (metric,))]
-    if config.best_by and asked and config.best_by not in asked:
-        raise InputError(
-            f"--best_by {config.best_by} with --metrics {' '.join(config.metrics)}",
-            f"one of {', '.join(asked)}",
-            "choose one of them, or add it to --metrics",
         )
     reference = config.reference or _find_training_data(watched)
     check_reference(EvaluateConfig(reference=reference), ())

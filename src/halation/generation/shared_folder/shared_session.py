@@ -74,7 +74,7 @@ MAX_RESULT_WRITES = 3
 def run_shared(config: GenerateConfig, prompts: PromptFile, model_ref: ModelRef, slots: list[WorkerSlot]) -> int:
     """Draw until nothing of the whole plan is missing, together with whoever else is at it."""
     folder = config.output_dir
-    check_shareable(config, folder)
+    check_shareable(folder)
     if not (folder / SHARED_LEDGER).is_dir():
         check_no_foreign_files(folder)
     if not config.gpu_ids and (gpus := select_slurm_gpus(launcher.num_gpus(), os.environ)):
@@ -102,7 +102,7 @@ def _run_process(config: GenerateConfig, prompts: PromptFile, model_ref: ModelRe
         return session.run(lambda: LocalWorkerPool(slots, session.worker_settings(), logs, config.threads))
 
 
-def check_shareable(config: GenerateConfig, folder: Path) -> None:
+def check_shareable(folder: Path) -> None:
     if (folder / LEDGER_FILE).exists():
         raise begun_alone_error(folder)
     run = RunFolder(folder)
@@ -111,12 +111,6 @@ def check_shareable(config: GenerateConfig, folder: Path) -> None:
             f"{folder} holds a `{runs.read_record(run)['job']}` run",
             "a `generate` run or an empty folder",
             "choose another --output_dir",
-        )
-    if config.accept_changes:
-        raise InputError(
-            "--accept_changes with --cluster files",
-            "the settings the folder was begun with: other processes may be drawing with them now",
-            "use the old settings, or another --output_dir",
         )
 
 
@@ -201,21 +195,21 @@ class SharedSession(GenerationSession):
         chosen = record["fixed"].get("png coder", coder) if config.png == "auto" else coder
         if chosen not in png_codec.CODERS:
             raise damaged_file_error(run.config)
-        self._check_settings(record["fixed"], settings | {"png coder": chosen})
+        self._check_unchanged(record["fixed"], settings | {"png coder": chosen})
         for fact, name in FACT_FILES.items():
             path = self.ledger.folder / name
             if path.exists():
                 record["fixed"][fact] = parse_fact(path, path.read_bytes())
         return record
 
-    def _check_settings(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
-        lines = runs.diff_settings(old, new)
-        if lines:
-            raise InputError(
-                f"{self.folder} was started with other settings:\n" + "\n".join(lines),
-                "the same settings as before, in every process that shares the folder",
-                "use the old settings, or another --output_dir",
-            )
+    def _check_unchanged(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+        runs.check_unchanged(
+            old,
+            new,
+            f"{self.folder} was started with other settings",
+            "the same settings as before, in every process that shares the folder",
+            "use the old settings, or another --output_dir",
+        )
 
     def _plan(
         self, prompts: PromptFile, has_done_images: bool, folder: Path, unrecorded: Sequence[ImageRequest]
@@ -274,7 +268,7 @@ class SharedSession(GenerationSession):
             first_value = parse_fact(path, create_once(path, fact_text(value), self.process))
             self.record["fixed"][fact] = first_value
             if fact == "painter":
-                self._check_settings(first_value, json.loads(json.dumps(value)))
+                self._check_unchanged(first_value, json.loads(json.dumps(value)))
             elif fact == "computes on" and first_value != value:
                 log.warning(
                     "this process computes on %s, the first on %s: images round differently on them", value, first_value

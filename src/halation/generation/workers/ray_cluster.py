@@ -61,14 +61,7 @@ LOOPBACK = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
 """Some of Ray's processes take 127.0.0.1 for a mistake and listen on the machine's public address instead."""
 
 
-def check_config(config: GenerateConfig) -> None:
-    """Check the flags of a run on Ray."""
-    if config.gpu_ids:
-        raise InputError(
-            f"--gpu_ids with --cluster {config.cluster}",
-            "no list of GPUs: Ray knows which GPUs every node has and gives each worker one",
-            "leave --gpu_ids out; --nproc N takes N of the cluster's GPUs, CUDA_VISIBLE_DEVICES limits a node where Ray is started on it",
-        )
+def check_installed(config: GenerateConfig) -> None:
     if importlib.util.find_spec("ray") is None:
         raise InputError(f"--cluster {config.cluster}, but Ray is not installed", "Ray", "pip install 'halation[ray]'")
 
