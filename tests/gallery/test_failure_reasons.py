@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from halation.gallery.generation_runs import WILDCARD, group_reasons
+from halation.gallery.generation_rows import WILDCARD, group_reasons
 
 
 @pytest.mark.parametrize(

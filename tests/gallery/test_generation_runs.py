@@ -18,12 +18,13 @@ import numpy as np
 import pytest
 from benchmarks.big_folders import generation_folder, images, prompt_of, settle
 
+from halation.gallery.generation_rows import filter_by_words, parse_search_words
 from halation.gallery.generation_runs import GenerationRun, RowQuery, shell_command
-from halation.gallery.ledger_reader import SqliteLedgerReader, filter_by_words, parse_search_words
 from halation.gallery.run_catalog import RunCatalog, make_run_id
 from halation.generation.command import run as generate
 from halation.generation.config import GenerateConfig
 from halation.generation.ledger import LEDGER_FILE, ImageOutcome, Ledger
+from halation.generation.read_only_ledger import SqliteLedgerReader
 from halation.generation.shared_folder.shared_ledger import ProcessIdentity, SharedLedger
 from halation.images.png_codec import read_png
 from halation.runs import run_folder as runs

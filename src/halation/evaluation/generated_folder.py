@@ -15,14 +15,12 @@ from halation.data.decode import SUFFIXES, UNSUPPORTED_SUFFIXES, left_out_messag
 from halation.errors import InputError
 from halation.evaluation.image_sources import ImageFiles, find_image_files, read_stamps
 from halation.generation.image_requests import RequestDefaults, iter_requests
-from halation.generation.ledger import Ledger
+from halation.generation.ledger import LEDGER_FILE, LEDGER_NAMES, Ledger
 from halation.generation.metadata_and_summary import METADATA_FILE, SUMMARY_FILE, is_metadata_intact
 from halation.prompt_files import PromptFile
 from halation.runs.run_folder import read_json_with_digest
 
 log = logging.getLogger(__name__)
-LEDGER_FILE = "ledger.sqlite"
-SHARED_LEDGER_FOLDER = "ledger"
 NUM_SHOWN = 5
 _SEED_SUFFIX = re.compile(r"_seed\d+\Z")
 
@@ -35,7 +33,7 @@ def open_generated(folder: Path) -> ImageFiles:
     if (folder / LEDGER_FILE).is_file():
         with Ledger(folder / LEDGER_FILE) as ledger:
             return _open_run(folder, _ledger_rows(ledger))
-    if (folder / SHARED_LEDGER_FOLDER).is_dir() and (folder / METADATA_FILE).is_file():
+    if (folder / LEDGER_NAMES["files"]).is_dir() and (folder / METADATA_FILE).is_file():
         return _open_run(folder, _metadata_rows(folder))
     return find_image_files(folder, "--generated")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import shlex
 import sqlite3
@@ -16,21 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from halation.gallery.ledger_reader import (
-    OUTCOME_COLUMNS,
-    ROW_STATES,
-    SHARED_LEDGER_FOLDER,
-    SPEC_COLUMNS,
-    Indices,
-    RowIndex,
-    SharedLedgerReader,
-    count_rows,
-    filter_by_words,
-    image_file,
-    open_ledger,
-    parse_search_words,
-    select_rows,
-)
+from halation.gallery.generation_rows import RowIndex, filter_by_words, group_reasons, parse_search_words
 from halation.gallery.run_file_reader import (
     RunState,
     find_read_error,
@@ -40,6 +25,9 @@ from halation.gallery.run_file_reader import (
     read_run_state,
     read_stamp,
 )
+from halation.generation.ledger import DONE, OUTCOME_COLUMNS, SPEC_COLUMNS, STATES, Indices, count_rows
+from halation.generation.metadata_and_summary import frame_name
+from halation.generation.read_only_ledger import count_failure_reasons, find_last_done, open_ledger, select_rows
 from halation.runs.lock import ENDED_FILE, OWNER_FILE
 from halation.runs.run_folder import CONFIG_FILE
 
@@ -48,9 +36,6 @@ FLAGS = ("model_path", "num_frames", "scheduler", "raw", "pipeline_args", "batch
 EXTRA_FLAGS = ("cfg_truncation_step", "enable_half_frame", "offload", "threads", "fps")
 CHANGE_LINE = re.compile(r"(?P<name>\w+): (?P<before>.*) -> (?P<after>.*)", re.DOTALL)
 OUTPUT_DIR = "outputs/again"
-WILDCARD = "…"
-"""Stands for whatever differs; a page takes it for any letters when it looks for the rows of a reason."""
-VARIABLE_PART = re.compile(r"""('[^']*'|"[^"]*"|`[^`]*`|[^\s/]{0,200}/\S*[^\s:;,.)]|\d+(?:\.\d+)?)""")
 IMAGE_KEY = re.compile(r"g([0-9]{1,12})(?:\.([0-9]{1,6}))?")
 MAX_REASONS = 100
 RATE_WINDOW_S = 60.0
@@ -112,18 +97,6 @@ def settings_at_epoch(record: Mapping[str, Any], epoch: int) -> dict[str, Any]:
     return settings
 
 
-def group_reasons(counts: Mapping[str, int]) -> Counter[str]:
-    """Counts of texts, with those that differ only in paths, numbers and quoted words taken together."""
-    groups: dict[tuple[str, ...], tuple[list[str], int]] = {}
-    for text, number in counts.items():
-        pieces = VARIABLE_PART.split(text)
-        fixed = tuple(pieces[::2])
-        known, before = groups.get(fixed, (pieces, 0))
-        same = [piece if piece == other else WILDCARD for piece, other in zip(pieces, known, strict=True)]
-        groups[fixed] = (same, before + number)
-    return Counter({"".join(pieces): number for pieces, number in groups.values()})
-
-
 @dataclass(frozen=True, kw_only=True)
 class RowQuery:
     """Which rows to show."""
@@ -161,7 +134,7 @@ class GenerationRun:
         self._num_reads = 0
         self._record: dict[str, Any] = {}
         self._config_error = self._ledger_error = ""
-        self._counts = dict.fromkeys(("planned", *ROW_STATES), 0)
+        self._counts = dict.fromkeys(("planned", *STATES), 0)
         self._latest_image: dict[str, str] | None = None
         self._state = RunState(status="stopped")
         self._rate_history: RateHistory = deque()
@@ -201,12 +174,9 @@ class GenerationRun:
         return before != self._state
 
     def _list_lease_files(self) -> list[Path]:
-        """Files that commands which share the folder keep touching."""
         listed_at, paths = self._leases
-        folder = self.folder / SHARED_LEDGER_FOLDER / "leases"
-        if isinstance(self._ledger, SharedLedgerReader) and time.monotonic() - listed_at > LIST_LEASES_EVERY_S:
-            with contextlib.suppress(OSError):
-                paths = [folder / name for name in os.listdir(folder) if name.endswith(".card")]
+        if time.monotonic() - listed_at > LIST_LEASES_EVERY_S:
+            paths = self._ledger.list_lease_files()
             self._leases = (time.monotonic(), paths)
         return paths
 
@@ -241,13 +211,10 @@ class GenerationRun:
     def _find_latest_image(self, connection: sqlite3.Connection) -> dict[str, str] | None:
         """The image that shows what is being drawn; rows are drawn about in their order."""
         if self._index is not None:
-            rows = (
-                list(select_rows(connection, [self._index.last_done], "sha256")) if self._index.last_done >= 0 else []
-            )
+            last = self._index.last_done
         else:
-            num_ended = self._counts["planned"] - self._counts["open"]
-            query = "SELECT picture, sha256 FROM pictures WHERE picture < ? AND state = 1 ORDER BY picture DESC LIMIT 1"
-            rows = connection.execute(query, (num_ended + 64,)).fetchall()
+            last = find_last_done(connection, below=self._counts["planned"] - self._counts["open"] + 64)
+        rows = list(select_rows(connection, [last], "sha256")) if last >= 0 else []
         return {"key": f"g{rows[0][0]}", "v": _image_version(rows[0][1])} if rows else None
 
     def _record_rate(self) -> None:
@@ -354,9 +321,8 @@ class GenerationRun:
 
     def _failure_reasons(self) -> list[list[Any]]:
         with self._ledger.connect() as connection:
-            query = "SELECT reason, COUNT(*) FROM pictures WHERE state != 1 AND state = 2 GROUP BY reason"
             counts: Counter[str] = Counter()
-            for reason, number in connection.execute(query):
+            for reason, number in count_failure_reasons(connection):
                 counts[(reason.strip().splitlines() or ["no reason given"])[0]] += number
         return [[reason, number] for reason, number in group_reasons(counts).most_common(MAX_REASONS)]
 
@@ -399,12 +365,12 @@ class GenerationRun:
     def image(self, key: str) -> Path | None:
         """An image, or a frame of a video: `g7` is the first one of row 7, `g7.2` the third."""
         found = self._read_row(key, ("name", "num_frames", "state"))
-        if not found or ROW_STATES[found["state"]] != "done" or not found["name"]:
+        if not found or found["state"] != DONE or not found["name"]:
             return None
-        frame = int(key.partition(".")[2] or 0)
-        if frame >= found["num_frames"]:
+        name, num_frames, frame = found["name"], found["num_frames"], int(key.partition(".")[2] or 0)
+        if frame >= num_frames:
             return None
-        path = self.folder / image_file(found["name"], found["num_frames"], frame)
+        path = self.folder / (f"{name}.png" if num_frames == 1 else frame_name(name, frame))
         try:
             real_path = path.resolve(strict=True)
         except (OSError, ValueError, RuntimeError):
@@ -413,12 +379,12 @@ class GenerationRun:
 
     def spec(self, key: str) -> dict[str, Any] | None:
         """All that decided an image, what became of it, and how to draw it again; None for a key that is nobody's."""
-        found = self._read_row(key, ("picture", "name", "state", "epoch", *SPEC_COLUMNS, *OUTCOME_COLUMNS))
+        found = self._read_row(key, ("name", "state", "epoch", *SPEC_COLUMNS, *OUTCOME_COLUMNS))
         if not found:
             return None
         spec = {"index": found["picture"]} | {name: found[name] for name in SPEC_COLUMNS}
         outcome = {
-            "state": ROW_STATES[found["state"]],
+            "state": STATES[found["state"]],
             **{name: found[name] for name in OUTCOME_COLUMNS},
             "epoch": found["epoch"],
         }
@@ -438,11 +404,10 @@ class GenerationRun:
             return {}
         try:
             with self._lock, self._ledger.connect() as connection:
-                query = f"SELECT {', '.join(columns)} FROM pictures WHERE picture = ?"
-                row = connection.execute(query, (int(match[1]),)).fetchone()
+                rows = list(select_rows(connection, [int(match[1])], ", ".join(columns)))
         except sqlite3.Error:
             return {}
-        return dict(zip(columns, row, strict=True)) if row is not None else {}
+        return dict(zip(("picture", *columns), rows[0], strict=True)) if rows else {}
 
     # -- the rest
 
@@ -480,7 +445,7 @@ def _row_json(row: tuple[Any, ...]) -> dict[str, Any]:
         "id": id,
         "prompt": prompt,
         "seed": seed,
-        "state": ROW_STATES[state],
+        "state": STATES[state],
         "w": width,
         "h": height,
         "worker": worker,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from halation.gallery.run_file_reader import read_json
+from halation.generation.ledger import LEDGER_NAMES
 from halation.runs.lock import OWNER_FILE
 from halation.runs.run_folder import CONFIG_FILE, METRICS_FILE
 
@@ -374,7 +375,7 @@ def read_run_kind(folder: Path) -> str | None:
 
 def _guess_kind(folder: Path) -> str | None:
     marker_files = {
-        "generate": ("ledger.sqlite", "ledger"),
+        "generate": tuple(LEDGER_NAMES.values()),
         "watch": ("best_checkpoint",),
         "train": (METRICS_FILE, "checkpoints"),
         "sample": ("samples.json",),

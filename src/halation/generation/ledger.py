@@ -33,9 +33,13 @@ RowState = Literal["open", "done", "failed"]
 Indices = npt.NDArray[np.int64]
 Result = TypeVar("Result")
 
+LedgerKind = Literal["sqlite", "files"]
 LEDGER_FILE = "ledger.sqlite"
+LEDGER_NAMES: dict[LedgerKind, str] = {"sqlite": LEDGER_FILE, "files": "ledger"}
+"""One file, or a folder of files that several commands write."""
 STATES: tuple[RowState, ...] = ("open", "done", "failed")
-DONE = STATES.index("done")
+OPEN, DONE, FAILED = range(len(STATES))
+"""A state as the table has it."""
 RETRY_WAITS_S = (0.1, 0.5, 2.0)
 CLOSE_WAIT_MS = 2_000
 CLOSE_WAITS_S = (0.02, 0.1, 0.4)
@@ -63,9 +67,11 @@ CREATE INDEX IF NOT EXISTS unfinished ON pictures(state, picture) WHERE state !=
 """
 # Added to tables of earlier versions and of this one alike, so that all ledgers have the same text of their schema.
 CHECKSUM_COLUMNS = ("plan_check", "outcome_check")
-_SPEC_COLUMNS = "picture, name, id, prompt, negative_prompt, seed, height, width, num_frames, steps, guidance_scale"
-_OUTCOME_COLUMNS = "state, sha256, num_bytes, worker, seconds, micro_batch, attempts, reason, epoch"
-_PLAN_TEXTS = ("name", "id", "prompt", "negative_prompt")
+SPEC_COLUMNS = ("id", "prompt", "negative_prompt", "seed", "height", "width", "num_frames", "steps", "guidance_scale")
+OUTCOME_COLUMNS = ("sha256", "num_bytes", "worker", "seconds", "micro_batch", "attempts", "reason")
+_REQUEST = f"picture, name, {', '.join(SPEC_COLUMNS)}"
+_OUTCOME = f"state, {', '.join(OUTCOME_COLUMNS)}, epoch"
+PLAN_TEXTS = ("name", "id", "prompt", "negative_prompt")
 _PLAN_INTEGERS = ("seed", "height", "width", "num_frames", "steps", "shape")
 _OUTCOME_TEXTS = ("sha256", "worker", "reason")
 _OUTCOME_INTEGERS = ("state", "num_bytes", "micro_batch", "attempts", "epoch")
@@ -310,10 +316,10 @@ class Ledger:
 
     def _are_all_rows_intact(self) -> bool:
         """Whether there is nothing to look for: half the time of a scan that says which rows are damaged."""
-        wrong_types = " OR ".join(f"typeof({name}) != 'text'" for name in (*_PLAN_TEXTS, *_OUTCOME_TEXTS))
+        wrong_types = " OR ".join(f"typeof({name}) != 'text'" for name in (*PLAN_TEXTS, *_OUTCOME_TEXTS))
         if self.connection.execute(f"SELECT 1 FROM pictures WHERE {wrong_types} LIMIT 1").fetchone():
             return False
-        columns = ", ".join((*_PLAN_TEXTS, *_PLAN_INTEGERS, *_OUTCOME_TEXTS, *_OUTCOME_INTEGERS))
+        columns = ", ".join((*PLAN_TEXTS, *_PLAN_INTEGERS, *_OUTCOME_TEXTS, *_OUTCOME_INTEGERS))
         num_rows = 0
         with self._texts_as_bytes():
             # Written out, without a call or a slice for each of a million rows.
@@ -352,9 +358,9 @@ class Ledger:
     def _iter_checksums(self) -> Iterator[tuple[int, tuple[int, int], tuple[int, int]]]:
         """Index, computed and stored checksums of every row; -1 is the checksum of what has not even the right types."""
         query = (
-            f"SELECT picture, {', '.join((*_PLAN_TEXTS, *_PLAN_INTEGERS))}, guidance_scale,"
+            f"SELECT picture, {', '.join((*PLAN_TEXTS, *_PLAN_INTEGERS))}, guidance_scale,"
             f" {', '.join((*_OUTCOME_TEXTS, *_OUTCOME_INTEGERS))}, seconds, "
-            + " AND ".join(f"typeof({name}) = 'text'" for name in _PLAN_TEXTS)
+            + " AND ".join(f"typeof({name}) = 'text'" for name in PLAN_TEXTS)
             + ", "
             + " AND ".join(f"typeof({name}) = 'text'" for name in _OUTCOME_TEXTS)
             + ", plan_check, outcome_check FROM pictures NOT INDEXED ORDER BY picture"
@@ -384,7 +390,7 @@ class Ledger:
 
     @property
     def num_planned(self) -> int:
-        return int(self.connection.execute("SELECT COALESCE(MAX(picture) + 1, 0) FROM pictures").fetchone()[0])
+        return count_planned(self.connection)
 
     def read_fact(self, key: str) -> Any:
         """What is known under that key; None for nothing, and for what cannot be read: facts follow from the prompt list."""
@@ -415,7 +421,7 @@ class Ledger:
             )
             for rows in (changed, requests):
                 self.connection.executemany(
-                    f"INSERT INTO pictures({_SPEC_COLUMNS}, shape, plan_check, outcome_check)"
+                    f"INSERT INTO pictures({_REQUEST}, shape, plan_check, outcome_check)"
                     f" VALUES ({', '.join('?' * 14)})",
                     self._plan_values(rows),
                 )
@@ -428,10 +434,10 @@ class Ledger:
 
     def restore_plan(self, requests: Iterable[ImageRequest]) -> None:
         """Write what is planned of these rows again; a row that is gone is open."""
-        columns = [*_SPEC_COLUMNS.split(", ")[1:], "shape", "plan_check"]
+        columns = [*_REQUEST.split(", ")[1:], "shape", "plan_check"]
         with self._transaction("restore"):
             self.connection.executemany(
-                f"INSERT INTO pictures({_SPEC_COLUMNS}, shape, plan_check, outcome_check)"
+                f"INSERT INTO pictures({_REQUEST}, shape, plan_check, outcome_check)"
                 f" VALUES ({', '.join('?' * 14)})"
                 f" ON CONFLICT(picture) DO UPDATE SET {', '.join(f'{name} = excluded.{name}' for name in columns)}",
                 self._plan_values(requests),
@@ -485,7 +491,7 @@ class Ledger:
 
     def requests(self, indices: Sequence[int]) -> list[ImageRequest]:
         """The requests of these rows, in this order."""
-        query = f"SELECT {_SPEC_COLUMNS} FROM pictures WHERE picture = ?"
+        query = f"SELECT {_REQUEST} FROM pictures WHERE picture = ?"
         found = [(index, self.connection.execute(query, (int(index),)).fetchone()) for index in indices]
         for index, row in found:
             if row is None:
@@ -510,17 +516,12 @@ class Ledger:
 
     def counts(self) -> dict[str, int]:
         """How many rows are planned, open, done and failed."""
-        planned = self.num_planned
-        rest = dict(
-            self.connection.execute("SELECT state, COUNT(*) FROM pictures WHERE state != 1 GROUP BY state").fetchall()
-        )
-        counts: dict[str, int] = {state: rest.get(number, 0) for number, state in enumerate(STATES)}
-        return {"planned": planned, **counts, "done": planned - sum(rest.values())}
+        return count_rows(self.connection)
 
     def sample_done(self) -> list[ImageRequest]:
         """The requests of the first, a middle and the last done row, as far as there are so many."""
         num_done = self.counts()["done"]
-        query = f"SELECT {_SPEC_COLUMNS} FROM pictures WHERE state = {DONE} ORDER BY picture LIMIT 1 OFFSET ?"
+        query = f"SELECT {_REQUEST} FROM pictures WHERE state = {DONE} ORDER BY picture LIMIT 1 OFFSET ?"
         offsets = sorted({0, num_done // 2, num_done - 1}) if num_done else ()
         return [_parse_request(self.connection.execute(query, (offset,)).fetchone()) for offset in offsets]
 
@@ -531,11 +532,11 @@ class Ledger:
 
     def record(self, outcomes: Iterable[ImageOutcome]) -> None:
         """Write outcomes down; an image that is done stays done, so that a late second word changes nothing."""
-        values = [_outcome_values(outcome, STATES.index(outcome.state), self.epoch) for outcome in outcomes]
+        values = [outcome_values(outcome, STATES.index(outcome.state), self.epoch) for outcome in outcomes]
 
         def write() -> None:
             with self._transaction("record"):
-                self.connection.executemany(f"{_UPDATE_OUTCOME} AND state != 1", values)
+                self.connection.executemany(f"{UPDATE_OUTCOME} AND state != 1", values)
 
         self._retry(write)
         self._num_in_log += len(values)
@@ -544,16 +545,16 @@ class Ledger:
 
     def restore_outcomes(self, outcomes: Iterable[ImageOutcome], opened: Iterable[int]) -> None:
         """Replace the outcomes of these rows, whatever stands there; those of `opened` are drawn again."""
-        values = [_outcome_values(outcome, STATES.index(outcome.state), self.epoch) for outcome in outcomes]
-        values += [_outcome_values(ImageOutcome(index=index, state="failed", attempts=0), 0, 0) for index in opened]
+        values = [outcome_values(outcome, STATES.index(outcome.state), self.epoch) for outcome in outcomes]
+        values += [outcome_values(ImageOutcome(index=index, state="failed", attempts=0), 0, 0) for index in opened]
         with self._transaction("restore"):
-            self.connection.executemany(_UPDATE_OUTCOME, values)
+            self.connection.executemany(UPDATE_OUTCOME, values)
 
     def mark_open(self, indices: Iterable[int]) -> None:
         """Back to open: the file of a done image is gone or damaged."""
         with self._transaction("reopen"):
             for index in indices:
-                query = f"SELECT {_OUTCOME_COLUMNS} FROM pictures WHERE picture = ?"
+                query = f"SELECT {_OUTCOME} FROM pictures WHERE picture = ?"
                 _, _, num_bytes, worker, seconds, micro_batch, attempts, _, epoch = self.connection.execute(
                     query, (int(index),)
                 ).fetchone()
@@ -561,7 +562,7 @@ class Ledger:
                     index=int(index), state="failed", num_bytes=num_bytes, worker=worker, seconds=seconds,
                     micro_batch=micro_batch, attempts=attempts,
                 )  # fmt: skip
-                self.connection.execute(_UPDATE_OUTCOME, _outcome_values(outcome, 0, epoch))
+                self.connection.execute(UPDATE_OUTCOME, outcome_values(outcome, 0, epoch))
 
     def rows(self) -> Iterator[LedgerRow]:
         """All rows by index."""
@@ -585,11 +586,9 @@ class Ledger:
         return int(self.connection.execute("SELECT COUNT(*) FROM pictures WHERE micro_batch > 0").fetchone()[0])
 
     def _select_rows(self, condition: str) -> Iterator[LedgerRow]:
-        for row in self.connection.execute(
-            f"SELECT {_SPEC_COLUMNS}, {_OUTCOME_COLUMNS} FROM pictures {condition} ORDER BY picture"
-        ):
+        for row in self.connection.execute(f"SELECT {_REQUEST}, {_OUTCOME} FROM pictures {condition} ORDER BY picture"):
             state, *outcome = row[11:]
-            names = _OUTCOME_COLUMNS.split(", ")[1:]
+            names = _OUTCOME.split(", ")[1:]
             yield LedgerRow(
                 request=_parse_request(row[:11]), state=STATES[state], **dict(zip(names, outcome, strict=True))
             )
@@ -623,14 +622,26 @@ class Ledger:
         raise AssertionError("unreachable")
 
 
-_UPDATE_OUTCOME = (
-    f"UPDATE pictures SET {', '.join(f'{name} = ?' for name in (*_OUTCOME_COLUMNS.split(', '), 'outcome_check'))}"
+UPDATE_OUTCOME = (
+    f"UPDATE pictures SET {', '.join(f'{name} = ?' for name in (*_OUTCOME.split(', '), 'outcome_check'))}"
     " WHERE picture = ?"
 )
 
 
-def _outcome_values(outcome: ImageOutcome, state: int, epoch: int) -> tuple[Any, ...]:
-    """The parameters of `_UPDATE_OUTCOME`."""
+def count_planned(connection: sqlite3.Connection) -> int:
+    return int(connection.execute("SELECT COALESCE(MAX(picture) + 1, 0) FROM pictures").fetchone()[0])
+
+
+def count_rows(connection: sqlite3.Connection) -> dict[str, int]:
+    """How many rows are planned, open, done and failed, without reading those that are done."""
+    unfinished = dict(connection.execute("SELECT state, COUNT(*) FROM pictures WHERE state != 1 GROUP BY state"))
+    counts: dict[str, int] = {state: unfinished.get(number, 0) for number, state in enumerate(STATES)}
+    planned = count_planned(connection)
+    return {"planned": planned, **counts, "done": planned - sum(unfinished.values())}
+
+
+def outcome_values(outcome: ImageOutcome, state: int, epoch: int) -> tuple[Any, ...]:
+    """The parameters of `UPDATE_OUTCOME`."""
     texts = [text.encode() for text in (outcome.sha256, outcome.worker, outcome.reason)]
     numbers = (state, outcome.num_bytes, outcome.micro_batch, outcome.attempts, epoch)
     return (

@@ -16,11 +16,10 @@ import time
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
 
 from halation.errors import InputError
 from halation.generation.image_requests import ImageRequest, RenamedId, RequestDefaults, RequestIterator, iter_requests
-from halation.generation.ledger import LEDGER_FILE, Ledger, LedgerDamage
+from halation.generation.ledger import LEDGER_NAMES, Ledger, LedgerDamage, LedgerKind
 from halation.generation.metadata_and_summary import prove_outcome, read_spec, remove_result
 from halation.prompt_files import PromptFile
 from halation.runs import run_folder as runs
@@ -30,9 +29,6 @@ from halation.sample_specs import SampleSpec
 log = logging.getLogger(__name__)
 RENAMED_FILE = "renamed_ids.jsonl"
 NUM_SHOWN = 5
-LedgerKind = Literal["sqlite", "files"]
-LEDGER_NAMES: dict[LedgerKind, str] = {"sqlite": LEDGER_FILE, "files": "ledger"}
-"""One file, or a folder of files that several commands write."""
 KIND_FILE = "ledger.kind"
 """Which kind of ledger a folder has: created once, before anything else, so that commands of two kinds cannot begin it together."""
 KIND_TIMEOUT_S = 10.0

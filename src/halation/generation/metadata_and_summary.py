@@ -44,7 +44,12 @@ def file_names(name: str, num_frames: int) -> list[str]:
     """The files of one result, relative to the folder: an image, or a video and its frames."""
     if num_frames == 1:
         return [f"{name}.png"]
-    return [f"{name}.mp4", *(f"{name}/frame_{number:04d}.png" for number in range(num_frames))]
+    return [f"{name}.mp4", *(frame_name(name, number) for number in range(num_frames))]
+
+
+def frame_name(name: str, number: int) -> str:
+    """The image of one frame of a video, relative to the folder."""
+    return f"{name}/frame_{number:04d}.png"
 
 
 def combined_digest(files: Sequence[bytes]) -> str:

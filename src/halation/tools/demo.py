@@ -28,9 +28,10 @@ from halation.distributed.child_process import describe_exit, start_command, wai
 from halation.distributed.stop_signals import StopSignals, exit_code
 from halation.errors import HalationError, InputError, Interrupted
 from halation.evaluation.config import EvaluateConfig
-from halation.gallery.ledger_reader import LEDGER_FILE, SqliteLedgerReader
 from halation.generation.config import GenerateConfig
+from halation.generation.ledger import LEDGER_FILE, count_rows
 from halation.generation.metadata_and_summary import METADATA_FILE
+from halation.generation.read_only_ledger import SqliteLedgerReader
 from halation.images.grid import progress_figure
 from halation.images.png_codec import encode_png, read_png
 from halation.models.bundled_models import resolve_model_path
@@ -74,7 +75,7 @@ def num_images_done(folder: Path) -> int:
     """Images that the ledger of a generation calls done, read while it is being written."""
     try:
         with SqliteLedgerReader(folder / LEDGER_FILE).connect() as connection:
-            return int(connection.execute("SELECT COUNT(*) FROM pictures WHERE state = 1").fetchone()[0])
+            return count_rows(connection)["done"]
     except sqlite3.Error:  # not there yet
         return 0
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from halation.errors import InputError
+from halation.generation.metadata_and_summary import METADATA_FILE
 from halation.images import grid
 from halation.images.plot import best_direction, draw_panels, format_number, metric_panels
 from halation.images.png_codec import encode_png, read_png
@@ -120,7 +121,7 @@ def write_metrics(folder: Path, scores: Sequence[CheckpointScore], title: str) -
 
 def write_grid(images_folder: Path, path: Path) -> None:
     """The first images of a `halation generate` with their prompts."""
-    with open(images_folder / "metadata.jsonl", "rb") as file:
+    with open(images_folder / METADATA_FILE, "rb") as file:
         rows = [json.loads(line) for line in itertools.islice(file, NUM_GRID_IMAGES)]
     shown = [read_png(images_folder / row["file_name"])[0] for row in rows]
     write_atomic(path, encode_png(grid.make_grid(shown, NUM_COLUMNS, [row["prompt"] for row in rows]), {}))

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from halation.fault_injection import fault_point
-from halation.generation.shared_folder.shared_ledger import SharedLedger, link_once
+from halation.generation.shared_folder.shared_ledger import LEASES_FOLDER, OWNER_FILE_SUFFIX, SharedLedger, link_once
 from halation.runs.lock import is_alive
 from halation.work_division import BatchPlan
 
@@ -100,8 +100,8 @@ class Leases:
         self.process = ledger.process
         self.held_ranges: set[int] = set()
         self.num_taken_over = 0
-        self.folder = ledger.folder / "leases"
-        self._owner_file = self.folder / f".{self.process.name}.card"
+        self.folder = ledger.folder / LEASES_FOLDER
+        self._owner_file = self.folder / f".{self.process.name}{OWNER_FILE_SUFFIX}"
         self._write_owner_file()
         self._touched_at = time.monotonic()
         self._next_poll_at = 0.0
@@ -186,7 +186,7 @@ class Leases:
 
     def _remove_dead_owner_files(self) -> None:
         """Cards of processes of this machine that were killed when they held nothing: no lease of theirs is taken over."""
-        for path in self.folder.glob(".*.card"):
+        for path in self.folder.glob(f".*{OWNER_FILE_SUFFIX}"):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
                 owner = json.loads(path.read_bytes())
                 if owner["host"] == self.process.host and not is_alive(int(owner["pid"])):

@@ -11,11 +11,13 @@ import errno
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import secrets
 import socket
 import sqlite3
+import struct
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -27,14 +29,26 @@ import numpy.typing as npt
 
 from halation.errors import InputError
 from halation.fault_injection import fault_point
-from halation.generation.ledger import ImageOutcome, Indices, Ledger, create_tables
-from halation.generation.ledger_setup import LEDGER_NAMES
+from halation.generation.ledger import (
+    LEDGER_NAMES,
+    STATES,
+    ImageOutcome,
+    Indices,
+    Ledger,
+    create_tables,
+    outcome_values,
+)
+from halation.input_files import open_regular_file
 from halation.runs.run_folder import sync_folder
 
 log = logging.getLogger(__name__)
 
 SHARED_LEDGER = LEDGER_NAMES["files"]
 """Folder of the ledgers of commands that share a run; one command alone has its ledger in one file."""
+LEASES_FOLDER = "leases"
+"""Inside the folder of the ledgers."""
+OWNER_FILE_SUFFIX = ".card"
+"""Of the file in LEASES_FOLDER that a process touches as long as it runs."""
 CHUNK_BYTES = 1 << 24
 DIGEST_BYTES = 8
 NUM_SHOWN = 5
@@ -99,7 +113,7 @@ class SharedLedger(Ledger):
         self.process = process
         self.num_by_others = {"done": 0, "failed": 0}
         """What others did since this process began."""
-        self._offsets: dict[str, int] = {}
+        self._outcome_files = OutcomeFiles(folder)
         self._settled_mask: npt.NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
         self._has_refreshed = False
         super().__init__(folder / f"{process.name}.jsonl")
@@ -205,12 +219,15 @@ class SharedLedger(Ledger):
     def refresh(self) -> bool:
         """Read what others wrote since the last time; whether there was anything. What stands there at the first time is history."""
         changed = False
-        names = [name for name in os.listdir(self.folder) if name.endswith(".jsonl") and not name.startswith(".")]
-        for name in sorted(names):
+        for name in self._outcome_files.names():
             if name == self.path.name:
                 continue
-            for outcomes in self._read_new_outcomes(name):
+            for read, num_damaged in self._outcome_files.read_new(name):
                 changed = True
+                for _ in range(num_damaged):
+                    log.warning("%s has a line that is no outcome; its image is drawn again", name)
+                # A later command with a longer plan may have more rows.
+                outcomes = [outcome for outcome in read if outcome.index < len(self._settled_mask)]
                 if self._has_refreshed:
                     self._count_by_others(outcomes)
                 self._mark_settled(outcomes)
@@ -223,35 +240,53 @@ class SharedLedger(Ledger):
             if not self._settled_mask[outcome.index]:
                 self.num_by_others[outcome.state] += 1
 
-    def _read_new_outcomes(self, name: str) -> Iterator[list[ImageOutcome]]:
-        """The whole lines behind those that were read, in pieces."""
+
+class OutcomeFiles:
+    """The outcome files of all processes that share a folder: each line is given once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.last_modified = 0.0
+        """Of the newest file that was read."""
+        self._offsets: dict[str, int] = {}
+
+    def names(self) -> list[str]:
+        names = os.listdir(self.folder)
+        return sorted(name for name in names if name.endswith(".jsonl") and not name.startswith("."))
+
+    def read_new(self, name: str) -> Iterator[tuple[list[ImageOutcome], int]]:
+        """The outcomes in whole lines behind those that were read, and the number of damaged lines; in pieces."""
         try:
             # Opened anew each time: that is when NFS looks at what others wrote.
-            with open(self.folder / name, "rb") as file:
+            with open_regular_file(self.folder / name, within=self.folder) as file:
                 while True:
-                    file.seek(self._offsets.get(name, 0))
+                    offset = self._offsets.get(name, 0)
+                    file.seek(offset)
                     data = file.read(CHUNK_BYTES)
                     end = data.rfind(b"\n") + 1
                     if not end:
                         return
-                    self._offsets[name] = self._offsets.get(name, 0) + end
-                    yield [outcome for line in data[:end].splitlines() if (outcome := self._parse_outcome(name, line))]
+                    self._offsets[name] = offset + end
+                    self.last_modified = max(self.last_modified, os.fstat(file.fileno()).st_mtime)
+                    lines = data[:end].splitlines()
+                    outcomes = [outcome for line in lines if (outcome := _parse_outcome(line)) is not None]
+                    yield outcomes, len(lines) - len(outcomes)
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ESTALE):  # NFS's word for one that is gone
                 raise
 
-    def _parse_outcome(self, name: str, line: bytes) -> ImageOutcome | None:
-        """None for a row that only a later command's longer plan has, and for a line that a power cut left."""
-        try:
-            values: dict[str, Any] = json.loads(line)
-            check = values.pop("check", None)
-            outcome = ImageOutcome(**values)
-            if check is not None and line != _outcome_line(outcome).rstrip(b"\n"):  # earlier versions wrote none
-                raise ValueError("the checksum is another")
-        except (ValueError, TypeError, AttributeError, RecursionError):
-            log.warning("%s has a line that is no outcome; its image is drawn again", name)
-            return None
-        return outcome if 0 <= outcome.index < len(self._settled_mask) else None
+
+def _parse_outcome(line: bytes) -> ImageOutcome | None:
+    """None for a line that a power cut left, or that holds values no process writes."""
+    try:
+        values: dict[str, Any] = json.loads(line)
+        check = values.pop("check", None)
+        outcome = ImageOutcome(**values)
+        outcome_values(outcome, STATES.index(outcome.state), 0)  # raises for other types
+        is_intact = check is None or line == _outcome_line(outcome).rstrip(b"\n")  # earlier versions wrote no check
+        return outcome if is_intact and outcome.index >= 0 and math.isfinite(outcome.seconds) else None
+    except (ValueError, TypeError, AttributeError, RecursionError, OverflowError, struct.error):
+        return None
 
 
 def _outcome_line(outcome: ImageOutcome) -> bytes:
@@ -298,6 +333,12 @@ def damaged_file_error(path: Path) -> InputError:
 def _plan_checksum(digests: bytes) -> bytes:
     """Shorter than a digest: the number of planned rows follows from the size of the file."""
     return zlib.crc32(digests).to_bytes(4, "little")
+
+
+def count_planned_rows(folder: Path) -> int:
+    """The number of rows in the longest plan, by the sizes of the files alone; 0 where there is none."""
+    sizes = [path.stat().st_size for path in folder.glob("plan-*.digests")]
+    return max(sizes, default=0) // DIGEST_BYTES
 
 
 def _plan_file_name(num_bytes: int) -> str:

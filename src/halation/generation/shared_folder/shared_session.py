@@ -42,6 +42,8 @@ from halation.generation.session import (
 )
 from halation.generation.shared_folder.leases import BatchRanges, Leases, read_lease
 from halation.generation.shared_folder.shared_ledger import (
+    LEASES_FOLDER,
+    OWNER_FILE_SUFFIX,
     SHARED_LEDGER,
     ProcessIdentity,
     SharedLedger,
@@ -89,7 +91,7 @@ def _run_process(config: GenerateConfig, prompts: PromptFile, model_ref: ModelRe
     folder = config.output_dir
     process = ProcessIdentity()
     ledger_folder = folder / SHARED_LEDGER
-    (ledger_folder / "leases").mkdir(parents=True, exist_ok=True)
+    (ledger_folder / LEASES_FOLDER).mkdir(parents=True, exist_ok=True)
     slots = [dataclasses.replace(slot, label=f"{process.host}-{slot.label}") for slot in slots]
     logs = folder / "logs" / process.name
     with (
@@ -230,9 +232,9 @@ class SharedSession(GenerationSession):
         probe.touch()
         now = probe.stat().st_mtime
         probe.unlink()
-        for folder in (self.folder, self.ledger.folder, self.ledger.folder / "leases"):
+        for folder in (self.folder, self.ledger.folder, self.ledger.folder / LEASES_FOLDER):
             for name in os.listdir(folder) if folder.exists() else ():
-                if name.startswith(".") and name.endswith((".tmp", ".card")):
+                if name.startswith(".") and name.endswith((".tmp", OWNER_FILE_SUFFIX)):
                     _remove_if_older(folder / name, now, self.config.lease_s)
 
     # -- during
@@ -334,7 +336,7 @@ def _add_stats(one: WorkerStats, other: WorkerStats) -> WorkerStats:
 
 def _remove_if_older(path: Path, now: float, lease_s: float) -> None:
     try:
-        owner_lease_s = read_lease(path).lease_s if path.suffix == ".card" else 0.0
+        owner_lease_s = read_lease(path).lease_s if path.suffix == OWNER_FILE_SUFFIX else 0.0
         if now - path.lstat().st_mtime <= max(lease_s, owner_lease_s):
             return
         if path.is_dir() and not path.is_symlink():

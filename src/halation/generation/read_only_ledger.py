@@ -1,0 +1,331 @@
+"""Reads a ledger that another process may be writing, of either kind, as one SQLite table.
+
+The writer must not notice: transactions are short, nothing is written beside a ledger, and a ledger without a log beside it, which
+no command has open, is read without locks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import sqlite3
+import struct
+import time
+import urllib.parse
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from halation.generation.ledger import (
+    FAILED,
+    LEDGER_FILE,
+    PLAN_TEXTS,
+    SPEC_COLUMNS,
+    STATES,
+    UPDATE_OUTCOME,
+    create_tables,
+    outcome_values,
+    plan_checksum,
+)
+from halation.generation.metadata_and_summary import METADATA_FILE, frame_name
+from halation.generation.shared_folder.shared_ledger import (
+    LEASES_FOLDER,
+    OWNER_FILE_SUFFIX,
+    SHARED_LEDGER,
+    OutcomeFiles,
+    count_planned_rows,
+)
+from halation.images.png_codec import SIGNATURE
+from halation.input_files import MAX_ROW_BYTES, MAX_TABLE_ROWS, open_regular_file
+
+BUSY_TIMEOUT_S = 0.5
+MTIME_SETTLE_S = 1.0
+"""Files written so recently may be written again within the same tick of their clock, so they count as changed once more."""
+MAX_TEXT_BYTES = 1 << 17
+MAX_IMAGES_PER_READ = 2_000
+CANNOT_OPEN_CODES = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR)
+MAX_SQL_PARAMETERS = 500
+"""Row numbers in one query."""
+
+
+class LedgerReader(Protocol):
+    """Gives a connection to the ledger's tables; called by one thread at a time."""
+
+    def poll(self) -> bool:
+        """Whether the rows may have changed since the last call; by stats alone where they did not."""
+
+    def connect(self) -> contextlib.AbstractContextManager[sqlite3.Connection]:
+        """A connection for a moment; sqlite3.Error where the ledger is damaged or gone."""
+
+    def list_lease_files(self) -> list[Path]:
+        """Files that commands which share the folder keep touching."""
+
+    @property
+    def last_modified(self) -> float:
+        """When its newest file was written."""
+
+
+def open_ledger(folder: Path) -> LedgerReader:
+    is_shared = os.path.isdir(folder / SHARED_LEDGER)
+    return SharedLedgerReader(folder) if is_shared else SqliteLedgerReader(folder / LEDGER_FILE)
+
+
+class SqliteLedgerReader:
+    """ledger.sqlite of one command."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.wal_path = path.with_name(path.name + "-wal")
+        self._last_stats: object = None
+        self.last_modified = 0.0
+
+    def poll(self) -> bool:
+        # stat(), never open(): closing any descriptor of the file would drop the locks this process's connections have on it.
+        stats = [_try_stat(path) for path in (self.path, self.wal_path)]
+        self.last_modified = max((found.st_mtime for found in stats if found), default=0.0)
+        is_recent = time.time() - self.last_modified < MTIME_SETTLE_S
+        current = [_stamp(found) for found in stats], time.time() if is_recent else 0
+        changed, self._last_stats = current != self._last_stats, current
+        return changed
+
+    def list_lease_files(self) -> list[Path]:
+        return []
+
+    @contextlib.contextmanager
+    def connect(self) -> Iterator[sqlite3.Connection]:
+        connection = self._open_connection()
+        try:
+            yield connection
+        finally:
+            connection.close()
+
+    def _open_connection(self) -> sqlite3.Connection:
+        """Without a log beside it no command has the ledger open, and SQLite would make one to be able to read: it must not."""
+        if not os.path.isfile(self.path):  # SQLite would wait for somebody to write into a pipe
+            raise sqlite3.OperationalError("there is no such file")
+        if not os.path.realpath(self.path).startswith(os.path.join(os.path.realpath(self.path.parent), "")):
+            raise sqlite3.OperationalError("it is a link that leads out of the run")
+        modes = ("mode=ro", "immutable=1") if os.path.isfile(self.wal_path) else ("immutable=1",)
+        for mode in modes:
+            uri = f"file:{urllib.parse.quote(str(self.path))}?{mode}"
+            connection = sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_S, check_same_thread=False)
+            try:
+                connection.execute("SELECT 1 FROM pictures LIMIT 1").fetchone()
+                return connection
+            except sqlite3.Error as error:
+                connection.close()
+                # A log that a dead command left where nothing may be written; never a ledger that is locked, for it is being written.
+                if mode == modes[-1] or error.sqlite_errorcode & 0xFF not in CANNOT_OPEN_CODES:
+                    raise
+        raise AssertionError("unreachable")
+
+
+class SharedLedgerReader:
+    """The outcomes of all commands that share a folder, in a table in memory.
+
+    Specs are in metadata.jsonl, and until that is written in the images themselves.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+        create_tables(self.connection)
+        self.last_modified = 0.0
+        self._outcome_files = OutcomeFiles(folder / SHARED_LEDGER)
+        self._metadata_stamp: object = None
+        self._num_planned = 0
+        self._num_described = 0
+        self._listed_stamp: object = None
+        self._known_names: set[str] = set()
+        self._unread_names: list[str] = []
+        self._has_missing_specs = True
+        """Whether a row that is done may have no spec yet."""
+
+    @contextlib.contextmanager
+    def connect(self) -> Iterator[sqlite3.Connection]:
+        yield self.connection
+
+    def list_lease_files(self) -> list[Path]:
+        folder = self.folder / SHARED_LEDGER / LEASES_FOLDER
+        with contextlib.suppress(OSError):
+            return [folder / name for name in os.listdir(folder) if name.endswith(OWNER_FILE_SUFFIX)]
+        return []
+
+    def poll(self) -> bool:
+        before = self.connection.total_changes
+        self.connection.execute("BEGIN")
+        try:
+            with contextlib.suppress(OSError):  # a folder that is gone, or no folder
+                self._insert_planned_rows()
+                for name in self._outcome_files.names():
+                    self._read_outcomes(name)
+            self._read_metadata()
+            if self._has_missing_specs or self.connection.total_changes != before:
+                self._read_image_specs()
+        finally:
+            self.connection.execute("COMMIT")
+        return self.connection.total_changes != before
+
+    def _insert_planned_rows(self) -> None:
+        """A row for each that is planned, empty until its image is read."""
+        num_planned = min(count_planned_rows(self.folder / SHARED_LEDGER), MAX_TABLE_ROWS)
+        self.connection.executemany(
+            f"INSERT INTO pictures(picture, name, {', '.join(SPEC_COLUMNS)}, shape)"
+            " VALUES (?, '', '', '', '', 0, 0, 0, 1, 0, 0, 0)",
+            ((index,) for index in range(self._num_planned, num_planned)),
+        )
+        self._num_planned = max(self._num_planned, num_planned)
+
+    def _read_outcomes(self, name: str) -> None:
+        with contextlib.suppress(OSError, sqlite3.Error):  # not a file, or values that no command writes
+            for outcomes, _ in self._outcome_files.read_new(name):
+                values = [outcome_values(outcome, STATES.index(outcome.state), 0) for outcome in outcomes]
+                self.connection.executemany(f"{UPDATE_OUTCOME} AND state != 1", values)
+        self.last_modified = max(self.last_modified, self._outcome_files.last_modified)
+
+    def _read_metadata(self) -> None:
+        """metadata.jsonl is published whole, so it is read whole when it is another file."""
+        with contextlib.suppress(OSError), open_regular_file(self.folder / METADATA_FILE, within=self.folder) as file:
+            status = os.fstat(file.fileno())
+            if _stamp(status) != self._metadata_stamp:
+                self._metadata_stamp = _stamp(status)
+                self.last_modified = max(self.last_modified, status.st_mtime)
+                lines = iter(lambda: file.readline(MAX_ROW_BYTES), b"")
+                rows = map(_parse_object, itertools.takewhile(lambda line: line.endswith(b"\n"), lines))
+                self._update_specs(
+                    row | {"id": row.get("image_id"), "name": _stem(str(row.get("file_name", "")))} for row in rows
+                )
+
+    def _update_specs(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        names = ("name", *SPEC_COLUMNS)
+        with contextlib.suppress(sqlite3.Error):
+            cursor = self.connection.executemany(
+                f"UPDATE pictures SET {', '.join(f'{name} = ?' for name in names)} WHERE picture = ? AND name = ''",
+                ([row[name] for name in (*names, "index")] for row in rows if _is_spec(row)),
+            )
+            if cursor.rowcount > 0:  # rows that were there are others now, which is what a plan's facts tell
+                self._num_described += cursor.rowcount
+                self.connection.execute(
+                    "INSERT OR REPLACE INTO facts VALUES ('described', ?)", (str(self._num_described),)
+                )
+
+    def _read_image_specs(self) -> None:
+        """While rows that are done have no spec: the names that are new in the folder, and the text of a few of these images."""
+        missing_query = "SELECT 1 FROM pictures WHERE state = 1 AND name = '' LIMIT 1"
+        self._has_missing_specs = self.connection.execute(missing_query).fetchone() is not None
+        if not self._has_missing_specs:
+            return
+        found = _try_stat(self.folder)
+        if _stamp(found) != self._listed_stamp:
+            self._listed_stamp = _stamp(found) if found and time.time() - found.st_mtime > MTIME_SETTLE_S else None
+            with contextlib.suppress(OSError):
+                names = set(os.listdir(self.folder)) - self._known_names
+                self._known_names |= names
+                known = {row[0] for row in self.connection.execute("SELECT name FROM pictures WHERE name != ''")}
+                self._unread_names += sorted(
+                    name
+                    for name in names
+                    if name.endswith((".png", ".mp4")) and not name.startswith(".") and _stem(name) not in known
+                )
+        batch, self._unread_names = self._unread_names[:MAX_IMAGES_PER_READ], self._unread_names[MAX_IMAGES_PER_READ:]
+        self._update_specs({**read_image_spec(self.folder, name), "name": _stem(name)} for name in batch)
+
+
+def _is_spec(row: Mapping[str, Any]) -> bool:
+    """Whether all values of a planned row are there and have the types of their columns."""
+    try:
+        numbers = [row[name] for name in ("seed", "height", "width", "num_frames", "steps")]
+        plan_checksum(row["index"], [row[name].encode() for name in PLAN_TEXTS], [*numbers, 0], row["guidance_scale"])
+    except (LookupError, TypeError, AttributeError, ValueError, OverflowError, struct.error):
+        return False
+    return True
+
+
+def _stem(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _parse_object(line: bytes) -> dict[str, Any]:
+    """The JSON object of a line; empty where it is something else."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def read_image_spec(folder: Path, name: str) -> dict[str, Any]:
+    """The spec that an image (or the first frame of a video) carries; empty where it carries none. Its pixels are not read."""
+    path = folder / (frame_name(_stem(name), 0) if name.endswith(".mp4") else name)
+    with contextlib.suppress(OSError), open_regular_file(path, within=folder) as file:
+        if file.read(len(SIGNATURE)) != SIGNATURE:
+            return {}
+        while head := file.read(8):
+            length, kind = int.from_bytes(head[:4], "big"), head[4:]
+            if kind == b"IDAT" or length > MAX_TEXT_BYTES:
+                return {}
+            body = file.read(length + 4)[:-4]
+            if kind in (b"tEXt", b"iTXt") and body.startswith(b"halation\0"):
+                return _parse_object(body.partition(b"\0")[2].lstrip(b"\0"))
+    return {}
+
+
+def _try_stat(path: Path) -> os.stat_result | None:
+    try:
+        return os.stat(path)
+    except OSError:
+        return None
+
+
+def _stamp(status: os.stat_result | None) -> tuple[int, int, int] | None:
+    return (status.st_ino, status.st_size, status.st_mtime_ns) if status else None
+
+
+# -- queries: rows that are done are read only where a query is about them
+
+
+def read_facts(connection: sqlite3.Connection) -> list[tuple[str, str]]:
+    """What the plan is recognised by."""
+    return connection.execute("SELECT key, value FROM facts ORDER BY key").fetchall()
+
+
+def read_rows(connection: sqlite3.Connection, first: int) -> list[tuple[Any, ...]]:
+    """Index, state, seed, size (width << 20 | height), worker and number of frames of the rows from `first` on."""
+    columns = "picture, state, seed, (width << 20) | height, worker, num_frames"
+    return connection.execute(f"SELECT {columns} FROM pictures WHERE picture >= ?", (first,)).fetchall()
+
+
+def read_unfinished(connection: sqlite3.Connection) -> list[tuple[int, int]]:
+    """Index and state of the rows that are not done."""
+    return connection.execute("SELECT picture, state FROM pictures WHERE state != 1").fetchall()
+
+
+def iter_texts(connection: sqlite3.Connection, first: int) -> Iterator[tuple[int, str]]:
+    """Index, prompt and id of the rows from `first` on."""
+    query = "SELECT picture, prompt || char(10) || id FROM pictures WHERE picture >= ? ORDER BY picture"
+    return iter(connection.execute(query, (first,)))
+
+
+def find_last_done(connection: sqlite3.Connection, below: int) -> int:
+    """The last row below this number that is done; -1 where there is none."""
+    query = "SELECT picture FROM pictures WHERE picture < ? AND state = 1 ORDER BY picture DESC LIMIT 1"
+    row = connection.execute(query, (below,)).fetchone()
+    return int(row[0]) if row else -1
+
+
+def count_failure_reasons(connection: sqlite3.Connection) -> list[tuple[str, int]]:
+    # `state != 1` as well, so that SQLite uses the index of unfinished rows.
+    query = f"SELECT reason, COUNT(*) FROM pictures WHERE state != 1 AND state = {FAILED} GROUP BY reason"
+    return connection.execute(query).fetchall()
+
+
+def select_rows(connection: sqlite3.Connection, indices: Sequence[int], columns: str) -> Iterator[tuple[Any, ...]]:
+    """The index and these columns of some rows, in no order."""
+    for start in range(0, len(indices), MAX_SQL_PARAMETERS):
+        chunk = indices[start : start + MAX_SQL_PARAMETERS]
+        placeholders = ", ".join("?" * len(chunk))
+        yield from connection.execute(
+            f"SELECT picture, {columns} FROM pictures WHERE picture IN ({placeholders})", chunk
+        )
