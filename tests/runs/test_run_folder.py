@@ -120,6 +120,43 @@ def test_a_kill_while_publishing_leaves_the_old_or_the_new_and_what_it_left_is_s
         assert os.listdir(folder) == (["a.json"] if existed or point == "renamed" else [])
 
 
+def write_folder(folder: Path, content: bytes) -> Path:
+    (folder / "deeper").mkdir(parents=True)
+    (folder / "deeper" / "file").write_bytes(content)
+    return folder
+
+
+def test_a_published_folder_replaces_an_older_one_or_a_link(tmp_path: Path) -> None:
+    runs.publish_folder(write_folder(tmp_path / "new", b"1"), tmp_path / "out", "folder")
+    runs.publish_folder(write_folder(tmp_path / "new", b"2"), tmp_path / "out", "folder")
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    runs.publish_folder(write_folder(tmp_path / "new", b"3"), tmp_path / "link", "folder")
+    assert [(tmp_path / name / "deeper" / "file").read_bytes() for name in ("out", "link")] == [b"2", b"3"]
+    assert sorted(os.listdir(tmp_path)) == ["link", "out"]
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("action", ["raise", "EIO"])
+def test_a_folder_that_cannot_be_published_leaves_the_older_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: str
+) -> None:
+    folder = write_folder(tmp_path / "run" / "out", b"old")
+    monkeypatch.setenv("HALATION_FAULT", f"folder.rename:1:{action}")
+    with pytest.raises(InjectedFault if action == "raise" else OSError):
+        runs.publish_folder(write_folder(tmp_path / "run" / ".out.tmp", b"new"), folder, "folder")
+    assert fired(tmp_path) == [f"folder.rename:1:{action}:0"]
+    assert (folder / "deeper" / "file").read_bytes() == b"old"
+    runs.remove_temporaries(tmp_path / "run")
+    assert os.listdir(tmp_path / "run") == ["out"]
+
+
+def test_a_file_is_not_removed_for_a_folder_of_its_name(tmp_path: Path) -> None:
+    (tmp_path / "out").write_bytes(b"mine")
+    with pytest.raises(NotADirectoryError):
+        runs.publish_folder(write_folder(tmp_path / "new", b"1"), tmp_path / "out", "folder")
+    assert (tmp_path / "out").read_bytes() == b"mine"
+
+
 def test_a_refused_write_names_the_file(tmp_path: Path) -> None:
     """write() on a full disk knows no name; the person needs one. A limit on file size refuses as a full disk does."""
     code = (

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from halation.runs import run_folder as runs
 from halation.watcher import checkpoint_scanner
 from halation.watcher.checkpoint_scanner import CheckpointScanner, parse_step
 
@@ -213,8 +214,8 @@ def test_a_checkpoint_of_halation_that_is_gone_gets_no_second_name(tmp_path: Pat
 
 def test_a_folder_is_removed_as_a_whole(tmp_path: Path) -> None:
     folder = pipeline(tmp_path / "checkpoint-1")
-    checkpoint_scanner.remove_folder(folder)
-    checkpoint_scanner.remove_folder(folder)
+    runs.remove_folder(folder)
+    runs.remove_folder(folder)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -319,7 +319,7 @@ def test_killed_at_any_time_the_same_command_ends_with_the_same_numbers(trained:
     assert (killed / "watch/metrics.png").read_bytes() != b""
     assert (killed / "watch/best").read_text() == (whole / "watch/best").read_text()
     assert content(killed / "watch/best_checkpoint") == content(whole / "watch/best_checkpoint")
-    leftovers = [path for path in (killed / "watch").rglob(".*") if path.name.endswith((".removing", ".incoming"))]
+    leftovers = [path for path in (killed / "watch").rglob(".*") if path.is_dir() and path.name.endswith(".tmp")]
     assert leftovers == []
 
 

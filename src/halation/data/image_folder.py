@@ -20,7 +20,7 @@ from halation.data.dataset_protocol import JSON, CaptionedImage
 from halation.data.image_annotations import ImageEntry, is_table, read_folder, read_table
 from halation.errors import InputError
 from halation.input_files import data_folder, limit
-from halation.runs.run_folder import DIGEST_KEY, json_digest, temporary_path
+from halation.runs.run_folder import DIGEST_KEY, json_digest, write_atomic
 
 _log = logging.getLogger(__name__)
 
@@ -325,8 +325,7 @@ def _save_check_result(cache_file: Path, result: _CheckResult, with_sizes: bool)
     record = {"broken": result.broken} | ({"sizes": result.sizes} if with_sizes else {})
     try:
         cache_file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = temporary_path(cache_file)
-        temporary.write_text(json.dumps(record | {DIGEST_KEY: json_digest(record)}))
-        temporary.replace(cache_file)
+        content = json.dumps(record | {DIGEST_KEY: json_digest(record)}).encode()
+        write_atomic(cache_file, content, "image_check", durable=False)
     except OSError as error:  # a memory that cannot be kept costs time at the next start, nothing else
         _log.warning("the check of the images is not remembered: %s: %s", cache_file, error)

@@ -28,6 +28,7 @@ from halation.distributed.stop_signals import STOP_SIGNALS, exit_code
 from halation.errors import HalationError, InputError, Interrupted, RankFailure, os_error_message
 from halation.input_files import RefusedFileError
 from halation.runs.lock import FolderMonitor
+from halation.runs.run_folder import write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -180,9 +181,7 @@ def report_error(error: BaseException, trace: str) -> None:
         "time": time.time(),
     }
     with contextlib.suppress(OSError):
-        path = Path(folder) / f"error_{rank}.json"
-        path.with_suffix(".tmp").write_text(json.dumps(row))
-        path.with_suffix(".tmp").rename(path)
+        write_atomic(Path(folder) / f"error_{rank}.json", json.dumps(row).encode(), "rank_error", durable=False)
 
 
 class Launcher:

@@ -28,6 +28,7 @@ from torch import Tensor
 from halation.distributed import launcher
 from halation.errors import HalationError, InputError, RankFailure, os_error_message
 from halation.input_files import RefusedFileError
+from halation.runs.run_folder import write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -251,8 +252,7 @@ def _rendezvous_via_folder(folder: Path, rank: int, size: int, host: str, timeou
     timeout = timedelta(seconds=timeout_s)
     if rank == 0:
         store = _listen(host, size, timeout)
-        path.with_suffix(".tmp").write_text(f"{host} {store.port}")
-        path.with_suffix(".tmp").rename(path)
+        write_atomic(path, f"{host} {store.port}".encode(), "rendezvous", durable=False)
         return store
     deadline = time.monotonic() + timeout_s
     while not path.exists():

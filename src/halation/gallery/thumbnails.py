@@ -16,7 +16,7 @@ from pathlib import Path
 from PIL import Image
 
 from halation.images.png_codec import MAX_PIXELS
-from halation.runs.run_folder import cache_folder, temporary_path
+from halation.runs.run_folder import cache_folder, write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -88,17 +88,13 @@ class ThumbnailCache:
                     self._name_locks[name] = (lock, num_waiting - 1)
 
     def _write_cached(self, cached_path: Path, data: bytes) -> None:
-        """Where the cache takes nothing, the thumbnail is still shown. No fsync: what a power cut halves is made again."""
-        temporary = temporary_path(cached_path)
+        """Where the cache takes nothing, the thumbnail is still shown. Not durable: it can be made again."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # a run that only its owner reads is here too
             cached_path.parent.mkdir(exist_ok=True, mode=0o700)
-            temporary.write_bytes(data + _checksum(data))
-            os.replace(temporary, cached_path)
+            write_atomic(cached_path, data + _checksum(data), "thumbnail", durable=False)
         except OSError as error:
             log.debug("no thumbnail is kept in %s: %s", self.folder, error)
-            with contextlib.suppress(OSError):
-                temporary.unlink()
             return
         with self._lock:
             self._num_written += 1

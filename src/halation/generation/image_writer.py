@@ -5,9 +5,7 @@ Encoding and publishing are apart because on a cluster the one happens beside th
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -110,34 +108,21 @@ class ImageStore:
 def _publish_image(folder: Path, encoded_image: EncodedImage) -> None:
     *frames, (name, data) = encoded_image.files
     if frames:
-        _publish_folder(folder / Path(frames[0][0]).parent, frames)
+        _publish_frames(folder / Path(frames[0][0]).parent, frames)
     runs.write_atomic(folder / name, data, point="picture")
 
 
-def _publish_folder(target: Path, files: list[tuple[str, bytes]]) -> None:
-    """Frames appear together, under a name that was empty before: a folder cannot be replaced in one step."""
+def _publish_frames(target: Path, files: list[tuple[str, bytes]]) -> None:
+    """Frames appear together; equal ones stay, as another command that shares the folder may have drawn them."""
     temporary = runs.temporary_path(target)
     temporary.mkdir()
     try:
         for name, data in files:
-            with open(temporary / Path(name).name, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-        runs.sync_folder(temporary)
-        if _has_same_files(target, files):
-            # Another command that shares the folder drew it too: removing the same frames would risk them for nothing.
-            shutil.rmtree(temporary)
-            return
-        if target.is_symlink():
-            target.unlink()
-        shutil.rmtree(target, ignore_errors=True)
-        os.rename(temporary, target)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            shutil.rmtree(temporary)
-        raise
-    runs.sync_folder(target.parent)
+            (temporary / Path(name).name).write_bytes(data)
+        if not _has_same_files(target, files):
+            runs.publish_folder(temporary, target, "frames")
+    finally:
+        runs.remove_path(temporary)
 
 
 def _has_same_files(target: Path, files: list[tuple[str, bytes]]) -> bool:

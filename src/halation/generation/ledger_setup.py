@@ -11,7 +11,6 @@ import itertools
 import json
 import logging
 import os
-import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import asdict
@@ -23,7 +22,7 @@ from halation.generation.ledger import LEDGER_NAMES, Ledger, LedgerDamage, Ledge
 from halation.generation.metadata_and_summary import prove_outcome, read_spec, remove_result
 from halation.prompt_files import PromptFile
 from halation.runs import run_folder as runs
-from halation.runs.run_folder import is_same_file
+from halation.runs.run_folder import create_once, is_same_file
 from halation.sample_specs import SampleSpec
 
 log = logging.getLogger(__name__)
@@ -85,13 +84,8 @@ def _decide_ledger_kind(folder: Path, kind: LedgerKind) -> tuple[int, LedgerKind
 def _open_kind_file(path: Path, kind: LedgerKind) -> int:
     """The file with the decision; a new one holds ours from the start, also where the file system has no locks."""
     if not path.exists():
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
-        try:
-            temporary.write_bytes(kind.encode())
-            with contextlib.suppress(OSError):  # another command was first, or the file system has no hard links
-                os.link(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError, InputError):  # no hard links, or another command's file came and went
+            create_once(path, kind.encode())
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
     except IsADirectoryError:

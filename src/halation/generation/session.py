@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -45,11 +44,7 @@ def remove_temporary_files(folder: Path) -> None:
     """Remove what killed writers left behind; the folder is held. One look at its names: there may be a million files."""
     for name in os.listdir(folder):
         if name.startswith(".") and name.endswith(".tmp"):
-            path = folder / name
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
+            runs.remove_path(folder / name)
 
 
 def find_result_file(folder: Path) -> str:

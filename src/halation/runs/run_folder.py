@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -31,7 +31,6 @@ EXTERNAL_TRAINER = "own"
 DIGEST_KEY = "digest"
 SCRATCH_MARK = ".halation_scratch"
 """Where a JSON object has the SHA-256 of everything else in it."""
-_num_temporaries = itertools.count()
 
 
 def cache_folder() -> Path:
@@ -40,30 +39,28 @@ def cache_folder() -> Path:
 
 
 def temporary_path(path: Path) -> Path:
-    """A name beside `path` for what is not whole yet, which no other writer has: not even another thread of this process."""
-    return path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}-{next(_num_temporaries)}.tmp")
+    """A name beside `path` for what is not complete yet; no other thread, process or machine has it."""
+    return path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}.tmp")
 
 
 def writer_pid(temporary: Path) -> int:
-    """The process that such a name belongs to, on this machine."""
+    """The process of this machine that a temporary path belongs to."""
     return int(temporary.name.removesuffix(".tmp").rsplit("-", 2)[1])
 
 
 @contextlib.contextmanager
-def open_atomic(path: Path, point: str = "publish") -> Iterator[BinaryIO]:
-    """A file to write into that gets its name only when it is whole: temporary name, fsync, rename, fsync of the folder.
+def atomic_path(path: Path, point: str = "publish", *, durable: bool = True) -> Iterator[Path]:
+    """A temporary path for one file, which becomes `path` at the end: fsync, rename, fsync of the folder.
 
-    `point` is what its fault points are called.
+    `point` is the name of its fault points. What can be made again need not be `durable`: it is then not synced.
     """
     temporary = temporary_path(path)
     try:
         fault_point(f"{point}.open")
-        with open(temporary, "wb", buffering=1 << 20) as file:
-            fault_point(f"{point}.write")
-            yield file
-            file.flush()
+        yield temporary
+        if durable:
             fault_point(f"{point}.fsync")
-            os.fsync(file.fileno())
+            sync_path(temporary)
         fault_point(f"{point}.rename")
         os.replace(temporary, path)
         fault_point(f"{point}.renamed")
@@ -71,15 +68,95 @@ def open_atomic(path: Path, point: str = "publish") -> Iterator[BinaryIO]:
         with contextlib.suppress(OSError):
             temporary.unlink()
         if isinstance(error, OSError) and error.filename is None:
-            error.filename = str(path)  # a full disk is told by write(), which knows no name
+            error.filename = str(path)  # write() on a full disk reports no name
         raise
-    sync_folder(path.parent)
+    if durable:
+        sync_path(path.parent)
 
 
-def write_atomic(path: Path, data: bytes, point: str = "publish") -> None:
+@contextlib.contextmanager
+def open_atomic(path: Path, point: str = "publish", *, durable: bool = True) -> Iterator[BinaryIO]:
+    """`atomic_path`, opened for writing."""
+    with (
+        atomic_path(path, point, durable=durable) as temporary,
+        open(temporary, "wb", buffering=1 << 20) as file,
+    ):
+        fault_point(f"{point}.write")
+        yield file
+
+
+def write_atomic(path: Path, data: bytes, point: str = "publish", *, durable: bool = True) -> None:
     """Write a whole file, so that its name never stands for half of it."""
-    with open_atomic(path, point) as file:
+    with open_atomic(path, point, durable=durable) as file:
         file.write(data)
+
+
+def publish_folder(temporary: Path, folder: Path, point: str) -> None:
+    """Sync a complete folder and give it its name; an older folder of that name is removed.
+
+    Between two renames there is neither of them, and never a part of one.
+    """
+    for path in (*temporary.rglob("*"), temporary):
+        if not path.is_symlink():
+            sync_path(path)
+    old = temporary_path(folder) if folder.is_dir() or folder.is_symlink() else None
+    if old is not None:
+        os.rename(folder, old)
+    try:
+        fault_point(f"{point}.rename")
+        os.rename(temporary, folder)
+    except BaseException:
+        if old is not None:
+            os.rename(old, folder)
+        raise
+    sync_path(folder.parent)
+    if old is not None:
+        remove_path(old)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder, if it is there; it loses its name first, so that a part of it never has it."""
+    trash = temporary_path(folder)
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(folder, trash)
+    remove_path(trash)
+
+
+def remove_path(path: Path) -> None:
+    """Remove a file or a folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def link_once(source: Path, path: Path) -> bool:
+    """Give a file a second name; False where that name is taken: of several processes, one succeeds."""
+    try:
+        os.link(source, path)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV):
+            raise InputError(
+                f"the file system of {path.parent} has no hard links ({error.strerror})",
+                "one on which a name can be created once among all machines: NFS, Lustre, GPFS, a local disk",
+                "choose an --output_dir there, or use --cluster ray",
+            ) from error
+        raise
+    return True
+
+
+def create_once(path: Path, data: bytes) -> bytes:
+    """Write a file unless it exists; returns its content, whichever process wrote it."""
+    temporary = temporary_path(path)
+    try:
+        temporary.write_bytes(data)
+        sync_path(temporary)
+        link_once(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path.read_bytes()
 
 
 def write_json_atomic(path: Path, value: Any) -> None:
@@ -116,9 +193,9 @@ def read_json_with_digest(path: Path) -> Any:
     return value
 
 
-def sync_folder(folder: Path) -> None:
-    """Make a rename in this folder survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync_path(path: Path) -> None:
+    """Make what was written to a file, or the names in a folder, survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -139,11 +216,11 @@ def read_json(path: Path) -> Any:
 
 
 def remove_temporaries(folder: Path) -> None:
-    """Sweep what a killed writer left behind; call it only while the run is held."""
-    for path in folder.rglob(".*.tmp"):
+    """Remove what killed writers left behind; only while the run is held."""
+    for path in list(folder.rglob(".*.tmp")):
         if path.relative_to(folder).parts[0] not in ("cache", "watch"):  # other commands may be writing there
             with contextlib.suppress(OSError):
-                path.unlink()
+                remove_path(path)
 
 
 class RunFolder:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from halation.models.autoencoder import LatentSpace
 from halation.models.denoiser import Denoiser, ImageSpace
 from halation.models.dit.denoiser import DiTDenoiser
 from halation.models.fingerprint import EXPORT_FILE
-from halation.runs.run_folder import sync_folder, write_json_atomic
+from halation.runs.run_folder import atomic_path, open_atomic, write_json_atomic
 from halation.training.loop import MODEL, TrainedNetwork, TrainState
 
 
@@ -93,29 +92,17 @@ def export_dit(reader: CheckpointReader, folder: Path, space: ImageSpace) -> Non
     folder.mkdir(exist_ok=True)
     for part, name in (("ema", "model"), ("model", "model_raw")):
         tensors: dict[str, Tensor] = dict(reader.read_part(part))
-        _write_atomically(folder / f"{name}.safetensors", lambda path, tensors=tensors: save_file(tensors, path))
+        with atomic_path(folder / f"{name}.safetensors", "export") as temporary:
+            save_file(tensors, temporary)
         if part == "ema":
-            _write_atomically(folder / "model.pth", lambda path, tensors=tensors: _save_torch_file(tensors, path))
+            # Into an open file: given a name, torch would write the temporary name into the archive.
+            with open_atomic(folder / "model.pth", "export") as file:
+                torch.save(tensors, file)
     description = reader.state["denoiser"] | {"sampling": reader.state["sampling"]}
     if isinstance(space, LatentSpace):
         space.save(folder / "vae")
         description["space"] = description["space"] | {"path": "vae"}
     write_json_atomic(folder / "config.json", description)
-    sync_folder(folder)
-
-
-def _save_torch_file(tensors: dict[str, Tensor], path: Path) -> None:
-    """Into an open file: given a name, torch writes that name, which is a temporary one, into the archive."""
-    with open(path, "wb") as file:
-        torch.save(tensors, file)
-
-
-def _write_atomically(path: Path, write: Any) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    write(temporary)
-    with open(temporary, "rb+") as file:
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def export_checkpoint(reader: CheckpointReader, folder: Path, denoiser: Denoiser) -> None:

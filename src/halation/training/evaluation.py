@@ -513,10 +513,7 @@ def remove_reports_after(run: runs.RunFolder, step: int) -> None:
     """Drop evaluations of steps that are about to be trained again; -1 forgets all of them."""
     for path in (run.folder / "evaluation").glob("step_*"):
         if path.name.removesuffix(".json") > runs.step_name(step) or step < 0:
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
+            runs.remove_path(path)
 
 
 def _rename_flags(error: InputError, label: str) -> InputError:

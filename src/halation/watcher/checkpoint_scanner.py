@@ -5,7 +5,6 @@ It knows names, files and headers; it loads no weights.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import re
@@ -19,7 +18,7 @@ from halation.errors import InputError
 from halation.input_files import MAX_MODEL_ENTRIES, RefusedFileError, read_json, walk_folder
 from halation.models.fingerprint import EXPORT_FILE
 from halation.models.pipelines.folder_safety_check import check_safetensors
-from halation.runs.run_folder import COMMIT_FILE, sync_folder
+from halation.runs.run_folder import COMMIT_FILE, publish_folder, temporary_path
 
 MODEL_INDEX = "model_index.json"
 NO_HARD_LINK_ERRNOS = (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.EACCES)
@@ -177,8 +176,7 @@ def copy_checkpoint(source: Path, target: Path) -> None:
 
 def _duplicate_folder(source: Path, target: Path, copy_file: Callable[[Path, Path], object]) -> bool:
     """All files of a folder under another name, which it gets only when all of them are there."""
-    temporary = target.with_name(f".{target.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
+    temporary = temporary_path(target)
     temporary.mkdir(parents=True)
     try:
         for path in _walk_files(source):
@@ -187,28 +185,18 @@ def _duplicate_folder(source: Path, target: Path, copy_file: Callable[[Path, Pat
             copy_file(path.resolve(), destination)  # a link to a file elsewhere, as in the hub's cache, is followed
         if find_missing_parts(temporary):  # its trainer was just removing it
             raise FileNotFoundError(errno.ENOENT, "it is being removed", str(source))
-        os.rename(temporary, target)
+        publish_folder(temporary, target, "checkpoint_copy")
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         if copy_file is os.link and error.errno in NO_HARD_LINK_ERRNOS:
             return False
         raise
-    sync_folder(target.parent)
     return True
 
 
 def clean_up(folder: Path) -> None:
-    """Remove folders that a killed call was still making or removing."""
+    """Remove folders that a killed call was still making or removing; the last two endings are of earlier versions."""
     for ending in (".tmp", ".removing", ".incoming"):
         for leftover in [*folder.glob(f".*{ending}"), *folder.glob(f"*/.*{ending}")]:
             if leftover.is_dir():
                 shutil.rmtree(leftover, ignore_errors=True)
-
-
-def remove_folder(folder: Path) -> None:
-    """Take the name away first, so that half a folder never has it."""
-    trash = folder.with_name(f".{folder.name}.removing")
-    shutil.rmtree(trash, ignore_errors=True)
-    with contextlib.suppress(FileNotFoundError):
-        os.rename(folder, trash)
-    shutil.rmtree(trash, ignore_errors=True)

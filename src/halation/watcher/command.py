@@ -20,7 +20,7 @@ from halation.prompt_files import PromptFile
 from halation.runs import lock
 from halation.runs import run_folder as runs
 from halation.runs.run_folder import RunFolder
-from halation.watcher import checkpoint_scanner, checkpoint_scores
+from halation.watcher import checkpoint_scores
 from halation.watcher.config import WatchConfig
 from halation.watcher.watch_loop import CheckpointWatcher
 
@@ -147,5 +147,5 @@ def prepare_output_dir(config: WatchConfig, folder: Path, prompts: PromptFile) -
     if previous and any(previous.get(name) != settings[name] for name in IMAGE_SETTINGS):
         for images_folder in folder.glob("step_*/pictures"):
             if not (images_folder.parent / checkpoint_scores.EVALUATION_FILE).exists():
-                checkpoint_scanner.remove_folder(images_folder)
+                runs.remove_folder(images_folder)
     runs.write_atomic(folder / f"prompts.{prompts.format}", prompts.data)

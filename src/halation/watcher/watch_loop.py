@@ -265,7 +265,7 @@ class CheckpointWatcher:
         if self.state.reference_features is None:
             self.state.reference_features = there
         for leftover in there - self.state.reference_features:
-            checkpoint_scanner.remove_folder(leftover)
+            runs.remove_folder(leftover)
 
     def _handle_failure(self, checkpoint: CheckpointFolder, error: ScoringError) -> None:
         if error.phase == "scoring" and error.returncode == InputError.exit_code and not self.scores:
@@ -276,7 +276,7 @@ class CheckpointWatcher:
         self.progress.show_event("warning", f"step {checkpoint.step}: {error.phase} failed, {again}:\n{error.reason}")
         self._record_failure(checkpoint.name, checkpoint.step, tries, error)
         if tries == MAX_TRIES:
-            checkpoint_scanner.remove_folder(self.folder / PINNED_FOLDER / checkpoint.name)
+            runs.remove_folder(self.folder / PINNED_FOLDER / checkpoint.name)
 
     def _record_failure(self, name: str, step: int | None, tries: int, error: ScoringError) -> None:
         when = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -313,8 +313,8 @@ class CheckpointWatcher:
         scored = {score.checkpoint for score in self.scores}
         for score in self.scores:
             if self.config.images == "none" or (self.config.images == "best" and score is not best):
-                checkpoint_scanner.remove_folder(checkpoint_scores.step_folder(self.folder, score.step) / "pictures")
-            checkpoint_scanner.remove_folder(self.folder / PINNED_FOLDER / score.checkpoint)
+                runs.remove_folder(checkpoint_scores.step_folder(self.folder, score.step) / "pictures")
+            runs.remove_folder(self.folder / PINNED_FOLDER / score.checkpoint)
         if scored & self.failures.keys():
             self.failures = {name: facts for name, facts in self.failures.items() if name not in scored}
             runs.write_json_with_digest(self.folder / FAILED_FILE, self.failures)
@@ -340,16 +340,14 @@ class CheckpointWatcher:
             return
         names = [self.folder / PINNED_FOLDER, self.config.run, self.config.run / "checkpoints"]
         source = next((top / best.checkpoint for top in names if (top / best.checkpoint).is_dir()), None)
-        incoming = self.folder / f".{BEST_FOLDER}.incoming"
-        checkpoint_scanner.remove_folder(incoming)
+        incoming = runs.temporary_path(best_folder)
         try:
             checkpoint_scanner.copy_checkpoint(source or self.config.run / best.checkpoint, incoming)
         except FileNotFoundError:
             self._warn_once(f"{best.checkpoint} is the best, but it was removed: {best_folder} cannot hold it")
             return
         best_file.unlink(missing_ok=True)
-        checkpoint_scanner.remove_folder(best_folder)
-        incoming.rename(best_folder)
+        runs.publish_folder(incoming, best_folder, "best_checkpoint")
         runs.write_atomic(best_file, f"{best.checkpoint}\n".encode())
 
     def _finish(self) -> int:

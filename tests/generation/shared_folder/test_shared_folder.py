@@ -24,7 +24,7 @@ from halation.generation.image_requests import ImageRequest
 from halation.generation.image_writer import EncodedImage, ImageStore
 from halation.generation.ledger import ImageOutcome
 from halation.generation.shared_folder.leases import BatchRanges, Leases
-from halation.generation.shared_folder.shared_ledger import ProcessIdentity, SharedLedger, create_once, link_once
+from halation.generation.shared_folder.shared_ledger import ProcessIdentity, SharedLedger
 from halation.generation.shared_folder.shared_session import num_local_slurm_tasks, select_slurm_gpus
 from halation.runs import run_folder as runs
 from halation.sample_specs import SampleSpec
@@ -401,7 +401,7 @@ def test_two_that_begin_at_once_with_other_settings_do_not_mix(tmp_path: Path) -
 
 def test_a_file_system_without_hard_links_is_refused_in_words(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="has no hard links"):
-        link_once(tmp_path, tmp_path / "name")  # a folder cannot be linked on any
+        runs.link_once(tmp_path, tmp_path / "name")  # a folder cannot be linked on any
 
 
 # -- leases by themselves
@@ -581,7 +581,7 @@ def test_done_wins_over_failed_whoever_says_it_last(tmp_path: Path) -> None:
 
 
 def test_of_many_that_create_a_file_at_once_the_first_wins(tmp_path: Path) -> None:
-    told = {create_once(tmp_path / "fact.json", str(number).encode(), ProcessIdentity()) for number in range(5)}
+    told = {runs.create_once(tmp_path / "fact.json", str(number).encode()) for number in range(5)}
     assert told == {b"0"}
     assert [path.name for path in tmp_path.iterdir()] == ["fact.json"]
 

@@ -31,7 +31,15 @@ from halation.distributed.world import World
 from halation.errors import HalationError, RankFailure
 from halation.fault_injection import fault_point
 from halation.input_files import open_regular_file, read_json
-from halation.runs.run_folder import COMMIT_FILE, sync_folder, write_atomic, write_json_atomic
+from halation.runs.run_folder import (
+    COMMIT_FILE,
+    publish_folder,
+    remove_folder,
+    remove_path,
+    sync_path,
+    write_atomic,
+    write_json_atomic,
+)
 
 _CHUNK = 1 << 26
 _DTYPE_NAMES = {
@@ -128,8 +136,9 @@ class CheckpointWriter:
         self._commit_deadline = math.inf
         folder.mkdir(exist_ok=True)
         if world.is_rank_zero:
-            for leftover in (*folder.glob(".saving_*"), *folder.glob("*.removing")):
-                shutil.rmtree(leftover, ignore_errors=True)
+            # The last ending is of earlier versions.
+            for leftover in (*folder.glob(".saving_*"), *folder.glob(".*.tmp"), *folder.glob("*.removing")):
+                remove_path(leftover)
         # One word for all saves of this start, so that leftovers of a killed one cannot be taken for ours. Ranks get it when rank 0 has
         # tidied up: a quick one could otherwise begin a save that is taken for a leftover.
         self.token = str(world.broadcast_from_rank_zero(os.urandom(6).hex()))
@@ -256,8 +265,7 @@ class CheckpointWriter:
             tensors = {name: p.local for name, p in pieces.items()}
             files[path.name] = write_safetensors(path, tensors, {"halation": json.dumps(layout)})
             fault_point("checkpoint.fsync")
-            with open(path, "rb+") as file:
-                os.fsync(file.fileno())
+            sync_path(path)
         written = {f"rank_state_{self.world.rank}.json": rank_state}
         if self.world.is_rank_zero:
             written["state.json"] = state
@@ -281,8 +289,15 @@ class CheckpointWriter:
             fault_point("checkpoint.commit")
             write_json_atomic(temporary / COMMIT_FILE, commit | {"seal": commit_sha256(commit)})
 
+        def publish_checkpoint() -> None:
+            """A folder of that name is a damaged one: a good one is never saved again."""
+            if temporary.exists():
+                publish_folder(temporary, self.folder / name, "checkpoint")
+            else:  # the first try ended after the rename
+                sync_path(self.folder)
+
         retry_once(publish_commit)
-        retry_once(lambda: _rename_committed(temporary, self.folder / name))
+        retry_once(publish_checkpoint)
         try:  # the checkpoint stands; what follows may fail without harm to it
             retry_once(lambda: self._write_latest(name))
             retry_once(lambda: self._rotate(step))
@@ -324,30 +339,13 @@ class CheckpointWriter:
         for item in found:
             if item.kind == "latest" or item in surplus:
                 fault_point("checkpoint.remove")
-                _remove_checkpoint(item.folder)
-
-
-def _rename_committed(temporary: Path, final: Path) -> None:
-    """Give a committed folder its name; a folder of that name (a damaged one, as a good one is never saved again) makes way."""
-    if temporary.exists():  # not there where only the fsync below is tried again
-        if final.exists():
-            _remove_checkpoint(final)
-        fault_point("checkpoint.rename")
-        os.rename(temporary, final)
-    sync_folder(final.parent)
+                remove_folder(item.folder)
 
 
 def _describe_error(error: Exception) -> str:
     if isinstance(error, OSError):
         return error.strerror or str(error)
     return str(error) if isinstance(error, HalationError | SafetensorError) else f"{type(error).__name__}: {error}"
-
-
-def _remove_checkpoint(folder: Path) -> None:
-    """Take the name away first, so that a half-removed checkpoint is never one."""
-    trash = folder.with_name(f".{folder.name}.{os.urandom(3).hex()}.removing")
-    os.rename(folder, trash)
-    shutil.rmtree(trash, ignore_errors=True)
 
 
 def read_commit(folder: Path) -> dict[str, Any]:

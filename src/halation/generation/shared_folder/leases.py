@@ -23,8 +23,9 @@ import numpy as np
 import numpy.typing as npt
 
 from halation.fault_injection import fault_point
-from halation.generation.shared_folder.shared_ledger import LEASES_FOLDER, OWNER_FILE_SUFFIX, SharedLedger, link_once
+from halation.generation.shared_folder.shared_ledger import LEASES_FOLDER, OWNER_FILE_SUFFIX, SharedLedger
 from halation.runs.lock import is_alive
+from halation.runs.run_folder import link_once
 from halation.work_division import BatchPlan
 
 log = logging.getLogger(__name__)

@@ -39,7 +39,7 @@ from halation.generation.ledger import (
     outcome_values,
 )
 from halation.input_files import open_regular_file
-from halation.runs.run_folder import sync_folder
+from halation.runs.run_folder import create_once, sync_path
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,6 @@ DIGEST_BYTES = 8
 NUM_SHOWN = 5
 # What a plan is recognised by, in this order for good: folders outlive versions.
 PLAN_COLUMNS = "picture, name, id, prompt, negative_prompt, seed, height, width, num_frames, steps, guidance_scale"
-NO_HARD_LINK_ERRORS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV)
 
 
 def _host_name() -> str:
@@ -74,37 +73,6 @@ class ProcessIdentity:
         return f"{self.host}-{self.pid}-{self.token}"
 
 
-def link_once(source: Path, path: Path) -> bool:
-    """Give a file another name, unless there is one of that name: the step that only one process can take."""
-    try:
-        os.link(source, path)
-    except FileExistsError:
-        return False
-    except OSError as error:
-        if error.errno in NO_HARD_LINK_ERRORS:
-            raise InputError(
-                f"the file system of {path.parent} has no hard links ({error.strerror})",
-                "one on which a name can be created once among all machines: NFS, Lustre, GPFS, a local disk",
-                "choose an --output_dir there, or use --cluster ray",
-            ) from error
-        raise
-    return True
-
-
-def create_once(path: Path, data: bytes, process: ProcessIdentity) -> bytes:
-    """Publish a file unless it is there already; returns what is there, whoever wrote it."""
-    temporary = path.with_name(f".{path.name}.{process.name}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        link_once(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return path.read_bytes()
-
-
 class SharedLedger(Ledger):
     """The rows of the plan with everybody's outcomes, as far as they were read."""
 
@@ -118,7 +86,7 @@ class SharedLedger(Ledger):
         self._has_refreshed = False
         super().__init__(folder / f"{process.name}.jsonl")
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        sync_folder(folder)
+        sync_path(folder)
         self._num_bytes = 0
 
     def _open(self) -> None:
@@ -141,7 +109,7 @@ class SharedLedger(Ledger):
         """Refuse a plan that is not the folder's own or its continuation; the first process writes it down."""
         own = self._plan_digests()
         self._check_known_plans(own)
-        create_once(self.folder / _plan_file_name(len(own)), own + _plan_checksum(own), self.process)
+        create_once(self.folder / _plan_file_name(len(own)), own + _plan_checksum(own))
         self._check_known_plans(own)
         self._settled_mask = np.zeros(self.num_planned, dtype=np.bool_)
 

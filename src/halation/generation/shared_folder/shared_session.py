@@ -19,7 +19,6 @@ import json
 import logging
 import os
 import re
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,6 @@ from halation.generation.shared_folder.shared_ledger import (
     SHARED_LEDGER,
     ProcessIdentity,
     SharedLedger,
-    create_once,
     damaged_file_error,
     fact_text,
     parse_fact,
@@ -192,7 +190,7 @@ class SharedSession(GenerationSession):
             "changes": [],
         }
         if not run.config.exists():
-            create_once(run.config, runs.json_with_digest(new_record), self.process)
+            runs.create_once(run.config, runs.json_with_digest(new_record))
         record = runs.read_record(run)
         chosen = record["fixed"].get("png coder", coder) if config.png == "auto" else coder
         if chosen not in png_codec.CODERS:
@@ -267,7 +265,7 @@ class SharedSession(GenerationSession):
         """The first process's word counts: its micro-batch is taken, its model must be ours, another device is only said."""
         for fact, value in facts.items():
             path = self.ledger.folder / FACT_FILES[fact]
-            first_value = parse_fact(path, create_once(path, fact_text(value), self.process))
+            first_value = parse_fact(path, runs.create_once(path, fact_text(value)))
             self.record["fixed"][fact] = first_value
             if fact == "painter":
                 self._check_unchanged(first_value, json.loads(json.dumps(value)))
@@ -339,9 +337,6 @@ def _remove_if_older(path: Path, now: float, lease_s: float) -> None:
         owner_lease_s = read_lease(path).lease_s if path.suffix == OWNER_FILE_SUFFIX else 0.0
         if now - path.lstat().st_mtime <= max(lease_s, owner_lease_s):
             return
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink()
+        runs.remove_path(path)
     except FileNotFoundError:
         return  # another process sweeps too

@@ -32,7 +32,7 @@ from halation.models.pipelines.training.lora import (
     to_diffusers_lora,
 )
 from halation.models.students.pipeline_student import PipelineStudent
-from halation.runs.run_folder import sync_folder, temporary_path
+from halation.runs.run_folder import publish_folder, remove_path, temporary_path
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
 _INDEX_FILE = "model_index.json"
@@ -58,10 +58,9 @@ def export_pipeline(
     try:
         _write_pipeline(denoiser, staging, averaged, raw)
         fault_point("export.written")
-        _replace_folder(staging, folder)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
+        publish_folder(staging, folder, "export")
+    finally:
+        remove_path(staging)
 
 
 def _write_pipeline(
@@ -79,7 +78,7 @@ def _write_pipeline(
             place = staging / name
             place.mkdir()
             if student is None:
-                _copy_file(files.path / "transformer" / "config.json", place / "config.json")
+                shutil.copyfile(files.path / "transformer" / "config.json", place / "config.json")
             else:
                 _write_json(place / "config.json", dict(student.config))
             _write_weights(place, _export_tensors(denoiser, trained))
@@ -88,14 +87,12 @@ def _write_pipeline(
         _write_adapters(staging / LORA_FILE, averaged, lora)
     for licence in sorted(files.path.glob("LICENSE*")):
         if licence.is_file():
-            _copy_file(licence, staging / licence.name)
+            shutil.copyfile(licence, staging / licence.name)
     if student is None:
-        _copy_file(files.path / _INDEX_FILE, staging / _INDEX_FILE)
+        shutil.copyfile(files.path / _INDEX_FILE, staging / _INDEX_FILE)
     else:
         _write_student(denoiser, student, staging)
     inspect_pipeline_folder(staging, pipeline_modules())
-    for inner in (staging, *(path for path in staging.iterdir() if path.is_dir())):
-        sync_folder(inner)
 
 
 def _write_student(denoiser: PipelineDenoiser, student: PipelineStudent, staging: Path) -> None:
@@ -103,28 +100,11 @@ def _write_student(denoiser: PipelineDenoiser, student: PipelineStudent, staging
     index = read_json(denoiser.files.path / _INDEX_FILE)
     if student.few_steps:
         scheduler = denoiser.scheduler
-        place = staging / "scheduler"
-        scheduler.save_pretrained(str(place))
-        for file in place.iterdir():
-            with file.open("rb+") as written:
-                os.fsync(written.fileno())
+        scheduler.save_pretrained(str(staging / "scheduler"))
         index["scheduler"] = ["diffusers", type(scheduler).__name__]
     if student.base == "transformer_2":
         index = {key: value for key, value in index.items() if key not in ("transformer_2", "boundary_ratio")}
     _write_json(staging / _INDEX_FILE, index)
-
-
-def _replace_folder(staging: Path, folder: Path) -> None:
-    """Put the new folder where an older one may be; between two renames there is neither, and never half of one."""
-    if folder.exists():
-        old = temporary_path(folder)
-        os.replace(folder, old)
-        fault_point("export.moved")
-        os.replace(staging, folder)
-        shutil.rmtree(old)
-    else:
-        os.replace(staging, folder)
-    sync_folder(folder.parent)
 
 
 # Components as they are
@@ -137,11 +117,11 @@ def _copy_component(source: Path, target: Path, variant: str | None) -> None:
     weights = _weight_files(source, variant)
     for path in sorted(path for path in source.iterdir() if path.is_file() and path.suffix in _SUFFIXES):
         if ".safetensors" not in path.name:
-            _copy_file(path, target / path.name)
+            shutil.copyfile(path, target / path.name)
         elif path in weights and path.suffix == ".json":
             _write_json(target / _VARIANT_PATTERN.sub("", path.name), _remove_variant(read_json(path)))
         elif path in weights:
-            _copy_file(path, target / _VARIANT_PATTERN.sub("", path.name))
+            shutil.copyfile(path, target / _VARIANT_PATTERN.sub("", path.name))
 
 
 def _weight_files(folder: Path, variant: str | None) -> list[Path]:
@@ -156,21 +136,8 @@ def _remove_variant(index: Any) -> Any:
     return {**index, "weight_map": {name: _VARIANT_PATTERN.sub("", file) for name, file in index["weight_map"].items()}}
 
 
-def _copy_file(source: Path, target: Path) -> None:
-    with source.open("rb") as reading, target.open("wb") as writing:
-        shutil.copyfileobj(reading, writing, 1 << 22)
-        _sync_file(writing)
-
-
 def _write_json(target: Path, value: Any) -> None:
-    with target.open("wb") as file:
-        file.write((json.dumps(value, indent=2) + "\n").encode())
-        _sync_file(file)
-
-
-def _sync_file(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+    target.write_bytes((json.dumps(value, indent=2) + "\n").encode())
 
 
 # Weights
@@ -260,15 +227,11 @@ def _write_adapters(path: Path, adapters: Mapping[str, Tensor], lora: LoraSettin
     metadata = {"format": "pt", "lora_adapter_metadata": json.dumps(settings, sort_keys=True)}
     # The library's own writer puts several keys of metadata in another order each time.
     write_safetensors(path, dict(sorted(whole.items())), metadata)
-    with path.open("rb+") as file:
-        _sync_file(file)
 
 
 def _write_shard(folder: Path, number: int, tensors: dict[str, Tensor]) -> list[str]:
     names = list(tensors)
     path = folder / _shard_name(number)
     save_file(tensors, path, metadata={"format": "pt"})
-    with path.open("rb+") as file:
-        _sync_file(file)
     tensors.clear()
     return names
