@@ -33,6 +33,7 @@ from halation.evaluation.extractors.streets_classifier import (
 from halation.evaluation.metrics.caption_agreement import caption_agreement
 from halation.evaluation.metrics.frechet import frechet_distance
 from halation.evaluation.metrics.moments import moments
+from halation.input_files import file_sha256
 
 Pixels: TypeAlias = npt.NDArray[np.uint8]
 
@@ -264,9 +265,7 @@ def main() -> None:
     record = examined(net, arguments)
     streets_classifier.save_network(net, record, arguments.output)
     print_record(record)
-    print(
-        f"{arguments.output}: {arguments.output.stat().st_size} bytes, SHA-256 {streets_classifier.weights_sha256(arguments.output)}"
-    )
+    print(f"{arguments.output}: {arguments.output.stat().st_size} bytes, SHA-256 {file_sha256(arguments.output)}")
     print_distances(net, arguments.num_validation)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import hashlib
 import json
 import os
 import stat
@@ -252,6 +253,15 @@ def read_bytes(path: str | Path, max_bytes: int, *, within: str | Path | None = 
         size = os.fstat(file.fileno()).st_size
         data = file.read(size + 1)
         return data if len(data) <= size else data + read_stream(file, str(path), max_bytes, len(data))  # it grew
+
+
+def file_sha256(*paths: str | Path) -> str:
+    """The SHA-256 of files' bytes, one after the other."""
+    digest = hashlib.sha256()
+    for path in paths:
+        with open_regular_file(path) as file:
+            hashlib.file_digest(file, lambda: digest)
+    return digest.hexdigest()
 
 
 def read_stream(stream: IO[bytes], name: str, max_bytes: int, num_before: int = 0) -> bytes:

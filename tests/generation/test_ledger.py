@@ -471,14 +471,14 @@ def test_verify_does_not_remove_what_the_disk_refuses_to_show(tmp_path: Path, mo
     config = written(tmp_path)
     generate.run(config)
     before = images(config.output_dir)
-    real_open = open
+    real_open = os.open
 
     def refuse(path: Any, *words: Any, **options: Any) -> Any:
         if str(path).endswith("000003_seed44.png"):
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         return real_open(path, *words, **options)
 
-    monkeypatch.setattr("builtins.open", refuse)
+    monkeypatch.setattr("os.open", refuse)
     with pytest.raises(PermissionError):
         generate.run(replace(config, verify=True))
     monkeypatch.undo()

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from halation.evaluation.extractors import streets_classifier
+from halation.input_files import file_sha256
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "streets_net"
 FEW = ["--num_pictures", "24", "--num_steps", "3", "--batch_size", "8", "--num_heldout", "12"]
@@ -56,7 +57,7 @@ def test_the_command_on_the_page_writes_a_network_with_its_record(first: tuple[s
     assert all(torch.isfinite(output).all() for output in outputs.values())
     assert path.stat().st_size <= 2 * 2**20
     assert [each.name for each in path.parent.iterdir()] == [path.name]
-    assert f"SHA-256 {streets_classifier.weights_sha256(path)}" in printed
+    assert f"SHA-256 {file_sha256(path)}" in printed
 
 
 def test_it_prints_what_the_network_reaches_and_tells_apart(first: tuple[str, Path]) -> None:

@@ -30,7 +30,7 @@ from safetensors.torch import save
 
 from halation.data.dataset_protocol import JSON
 from halation.errors import InputError
-from halation.input_files import open_regular_file, read_json, read_safetensors_header
+from halation.input_files import file_sha256, open_regular_file, read_json, read_safetensors_header
 from halation.runs.run_folder import DIGEST_KEY, json_digest, write_atomic, writer_pid
 
 _REBUILD_ADVICE = "delete the folder and build it again"
@@ -139,8 +139,7 @@ def read_commit(path: Path, *, verify: bool) -> dict[str, Any] | None:
 def has_valid_checksum(path: Path, commit: Mapping[str, Any]) -> bool:
     """Whether a shard's bytes are those that its note was written for."""
     try:
-        with open_regular_file(path) as file:
-            return hashlib.file_digest(file, "sha256").hexdigest() == commit["sha256"]
+        return bool(file_sha256(path) == commit["sha256"])
     except FileNotFoundError:
         return False
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +28,7 @@ from halation.data.decode import (
 from halation.data.streets import Streets
 from halation.errors import InputError
 from halation.input_files import MAX_FOLDER_ENTRIES, data_folder, walk_folder
+from halation.runs.run_folder import hash_json
 
 log = logging.getLogger(__name__)
 CAPTION_COLUMNS = ("text", "prompt", "caption")
@@ -191,10 +191,6 @@ def load_street_scene(size: int, num: int, index: int) -> LoadedImage:
     """Validation street scene `index` of `num`."""
     pixels = Streets(size, size, num_validation=num).validation(index).pixels
     return LoadedImage(pixels, hashlib.sha256(pixels.tobytes()).digest())
-
-
-def hash_json(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def find_image_files(folder: Path, flag: str, *, captions: bool = True) -> ImageFiles:

@@ -22,6 +22,7 @@ from halation.evaluation.metrics.moments import Features, Gaussian, Moments, mer
 from halation.input_files import (
     MAX_ARRAY_BYTES,
     check_zip_directory,
+    file_sha256,
     format_size,
     limit,
     open_regular_file,
@@ -110,8 +111,7 @@ def _read_file(path: Path) -> SavedStatistics:
     if not path.is_file():
         raise InputError(f"there is no file {path}", "saved statistics", "check --reference")
     try:
-        with open_regular_file(path) as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        digest = file_sha256(path)
     except OSError as error:
         raise _unreadable_error(path, error) from error
     return _read_npz(path, digest) if path.suffix == ".npz" else _read_safetensors(path, digest)

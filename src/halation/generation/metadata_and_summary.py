@@ -26,7 +26,7 @@ from halation.errors import PERMISSION_ERRNOS, RESOURCE_ERRNOS, InputError
 from halation.generation.image_requests import ImageRequest
 from halation.generation.ledger import ImageOutcome, Ledger, LedgerRow
 from halation.images.png_codec import read_png, read_texts
-from halation.input_files import RefusedFileError, open_regular_file, parse_json
+from halation.input_files import RefusedFileError, file_sha256, open_regular_file, parse_json
 from halation.runs.run_folder import open_atomic, read_json_with_digest, write_json_with_digest
 
 METADATA_FILE = "metadata.jsonl"
@@ -59,11 +59,7 @@ def combined_digest(files: Sequence[bytes]) -> str:
 
 def digest_files(folder: Path, name: str, num_frames: int) -> str:
     """The same of files on disk."""
-    digests = []
-    for file_name in file_names(name, num_frames):
-        with open(folder / file_name, "rb", buffering=0) as file:
-            digests.append(hashlib.file_digest(file, "sha256").hexdigest())
-    return _combine_digests(digests)
+    return _combine_digests([file_sha256(folder / file_name) for file_name in file_names(name, num_frames)])
 
 
 def _combine_digests(digests: Sequence[str]) -> str:
@@ -89,8 +85,7 @@ def is_metadata_intact(folder: Path) -> bool:
     """Whether metadata.jsonl is what the summary beside it was written for; true where either is missing."""
     try:
         expected = read_json_with_digest(folder / SUMMARY_FILE).get("metadata_sha256")
-        with open(folder / METADATA_FILE, "rb") as file:
-            return expected is None or hashlib.file_digest(file, "sha256").hexdigest() == expected
+        return expected is None or file_sha256(folder / METADATA_FILE) == expected
     except FileNotFoundError:
         return True
 

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from halation.distributed.checkpoint.reader import CheckpointReader
-from halation.distributed.checkpoint.writer import COMMIT_FILE, file_sha256, find_damage, find_newest_valid
+from halation.distributed.checkpoint.writer import COMMIT_FILE, find_damage, find_newest_valid
 from halation.errors import InputError
-from halation.input_files import check_numbers, read_json, read_safetensors_header
+from halation.input_files import check_numbers, file_sha256, read_json, read_safetensors_header
 from halation.models.autoencoder import load_space
 from halation.models.bundled_models import resolve_model_path, suggest_model
 from halation.models.denoiser import Denoiser, ImageSpace

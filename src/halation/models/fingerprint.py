@@ -1,9 +1,9 @@
-"""Which model this is: a word for a folder of weights that is another for other weights, found without reading them all."""
+"""Hashes of model folders, found without reading all of the weights."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,11 @@ from halation.input_files import (
     RefusedFileError,
     check_numbers,
     open_regular_file,
-    read_bytes,
     walk_folder,
 )
 
 EXPORT_FILE = "halation.json"
 """What Halation leaves in a pipeline it exported: the step, and how its run drew samples. No model reads it."""
-SMALL_BYTES = 1 << 20
-SAMPLE_BYTES = 1 << 16
-NUM_SAMPLES = 16
 
 
 SAMPLING_RANGES = {
@@ -47,17 +43,18 @@ def check_sampling_settings(source: str, sampling: Mapping[str, Any]) -> None:
 
 
 def fingerprint(folder: Path) -> str:
-    """A digest of every file's name and size, of small files whole, and of sixteen places in each large one.
+    """A hash over every file of a model: name, size, and content as `_update_with_content` reads it.
 
-    Weights that were trained on differ everywhere, so sixteen places tell them apart; reading a model of 30 GB at every
-    resume would take minutes. Files that no model reads (images, READMEs, hidden ones, our own note) do not count.
+    Files that no model reads (images, READMEs, hidden ones, EXPORT_FILE) do not count.
     """
     digest = hashlib.sha256()
     try:
         for path in sorted(_model_files(folder), key=lambda path: path.relative_to(folder).as_posix()):
             size = path.stat().st_size
             digest.update(f"{path.relative_to(folder).as_posix()}\0{size}\0".encode())
-            digest.update(_content_digest(path, size))
+            content = hashlib.sha256()
+            _update_with_content(content, path, size, num_windows=16, window_bytes=1 << 16, max_whole_bytes=1 << 20)
+            digest.update(content.digest())
     except RefusedFileError as error:
         raise error.as_input_error() from error
     return digest.hexdigest()
@@ -72,12 +69,33 @@ def _model_files(folder: Path) -> list[Path]:
     return [path for path in found if path != folder / EXPORT_FILE]
 
 
-def _content_digest(path: Path, size: int) -> bytes:
-    if size <= SMALL_BYTES:
-        return hashlib.sha256(read_bytes(path, SMALL_BYTES)).digest()
+def components_fingerprint(folder: Path, names: Collection[str]) -> str:
+    """A hash over the files of some components of a pipeline folder, with more and smaller windows.
+
+    Runs and caches store it, so it stays another hash than `fingerprint`.
+    """
     digest = hashlib.sha256()
+    for name in sorted(names):
+        for file in sorted(path for path in (folder / name).iterdir() if path.is_file()):
+            if file.suffix in (".safetensors", ".json", ".txt", ".model", ".tiktoken"):
+                size = file.stat().st_size
+                digest.update(f"{name}/{file.name} {size}\n".encode())
+                _update_with_content(digest, file, size, num_windows=64, window_bytes=1 << 14, max_whole_bytes=1 << 22)
+    return digest.hexdigest()
+
+
+def _update_with_content(
+    digest: hashlib._Hash, path: Path, size: int, *, num_windows: int, window_bytes: int, max_whole_bytes: int
+) -> None:
+    """Add a file to a hash: a small one whole, of a large one evenly spaced windows, the first over its header.
+
+    Other weights differ nearly everywhere, so windows tell them apart in a moment, where reading a model of 30 GB at every
+    resume takes minutes; they may miss a single damaged byte.
+    """
     with open_regular_file(path) as file:
-        for number in range(NUM_SAMPLES):
-            file.seek((size - SAMPLE_BYTES) * number // (NUM_SAMPLES - 1))
-            digest.update(file.read(SAMPLE_BYTES))
-    return digest.digest()
+        if size <= max_whole_bytes:
+            digest.update(file.read(max_whole_bytes))
+            return
+        for number in range(num_windows):
+            file.seek((size - window_bytes) * number // (num_windows - 1))
+            digest.update(file.read(window_bytes))

@@ -163,10 +163,14 @@ def write_json_atomic(path: Path, value: Any) -> None:
     write_atomic(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
 
 
+def hash_json(value: Any) -> str:
+    """The SHA-256 of a value as JSON; the order of keys does not count."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+
+
 def json_digest(value: Mapping[str, Any]) -> str:
     """The SHA-256 of a JSON object, leaving out the digest in it."""
-    content = json.loads(json.dumps({key: part for key, part in value.items() if key != DIGEST_KEY}))
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return hash_json(json.loads(json.dumps({key: part for key, part in value.items() if key != DIGEST_KEY})))
 
 
 def json_with_digest(value: Mapping[str, Any]) -> bytes:

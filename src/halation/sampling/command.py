@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import os
 import sys
@@ -81,7 +80,7 @@ def _resolve_config(config: SampleConfig) -> tuple[SampleConfig, dict[str, Any]]
     config = dataclasses.replace(config, checkpoint=folder, prompts=settings["prompts"], prompts_file="")
     identity = {"model": weights_digest(folder, raw=config.raw), **json.loads(json.dumps(settings))}
     if config.output_dir is None:
-        name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
+        name = runs.hash_json(identity)[:8]
         config = dataclasses.replace(config, output_dir=Path("outputs") / f"samples_{name}")
     return config, identity
 

@@ -24,7 +24,7 @@ from halation.evaluation.extractors.extractor import Extractor
 from halation.evaluation.extractors.registry import open_extractor
 from halation.evaluation.extractors.resize import resize_to_square
 from halation.evaluation.extractors.transformers import ClipExtractor
-from halation.evaluation.extractors.weights import sha256_files
+from halation.input_files import file_sha256
 from support import tiny_extractors
 
 SHAPES = [(64, 64), (40, 90), (300, 20), (33, 32), (32, 257), (5, 5), (1, 70), (480, 640)]
@@ -88,7 +88,7 @@ def test_facts_are_json_and_name_the_weights(name: str, clip_folder: Path, dinov
     extractor = opened(name, "" if name == "streets" else folder, "bf16")
     facts = json.loads(json.dumps(extractor.facts))
     file = folder / ("streets_net.safetensors" if name == "streets" else "model.safetensors")
-    assert facts["weights_sha256"] == sha256_files([file])
+    assert facts["weights_sha256"] == file_sha256(file)
     assert facts["dtype"] == "bf16"
     assert facts["input_size"] == list(extractor.transform.shape[:2])
     assert (extractor.fd_title, extractor.kid_title) == {
@@ -102,9 +102,9 @@ def test_weights_in_several_files_are_hashed_in_the_order_of_their_names(tmp_pat
     first, second = tmp_path / "a", tmp_path / "b"
     first.write_bytes(b"one")
     second.write_bytes(b"two")
-    assert sha256_files([first, second]) != sha256_files([second, first])
+    assert file_sha256(first, second) != file_sha256(second, first)
     (tmp_path / "c").write_bytes(b"onetwo")
-    assert sha256_files([first, second]) == sha256_files([tmp_path / "c"])
+    assert file_sha256(first, second) == file_sha256(tmp_path / "c")
 
 
 def test_a_batch_of_another_shape_is_our_own_mistake(clip: ClipExtractor) -> None:

@@ -31,8 +31,8 @@ from halation.evaluation.extractors.weights import (
     fetch_fid_weights,
     fetch_file,
     read_state_dict,
-    sha256_files,
 )
+from halation.input_files import file_sha256
 from halation.runs.run_folder import cache_folder
 from support import oracles, tiny_extractors
 
@@ -207,7 +207,7 @@ def test_other_weights_are_never_called_fid(extractors: Any) -> None:
 
 
 def test_the_pinned_weights_are_called_fid(weights: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("halation.evaluation.extractors.inception.FID_SHA256", sha256_files([weights]))
+    monkeypatch.setattr("halation.evaluation.extractors.inception.FID_SHA256", file_sha256(weights))
     extractor = open_extractor("inception", device="cpu", weights=str(weights))
     assert (extractor.fd_title, extractor.kid_title) == ("FID", "KID")
 

@@ -19,6 +19,7 @@ from halation.evaluation.extractors.resize import resize_to_square
 from halation.evaluation.extractors.streets_classifier import HEADS, StreetsNet
 from halation.evaluation.metrics.frechet import frechet_distance
 from halation.evaluation.metrics.moments import Moments, moments
+from halation.input_files import file_sha256
 
 Pixels = npt.NDArray[np.uint8]
 FIRST_FRESH = 50_000
@@ -106,7 +107,7 @@ def test_a_saved_network_comes_back_with_the_numbers_of_its_file(net: StreetsNet
     before, after = net(images), streets_classifier.load_network(path)(images)
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert streets_classifier.read_record(path) == streets_classifier.read_record()
-    assert streets_classifier.weights_sha256(path) == streets_classifier.weights_sha256()
+    assert file_sha256(path) == file_sha256(streets_classifier.WEIGHTS_FILE)
     with safe_open(path, framework="pt") as file:
         assert file.get_tensor("heads.cars.0.weight").dtype == torch.float16
 
@@ -116,7 +117,7 @@ def test_one_changed_byte_changes_the_hash(tmp_path: Path) -> None:
     content = bytearray(streets_classifier.WEIGHTS_FILE.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    assert streets_classifier.weights_sha256(path) != streets_classifier.weights_sha256()
+    assert file_sha256(path) != file_sha256(streets_classifier.WEIGHTS_FILE)
 
 
 class Touching:

@@ -30,9 +30,10 @@ from halation.distributed.checkpoint.reader import TensorShard
 from halation.distributed.world import World
 from halation.errors import HalationError, RankFailure
 from halation.fault_injection import fault_point
-from halation.input_files import open_regular_file, read_json
+from halation.input_files import file_sha256, read_json
 from halation.runs.run_folder import (
     COMMIT_FILE,
+    hash_json,
     publish_folder,
     remove_folder,
     remove_path,
@@ -86,15 +87,9 @@ def _safetensors_chunks(tensors: Mapping[str, Tensor], metadata: Mapping[str, st
             yield flat[at : at + _CHUNK]
 
 
-def file_sha256(path: Path) -> str:
-    with open_regular_file(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def commit_sha256(commit: Mapping[str, Any]) -> str:
     """The SHA-256 of a commit file's own words: a flipped bit there could otherwise move a step or hide a part."""
-    sealed = {name: value for name, value in commit.items() if name != "seal"}
-    return hashlib.sha256(json.dumps(sealed, sort_keys=True).encode()).hexdigest()
+    return hash_json({name: value for name, value in commit.items() if name != "seal"})
 
 
 def retry_once(action: Callable[[], Result]) -> Result:

@@ -14,8 +14,8 @@ from PIL import Image
 
 from halation.errors import InputError
 from halation.evaluation.extractors.resize import ShortestEdgeCrop, describe_transform
-from halation.evaluation.extractors.weights import is_offline, sha256_files
-from halation.input_files import limit
+from halation.evaluation.extractors.weights import is_offline
+from halation.input_files import file_sha256, limit
 from halation.models.pipelines.folder_safety_check import PICKLE_SUFFIXES, check_model_sizes, read_json
 
 # The library that the hub asks the network with changes with its versions; its own error is a kind of that library's.
@@ -45,14 +45,14 @@ class ModelFolder:
 
     def weights_sha256(self) -> str:
         """Over all weight files, in the order of their names."""
-        return sha256_files(_weight_files(self.path))
+        return file_sha256(*_weight_files(self.path))
 
     def model_sha256(self) -> str:
         """Over what makes a network, and a text's tokens, of the weights: names and contents, in the order of the names."""
         digest = hashlib.sha256()
         for name in ("config.json", *(TOKENIZER_FILES if self.model_type == "clip" else ())):
             if (self.path / name).is_file():
-                digest.update(f"{name} {sha256_files([self.path / name])}\n".encode())
+                digest.update(f"{name} {file_sha256(self.path / name)}\n".encode())
         return digest.hexdigest()
 
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from halation.errors import InputError
 from halation.evaluation.extractors.extractor import DTYPES, Extractor
 from halation.evaluation.extractors.resize import ResizeRule, SquareResize, describe_transform
-from halation.evaluation.extractors.weights import FID_SHA256, fetch_fid_weights, read_state_dict, sha256_files
+from halation.evaluation.extractors.weights import FID_SHA256, fetch_fid_weights, read_state_dict
+from halation.input_files import file_sha256
 
 INPUT_SIZE = 299
 NUM_FEATURES = 2048
@@ -247,7 +248,7 @@ class InceptionExtractor(Extractor):
                 "the weights of pytorch-fid or torch-fidelity",
                 f"check {flag}, or leave it out to use the released file",
             )
-        sha256 = sha256_files([file])
+        sha256 = file_sha256(file)
         is_pinned = sha256 == FID_SHA256
         self.name = "inception"
         self.fd_title = "FID" if is_pinned else "FD-inception"

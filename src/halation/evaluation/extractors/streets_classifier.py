@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from halation.evaluation.extractors.extractor import DTYPES, Extractor
 from halation.evaluation.extractors.resize import SquareResize, describe_transform
+from halation.input_files import file_sha256
 
 INPUT_SIZE: Final = 64
 NUM_FEATURES: Final = 256
@@ -126,10 +126,6 @@ def read_record(path: Path = WEIGHTS_FILE) -> StreetsNetRecord:
         return StreetsNetRecord.from_json(json.loads(file.metadata()["record"]))
 
 
-def weights_sha256(path: Path = WEIGHTS_FILE) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
 class StreetsExtractor(Extractor):
     """Features, and the logits of each attribute's head; images are always resized by the clean rule it was trained with."""
 
@@ -145,7 +141,7 @@ class StreetsExtractor(Extractor):
         self.facts = {
             "extractor": self.name,
             "weights": streets_classifier.WEIGHTS_FILE.name,
-            "weights_sha256": streets_classifier.weights_sha256(),
+            "weights_sha256": file_sha256(WEIGHTS_FILE),
             "dtype": dtype,
             "resize": "clean",
             "input_size": [streets_classifier.INPUT_SIZE, streets_classifier.INPUT_SIZE],

@@ -13,7 +13,7 @@ import time
 import urllib.error
 import urllib.request
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -27,6 +27,7 @@ from halation.input_files import (
     MAX_PICKLE_BYTES,
     RefusedFileError,
     check_zip_directory,
+    file_sha256,
     format_size,
     limit,
     open_regular_file,
@@ -62,7 +63,7 @@ def fetch_file(url: str, file: Path, sha256: str, flag: str = "--weights") -> Pa
                 for leftover in file.parent.glob(f".{file.name}.*.tmp"):  # of a download that was killed
                     leftover.unlink(missing_ok=True)
                 _download(url, file, sha256, flag)
-    digest = sha256_files([file])
+    digest = file_sha256(file)
     if digest != sha256:
         raise InputError(
             f"{file} has the SHA-256 {digest}",
@@ -133,16 +134,6 @@ def _copy_response(response: http.client.HTTPResponse, target: BinaryIO) -> tupl
             share = f" of {total / 1e6:.0f}" if total else ""
             logger.info("downloaded %.0f%s MB", num_bytes / 1e6, share)
     return digest.hexdigest(), num_bytes
-
-
-def sha256_files(files: Iterable[Path]) -> str:
-    """The hash of these files' bytes, one after the other; for one file its ordinary SHA-256."""
-    digest = hashlib.sha256()
-    for path in files:
-        with open_regular_file(path) as file:
-            while block := file.read(_BLOCK_BYTES):
-                digest.update(block)
-    return digest.hexdigest()
 
 
 def _check_pickles(file: Path) -> None:

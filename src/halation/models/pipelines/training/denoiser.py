@@ -22,6 +22,7 @@ from halation.models.denoiser import (
     SolverSettings,
     apply_gradient_checkpointing,
 )
+from halation.models.fingerprint import components_fingerprint
 from halation.models.pipelines.capabilities import DTYPES, PipelineChecker, PipelineOptions, call_parameters
 from halation.models.pipelines.family_quirks import get_family
 from halation.models.pipelines.folder_safety_check import PipelineFiles, inspect_pipeline_folder
@@ -33,7 +34,6 @@ from halation.models.pipelines.training.text_encoding import (
     EncodeTexts,
     PipelineTextEncoder,
     TextStore,
-    components_fingerprint,
     other_components,
 )
 from halation.models.pipelines.training.trainable_family import TrainableFamily, get_trainable_family
@@ -346,7 +346,7 @@ class PipelineDenoiser:
     def fingerprint(self) -> str:
         """A hash over the files of all components of the folder."""
         if not self._fingerprint:
-            self._fingerprint = components_fingerprint(self.files, tuple(self.files.components))
+            self._fingerprint = components_fingerprint(self.files.path, self.files.components)
         return self._fingerprint
 
     def describe(self) -> dict[str, Any]:

@@ -7,13 +7,13 @@ import hashlib
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from halation.models.denoiser import Condition
+from halation.models.fingerprint import components_fingerprint
 from halation.models.pipelines.capabilities import DTYPES, call_parameters
 from halation.models.pipelines.family_quirks import get_family
 from halation.models.pipelines.folder_safety_check import PipelineFiles
@@ -22,7 +22,6 @@ from halation.models.pipelines.tokenizer_checks import PromptLengthCheck, check_
 from halation.models.pipelines.training.trainable_family import TrainableFamily
 
 _MAX_CACHED_TEXTS = 64
-_NUM_WINDOWS, _WINDOW = 64, 1 << 14
 EncodeTexts = Callable[[Sequence[str]], Condition]
 
 
@@ -126,7 +125,7 @@ class PipelineTextEncoder:
             tokenizers = tuple(name for name in self._files.components if name.startswith("tokenizer"))
             facts = [self._files.class_name, self._dtype, dict(self._family.token_lengths)]
             digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
-            digest.update(components_fingerprint(self._files, (*self._encoder_names, *tokenizers)).encode())
+            digest.update(components_fingerprint(self._files.path, (*self._encoder_names, *tokenizers)).encode())
             self._fingerprint = digest.hexdigest()
         return self._fingerprint
 
@@ -135,29 +134,3 @@ def other_components(files: PipelineFiles, wanted: Collection[str]) -> list[str]
     """The components that hold weights, besides those wanted; tokenizers and schedulers weigh nothing."""
     light = ("tokenizer", "scheduler")
     return [name for name in files.components if name not in wanted and not name.startswith(light)]
-
-
-def components_fingerprint(files: PipelineFiles, names: Collection[str]) -> str:
-    """A hash over components' files: small ones whole, weights by size and many windows, the first over their header.
-
-    Other weights differ nearly everywhere, so windows tell them apart in a moment where reading tens of gigabytes takes minutes; a
-    single damaged byte they may miss.
-    """
-    digest = hashlib.sha256()
-    for name in sorted(names):
-        for file in sorted(path for path in (files.path / name).iterdir() if path.is_file()):
-            if file.suffix in (".safetensors", ".json", ".txt", ".model", ".tiktoken"):
-                digest.update(f"{name}/{file.name} {file.stat().st_size}\n".encode())
-                _hash_file(digest, file)
-    return digest.hexdigest()
-
-
-def _hash_file(digest: Any, file: Path) -> None:
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        if size <= 4 * _NUM_WINDOWS * _WINDOW:
-            digest.update(stream.read())
-            return
-        for place in range(_NUM_WINDOWS):
-            stream.seek((size - _WINDOW) * place // (_NUM_WINDOWS - 1))
-            digest.update(stream.read(_WINDOW))
