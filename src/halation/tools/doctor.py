@@ -1,4 +1,4 @@
-"""`halation doctor`: what this machine has, what is missing for what, and whether ranks can talk to each other."""
+"""`halation doctor`: what this machine has, what is missing for what, and whether ranks can communicate."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ import sys
 import sysconfig
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from halation import __version__
-from halation.errors import InputError
+from halation.distributed.child_process import start_child, wait_or_kill
+from halation.distributed.launcher import RENDEZVOUS_ENV
+from halation.errors import HalationError, InputError
+from halation.fault_injection import fault_point
 from halation.models.bundled_models import bundled_folder, bundled_names
 from halation.runs.run_folder import scratch_folder
 from halation.tools.config import DoctorConfig
@@ -36,25 +40,17 @@ EXTRAS = {
 }
 # Only these are shown with their values; of the others that matter the name alone, for a value may be a secret.
 SHOWN_VARIABLES = (
-    "CUDA_VISIBLE_DEVICES",
-    "GLOO_SOCKET_IFNAME",
-    "HF_HUB_OFFLINE",
-    "NCCL_DEBUG",
-    "NCCL_IB_DISABLE",
-    "NCCL_P2P_DISABLE",
-    "NCCL_SOCKET_IFNAME",
-    "OMP_NUM_THREADS",
-    "ONEDNN_MAX_CPU_ISA",
-    "RANK",
-    "WANDB_MODE",
+    *("CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "HF_HUB_OFFLINE", "NCCL_DEBUG", "NCCL_IB_DISABLE"),
+    *("NCCL_P2P_DISABLE", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA", "RANK", "WANDB_MODE"),
     "WORLD_SIZE",
 )
 VARIABLE_PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "CUDA_", "SLURM_JOB", "MASTER_", "HF_", "WANDB_", "RAY_", "PYTORCH_")
 START_TIMEOUT_S = 120.0
+NUM_REPEATS = 5
 
 
 def run(config: DoctorConfig) -> int:
-    """Look at everything, print it, and return 0, or 1 where ranks cannot talk to each other."""
+    """Look at everything, print it, and return 0, or 1 where ranks cannot communicate."""
     if config.nproc is not None and config.nproc < 1:
         raise InputError(f"--nproc {config.nproc}", "1 or more ranks", "leave --nproc away for the default")
     try:
@@ -71,9 +67,9 @@ def run(config: DoctorConfig) -> int:
         "torch": _torch(),
         "devices": devices,
         "machine": _machine(config.output_dir),
-        "backends": _backends(bool(num_gpus)),
+        "backends": _backends("cuda" if num_gpus else "cpu"),
         "compile": _compiler_info(bool(num_gpus)),
-        "versions": _versions(),
+        "versions": _versions(_requirements()),
         "extras": {name: _extra_info(requirements) for name, requirements in EXTRAS.items()},
         "models": {name: str(bundled_folder(name)) for name in bundled_names()},
         "environment": _environment(os.environ),
@@ -101,57 +97,39 @@ def _torch() -> dict[str, Any]:
 
 
 def _devices() -> dict[str, Any]:
-    """The GPUs that torch can use, and a hint where the driver knows of more of them."""
+    """The GPUs that torch can use, and a hint where the driver has more of them."""
     import torch
 
     gpus = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
-        gpus.append(
-            {
-                "index": index,
-                "name": properties.name,
-                "capability": f"{properties.major}.{properties.minor}",
-                "memory_free": _gib(free),
-                "memory_total": _gib(total),
-            }
-        )
-    num_seen, driver = _driver_info()
-    hint = None
-    if num_seen > len(gpus):
-        hint = (
-            f"the driver knows {num_seen} GPUs, torch can use {len(gpus)}: see CUDA_VISIBLE_DEVICES and torch's build"
-        )
-    return {"gpus": gpus, "driver": driver, "hint": hint}
-
-
-def _driver_info() -> tuple[int, str | None]:
+        capability = f"{properties.major}.{properties.minor}"
+        memory = {"memory_free": _gib(free), "memory_total": _gib(total)}
+        gpus.append({"index": index, "name": properties.name, "capability": capability, **memory})
+    num_seen, driver = 0, None
     try:
         import pynvml
-    except ImportError:
-        return 0, None
-    try:
+
         pynvml.nvmlInit()
-        try:
-            return int(pynvml.nvmlDeviceGetCount()), str(pynvml.nvmlSystemGetDriverVersion())
-        finally:
-            pynvml.nvmlShutdown()
-    except pynvml.NVMLError:
-        return 0, None
+        num_seen, driver = int(pynvml.nvmlDeviceGetCount()), str(pynvml.nvmlSystemGetDriverVersion())
+        pynvml.nvmlShutdown()
+    except Exception:  # noqa: BLE001 - no library or no driver: nothing to compare with
+        pass
+    hint = f"the driver knows {num_seen} GPUs, torch can use {len(gpus)}: see CUDA_VISIBLE_DEVICES and torch's build"
+    return {"gpus": gpus, "driver": driver, "hint": hint if num_seen > len(gpus) else None}
 
 
 def _machine(output_dir: Path) -> dict[str, Any]:
     import psutil
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     memory = psutil.virtual_memory()
     folder = output_dir.absolute()
     while not folder.exists():
         folder = folder.parent
     disk = shutil.disk_usage(folder)
     return {
-        "cpu_cores": cores,
+        "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_free": _gib(memory.available),
         "memory_total": _gib(memory.total),
         "disk_free": _gib(disk.free),
@@ -161,21 +139,17 @@ def _machine(output_dir: Path) -> dict[str, Any]:
     }
 
 
-def _backends(on_gpu: bool) -> dict[str, Any]:
-    import torch.distributed as dist
-
-    return {
-        "gloo": dist.is_gloo_available(),
-        "nccl": dist.is_nccl_available(),
-        "attention": list(_attention_kernels("cuda" if on_gpu else "cpu")),
-    }
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"
 
 
-def _attention_kernels(device: str) -> Iterator[str]:
-    """The kinds of scaled dot-product attention that really run here, each tried on a small tensor."""
+def _backends(device: str) -> dict[str, Any]:
+    """Backends of ranks, and the kinds of attention that run here, each tried on a small tensor."""
     import torch
+    import torch.distributed as dist
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
+    kernels = []
     query = torch.ones(1, 2, 16, 64, device=device, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
     for kind in ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "MATH"):
         with warnings.catch_warnings():
@@ -185,7 +159,8 @@ def _attention_kernels(device: str) -> Iterator[str]:
                     torch.nn.functional.scaled_dot_product_attention(query, query, query)
             except RuntimeError:
                 continue
-        yield kind.removesuffix("_ATTENTION").lower()
+        kernels.append(kind.removesuffix("_ATTENTION").lower())
+    return {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "attention": kernels}
 
 
 def _compiler_info(on_gpu: bool) -> dict[str, Any]:
@@ -199,35 +174,31 @@ def _compiler_info(on_gpu: bool) -> dict[str, Any]:
     return {"available": not missing, "compiler": compiler, "missing": missing}
 
 
-def _versions() -> dict[str, str | None]:
-    """The version of everything the package itself depends on."""
+def _requirements() -> list[str]:
+    """What the package itself depends on."""
     try:
-        requirements = importlib.metadata.requires("halation") or []
+        return [entry for entry in importlib.metadata.requires("halation") or [] if "extra ==" not in entry]
     except importlib.metadata.PackageNotFoundError:  # run from its source folder
-        requirements = ["torch", "numpy", "pillow", "safetensors", "tyro", "pydantic", "psutil"]
-    return {
-        _requirement_name(entry): _installed_version(_requirement_name(entry))
-        for entry in requirements
-        if "extra ==" not in entry
-    }
+        return ["torch", "numpy", "pillow", "safetensors", "tyro", "pydantic", "psutil"]
 
 
-def _extra_info(requirements: tuple[str, ...]) -> dict[str, Any]:
-    versions = {_requirement_name(entry): _installed_version(_requirement_name(entry)) for entry in requirements}
-    missing = [entry for entry in requirements if versions[_requirement_name(entry)] is None]
+def _versions(requirements: Sequence[str]) -> dict[str, str | None]:
+    """The installed version of each required package by name."""
+    versions: dict[str, str | None] = {}
+    for entry in requirements:
+        name = re.split(r"[^\w.-]", entry, maxsplit=1)[0]
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    return versions
+
+
+def _extra_info(requirements: Sequence[str]) -> dict[str, Any]:
+    versions = _versions(requirements)
+    missing = [entry for entry, version in zip(requirements, versions.values(), strict=True) if version is None]
     command = "pip install " + " ".join(f"'{entry}'" for entry in missing) if missing else None
     return {"installed": {name: version for name, version in versions.items() if version}, "install": command}
-
-
-def _requirement_name(requirement: str) -> str:
-    return re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
-
-
-def _installed_version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _environment(variables: Mapping[str, str]) -> dict[str, str]:
@@ -235,44 +206,37 @@ def _environment(variables: Mapping[str, str]) -> dict[str, str]:
     return {name: variables[name] if name in SHOWN_VARIABLES else "(set)" for name in matters}
 
 
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB"
-
-
-# --- Can ranks talk -----------------------------------------------------------------------------------------
+# --- Can ranks communicate ----------------------------------------------------------------------------------
 
 
 def probe_communication(world_size: int, backend: str, timeout_s: float) -> dict[str, Any]:
-    """Let `world_size` processes do an all-reduce; state `ok` with the bandwidth, or `failed` with what each one said."""
+    """Let `world_size` processes do an all-reduce; state `ok` with the bandwidth, or `failed` with each rank's error."""
     result: dict[str, Any] = {"ranks": world_size, "backend": backend}
     with scratch_folder("halation_doctor_") as folder:
-        ranks = [_start_rank(folder, rank, world_size, backend, timeout_s) for rank in range(world_size)]
+        (folder / "config.json").write_text(json.dumps({"backend": backend, "timeout_s": timeout_s}))
+        ranks = [_start_rank(folder, rank, world_size) for rank in range(world_size)]
         try:
             _wait_for_ranks(folder, ranks, timeout_s)
             codes = [process.poll() for process in ranks]
         finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
+            wait_or_kill(ranks)
         if all(code == 0 for code in codes):
-            figures = json.loads((folder / "figures_0.json").read_text())
-            return {**result, "state": "ok", **figures}
+            return {**result, "state": "ok", **json.loads((folder / "figures_0.json").read_text())}
         errors = {f"rank {rank}": _rank_error(folder, rank, code) for rank, code in enumerate(codes) if code != 0}
     return {**result, "state": "failed", "errors": errors}
 
 
-def _start_rank(folder: Path, rank: int, world_size: int, backend: str, timeout_s: float) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    environment.setdefault("OMP_NUM_THREADS", "1")
-    command = [sys.executable, "-m", "halation.tools.doctor_rank", str(folder), backend, str(timeout_s)]
-    with open(folder / f"errors_{rank}", "wb") as errors:
-        return subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors
+def _start_rank(folder: Path, rank: int, world_size: int) -> subprocess.Popen[bytes]:
+    world = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), RENDEZVOUS_ENV: str(folder)}
+    arguments = ["-m", "halation.distributed.rank_main", "halation.tools.doctor", str(folder / "config.json")]
+    with open(folder / f"stderr_{rank}", "wb") as errors:
+        return start_child(
+            arguments, {"OMP_NUM_THREADS": "1", **os.environ, **world}, stdout=subprocess.DEVNULL, stderr=errors
         )
 
 
-def _wait_for_ranks(folder: Path, ranks: list[subprocess.Popen[bytes]], timeout_s: float) -> None:
-    """Until all have ended, or one has failed and the others had a second to say why too, or time is up."""
+def _wait_for_ranks(folder: Path, ranks: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> None:
+    """Until all have ended, or one has failed and the others had a second to report too, or time is up."""
     # Importing torch takes as long as it takes; the short limit begins when all ranks are there.
     deadline = time.monotonic() + START_TIMEOUT_S
     all_started = failed = False
@@ -290,12 +254,63 @@ def _wait_for_ranks(folder: Path, ranks: list[subprocess.Popen[bytes]], timeout_
 
 
 def _rank_error(folder: Path, rank: int, code: int | None) -> str:
-    phase_file = folder / f"phase_{rank}"
+    phase_file, report = folder / f"phase_{rank}", folder / f"error_{rank}.json"
     phase = phase_file.read_text() if phase_file.exists() else "starting"
     if code is None:
         return f"no answer while {phase}"
-    lines = (folder / f"errors_{rank}").read_text(errors="replace").strip().splitlines()
+    text = json.loads(report.read_text())["message"] if report.exists() else ""
+    lines = (text or (folder / f"stderr_{rank}").read_text(errors="replace")).strip().splitlines()
     return f"ended with {code} while {phase}: {lines[-1] if lines else 'no message'}"
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    return {**json.loads(path.read_text()), "folder": path.parent}
+
+
+def run_rank(config: Mapping[str, Any]) -> None:
+    """One rank: join, all-reduce, check the sum, measure, write the figures.
+
+    A process of its own, so that a rank that hangs or dies inside a library cannot take the doctor with it.
+    """
+    import torch
+    import torch.distributed as dist
+
+    folder, backend = config["folder"], config["backend"]
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    phase_file = folder / f"phase_{rank}"
+    phase_file.write_text("joining the group")
+    # The timeout of a group is for communication: on a busy machine one rank imports torch seconds before another.
+    # The parent ends this process if one never comes.
+    while not all((folder / f"phase_{other}").exists() for other in range(world_size)):
+        time.sleep(0.02)
+    store = dist.FileStore(str(folder / "store"), world_size)
+    timeout = timedelta(seconds=config["timeout_s"])
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    phase_file.write_text("reducing")
+    num_values = (64 if device.type == "cuda" else 4) * 1024 * 1024
+    values = torch.full((num_values,), float(rank + 1), device=device)
+    fault_point("doctor.all_reduce")
+    dist.all_reduce(values)
+    expected = world_size * (world_size + 1) / 2
+    if not bool((values == expected).all()):
+        raise HalationError(f"the sum over {world_size} ranks is {values[0].item()}, not {expected}")
+    seconds = []
+    for _ in range(NUM_REPEATS):
+        start = time.perf_counter()
+        dist.all_reduce(values)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    dist.destroy_process_group()
+    num_bytes = num_values * values.element_size()
+    median_s = sorted(seconds)[NUM_REPEATS // 2]
+    # Each byte crosses a link 2 (n - 1) / n times in a ring: the figure that compares with the link's own.
+    bus_gb_per_s = num_bytes * 2 * (world_size - 1) / world_size / median_s / 1e9
+    figures = {"megabytes": num_bytes / 1e6, "median_s": median_s, "bus_gb_per_s": bus_gb_per_s}
+    (folder / f"figures_{rank}.json").write_text(json.dumps(figures))
 
 
 # --- Showing it ---------------------------------------------------------------------------------------------
