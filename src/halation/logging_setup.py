@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -65,6 +66,16 @@ def configure_rank_logging(folder: Path, rank: int) -> ConsoleWarningHandler:
     if rank == 0:
         logger.addHandler(console_handler)
     return console_handler
+
+
+@contextlib.contextmanager
+def log_duration(step: str) -> Iterator[None]:
+    """Log a step of a long preparation when it begins, and how long it took when it is done."""
+    logger = logging.getLogger("halation.prepare")
+    logger.info("%s", step)
+    start_time = time.perf_counter()
+    yield
+    logger.info("%s: %.2f s", step, time.perf_counter() - start_time)
 
 
 @contextlib.contextmanager

@@ -160,7 +160,7 @@ def test_the_starts_of_a_trajectory_lead_one_to_the_other_and_to_the_teacher_s_i
     wanted = plan(teacher_steps=30, num_states=8, times=(1.0, 0.7, 0.3, 0.0))
     items = [4, 0, 9]
     condition = {"word": torch.tensor([0.1, 0.2, 0.3]).reshape(-1, 1, 1, 1)}
-    made = compute_targets(wanted, path, predict, items, condition, device=CPU)
+    *_, made = compute_targets(wanted, path, predict, items, condition, device=CPU)
     x = torch.stack([torch.from_numpy(wanted.draw(item, 0).noise) for item in items])
     for piece in wanted.segments:
         for now, after in itertools.pairwise(piece):
@@ -179,7 +179,7 @@ def test_the_starts_of_a_trajectory_lead_one_to_the_other_and_to_the_teacher_s_i
 
 def test_every_kept_state_of_a_trajectory_leads_to_its_segment_s_end(tmp_path: Path, teacher: Teacher) -> None:
     wanted = plan(num_states=7)  # all of them
-    made = compute_targets(
+    *_, made = compute_targets(
         wanted, RectifiedFlowPath(), teacher.predict, [2], _condition(tmp_path, teacher, wanted, 2), device=CPU
     )
     state, t, target = made["state"][0], made["t"][0], made["target"][0]
@@ -228,7 +228,7 @@ def test_every_segment_of_a_image_s_trajectory_begins_at_the_noised_image(tmp_pa
 def test_the_first_segment_begins_as_drawing_does_with_noise_alone_though_a_table_leaves_some_image_in_it() -> None:
     path = DDPMPath(torch.linspace(0.99, 0.1, 100), "epsilon")
     wanted = plan("trajectory", True)
-    made = compute_targets(
+    *_, made = compute_targets(
         wanted, path, lambda x, t, _: torch.zeros_like(x), [5], {}, device=CPU, x0=torch.ones(1, *SHAPE)
     )
     assert torch.equal(made["state"][0, 0], torch.from_numpy(wanted.draw(5, 0).noise))
@@ -459,7 +459,7 @@ def test_a_student_that_cannot_learn_all_draws_better_by_lessons_that_count_by_w
     times = (1.0, 0.7495, 0.4995, 0.2495, 0.0)
     wanted = plan(times=times, teacher_steps=40, num_states=8, sample_shape=(1,))
     path, answer = known_way()
-    made = compute_targets(wanted, path, answer, range(64), {}, device=CPU)
+    *_, made = compute_targets(wanted, path, answer, range(64), {}, device=CPU)
     x, t, target = (made[key].flatten(0, 1).double() for key in ("state", "t", "target"))
     noise = torch.linspace(-2, 2, 41).reshape(-1, 1)
     wanted_end = drawn(path, answer, noise, [time for piece in wanted.segments for time in piece[:-1]] + [0.0])

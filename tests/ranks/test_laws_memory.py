@@ -29,6 +29,7 @@ def train_cramped(world: Any, config: TrainConfig, most_rows: int) -> list[int]:
                 raise torch.OutOfMemoryError("no room for so many rows")
 
     with job._lock_run_folder(config, world, has_lock=False), TrainingSession(world, config) as session:
+        session.prepare()
         session.denoiser.module.register_forward_pre_hook(refuse)
         session.run()
     return tried

@@ -51,6 +51,7 @@ def train_suspiciously(world: Any, config: TrainConfig) -> int:
     np.random.seed(2)
     torch.manual_seed(3)
     with job._lock_run_folder(config, world, has_lock=False), Suspicious(world, config) as session:
+        session.prepare()
         next(iter(session.denoiser.shard_units())).eval()  # one module in its own mode, which must stay its own
         session.run()
         return session.num_looks
@@ -74,6 +75,7 @@ def draw(world: Any, folder: Path, prompts: tuple[str, ...], batch_size: int, ou
 def draw_sharded(world: Any, config: TrainConfig, cases: list[tuple[int, int]], output: Path) -> list[list[str]]:
     """The same with the weights in shards, where every forward is a collective: one case for (number of prompts, batch size)."""
     with job._lock_run_folder(config, world, has_lock=False), TrainingSession(world, config) as session:
+        session.prepare()
         assert session._resume()
         states = []
         with session.ema.swap_during():

@@ -44,6 +44,7 @@ def train(world: Any, config: TrainConfig) -> None:
     from halation.training.session import TrainingSession
 
     with job._lock_run_folder(config, world, has_lock=False), TrainingSession(world, config) as session:
+        session.prepare()
         session.run()
 
 
@@ -59,6 +60,7 @@ def distill(world: Any, config: Any) -> None:
         train._lock_run_folder(config, world, False, "distill", job.open_record),
         TrainingSession(world, config, DistillationTask) as session,
     ):
+        session.prepare()
         session.run()
 
 
@@ -82,6 +84,7 @@ def train_until(world: Any, config: TrainConfig, step: int, rank: int = 0) -> in
                 os.kill(os.getpid(), signal.SIGTERM)
 
     with job._lock_run_folder(config, world, has_lock=False), Signalled(world, config) as session:
+        session.prepare()
         try:
             session.run()
         except Interrupted as interruption:

@@ -58,7 +58,7 @@ def prepared(world: Any, config: Any, stop_at: int = 0, rank: int = 0) -> Prepar
             task = DistillationTask(world, config, RunFolder(config.output_dir))
             task.open()
             task.resolve_num_steps(config.batch_size * world.size)
-            task.prepare(task.sample_settings(config.sample_prompts))
+            task.prepare(task.sample_settings())
     except Interrupted as interruption:
         stopped = interruption.exit_code, str(interruption)
     finally:

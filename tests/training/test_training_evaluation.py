@@ -17,12 +17,10 @@ from halation.data.image_folder import ImageFolder
 from halation.data.streets import Streets
 from halation.errors import InputError
 from halation.images.png_codec import read_png
-from halation.models.denoiser import FamilyDefaults
 from halation.runs.run_folder import RunFolder
 from halation.sampling.denoiser_sampler import SampleSettings
 from halation.training import command as job
 from halation.training import evaluation
-from halation.training.build_components import sample_settings
 from halation.training.config import TrainConfig
 from halation.training.evaluation import CallbackSink, evaluation_settings, open_evaluation_data
 from halation.training.event_schedule import CheckpointSchedule
@@ -35,7 +33,19 @@ def config(folder: Path, **changes: Any) -> TrainConfig:
 
 
 def settings_of(folder: Path) -> SampleSettings:
-    samples = sample_settings(config(folder, same_seed=True), ("a street",), FamilyDefaults())
+    asked = config(folder)
+    samples = SampleSettings(
+        prompts=("a street",),
+        height=asked.image_size[0],
+        width=asked.image_size[1],
+        steps=asked.sample_steps,
+        seed=asked.sample_seed,
+        same_seed=True,
+        sampler=asked.sampler,
+        guidance_scale=3.0,
+        batch_size=asked.sample_batch_size,
+        dtype=asked.dtype,
+    )
     return evaluation_settings(samples, ("one", "two", "three"), num_images=7, steps=5, batch_size=4)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from halation.config import Conflict, check_settings
 from halation.data.prompt_dataset import PromptDataset, has_images
@@ -21,24 +21,33 @@ from halation.models.model_path_resolver import (
     resolve_pipeline_folder,
 )
 from halation.models.students.config import StudentConfig
-from halation.runs.lock import FolderMonitor
+from halation.runs.run_folder import RunFolder
 from halation.training import command as train
 from halation.training import pipeline_finetuning
 from halation.training.config import ONLY_FOR_PIPELINES
+
+if TYPE_CHECKING:
+    from halation.distillation.distillation_task import DistillationTask
+    from halation.distributed.world import World
 
 DEFAULT_STUDENT_STEPS = 4
 
 
 def run(config: DistillConfig) -> int:
     """Distil, on ranks that are already there or on ranks started here. Exit code 0 when the last step is saved."""
-    return train.launch(resolve_config(config), "distill", open_record, run_rank)
+    return train.launch(resolve_config(config), "distill", run_rank, open_record, new_task)
 
 
-def run_rank(config: DistillConfig, monitor: FolderMonitor | None = None) -> None:
-    """One rank of the distillation; `monitor` is of a folder that is held already."""
+def new_task(world: World, config: DistillConfig, run: RunFolder) -> DistillationTask:
+    """The task of a distillation; imported here, because a parent of ranks does without torch."""
     from halation.distillation.distillation_task import DistillationTask
 
-    train.run_rank(config, monitor, "distill", open_record, DistillationTask)
+    return DistillationTask(world, config, run)
+
+
+def run_rank(config: DistillConfig) -> None:
+    """One rank that the launcher started."""
+    train.run_rank(config, None, "distill", open_record, new_task)
 
 
 def resolve_config(config: DistillConfig) -> DistillConfig:

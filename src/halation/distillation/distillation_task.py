@@ -23,6 +23,7 @@ from halation.distributed.world import run_on_rank_zero, run_with_heartbeat
 from halation.errors import InputError
 from halation.flow.ema import Ema
 from halation.flow.samplers import schedule
+from halation.logging_setup import log_duration
 from halation.models.denoiser import PIPELINE_SCHEDULER, Denoiser, compile_blocks
 from halation.models.dit.denoiser import DiTDenoiser
 from halation.models.frozen_teacher import Teacher
@@ -64,20 +65,22 @@ class DistillationTask(TrainingTask):
 
     # -- opening
 
-    def _open(self) -> tuple[Denoiser, ImageDataset]:
+    def open(self) -> None:
         config, world = self.config, self.world
-        student = self._open_student(StudentConfig.read(config.student_config), config.student_init)
+        with log_duration("opening the student"):
+            student = self._open_student(StudentConfig.read(config.student_config), config.student_init)
         student.set_guidance(1.0)
         self.guidance = self._resolve_guidance(student)
         self.has_images = has_images(config.data_path)
         build_components.record_device_and_space(world, config, self.run, student.space)
-        source = (
-            build_components.open_source(world, config, self.run, student.space)
-            if self.has_images
-            else self._open_prompts()
-        )
+        with log_duration(f"reading {config.data_path}"):
+            source = (
+                build_components.open_source(world, config, self.run, student.space)
+                if self.has_images
+                else self._open_prompts()
+            )
         self._check_classes(student, source)
-        return student, source
+        self.denoiser, self.source = student, source
 
     def _check_classes(self, student: Denoiser, source: ImageDataset) -> None:
         """A teacher that knows classes is told of images by the numbers of theirs."""
@@ -168,9 +171,9 @@ class DistillationTask(TrainingTask):
         shift = config.time_shift or self.denoiser.defaults.time_shift
         return self.denoiser.times(self.num_student_steps, height, width, shift)
 
-    def sample_settings(self, prompts: tuple[str, ...]) -> SampleSettings:
-        """As the objective was trained: guidance is in the student where it was in the teacher's answers."""
-        config, settings = self.config, super().sample_settings(prompts)
+    def sample_settings(self) -> SampleSettings:
+        """As the objective was trained: guidance is in the student where it was in the teacher's predictions."""
+        config, settings = self.config, super().sample_settings()
         # The family's own scale is for a student that has learned both branches, with no guidance in either.
         guided = self.denoiser.guidance_kind == "pair" and self.guidance == 1.0 and config.caption_dropout > 0
         if config.guidance_scale is None and (self.is_few_step or not guided):
@@ -197,29 +200,63 @@ class DistillationTask(TrainingTask):
     # -- before the first step
 
     def prepare(self, settings: SampleSettings) -> None:
-        """Ask the teacher what it need say only once; it stays only where it will be asked again."""
+        """Compute the cached targets and the teacher's samples; the teacher is kept only where every step needs it."""
+        world, config = self.world, self.config
         missing = self._find_missing()
         teacher_samples = self._make_teacher_samples(settings)
         has_missing_samples = teacher_samples is not None and teacher_samples.remove_outdated_and_find_missing()
         if missing or has_missing_samples or self._needs_teacher:
-            self.teacher = teacher_setup.open_teacher(self.world, self.config, self.denoiser, self.guidance)
-        if missing:
-            self._write_targets(missing)
+            with log_duration("opening the teacher"):
+                self.teacher = teacher_setup.open_teacher(world, config, self.denoiser, self.guidance)
+        if missing and self.teacher is not None:
+            plan, folder = self._target_plan, self._target_folder
+            log.warning(
+                "asking the teacher once about %d %s, which takes %d answers, into %s",
+                len(missing),
+                "images" if self.has_images else "trajectories",
+                len(missing) * plan.num_teacher_calls,
+                folder,
+            )
+            self.denoiser.to(world.device, module=False)  # images become latents there
+            inputs = TeacherInputs(self.denoiser, self.source, world.device, plan.dropout_mask)
+            with (
+                log_duration("computing teacher targets"),
+                teacher_setup.build_together(
+                    world, config, self.teacher, len(inputs) - len(missing), len(inputs)
+                ) as build,
+            ):
+                build.num_written = targets.build(
+                    plan,
+                    folder,
+                    missing,
+                    path=self.teacher.noise_path,
+                    predict=self.teacher.predict,
+                    condition=inputs.condition,
+                    x0=inputs.x0 if plan.has_images else None,
+                    prompt=inputs.prompt,
+                    fingerprint=self._fingerprint,
+                    device=world.device,
+                    part=(world.rank, world.size),
+                    encode_size=config.teacher_batch_size
+                    or teacher_setup.default_batch_size(self.teacher.device, world.device, config.batch_size),
+                    agree=build.agree,
+                    on_progress=build.on_progress,
+                    stop=build.stop,
+                )
         if teacher_samples is not None:
             self.comparison_folder = teacher_samples.sample_folder
             if has_missing_samples and self.teacher is not None:
-                teacher_samples.draw(self.teacher)
+                with log_duration("drawing samples of the teacher"):
+                    teacher_samples.draw(self.teacher)
         if self._caches_targets:
-            self.teacher_targets = targets.open_targets(
-                self._target_folder, self._fingerprint, verify=False
-            )  # read through while looking
+            # Read through by `find_missing`.
+            self.teacher_targets = targets.open_targets(self._target_folder, self._fingerprint, verify=False)
             if not self.has_images:
-                teacher_setup.warn_if_few_targets(
-                    len(self.teacher_targets) * self.teacher_targets.num_states, self._num_training_rows
-                )
+                num_targets = len(self.teacher_targets) * self.teacher_targets.num_states
+                teacher_setup.warn_if_few_targets(num_targets, self._num_training_rows)
         if not self._needs_teacher:
             self.teacher = None
-            teacher_setup.free_memory(self.world.device)
+            teacher_setup.free_memory(world.device)
 
     @cached_property
     def _target_plan(self) -> targets.TargetPlan:
@@ -270,28 +307,6 @@ class DistillationTask(TrainingTask):
 
         return list(
             run_on_rank_zero(self.world, "looking for teacher targets", find_missing, self.config.dist_timeout_s)
-        )
-
-    def _write_targets(self, items: list[int]) -> None:
-        assert self.teacher is not None
-        log.warning(
-            "asking the teacher once about %d %s, which takes %d answers, into %s",
-            len(items),
-            "images" if self.has_images else "trajectories",
-            len(items) * self._target_plan.num_teacher_calls,
-            self._target_folder,
-        )
-        self.denoiser.to(self.world.device, module=False)  # images become latents there
-        teacher_inputs = TeacherInputs(self.denoiser, self.source, self.world.device, self._target_plan.dropout_mask)
-        teacher_setup.write_targets(
-            self.world,
-            self.config,
-            self.teacher,
-            teacher_inputs,
-            self._target_plan,
-            self._target_folder,
-            self._fingerprint,
-            items,
         )
 
     # -- the teacher's own images

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import gc
 import json
 import logging
@@ -14,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from halation.distillation import teacher_targets
-from halation.distillation.batches_with_targets import TeacherInputs
 from halation.distillation.config import DistillConfig
 from halation.distributed.engines.ddp_fsdp import FSDPEngine
 from halation.distributed.launcher import is_lost_peer_message, num_gpus
@@ -158,17 +155,22 @@ def _spare_gpus(world: World) -> list[torch.device]:
     return [torch.device("cuda", number) for number in free[world.local_rank :: len(set(used))]]
 
 
-def write_targets(
-    world: World,
-    config: DistillConfig,
-    teacher: Teacher,
-    teacher_inputs: TeacherInputs,
-    plan: teacher_targets.TargetPlan,
-    folder: Path,
-    fingerprint: dict[str, Any],
-    items: list[int],
-) -> None:
-    """Ask the teacher about these items, all ranks together. Asked to stop, they write what they have, and say so."""
+@dataclasses.dataclass
+class TargetBuild:
+    """What the ranks share while they compute teacher targets: progress, a wish to stop, each other's errors."""
+
+    on_progress: Callable[[int, int], None]
+    stop: Callable[[], bool]
+    agree: Callable[[str], str] | None
+    """Where ranks go in step: this rank's error (or nothing) to any rank's."""
+    num_written: int = 0
+
+
+@contextlib.contextmanager
+def build_together(
+    world: World, config: DistillConfig, teacher: Teacher, num_cached: int, num_items: int
+) -> Iterator[TargetBuild]:
+    """Ranks compute targets inside; an error of one ends all. Asked to stop, they raise when everything is written."""
     sharded = config.teacher_placement == "fsdp"
     signals = StopSignals()
 
@@ -181,74 +183,42 @@ def write_targets(
         delayed_progress(
             config.progress, "asking the teacher", "items", monitor.heartbeat, (world.rank, world.size)
         ) as update_progress,
-        _with_heartbeat(teacher, monitor.heartbeat),
     ):
-        build = functools.partial(
-            teacher_targets.build,
-            plan,
-            folder,
-            items,
-            path=teacher.noise_path,
-            predict=teacher.predict,
-            condition=teacher_inputs.condition,
-            x0=teacher_inputs.x0 if plan.has_images else None,
-            prompt=teacher_inputs.prompt,
-            fingerprint=fingerprint,
-            device=world.device,
-            part=(world.rank, world.size),
-            encode_size=config.teacher_batch_size
-            or default_batch_size(teacher.device, world.device, config.batch_size),
-            agree=first_error if sharded else None,
-            on_progress=update_progress,
-            stop=lambda: signals.number > 0,
-        )
-        results = monitor.gather_results(_try_build(build, world, monitor, sharded=sharded))
+        error, build = "", TargetBuild(update_progress, lambda: signals.number > 0, first_error if sharded else None)
+        # On a CPU one prediction of a large model takes longer than the others wait for a heartbeat.
+        before, teacher.heartbeat = teacher.heartbeat, monitor.heartbeat
+        try:
+            yield build
+        except (HalationError, OSError) as problem:
+            error = os_error_message(problem) or str(problem)
+        except (torch.OutOfMemoryError, MemoryError) as problem:
+            error = _out_of_memory_message(world)
+            if sharded:  # the others wait inside a forward for this rank, and would not read a result
+                monitor.report_failure(error)
+                raise RankFailure(error) from problem
+        except RuntimeError as problem:
+            if sharded and is_lost_peer_message(str(problem)):
+                raise RankFailure(
+                    f"a sharded forward of the teacher could not be completed: {monitor.explain_failure()}"
+                ) from problem
+            raise
+        finally:
+            teacher.heartbeat = before
+        results = monitor.gather_results((error, build.num_written))
         _raise_first_error([error for error, _ in results])
-        stop = (
-            0 if sharded else max(world.all_gather_object(signals.number))
-        )  # one that was done may have heard it while it waited
+        # One that was done may have got the signal while it waited.
+        stop = 0 if sharded else max(world.all_gather_object(signals.number))
     if stop:
-        num_kept = len(teacher_inputs) - len(items) + sum(num for _, num in results)
-        message = f"asked to stop: {num_kept} of {len(teacher_inputs)} items are kept; the same command goes on"
+        num_kept = num_cached + sum(num for _, num in results)
+        message = f"asked to stop: {num_kept} of {num_items} items are kept; the same command goes on"
         raise Interrupted(message, exit_code(stop))
 
 
 def default_batch_size(teacher: torch.device, student: torch.device, batch_size: int) -> int:
-    """How many items the teacher takes where nobody said: on a GPU a batch, which is what keeps it busy; of a teacher that is on a CPU
-    for want of room an answer takes minutes."""
+    """Items in one call of the teacher: a batch on a GPU, and 1 of a teacher that is on a CPU for want of room."""
     if teacher.type != "cpu":
         return max(DEFAULT_TEACHER_BATCH_SIZE, batch_size)
     return 1 if student.type != "cpu" else DEFAULT_TEACHER_BATCH_SIZE
-
-
-@contextlib.contextmanager
-def _with_heartbeat(teacher: Teacher, heartbeat: Callable[[], None]) -> Iterator[None]:
-    """While entered, the teacher gives a sign of life after every forward."""
-    before, teacher.heartbeat = teacher.heartbeat, heartbeat
-    try:
-        yield
-    finally:
-        teacher.heartbeat = before
-
-
-def _try_build(build: Callable[[], int], world: World, monitor: HeartbeatMonitor, *, sharded: bool) -> tuple[str, int]:
-    """What went wrong, and how many items were kept."""
-    try:
-        return "", build()
-    except (HalationError, OSError) as problem:
-        return os_error_message(problem) or str(problem), 0
-    except (torch.OutOfMemoryError, MemoryError) as problem:
-        error = _out_of_memory_message(world)
-        if sharded:  # the others wait inside a forward for this rank, and would not hear a word
-            monitor.report_failure(error)
-            raise RankFailure(error) from problem
-        return error, 0
-    except RuntimeError as problem:
-        if sharded and is_lost_peer_message(str(problem)):
-            raise RankFailure(
-                f"a sharded forward of the teacher could not be completed: {monitor.explain_failure()}"
-            ) from problem
-        raise
 
 
 def warn_if_few_targets(num_targets: int, num_rows: int) -> None:

@@ -6,8 +6,7 @@ teacher.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path as FilePath
@@ -159,7 +158,6 @@ def loss_weights(plan: TargetPlan, path: NoisePath) -> Callable[[Tensor], Tensor
     return lambda t: leverage(t) / mean
 
 
-@torch.no_grad()
 def compute_targets(
     plan: TargetPlan,
     path: NoisePath,
@@ -169,70 +167,83 @@ def compute_targets(
     *,
     device: torch.device,
     x0: Tensor | None = None,
-) -> dict[str, Tensor]:
-    """The teacher targets of these items in float32: `state` and `target` (items, teacher targets, ...), and `t` (items, teacher targets).
+) -> Iterator[dict[str, Tensor]]:
+    """The teacher targets of these items in float32, once after each call of the teacher and complete after the last one.
 
-    `predict` is called `plan.num_teacher_calls` times with a row for each item, whatever the items are.
+    They are `state` and `target` (items, targets, ...), and `t` (items, targets). `predict` is called `plan.num_teacher_calls`
+    times with a row for each item, whatever the items are.
     """
     if (x0 is not None) != plan.has_images:
         raise ValueError("images are given exactly where the plan has them")
+    num_targets = len(plan.kept_steps(int(items[0]))) if plan.follows_trajectory else plan.num_states
+    targets = {
+        "state": torch.zeros(len(items), num_targets, *plan.sample_shape, device=device),
+        "t": torch.zeros(len(items), num_targets, device=device),
+        "target": torch.zeros(len(items), num_targets, *plan.sample_shape, device=device),
+    }
     if plan.follows_trajectory:
-        return _trajectory_targets(plan, path, predict, items, condition, device, x0)
+        return _trajectory_targets(plan, path, predict, items, condition, x0, targets)
     assert x0 is not None
-    targets = []
-    for number in range(plan.num_states):
-        draws = [plan.draw(int(item), number) for item in items]
-        # One from each of as many stretches as there are states, so that every image is seen at little and at much noise.
-        u = torch.tensor([(number + draw.u_time) / plan.num_states for draw in draws], dtype=torch.float64)
-        t = times_from_uniform(u, plan.time_sampling, plan.time_shift).float().to(device)
-        state = path.add_noise(x0, _stack_noise(draws, device), t)
-        targets.append({"state": state, "t": t, "target": predict(state, t, condition)})
-    return {name: torch.stack([target[name] for target in targets], dim=1) for name in ("state", "t", "target")}
+    return _noised_image_targets(plan, path, predict, items, condition, x0, targets)
 
 
 def _stack_noise(draws: Sequence[TrainingDraw], device: torch.device) -> Tensor:
     return torch.from_numpy(np.stack([draw.noise for draw in draws])).to(device)
 
 
+@torch.no_grad()
+def _noised_image_targets(
+    plan: TargetPlan,
+    path: NoisePath,
+    predict: Predict,
+    items: Sequence[int],
+    condition: Condition,
+    x0: Tensor,
+    targets: dict[str, Tensor],
+) -> Iterator[dict[str, Tensor]]:
+    for number in range(plan.num_states):
+        draws = [plan.draw(int(item), number) for item in items]
+        # One from each of as many stretches as there are states, so that every image is seen at little and at much noise.
+        u = torch.tensor([(number + draw.u_time) / plan.num_states for draw in draws], dtype=torch.float64)
+        t = times_from_uniform(u, plan.time_sampling, plan.time_shift).float().to(x0.device)
+        state = path.add_noise(x0, _stack_noise(draws, x0.device), t)
+        targets["state"][:, number], targets["t"][:, number] = state, t
+        targets["target"][:, number] = predict(state, t, condition)
+        yield targets
+
+
+@torch.no_grad()
 def _trajectory_targets(
     plan: TargetPlan,
     path: NoisePath,
     predict: Predict,
     items: Sequence[int],
     condition: Condition,
-    device: torch.device,
     x0: Tensor | None,
-) -> dict[str, Tensor]:
+    targets: dict[str, Tensor],
+) -> Iterator[dict[str, Tensor]]:
     """From noise the teacher goes on and on; from an image every segment begins anew, with that much noise in the image."""
+    device = targets["t"].device
     kept_steps = np.array([plan.kept_steps(int(item)) for item in items])
-    targets = {
-        "state": torch.zeros(*kept_steps.shape, *plan.sample_shape, device=device),
-        "t": torch.zeros(*kept_steps.shape, device=device),
-        "target": torch.zeros(*kept_steps.shape, *plan.sample_shape, device=device),
-    }
     x, number = _stack_noise([plan.draw(int(item), 0) for item in items], device), 0
     for segment_index, times in enumerate(plan.segments):
         if x0 is not None and segment_index > 0:
             noise = _stack_noise([plan.draw(int(item), segment_index) for item in items], device)
             x = path.add_noise(x0, noise, torch.full((len(items),), times[0], device=device))
         visited: list[tuple[Tensor, Tensor]] = []
-        for step in solve(path, lambda x, t: predict(x, t, condition), x, times):
+        for step in solve(path, predict, x, times, condition):
             rows, slots = (torch.from_numpy(places).to(device) for places in np.nonzero(kept_steps == number))
             targets["state"][rows, slots] = step.x[rows]
             targets["t"][rows, slots] = step.t[rows]
             targets["target"][rows, slots] = step.model_output[rows].float()
             visited.append((rows, slots))
             x, number = step.end, number + 1
-        if plan.objective == "trajectory":
-            rows, slots = (torch.cat(places) for places in zip(*visited, strict=True))
-            t = targets["t"][rows, slots]
-            end = torch.full_like(t, times[-1])
-            targets["target"][rows, slots] = path.output_leading_to(targets["state"][rows, slots], t, x[rows], end)
-    return targets
-
-
-class _StopRequested(Exception):
-    """Somebody asked to stop, between two answers of the teacher."""
+            if plan.objective == "trajectory" and len(visited) == len(times) - 1:
+                rows, slots = (torch.cat(places) for places in zip(*visited, strict=True))
+                t = targets["t"][rows, slots]
+                end = torch.full_like(t, times[-1])
+                targets["target"][rows, slots] = path.output_leading_to(targets["state"][rows, slots], t, x[rows], end)
+            yield targets
 
 
 def _target_folder(path: str | FilePath) -> RowFolder:
@@ -300,27 +311,25 @@ def build(
     report_progress = on_progress or (lambda done, total: None)
     done = 0
 
-    def predict_and_report(x: Tensor, t: Tensor, conditions: Condition) -> Tensor:
-        prediction = predict(x, t, conditions)
-        fault_point("lessons.answer")
-        report_progress(done, len(rank_items))
-        if stop():
-            raise _StopRequested
-        return prediction
-
     report_progress(0, len(rank_items))
     problem: OptionalError = None
-    with contextlib.suppress(_StopRequested):  # what was kept before that is written
-        for start in range(0, num_rows, encode_size):
-            batch = rank_items[start : start + encode_size]
-            padded = _pad_batch(batch or items[:1], encode_size)
-            inputs: list[tuple[Condition, Tensor | None]] = []
-            problem = problem or _catch_error(lambda: inputs.append((condition(padded), x0(padded) if x0 else None)))  # noqa: B023
-            _raise_any_error(problem, agree)
-            rows = compute_targets(plan, path, predict_and_report, padded, inputs[0][0], device=device, x0=inputs[0][1])
-            problem = _catch_error(lambda: writer.add(batch, rows))  # noqa: B023
-            done += len(batch)
+    for start in range(0, num_rows, encode_size):
+        batch = rank_items[start : start + encode_size]
+        padded = _pad_batch(batch or items[:1], encode_size)
+        inputs: list[tuple[Condition, Tensor | None]] = []
+        problem = problem or _catch_error(lambda: inputs.append((condition(padded), x0(padded) if x0 else None)))  # noqa: B023
+        _raise_any_error(problem, agree)
+        is_stopped = False
+        for rows in compute_targets(plan, path, predict, padded, inputs[0][0], device=device, x0=inputs[0][1]):  # noqa: B007
+            fault_point("lessons.answer")
             report_progress(done, len(rank_items))
+            if is_stopped := stop():
+                break
+        if is_stopped:  # what was computed before this batch is written
+            break
+        problem = _catch_error(lambda: writer.add(batch, rows))  # noqa: B023
+        done += len(batch)
+        report_progress(done, len(rank_items))
     _raise_any_error(problem or _catch_error(writer.close), agree)
     return done
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from halation.flow.paths import NoisePath
 
-ModelOutputFn = Callable[[Tensor, Tensor], Tensor]
-"""States and their times, one a row, to what a module answers there."""
+ModelOutputFn = Callable[..., Tensor]
+"""States and their times, one a row, to what a module predicts there."""
 
 
 class TrajectoryStep(NamedTuple):
@@ -41,15 +41,18 @@ def segments(times: Sequence[float], num_steps: int) -> list[list[float]]:
     return pieces
 
 
-def solve(path: NoisePath, predict: ModelOutputFn, x: Tensor, times: Sequence[float]) -> Iterator[TrajectoryStep]:
-    """From `x` at `times[0]` down to `times[-1]`, one answer a step; the last step's `end` is where the way leads.
+def solve(
+    path: NoisePath, predict: ModelOutputFn, x: Tensor, times: Sequence[float], *conditions: object
+) -> Iterator[TrajectoryStep]:
+    """From `x` at `times[0]` down to `times[-1]`, one prediction a step; the last step's `end` is where it leads.
 
-    First order, which is what a student's few steps are too. For rectified flow this is Euler's method, for a table DDIM.
+    `conditions` are handed to `predict`. First order, as a student's few steps are: Euler's method for rectified flow, DDIM for
+    a table.
     """
     rows = torch.ones(len(x), dtype=torch.float32, device=x.device)
     for t, s in itertools.pairwise(times):
         now, next_time = rows * t, rows * s
-        model_output = predict(x, now)
+        model_output = predict(x, now, *conditions)
         end = path.step(x, model_output, now, next_time)
         yield TrajectoryStep(x, now, model_output, next_time, end)
         x = end

@@ -24,12 +24,11 @@ from halation.distributed.world import HeartbeatMonitor, World, run_on_rank_zero
 from halation.errors import HalationError, InputError, os_error_message
 from halation.models.bundled_models import bundled_names, resolve_model_path, suggest_model
 from halation.models.checkpoint_loading import load_denoiser
-from halation.models.denoiser import PIPELINE_SCHEDULER, FamilyDefaults, ImageSpace
+from halation.models.denoiser import ImageSpace
 from halation.models.dit.denoiser import DiTDenoiser, create_dit
 from halation.models.dit.network import SIZES
 from halation.progress import delayed_progress
 from halation.runs import run_folder as runs
-from halation.sampling.denoiser_sampler import SampleSettings
 from halation.training.config import TrainConfig
 from halation.training.loop import StepSettings
 
@@ -241,26 +240,6 @@ def resolve_global_batch(world: World, config: TrainConfig, run: runs.RunFolder)
         return size
 
     return int(run_on_rank_zero(world, "the global batch", read_or_record, config.dist_timeout_s))
-
-
-def sample_settings(config: TrainConfig, prompts: tuple[str, ...], defaults: FamilyDefaults) -> SampleSettings:
-    height, width = config.image_size
-    return SampleSettings(
-        prompts=prompts,
-        height=height,
-        width=width,
-        steps=config.sample_steps,
-        seed=config.sample_seed,
-        same_seed=config.same_seed,
-        sampler=PIPELINE_SCHEDULER if config.model_path else config.sampler,
-        guidance_scale=defaults.guidance_scale if config.guidance_scale is None else config.guidance_scale,
-        batch_size=config.sample_batch_size,
-        dtype=config.dtype,
-        time_shift=config.time_shift or defaults.time_shift,
-        threads=config.threads,
-        compile=config.compile,
-        deterministic=config.deterministic,
-    )
 
 
 def engine_settings(world: World, config: TrainConfig, global_batch: int) -> EngineSettings:

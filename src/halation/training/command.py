@@ -29,8 +29,9 @@ from halation.training.config import TrainConfig
 from halation.training.trackers import select_trackers
 
 if TYPE_CHECKING:
+    from halation.distributed.world import World
     from halation.training.session import TrainingSession
-    from halation.training.training_task import TaskFactory
+    from halation.training.training_task import TaskFactory, TrainingTask
 
 log = logging.getLogger(__name__)
 
@@ -40,13 +41,15 @@ OpenRecord = Callable[[Any, str], bool]
 
 def run(config: TrainConfig) -> int:
     """Train, on ranks that are already there or on ranks started here. Exit code 0 when the last step is saved."""
-    return launch(resolve_config(config), "train", open_record, run_rank)
+    return launch(resolve_config(config), "train", run_rank, open_record, new_task)
 
 
-def launch(config: TrainConfig, job: str, open_record: OpenRecord, run_rank: Callable[..., None]) -> int:
-    """Run a job whose ranks hold sessions; `open_record` opens its record, `run_rank` is one of its ranks."""
+def launch(
+    config: ConfigT, job: str, started_rank: Callable[[ConfigT], None], open_record: OpenRecord, new_task: TaskFactory
+) -> int:
+    """Run a job whose ranks hold sessions of a task; ranks that are started here call `started_rank`."""
     if launcher.is_launched():
-        run_rank(config)
+        run_rank(config, None, job, open_record, new_task)
         return 0
     devices = launcher.select_devices(config.nproc, config.gpu_ids, config.oversubscribe)
     folder = RunFolder(config.output_dir)
@@ -59,9 +62,9 @@ def launch(config: TrainConfig, job: str, open_record: OpenRecord, run_rank: Cal
         open_record(config, devices[0])
         if len(devices) == 1:
             os.environ[launcher.DEVICE_ENV] = devices[0]
-            run_rank(config, monitor)
+            run_rank(config, monitor, job, open_record, new_task)
         else:
-            launcher.Launcher(run_rank, config, devices, config.max_restarts, folder.folder, monitor).run()
+            launcher.Launcher(started_rank, config, devices, config.max_restarts, folder.folder, monitor).run()
     return 0
 
 
@@ -156,12 +159,19 @@ def _engine_name(engine: Any, zero_stage: int, file: dict[str, Any]) -> str:
     return "fsdp" if engine == "fsdp" else "ddp"
 
 
+def new_task(world: World, config: TrainConfig, run: RunFolder) -> TrainingTask:
+    """The task of a training; imported here, because a parent of ranks does without torch."""
+    from halation.training.training_task import TrainingTask
+
+    return TrainingTask(world, config, run)
+
+
 def run_rank(
     config: TrainConfig,
     monitor: FolderMonitor | None = None,
     job: str = "train",
     open_record: OpenRecord = open_record,
-    new_task: TaskFactory | None = None,
+    new_task: TaskFactory = new_task,
 ) -> None:
     """One rank of the training; under torchrun or srun, rank 0 also holds the folder. `monitor` is of one that is held already."""
     # cuBLAS reads this when it is first used, so it has to be there before torch touches the GPU.
@@ -170,16 +180,15 @@ def run_rank(
     launcher.tie_rank_to_launcher()
     from halation.distributed.world import init_world
     from halation.training.session import TrainingSession
-    from halation.training.training_task import TrainingTask
 
     world = init_world(config.gpu_ids, config.oversubscribe, config.dist_timeout_s, config.threads)
     has_lock = monitor is not None or launcher.RENDEZVOUS_ENV in os.environ
-    task = new_task or TrainingTask
     with (
         world.close_on_success(),
         _lock_run_folder(config, world, has_lock, job, open_record) as own_monitor,
-        TrainingSession(world, config, task, monitor or own_monitor) as session,
+        TrainingSession(world, config, new_task, monitor or own_monitor) as session,
     ):
+        session.prepare()
         session.run()
         if world.is_rank_zero:
             _print_summary(config, session)

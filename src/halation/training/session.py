@@ -29,13 +29,13 @@ from halation.distributed.stop_signals import StopSignals, exit_code
 from halation.distributed.world import HeartbeatMonitor, World, check_ranks_agree, run_on_rank_zero, run_with_heartbeat
 from halation.errors import HalationError, InputError, Interrupted, RankFailure
 from halation.flow.ema import Ema
+from halation.logging_setup import log_duration
 from halation.models.denoiser import compile_blocks
 from halation.progress import StepProgress
 from halation.runs import control_requests
 from halation.runs import run_folder as runs
 from halation.runs.lock import FolderMonitor
 from halation.sampling import sample_folder
-from halation.sampling.denoiser_sampler import SampleSettings
 from halation.training import (
     batch_preparation,
     build_components,
@@ -61,7 +61,7 @@ LOADER_THREADS = 4
 
 
 class TrainingSession:
-    """Everything one rank needs, built in the order in which it can fail."""
+    """One rank of a training: `prepare()` does the long collective work, step by step, `run()` trains."""
 
     def __init__(
         self,
@@ -75,39 +75,42 @@ class TrainingSession:
         self.world = world
         self.config = config
         self.folder = runs.RunFolder(config.output_dir)
-        self.echo = logging_setup.configure_rank_logging(self.folder.logs, world.rank)
+        self.task = new_task(world, config, self.folder)
+        self.train_state = TrainState(loss_scale=2.0**16 if config.dtype == "fp16" else 1.0)
+        self.metrics = runs.MetricsFile(self.folder.metrics)
+        self.trackers: list[trackers.Tracker] = []
+        self.inbox = control_requests.ControlInbox(config.output_dir, is_enabled=world.is_rank_zero)
         self.cleanup = contextlib.ExitStack()
+        self.smoothed_loss = 0.0
+        self.is_prepared = False
+
+    def prepare(self) -> None:
+        """Open model and data, encode what is encoded once, build the engines; in the order in which it can fail."""
+        world, config = self.world, self.config
+        self.echo = logging_setup.configure_rank_logging(self.folder.logs, world.rank)
         rng.seed_all(config.seed, world.rank)
         if config.deterministic:
             torch.use_deterministic_algorithms(True)
         self.global_batch = build_components.resolve_global_batch(world, config, self.folder)
         check_engine_settings(config.engine, world, build_components.engine_settings(world, config, self.global_batch))
-        self.task = new_task(world, config, self.folder)
-        self.denoiser, self.source = self.task.open()
+        self.task.open()
+        self.denoiser, self.source = self.task.denoiser, self.task.source
         self.config = config = self.task.resolve_num_steps(self.global_batch)
         memory_fit_check.check_weights_fit(world, config, self.denoiser)
-        self.sample_settings = self._make_sample_settings()
-        self.evaluator = (
-            evaluation.TrainingEvaluator(world, config, self.folder, self.source, self.sample_settings)
-            if config.eval_every
-            else None
-        )
+        self.sample_settings = settings = self.task.sample_settings()
+        num_drawn = len(settings.prompts) if config.sample_all else world.size
+        self.checkpoint_settings = dataclasses.replace(settings, prompts=settings.prompts[:num_drawn])
+        self.evaluator: evaluation.TrainingEvaluator | None = None
+        if config.eval_every:
+            with log_duration("preparing the evaluation"):
+                self.evaluator = evaluation.TrainingEvaluator(world, config, self.folder, self.source, settings)
         if config.model_path:
-            evaluated = self.evaluator.settings.prompts if self.evaluator else ()
-            prompts = (*self.sample_settings.prompts, *evaluated)
-            pipeline_finetuning.cache_texts(world, config, self.folder, self.denoiser, self.source, prompts)
-        self.task.prepare(self.checkpoint_sample_settings())
-        # Sharding takes one unit after the other to the device; a model that only fits in shards must not be there as a whole before.
-        self.denoiser.to(world.device, module=config.engine != "fsdp")
-        self.denoiser.module.train()
-        if config.gradient_checkpointing:
-            self.denoiser.enable_gradient_checkpointing()
-        if config.compile:
-            compile_blocks(self.denoiser.shard_units())
-        self.engine = self._build_engine(self.denoiser.module, self.denoiser.shard_units())
-        self.ema = Ema(self.engine.master_weights(), config.ema_decay)
-        self.networks = self.task.build_networks(self.engine, self.ema, self._build_engine)
-        self.train_state = TrainState(loss_scale=2.0**16 if config.dtype == "fp16" else 1.0)
+            prompts = (*settings.prompts, *(self.evaluator.settings.prompts if self.evaluator else ()))
+            with log_duration("encoding texts"):
+                pipeline_finetuning.cache_texts(world, config, self.folder, self.denoiser, self.source, prompts)
+        self.task.prepare(self.checkpoint_settings)
+        with log_duration("building the engine"):
+            self._build_networks()
         self.checkpoints = CheckpointWriter(
             world, self.folder.checkpoints, keep_last=config.keep_last, sharded=self.engine.saves_shards
         )
@@ -120,10 +123,19 @@ class TrainingSession:
             eval_every=config.eval_every,
             epoch_interval=self.task.epoch_interval,
         )
-        self.metrics = runs.MetricsFile(self.folder.metrics)
-        self.trackers: list[trackers.Tracker] = []
-        self.inbox = control_requests.ControlInbox(config.output_dir, is_enabled=world.is_rank_zero)
-        self.smoothed_loss = 0.0
+        self.is_prepared = True
+
+    def _build_networks(self) -> None:
+        # Sharding takes one unit after the other to the device; a model that only fits in shards must not be there whole.
+        self.denoiser.to(self.world.device, module=self.config.engine != "fsdp")
+        self.denoiser.module.train()
+        if self.config.gradient_checkpointing:
+            self.denoiser.enable_gradient_checkpointing()
+        if self.config.compile:
+            compile_blocks(self.denoiser.shard_units())
+        self.engine = self._build_engine(self.denoiser.module, self.denoiser.shard_units())
+        self.ema = Ema(self.engine.master_weights(), self.config.ema_decay)
+        self.networks = self.task.build_networks(self.engine, self.ema, self._build_engine)
 
     def _build_engine(self, module: torch.nn.Module, units: list[torch.nn.Module]) -> Engine:
         config = self.config
@@ -131,15 +143,6 @@ class TrainingSession:
         engine = build_engine(config.engine, self.world, module, units, settings)
         engine.prepare_optimizer(config.lr, config.betas, config.weight_decay)
         return engine
-
-    def _make_sample_settings(self) -> SampleSettings:
-        """The prompts that follow from model and data, and how they are drawn."""
-        config, denoiser = self.config, self.denoiser
-        denoiser.sample_shape(*config.image_size)
-        prompts = config.sample_prompts or build_components.default_prompts(self.source, config.data)
-        if self.source.class_names and not config.model_path:
-            denoiser.encode_prompts(prompts)  # an unknown class is refused now, not at the first checkpoint
-        return self.task.sample_settings(prompts)
 
     def checkpoint_tensor_bytes(self) -> Iterator[int]:
         """Bytes of the tensors of a save, in its order: weights, averages where there are any, and two moments of each weight."""
@@ -157,6 +160,8 @@ class TrainingSession:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if not self.is_prepared:
+            return
         if error is None or isinstance(error, Interrupted):  # ranks that are started again still take what was asked
             self.inbox.close(self.train_state.step)
         if error is not None:
@@ -201,8 +206,9 @@ class TrainingSession:
             self.periodic_tasks = self._make_periodic_tasks()
             if world.is_rank_zero:
                 resumed_at = None if fresh else self.train_state.step
-                settings = self.checkpoint_sample_settings()
-                reporting.log_run_start(self.task, config, self.engine, settings, self.global_batch, resumed_at)
+                reporting.log_run_start(
+                    self.task, config, self.engine, self.checkpoint_settings, self.global_batch, resumed_at
+                )
             try:
                 if not fresh:
                     self._after_save(self.train_state.step)
@@ -418,7 +424,7 @@ class TrainingSession:
             denoiser=self.denoiser,
             engine=self.engine,
             ema=self.ema,
-            settings=self.checkpoint_sample_settings(),
+            settings=self.checkpoint_settings,
             metrics=self.metrics,
             trackers=self.trackers,
             stop=lambda: self.signals.number,
@@ -430,12 +436,6 @@ class TrainingSession:
                 network.engine for network in self.networks.values() if network.engine is not self.engine
             ),
         )
-
-    def checkpoint_sample_settings(self) -> SampleSettings:
-        """What is drawn at a checkpoint: every prompt, or the first ones, one a rank."""
-        settings = self.sample_settings
-        num = len(settings.prompts) if self.config.sample_all else self.world.size
-        return dataclasses.replace(settings, prompts=settings.prompts[:num])
 
     def _after_save(self, step: int) -> None:
         self.checkpoints.wait_for_copy()

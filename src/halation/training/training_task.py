@@ -12,8 +12,9 @@ from halation.data.dataset_protocol import ImageDataset
 from halation.distributed.engines.ddp_fsdp import Engine
 from halation.distributed.world import World
 from halation.flow.ema import Ema
+from halation.logging_setup import log_duration
 from halation.models.autoencoder import LatentSpace, PixelSpace
-from halation.models.denoiser import Denoiser, ImageSpace
+from halation.models.denoiser import PIPELINE_SCHEDULER, Denoiser, ImageSpace
 from halation.runs.run_folder import RunFolder
 from halation.sampling.denoiser_sampler import SampleSettings
 from halation.sampling.sample_folder import SampleFolder
@@ -49,30 +50,55 @@ class TrainingTask:
     item_name = "image"
     """What data consist of, in a word."""
 
-    def open(self) -> tuple[Denoiser, ImageDataset]:
-        """Model and data, which need to know of each other."""
-        self.denoiser, self.source = self._open()
-        return self.denoiser, self.source
-
-    def _open(self) -> tuple[Denoiser, ImageDataset]:
+    def open(self) -> None:
+        """Open model and data, which need to know of each other."""
         world, config = self.world, self.config
+        self.denoiser: Denoiser
+        self.source: ImageDataset
         if config.model_path:
-            denoiser = pipeline_finetuning.open_denoiser(config, world.device)
-            build_components.record_device_and_space(world, config, self.run, denoiser.space)
-            multiple = pipeline_finetuning.bucket_multiple(config, denoiser)
-            return denoiser, build_components.open_source(world, config, self.run, denoiser.space, multiple)
+            with log_duration(f"opening {config.model_path}"):
+                pipeline = pipeline_finetuning.open_denoiser(config, world.device)
+            build_components.record_device_and_space(world, config, self.run, pipeline.space)
+            multiple = pipeline_finetuning.bucket_multiple(config, pipeline)
+            with log_duration(f"reading {config.data}"):
+                self.source = build_components.open_source(world, config, self.run, pipeline.space, multiple)
+            self.denoiser = pipeline
+            return
         space: ImageSpace = LatentSpace.load(config.vae) if config.vae else PixelSpace()
         build_components.record_device_and_space(world, config, self.run, space)
-        source = build_components.open_source(world, config, self.run, space)
-        return build_components.new_denoiser(config, source, space), source
+        with log_duration(f"reading {config.data}"):
+            self.source = build_components.open_source(world, config, self.run, space)
+        with log_duration(f"opening {config.model}"):
+            self.denoiser = build_components.new_denoiser(config, self.source, space)
 
     def resolve_num_steps(self, global_batch: int) -> TrainConfig:
         """The config, with the number of steps written out where it follows from the data."""
         return self.config
 
-    def sample_settings(self, prompts: tuple[str, ...]) -> SampleSettings:
-        """How its samples are drawn."""
-        return build_components.sample_settings(self.config, prompts, self.denoiser.defaults)
+    def sample_settings(self) -> SampleSettings:
+        """How its samples are drawn; prompts that were not given follow from the data."""
+        config, defaults = self.config, self.denoiser.defaults
+        height, width = config.image_size
+        self.denoiser.sample_shape(height, width)
+        prompts = config.sample_prompts or build_components.default_prompts(self.source, config.data)
+        if self.source.class_names and not config.model_path:
+            self.denoiser.encode_prompts(prompts)  # an unknown class is refused now, not at the first checkpoint
+        return SampleSettings(
+            prompts=prompts,
+            height=height,
+            width=width,
+            steps=config.sample_steps,
+            seed=config.sample_seed,
+            same_seed=config.same_seed,
+            sampler=PIPELINE_SCHEDULER if config.model_path else config.sampler,
+            guidance_scale=defaults.guidance_scale if config.guidance_scale is None else config.guidance_scale,
+            batch_size=config.sample_batch_size,
+            dtype=config.dtype,
+            time_shift=config.time_shift or defaults.time_shift,
+            threads=config.threads,
+            compile=config.compile,
+            deterministic=config.deterministic,
+        )
 
     def prepare(self, settings: SampleSettings) -> None:
         """What is to be done once texts can be read, before the model is on its device."""
