@@ -30,10 +30,7 @@ from halation.models.pipelines.folder_safety_check import check_not_only_pickles
 def build_denoiser(description: Mapping[str, Any]) -> Denoiser:
     """The denoiser a description names: a DiT with nothing in it yet, or the pipeline that was fine-tuned, as it was before."""
     if description.get("family") == "pipeline":
-        # diffusers takes seconds to import, and a DiT does without; some of what it says, it says while it is imported
-        from halation.models.pipelines.load import filter_library_warnings
-
-        filter_library_warnings()
+        # diffusers takes seconds to import, and a DiT does without
         from halation.models.pipelines.training.denoiser import PipelineDenoiser
 
         return PipelineDenoiser.from_description(description)

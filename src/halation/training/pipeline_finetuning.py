@@ -117,9 +117,6 @@ def native_size(folder: Path) -> tuple[int, int]:
 
 def open_denoiser(config: TrainConfig, device: torch.device) -> PipelineDenoiser:
     """The pipeline as a denoiser, on the CPU and without its text encoders."""
-    from halation.models.pipelines.load import filter_library_warnings
-
-    filter_library_warnings()  # before the families are imported, which is when some of it is said
     from halation.models.pipelines.training.denoiser import PipelineDenoiser
     from halation.models.pipelines.training.lora import LoraSettings
 

@@ -71,9 +71,6 @@ def open_model(settings: Mapping[str, Any]) -> ImageModel:
 
 
 def _open_pipeline(settings: Mapping[str, Any]) -> ImageModel:
-    from halation.models.pipelines.load import filter_library_warnings
-
-    filter_library_warnings()
     from halation.models.pipelines.pipeline_model import open_pipeline
 
     names = ("dtype", "device", "scheduler", "offload", "compile", "arguments", "cfg_truncation_step", "half_frame")

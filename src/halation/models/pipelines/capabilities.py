@@ -33,6 +33,7 @@ _SPEC_ARGUMENTS = {
 _RESERVED_ARGUMENTS = ("output_type", "return_dict", "latents", "num_images_per_prompt", "num_videos_per_prompt")
 _SCALAR_TYPES = (bool, int, float, str)
 logger = logging.getLogger(__name__)
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 OFFLOAD_MODES = ("none", "model", "layers")
 _REQUIRED_ARGUMENTS = ("prompt", "height", "width", "num_inference_steps", "generator", "output_type")
@@ -299,7 +300,8 @@ class PipelineChecker:
             raise InputError(
                 f"a size of {height} x {width} with {type(self.pipe).__name__}",
                 f"height and width that are multiples of {multiple}",
-                f"the nearest size is {_round_to_multiple(height, multiple)} x {_round_to_multiple(width, multiple)}",
+                "the nearest size is "
+                + " x ".join(str(max(multiple, round(size / multiple) * multiple)) for size in (height, width)),
             )
         denoiser = self._denoiser
         largest = denoiser.config.get("pos_embed_max_size") if denoiser is not None else None
@@ -434,10 +436,6 @@ class PipelineChecker:
             "arguments": {**self.default_arguments, **options.arguments},
             "options": classes,
         }
-
-
-def _round_to_multiple(size: int, multiple: int) -> int:
-    return max(multiple, round(size / multiple) * multiple)
 
 
 def _predicts_original(scheduler: Any) -> bool:

@@ -1,4 +1,7 @@
-"""Loading a checked pipeline folder: the class, the weights in their dtype on their device, offloading and compiled blocks."""
+"""Loads a checked pipeline folder: class, weights, dtype, device, offloading and compiled blocks.
+
+Importing this module filters what diffusers and transformers log without need, some of it while their models are imported.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +51,9 @@ def filter_library_warnings() -> None:
         deepspeed_logger.addFilter(_IgnoredMessageFilter())
 
 
+filter_library_warnings()
+
+
 def pipeline_modules() -> frozenset[str]:
     """diffusers' own pipeline packages: some components (safety checkers) are found under these names."""
     names = diffusers.pipelines._import_structure
@@ -72,19 +78,16 @@ def pipeline_class(files: PipelineFiles) -> type[Any]:
                 f"a class of {library}",
                 f"install the {library} release the model asks for",
             )
-        _check_has_weights(files, name, getattr(library_module, class_name, None))
-        check_has_vocabulary(files.path / name, getattr(library_module, class_name, None))
+        component_class = getattr(library_module, class_name, None)
+        is_model = isinstance(component_class, type) and issubclass(component_class, nn.Module)
+        if is_model and not any((files.path / name).glob("*.safetensors")):
+            raise InputError(
+                f"{files.path / name} has no weights",
+                "safetensors files beside its config.json",
+                "download the whole model",
+            )
+        check_has_vocabulary(files.path / name, component_class)
     return kind
-
-
-def _check_has_weights(files: PipelineFiles, name: str, kind: Any) -> None:
-    is_model = isinstance(kind, type) and issubclass(kind, nn.Module)
-    if is_model and not any((files.path / name).glob("*.safetensors")):
-        raise InputError(
-            f"{files.path / name} has no weights",
-            "safetensors files beside its config.json",
-            "download the whole model",
-        )
 
 
 class _MissingWeightsHandler(logging.Handler):
@@ -103,7 +106,7 @@ class _MissingWeightsHandler(logging.Handler):
 
 @contextmanager
 def _collect_missing_weights() -> Iterator[_MissingWeightsHandler]:
-    """No bars of the libraries, since the run draws its own, and an ear for what they say about missing weights."""
+    """Hide the libraries' progress bars and capture their warnings about missing weights."""
     handler = _MissingWeightsHandler()
     libraries = (transformers.utils.logging, diffusers.utils.logging)
     levels = [library.get_verbosity() for library in libraries]
@@ -134,8 +137,22 @@ def load_components(
     # diffusers wants to be told once more that a text encoder is missing on purpose.
     without = [*absent, *(name for name in files.omitted_components if name.startswith(("text_encoder", "tokenizer")))]
     # Some models draw first numbers that the files' own replace; nobody's random numbers may depend on that.
-    with _collect_missing_weights() as handler, torch.random.fork_rng(devices=[]):
-        pipe = _from_pretrained(files, dtype=dtype, **dict.fromkeys(without), **from_pretrained_arguments)
+    with (
+        _collect_missing_weights() as handler,
+        torch.random.fork_rng(devices=[]),
+        refuse_library_errors(files),
+    ):
+        # By its own class: through the base class, parts that are optional are loaded although they were left out.
+        pipe = getattr(diffusers, files.class_name).from_pretrained(
+            str(files.path),
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            variant=files.variant,
+            dtype=dtype,
+            **dict.fromkeys(without),
+            **from_pretrained_arguments,
+        )
     # A text encoder's pooler is made up in several published models, and no pipeline looks at it.
     missing_weights = [name for name in handler.missing_weights if "pooler" not in name]
     if missing_weights:
@@ -164,20 +181,6 @@ def prepare_weights(module: nn.Module, *, own_memory: bool, dtype: torch.dtype |
     if own_memory:
         for tensor in (*module.parameters(), *module.buffers()):
             tensor.data = tensor.data.clone()
-
-
-def _from_pretrained(files: PipelineFiles, **settings: Any) -> Any:
-    # By its own class: through the base class, parts that are optional are loaded although they were left out.
-    kind = getattr(diffusers, files.class_name)
-    with refuse_library_errors(files):
-        return kind.from_pretrained(
-            str(files.path),
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
-            variant=files.variant,
-            **settings,
-        )
 
 
 @contextmanager

@@ -7,6 +7,7 @@ They are installed once, carry the state of one call, and leave every number as 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -94,8 +95,6 @@ class PipelineHooks:
         return scheduler_call * call.num_steps // num_calls
 
     def _wrap_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        import inspect
-
         takes_generator = "generator" in inspect.signature(step).parameters
 
         @functools.wraps(step)
@@ -109,18 +108,15 @@ class PipelineHooks:
             result = step(*args, **kwargs)
             if call.double_frames_to is not None and self._leaves_high_noise(call):
                 result = self._double_result_frames(result, call.double_frames_to)
-            self._count_step(call)
+            before = self._step_index(call, call.num_scheduler_calls)
+            call.num_scheduler_calls += 1
+            call.num_denoiser_calls = 0
+            call.conditional_output = None
+            if self._step_index(call, call.num_scheduler_calls) > before:
+                call.on_step()
             return result
 
         return wrapper
-
-    def _count_step(self, call: PipelineCall) -> None:
-        before = self._step_index(call, call.num_scheduler_calls)
-        call.num_scheduler_calls += 1
-        call.num_denoiser_calls = 0
-        call.conditional_output = None
-        if self._step_index(call, call.num_scheduler_calls) > before:
-            call.on_step()
 
     def _leaves_high_noise(self, call: PipelineCall) -> bool:
         timesteps = self.pipe.scheduler.timesteps

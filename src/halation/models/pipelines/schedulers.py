@@ -28,16 +28,8 @@ SHORT_NAMES = {
     "pndm": "PNDMScheduler",
     "unipc": "UniPCMultistepScheduler",
 }
-_FLOW_NAMES = {
-    "euler": "FlowMatchEulerDiscreteScheduler",
-    "heun": "FlowMatchHeunDiscreteScheduler",
-}
-_FLOW_MATCHING = ("FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler")
-_WITH_FLOW_SIGMAS = (
-    "UniPCMultistepScheduler",
-    "DPMSolverMultistepScheduler",
-    "DPMSolverSinglestepScheduler",
-)
+_FLOW_NAMES = {"euler": "FlowMatchEulerDiscreteScheduler", "heun": "FlowMatchHeunDiscreteScheduler"}
+_WITH_FLOW_SIGMAS = ("UniPCMultistepScheduler", "DPMSolverMultistepScheduler", "DPMSolverSinglestepScheduler")
 
 
 def ddpm_path(scheduler: Any) -> DDPMPath:
@@ -86,8 +78,15 @@ def few_step_scheduler(scheduler: Any, family: PipelineFamily, num_steps: int, n
     Rectified flow is drawn by Euler at the shift the teacher has for this size; a table of noise levels by DDIM without noise of its
     own, from the last level on.
     """
+    levels = int(scheduler.config.num_train_timesteps)
     if not is_flow(scheduler):
-        _check_steps_divide(num_steps, int(scheduler.config.num_train_timesteps))
+        if levels % num_steps:  # DDIM counts whole levels: other steps land one level beside where the next one looks
+            even = [str(number) for number in range(1, 9) if levels % number == 0]
+            raise InputError(
+                f"--student_steps {num_steps} of a table of {levels} noise levels",
+                "steps that divide it, so that each lands where the next one begins",
+                f"use one of {', '.join(even)}",
+            )
         return diffusers.DDIMScheduler.from_config(
             scheduler.config,
             timestep_spacing="trailing",
@@ -96,23 +95,11 @@ def few_step_scheduler(scheduler: Any, family: PipelineFamily, num_steps: int, n
             set_alpha_to_one=True,
             steps_offset=0,
         )
-    levels = int(scheduler.config.num_train_timesteps)
     shift = time_shift_for_tokens(scheduler, num_tokens)
     settings: dict[str, Any] = {"shift": shift, "num_train_timesteps": levels}
     if "sigmas" not in family.set_timesteps_arguments and num_steps > 1:
         settings |= _terminal_shift_settings(shift, num_steps, levels)
     return diffusers.FlowMatchEulerDiscreteScheduler(**settings)
-
-
-def _check_steps_divide(num_steps: int, levels: int) -> None:
-    """DDIM counts whole levels: steps that do not divide them land one level beside where the next one looks."""
-    if levels % num_steps:
-        even = [str(number) for number in range(1, 9) if levels % number == 0]
-        raise InputError(
-            f"--student_steps {num_steps} of a table of {levels} noise levels",
-            "steps that divide it, so that each lands where the next one begins",
-            f"use one of {', '.join(even)}",
-        )
 
 
 def _terminal_shift_settings(shift: float, num_steps: int, levels: int) -> dict[str, float]:
@@ -168,7 +155,7 @@ def compatible_schedulers(scheduler: Any, family: PipelineFamily) -> list[str]:
     if not is_flow(scheduler):
         names = {type(scheduler).__name__, *(kind.__name__ for kind in scheduler.compatibles)}
         return sorted(name for name in names if _is_available(name))
-    names = {type(scheduler).__name__, *_FLOW_MATCHING, *_WITH_FLOW_SIGMAS}
+    names = {type(scheduler).__name__, *_FLOW_NAMES.values(), *_WITH_FLOW_SIGMAS}
     return sorted(name for name in names if _is_available(name) and _accepts_timesteps(name, scheduler, family))
 
 
@@ -196,15 +183,10 @@ def _accepts_timesteps(name: str, scheduler: Any, family: PipelineFamily) -> boo
 def make_scheduler(scheduler: Any, wanted: str, family: PipelineFamily) -> Any:
     """The scheduler a person asked for, with the config of the one the model came with."""
     names = compatible_schedulers(scheduler, family)
-    class_name = SHORT_NAMES.get(wanted, wanted)
-    if is_flow(scheduler):
-        class_name = _FLOW_NAMES.get(wanted, class_name)
+    short_names = {**SHORT_NAMES, **_FLOW_NAMES} if is_flow(scheduler) else SHORT_NAMES
+    class_name = short_names.get(wanted, wanted)
     if class_name not in names:
-        short = sorted(
-            key
-            for key, name in ({**SHORT_NAMES, **_FLOW_NAMES} if is_flow(scheduler) else SHORT_NAMES).items()
-            if name in names
-        )
+        short = sorted(key for key, name in short_names.items() if name in names)
         raise InputError(
             f"--scheduler {wanted} does not fit this pipeline, whose own is {type(scheduler).__name__}",
             f"one of {', '.join(short)}; or a class: {', '.join(names)}",
@@ -212,17 +194,13 @@ def make_scheduler(scheduler: Any, wanted: str, family: PipelineFamily) -> Any:
         )
     if class_name == type(scheduler).__name__:
         return scheduler
-    return getattr(diffusers, class_name).from_config(scheduler.config, **_translate_config(scheduler, class_name))
-
-
-def _translate_config(scheduler: Any, class_name: str) -> dict[str, Any]:
-    """Without the time shift another solver would walk another path of noise levels."""
-    if not is_flow(scheduler):
-        return {}
-    shift = time_shift(scheduler)
-    if class_name in _WITH_FLOW_SIGMAS:
-        return {"use_flow_sigmas": True, "prediction_type": "flow_prediction", "flow_shift": shift}
-    return {"shift": shift}
+    changes: dict[str, Any] = {}
+    if is_flow(scheduler):  # without the time shift another solver would walk another path of noise levels
+        shift = time_shift(scheduler)
+        changes = {"shift": shift}
+        if class_name in _WITH_FLOW_SIGMAS:
+            changes = {"use_flow_sigmas": True, "prediction_type": "flow_prediction", "flow_shift": shift}
+    return getattr(diffusers, class_name).from_config(scheduler.config, **changes)
 
 
 def copy_with_timesteps(scheduler: Any, num_steps: int) -> Any:

@@ -40,7 +40,8 @@ def check_has_vocabulary(folder: Path, kind: Any) -> None:
     named = {str(name) for name in kind.vocab_files_names.values()}
     files = {file.name for pattern in _VOCABULARY_PATTERNS for file in folder.glob(pattern) if file.stat().st_size}
     files -= set(_NOT_VOCABULARY_FILES)
-    if files == {"vocab.json"} and "merges.txt" in named and not _is_not_empty(folder / "merges.txt"):
+    merges = folder / "merges.txt"
+    if files == {"vocab.json"} and merges.name in named and not (merges.is_file() and merges.stat().st_size):
         files.clear()  # letters alone are other tokens than those the model has learnt
     if not files:
         raise InputError(
@@ -49,24 +50,19 @@ def check_has_vocabulary(folder: Path, kind: Any) -> None:
             "download the whole model",
         )
     if "tokenizer.json" in files:
-        _check_tokenizer_json(folder / "tokenizer.json")
-
-
-def _is_not_empty(file: Path) -> bool:
-    return file.is_file() and file.stat().st_size > 0
-
-
-def _check_tokenizer_json(file: Path) -> None:
-    content = read_json(file)
-    model = content.get("model") if isinstance(content, dict) else None
-    if not isinstance(model, dict) or not model.get("vocab"):
-        raise InputError(f"{file} holds no vocabulary", "the tokenizer as it was saved", "download the whole model")
+        file = folder / "tokenizer.json"
+        content = read_json(file)
+        model = content.get("model") if isinstance(content, dict) else None
+        if not isinstance(model, dict) or not model.get("vocab"):
+            raise InputError(f"{file} holds no vocabulary", "the tokenizer as it was saved", "download the whole model")
 
 
 def check_tokenizers(path: Path, pipe: Any, family: PipelineFamily) -> None:
     """Refuse a loaded pipeline whose tokenizers cannot tell texts apart or name tokens that its text encoders do not have."""
     for name, tokenizer in _tokenizers(pipe):
-        if not _distinguishes_texts(tokenizer):
+        unknown = tokenizer.unk_token_id
+        texts = {tuple(token for token in _token_ids(tokenizer, text) if token != unknown) for text in _PROBE_TEXTS}
+        if len(texts) == 1:
             raise InputError(
                 f"{path}: the component {name!r} turns different texts into the same tokens; every prompt would be the same",
                 f"a whole {type(tokenizer).__name__} with the vocabulary the model was trained with",
@@ -90,14 +86,6 @@ def _tokenizers(pipe: Any) -> Iterator[tuple[str, PreTrainedTokenizerBase]]:
 
 def _token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
-
-def _distinguishes_texts(tokenizer: PreTrainedTokenizerBase) -> bool:
-    known = {
-        tuple(token for token in _token_ids(tokenizer, text) if token != tokenizer.unk_token_id)
-        for text in _PROBE_TEXTS
-    }
-    return len(known) > 1
 
 
 def _check_embeddings(path: Path, pipe: Any, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -137,10 +125,6 @@ class _TokenLimit:
         return len(_token_ids(self.tokenizer, self.instruction + text)) - own > self.max_prompt_tokens
 
 
-def _encoder_names(family: PipelineFamily) -> list[str]:
-    return [name.replace("tokenizer", "text_encoder") for name in family.token_limits]
-
-
 class PromptLengthCheck:
     """Says, once, that a prompt is longer than every text encoder of the pipeline reads."""
 
@@ -150,11 +134,10 @@ class PromptLengthCheck:
         """`encoders` names the text encoders that read, where the pipeline itself does not hold them."""
         self._clean_text = getattr(pipe, "_text_preprocessing", None)
         self._limits: list[_TokenLimit] = []
-        if encoders is None:
-            encoders = [name for name in _encoder_names(family) if getattr(pipe, name, None) is not None]
         for name, limit in family.token_limits.items():
-            tokenizer = getattr(pipe, name, None)
-            if tokenizer is None or name.replace("tokenizer", "text_encoder") not in encoders:
+            tokenizer, encoder = getattr(pipe, name, None), name.replace("tokenizer", "text_encoder")
+            is_there = getattr(pipe, encoder, None) is not None if encoders is None else encoder in encoders
+            if tokenizer is None or not is_there:
                 continue
             if isinstance(limit, str):
                 limit = int(tokenizer.model_max_length if limit == "model_max_length" else arguments[limit])

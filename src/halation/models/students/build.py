@@ -57,9 +57,6 @@ def open_student(
         teacher.sample_shape(height, width)
         return _open_dit_student(teacher, shape, init, seed)
     # Here, because diffusers takes seconds to import, and a DiT does without it.
-    from halation.models.pipelines.load import filter_library_warnings
-
-    filter_library_warnings()
     from halation.models.pipelines.training.denoiser import PipelineDenoiser
     from halation.models.students.pipeline_student import PipelineStudent
 
