@@ -81,7 +81,7 @@ class Ours:
         self.numbers = itertools.count()
 
     def draw(self, num: int) -> list[Any]:
-        from halation.generation.workers.process import QUEUE_DEPTH
+        from halation.generation.workers.local_pool import QUEUE_DEPTH
 
         with ThreadPoolExecutor(QUEUE_DEPTH) as threads:
             drawn = list(threads.map(lambda _: self._batch(), range(num // self.batch)))

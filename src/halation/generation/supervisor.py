@@ -19,8 +19,7 @@ from halation.errors import HalationError
 from halation.generation.ledger import ImageOutcome, Ledger
 from halation.generation.metadata_and_summary import WorkerStats
 from halation.generation.work_queue import WorkerState, WorkItem, WorkQueue
-from halation.generation.workers.local_pool import WorkerEvent, WorkerPool
-from halation.generation.workers.process import QUEUE_DEPTH
+from halation.generation.workers.local_pool import QUEUE_DEPTH, WorkerEvent, WorkerPool
 from halation.progress import GenerationProgress
 from halation.work_division import BatchPlan
 

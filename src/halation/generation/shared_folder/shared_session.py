@@ -51,8 +51,13 @@ from halation.generation.shared_folder.shared_ledger import (
     parse_fact,
 )
 from halation.generation.supervisor import RangeClaims, RunStats
-from halation.generation.workers.local_pool import LocalWorkerPool, WorkerPool, WorkerSlot, list_local_slots
-from halation.generation.workers.process import QUEUE_DEPTH
+from halation.generation.workers.local_pool import (
+    QUEUE_DEPTH,
+    LocalWorkerPool,
+    WorkerPool,
+    WorkerSlot,
+    list_local_slots,
+)
 from halation.images import png_codec
 from halation.logging_setup import ConsoleWarningHandler, log_to_folder
 from halation.models.model_path_resolver import ModelRef

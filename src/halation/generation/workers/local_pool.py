@@ -1,26 +1,49 @@
-"""The workers of this machine: one process a device, started, spoken to, killed and waited for by one parent."""
+"""The workers of this machine: a pool that starts one process per device, and the loop that each of them runs.
+
+A worker is `python -m halation.generation.workers.local_pool SOCKET`; it exchanges JSON messages with the pool.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import os
 import queue
 import socket
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from halation.distributed.child_process import describe_exit, environment_without_launcher, start_child, wait_or_kill
+from halation.distributed.child_process import (
+    describe_exit,
+    environment_without_launcher,
+    start_child,
+    tie_to_parent,
+    wait_or_kill,
+)
 from halation.distributed.launcher import select_devices
+from halation.distributed.stop_signals import leave_signals_to_parent
+from halation.errors import HalationError
 from halation.generation.config import GenerateConfig
 from halation.generation.image_requests import BatchTask
+from halation.generation.image_writer import DiskWriteError
+from halation.generation.workers.image_runner import ImageRunner, TaskDropped
 from halation.sample_specs import SampleSpec
 
+log = logging.getLogger(__name__)
+QUEUE_DEPTH = 3
+"""Tasks a worker holds: one being stored, one being drawn, and the next, so that it never waits for an answer."""
+HEARTBEAT_INTERVAL_S = 0.2
 GRACE_S = 5.0
 EventKind = Literal["ready", "rehearsed", "refused", "said", "step", "drawn", "failed", "dropped", "gone"]
 
@@ -41,13 +64,16 @@ class WorkerPool(Protocol):
     labels: Sequence[str]
     """The GPU's id as given, or the worker's number on a CPU: what the ledger calls them."""
     names: Sequence[str]
-    """What a person reads: GPU 0, or worker 0."""
+    """As shown to users: GPU 0, or worker 0."""
 
     def start(self, worker: int) -> None:
         """Start it, or start it again; `ready` or `refused` follows."""
 
     def dry_run(self, worker: int, examples: Sequence[SampleSpec], batch_size: int, micro_batch: int) -> None:
-        """Check that it can draw these, and find out how many at once where `micro_batch` is 0; a `rehearsed` or `refused` event follows."""
+        """Check that it can draw these, and how many at once where `micro_batch` is 0.
+
+        A `rehearsed` or `refused` event follows.
+        """
 
     def submit(self, worker: int, task: BatchTask) -> None: ...
 
@@ -77,7 +103,7 @@ class WorkerSlot:
 
 
 class SendQueue:
-    """Orders on their way to a worker: sent by a thread, because a worker that is stopped would keep a sender waiting."""
+    """Orders for a worker, sent by a thread: a worker that is stopped would block its sender."""
 
     def __init__(self, conn: connection.Connection) -> None:
         self.conn = conn
@@ -119,11 +145,11 @@ class LocalWorkerPool:
             "OMP_NUM_THREADS": str(self.threads),
             "TOKENIZERS_PARALLELISM": "false",
         }
-        arguments = ["-m", "halation.generation.workers.process", str(theirs.fileno())]
+        arguments = ["-m", "halation.generation.workers.local_pool", str(theirs.fileno())]
         self.logs.mkdir(exist_ok=True)
-        with open(self.logs / f"worker_{self.labels[worker]}.log", "ab") as log, theirs:
+        with open(self.logs / f"worker_{self.labels[worker]}.log", "ab") as file, theirs:
             self._processes[worker] = start_child(
-                arguments, environment, stdout=log, stderr=log, pass_fds=[theirs.fileno()]
+                arguments, environment, stdout=file, stderr=file, pass_fds=[theirs.fileno()]
             )
         self._send_queues[worker] = SendQueue(connection.Connection(ours.detach()))
         self._ready_workers.discard(worker)
@@ -182,7 +208,7 @@ class LocalWorkerPool:
             if worker in self._ready_workers:
                 self._send(worker, {"do": "stop"})
             else:
-                self.kill(worker)  # it is still loading, for nobody
+                self.kill(worker)  # it is still loading
         wait_or_kill(list(self._processes.values()), 0.0 if at_once else GRACE_S)
         for send_queue in self._send_queues.values():
             send_queue.close()
@@ -198,3 +224,143 @@ def list_local_slots(config: GenerateConfig) -> list[WorkerSlot]:
     if len(set(labels)) < len(labels):  # several workers on one GPU
         labels = [f"{label}-{number}" for number, label in enumerate(labels)]
     return [WorkerSlot(label=label, device=device) for label, device in zip(labels, found, strict=True)]
+
+
+# -- in the worker's process
+
+
+class TaskHandler(ABC):
+    """Runs tasks and reports what came of them; a subclass decides how events are sent."""
+
+    @abstractmethod
+    def send_event(self, kind: str, task: int = -1, **body: Any) -> None:
+        """Send an event to the supervisor."""
+
+    def dry_run(self, runner: ImageRunner, settings: dict[str, Any]) -> None:
+        try:
+            examples = [SampleSpec(**spec) for spec in settings["examples"]]
+            size = runner.dry_run(examples, settings["batch_size"], settings["micro_batch"])
+            self.send_event("rehearsed", micro_batch=size)
+        except HalationError as error:
+            self.send_event("refused", message=str(error), exit_code=error.exit_code)
+        except Exception as error:
+            log.exception("the dry run failed")
+            self.send_event(
+                "refused", message=f"the model cannot draw: {_error_text(error)}\n{traceback.format_exc()}", exit_code=1
+            )
+
+    def run_task(self, runner: ImageRunner, task: BatchTask) -> None:
+        total = task.requests[0].spec.steps * -(-task.batch_size // task.micro_batch)
+        step_reporter = _StepReporter(lambda done: self.send_event("step", task.number, done=done, total=total))
+        try:
+            result = runner.run_task(task, step_reporter.report, step_reporter.step)
+            self.send_event(
+                "drawn",
+                task.number,
+                outcomes=[asdict(outcome) for outcome in result.outcomes],
+                seconds=round(result.busy_s, 4),
+            )
+        except TaskDropped:
+            self.send_event("dropped", task.number)
+        except DiskWriteError as error:
+            self.send_event("failed", task.number, reason=str(error), disk=True)
+        except Exception as error:
+            log.exception("task %d failed", task.number)
+            self.send_event("failed", task.number, reason=_error_text(error), disk=False)
+
+
+class EventLogHandler(logging.Handler):
+    """Sends warnings to the supervisor, which shows them: a worker's log is seldom read."""
+
+    def __init__(self, task_handler: TaskHandler) -> None:
+        super().__init__(logging.WARNING)
+        self.task_handler = task_handler
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info is None:  # an error is reported with its batch
+            self.task_handler.send_event("said", words=record.getMessage())
+
+
+class LocalWorker(TaskHandler):
+    """The worker process: reads orders on the main thread and runs tasks on others."""
+
+    def __init__(self, conn: connection.Connection) -> None:
+        self.conn = conn
+        self._send_lock = threading.Lock()
+
+    def send_event(self, kind: str, task: int = -1, **body: Any) -> None:
+        with self._send_lock, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.conn.send_bytes(json.dumps({"kind": kind, "task": task, "body": body}).encode())
+
+    def serve(self) -> None:
+        """Until the supervisor is gone, or sends `stop` and everything begun is reported."""
+        message = self._receive_message()
+        if message is None:
+            return
+        start_time = time.perf_counter()
+        logging.getLogger("halation").addHandler(EventLogHandler(self))
+        try:
+            runner = ImageRunner(message)
+            runner.prepare()
+        except HalationError as error:
+            self.send_event("refused", message=str(error), exit_code=error.exit_code)
+            return
+        self.send_event("ready", facts=runner.model.facts, seconds=round(time.perf_counter() - start_time, 2))
+        with ThreadPoolExecutor(QUEUE_DEPTH, thread_name_prefix="task") as executor:
+            while (message := self._receive_message()) is not None:
+                match message["do"]:
+                    case "draw":
+                        executor.submit(self.run_task, runner, BatchTask.from_json(message["task"]))
+                    case "rehearse":
+                        executor.submit(self.dry_run, runner, message)
+                    case "drop":
+                        runner.drop(message["number"])
+                    case "stop":
+                        runner.drop(None)
+                        break
+
+    def _receive_message(self) -> dict[str, Any] | None:
+        try:
+            message: dict[str, Any] = json.loads(self.conn.recv_bytes())
+            return message
+        except (EOFError, OSError):
+            os._exit(1)  # the supervisor is gone; the ledger knows nothing of what is half done
+
+
+class _StepReporter:
+    """Counts steps and reports them now and then: a heartbeat, and the bar within a batch."""
+
+    def __init__(self, send: Callable[[int], None]) -> None:
+        self.send = send
+        self.num_done = 0
+        self.last_report_at = 0.0
+
+    def report(self) -> None:
+        self.last_report_at = time.monotonic()
+        self.send(self.num_done)
+
+    def step(self) -> None:
+        self.num_done += 1
+        if time.monotonic() - self.last_report_at >= HEARTBEAT_INTERVAL_S:
+            self.report()
+
+
+def _error_text(error: BaseException) -> str:
+    text = str(error).strip()
+    if isinstance(error, HalationError):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def main() -> int:
+    tie_to_parent()
+    leave_signals_to_parent()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    LocalWorker(connection.Connection(int(sys.argv[1]))).serve()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # some libraries' threads never end
+
+
+if __name__ == "__main__":
+    sys.exit(main())

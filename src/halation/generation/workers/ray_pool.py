@@ -28,8 +28,7 @@ from halation.errors import HalationError, InputError
 from halation.generation.image_requests import BatchTask
 from halation.generation.image_writer import DiskWriteError, EncodedImage, ImageStore
 from halation.generation.workers.image_runner import ImageRunner
-from halation.generation.workers.local_pool import WorkerEvent, WorkerSlot
-from halation.generation.workers.process import QUEUE_DEPTH, TaskHandler
+from halation.generation.workers.local_pool import QUEUE_DEPTH, TaskHandler, WorkerEvent, WorkerSlot
 from halation.input_files import LINKS_VARIABLE, SCALE_VARIABLE
 from halation.sample_specs import SampleSpec
 
