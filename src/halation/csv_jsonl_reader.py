@@ -1,7 +1,7 @@
 """Reads UTF-8 text, CSV and JSON lines exactly, or raises with file, line and column.
 
-A text is a string, or an iterator of blocks that end with a line end, so that a file of a million rows is never decoded as
-a whole (one emoji makes every letter of a string take four bytes).
+A text is a string, or an iterator of blocks that end with a line end, so that a file of a million rows is never decoded
+as a whole (one emoji makes every letter of a string take four bytes).
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def format_value(value: object, max_chars: int = 60) -> str:
 
 
 def read_text_bytes(path: Path, *, within: str | None = None) -> bytes:
-    """The bytes of a table that `check_text` finds nothing wrong with, for `decode_blocks`; FileNotFoundError where there is none."""
+    """The checked bytes of a table, for `decode_blocks`; FileNotFoundError where there is none."""
     try:
         data = input_files.read_bytes(path, input_files.MAX_TABLE_BYTES, within=within)
     except input_files.RefusedFileError as error:
@@ -431,8 +431,8 @@ def _code_pages() -> tuple[_CodePage, ...]:
 def _damaged_column(line: str, page: _CodePage) -> int | None:
     """Where a line begins to be UTF-8 bytes shown as letters of a code page, or None.
 
-    Every letter of such a text is a lead byte and its continuation bytes. The latter stand for signs and rare letters, so
-    in real text few letters have just the right number of them behind, once the punctuation that ends words is left out.
+    Every letter of such a text is a lead byte and its continuation bytes. The latter stand for signs and rare letters,
+    so in real text few letters have the right number of them behind, once the punctuation that ends words is left out.
     """
     sequences = page.sequence.finditer(line)
     starts = [match.start() for match in sequences if not _PUNCTUATION.issuperset(match.group()[1:])]

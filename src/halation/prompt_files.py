@@ -88,7 +88,7 @@ class PromptRow:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptFile:
-    """A prompt file's bytes, read once, because standard input cannot be read twice: what they are, and the rows in them."""
+    """A prompt file's bytes, read once because standard input cannot be read twice, and the rows in them."""
 
     name: str
     """For messages."""
@@ -101,7 +101,7 @@ class PromptFile:
 
     @classmethod
     def open(cls, path: str | Path, format: str | None = None) -> PromptFile:
-        """Read a file, or standard input for "-" (TXT unless `format` says otherwise); the format follows the ending."""
+        """Read a file, or standard input for "-" (TXT unless `format` is given); the format follows the ending."""
         name = "standard input" if str(path) == "-" else str(path)
         kind = format or ("txt" if str(path) == "-" else Path(path).suffix.lower().removeprefix("."))
         if kind not in FORMATS:
@@ -131,9 +131,10 @@ class PromptFile:
 def read_prompts(path: str | Path, format: str | None = None) -> list[PromptRow]:
     """The prompts of a file, or of standard input for "-" (TXT unless `format` says otherwise), in the file's order.
 
-    The format follows the ending. CSV has a header with a `prompt` column (or, where there is none, one of `caption` and
-    `text`); JSON lines hold objects with the same names; other columns are ignored. In TXT every line is a prompt. Blank lines are
-    skipped in all three. Nothing else is changed: "null" is a prompt, an empty field is an empty prompt, spaces stay.
+    The format follows the ending. CSV has a header with a `prompt` column (or, where there is none, one of `caption`
+    and `text`); JSON lines hold objects with the same names; other columns are ignored. In TXT every line is a prompt.
+    Blank lines are skipped in all three. Nothing else is changed: "null" is a prompt, an empty field is an empty
+    prompt, spaces stay.
     """
     return list(iter_prompts(path, format))
 
@@ -151,7 +152,7 @@ def collect_prompts(prompts: Sequence[str], file: str | Path | None) -> list[str
 
 
 def _check_not_table(data: bytes) -> None:
-    """Standard input has no ending that tells a table from prompts, and nobody wants an image of a header."""
+    """Refuse a table on standard input, which has no file ending: its header would be drawn as a prompt."""
     first = next(decode_blocks(data), "").partition("\n")[0].strip()
     names = [word.strip().strip('"') for word in first.split(",")]
     # "text" is a word of prompts too; only without a space beside its comma it is a column.
@@ -256,8 +257,8 @@ def _read_parquet(name: str, data: bytes) -> Iterator[PromptRow]:
 def _parquet_batch_size(name: str, data: bytes, columns: Sequence[str]) -> int:
     """How many rows can be unpacked at once; files that unpack to more than a table may hold are refused.
 
-    A value can be as large as its page, and stand in every row of it at the price of a few bits. What the footer says of sizes may be
-    wrong; what a page's own header says is what the reader allocates.
+    A value can be as large as its page, and stand in every row of it at the price of a few bits. Sizes in the footer
+    may be wrong; a page's own header says what the reader allocates.
     """
     max_bytes = input_files.limit(input_files.MAX_TABLE_BYTES)
     max_pages = input_files.limit(input_files.MAX_PARQUET_PAGES)
@@ -432,7 +433,7 @@ def _map_columns(columns: Iterable[str]) -> dict[str, str]:
 
 
 def _parse_typed_rows(name: str, rows: Iterable[TableRow]) -> Iterator[PromptRow]:
-    """Rows of typed values; their texts may hold by escapes what a text file cannot hold, so they are checked one by one."""
+    """Rows of typed values; escapes may bring what a text file cannot hold, so texts are checked one by one."""
     for row in rows:
         column = _prompt_column(name, row.line, list(row.values))
         prompt = row.values[column]

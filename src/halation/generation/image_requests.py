@@ -1,6 +1,6 @@
-"""From prompt rows to requests: which image each row asks for, and under which file name it can be kept anywhere.
+"""From prompt rows to requests: which image each row asks for, and its file name.
 
-An id is text from somebody's file. Only ids that are safe on every file system become part of a name; the others are mapped.
+An id is text from a user's file. Only ids that are safe on every file system become part of a name; others are mapped.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ class ImageRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchTask:
-    """A batch to draw, and which of its images are wanted; the others stay because the batch's shape decides the bits."""
+    """A batch to draw, and which of its images are wanted.
+
+    The others stay in it because the shape of a batch decides the bits.
+    """
 
     number: int
     requests: tuple[ImageRequest, ...]
@@ -104,18 +107,18 @@ def iter_requests(rows: Iterable[PromptRow], defaults: RequestDefaults, source: 
 
 
 class RequestIterator(Iterator[ImageRequest]):
-    """Requests, made one by one as they are asked for; a request depends on its row and those before it, never on later ones.
+    """Requests, made one by one; each depends on its row and those before it, never on later ones.
 
-    The same id with the same seed twice would be one file for two rows: no request after the first such row is given, and
-    the end is an InputError that lists them.
+    The same id with the same seed twice would be one file for two rows: no request is given after the first such row,
+    and the end is an InputError that lists them.
     """
 
     def __init__(self, rows: Iterable[PromptRow], defaults: RequestDefaults, source: str) -> None:
         self.renamed_ids: list[RenamedId] = []
-        """Renamed requests, in order; whoever writes them down on the way may empty the list."""
+        """Renamed requests, in order; a caller that writes them down on the way may empty the list."""
         self.num_renamed = 0
         self._source = source
-        # Digests, so that a million long ids take no more room than short ones. At 128 bits equal digests mean equal text.
+        # Digests: a million long ids take no more memory than short ones. At 128 bits, equal digests mean equal text.
         self._line_by_name: dict[int, int] = {}
         self._other_names: set[int] = set()
         self._ids: set[int] = set()
@@ -167,7 +170,7 @@ class RequestIterator(Iterator[ImageRequest]):
         return name
 
     def _is_taken(self, folded_key: int) -> bool:
-        # A safe id without capitals has its own text as its folded name; an unsafe id's text is never anybody's name.
+        # A safe id without capitals has its own text as its folded name; an unsafe id's text is never a name.
         return folded_key in self._line_by_name or folded_key in self._other_names
 
     def _make_safe_name(self, spec: SampleSpec) -> str:
@@ -228,7 +231,7 @@ def _digest(text: str) -> int:
 
 
 def _readable_stem(id: str) -> str:
-    """What of an id can stand in any file name: letters without their accents, digits, dashes; the rest as underscores."""
+    """The part of an id that fits any file name: letters without accents, digits, dashes; the rest as underscores."""
     plain = unicodedata.normalize("NFKD", id[:_MAX_STEM_LENGTH])
     plain = "".join(character for character in plain if not unicodedata.combining(character))
     return _UNSAFE_CHARACTER.sub("_", plain)[:_MAX_STEM_LENGTH].lstrip("_-") or "id"

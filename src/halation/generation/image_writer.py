@@ -1,4 +1,4 @@
-"""From pixels to files: an image is encoded once, and published so that its name never stands for half of a file.
+"""Encodes images and publishes them: a final name never stands for half of a file.
 
 Encoding and publishing are apart because on a cluster the one happens beside the GPU and the other where the folder is.
 """
@@ -68,9 +68,9 @@ def encode_image(request: ImageRequest, frames: object, options: EncodeOptions) 
 
 
 class ImageStore:
-    """Publishes encoded images into a folder; a disk that refuses is asked again a few times, because some refusals pass.
+    """Publishes encoded images into a folder, with a few retries for errors of the disk that may pass.
 
-    A folder that was removed, moved, replaced or made read-only is no image's fault, and is not asked again.
+    Not retried: a folder that was removed, moved, replaced or made read-only.
     """
 
     def __init__(self, folder: Path, identity: Sequence[int] | None = None) -> None:
@@ -78,7 +78,7 @@ class ImageStore:
         self.folder = folder
         self.watched = WatchedPath(folder, (identity[0], identity[1]) if identity else None)
         self.has_given_up = False
-        """Once the disk has refused for good, nobody waits for it again: the run is about to end."""
+        """Set when the disk has failed for good: no other thread retries, the run is about to end."""
 
     def __call__(self, encoded_image: EncodedImage) -> None:
         for wait_s in (*RETRY_WAITS_S, None):
@@ -94,7 +94,8 @@ class ImageStore:
                     self.has_given_up = True
                     path = error.filename or self.folder
                     raise DiskWriteError(
-                        f"cannot write {path}: {error.strerror}; mend that, for a full disk free some space, then run the same command again"
+                        f"cannot write {path}: {error.strerror}; fix the cause (for a full disk, free some space) "
+                        "and run the same command again"
                     ) from error
                 time.sleep(wait_s)
 

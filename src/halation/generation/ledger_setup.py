@@ -1,4 +1,4 @@
-"""Sets up the ledger of a folder: decides its kind, plans rows from the prompts, repairs damaged rows.
+"""Sets up the ledger of a folder: its kind, rows planned from prompts, repaired rows.
 
 Rows are planned once, recognised on resume, and only ever added to.
 """
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 RENAMED_FILE = "renamed_ids.jsonl"
 NUM_SHOWN = 5
 KIND_FILE = "ledger.kind"
-"""Which kind of ledger a folder has: created once, before anything else, so that commands of two kinds cannot begin it together."""
+"""Which kind of ledger a folder has: created first, so that commands of two kinds cannot begin it together."""
 KIND_TIMEOUT_S = 10.0
 
 
@@ -39,10 +39,10 @@ def has_ledger(folder: Path, kind: LedgerKind) -> bool:
 
 @contextlib.contextmanager
 def claim_ledger_kind(folder: Path, kind: LedgerKind) -> Iterator[LedgerKind]:
-    """Decide for one kind of ledger, unless that is decided; yields the kind that holds, also where another command decided.
+    """Decide for one kind of ledger, unless that is decided; yields the kind that holds.
 
-    While entered, this process holds a shared lock of the file with the decision. A decision without a lock and without a
-    ledger was left by a command that was killed, and binds no other; a command that ends without a ledger removes it.
+    While entered, this process holds a shared lock of the file with the decision. A decision without a lock and without
+    a ledger was left by a command that was killed, and binds no other; a command that ends without a ledger removes it.
     """
     descriptor, decided = _decide_ledger_kind(folder, kind)
     try:
@@ -121,10 +121,11 @@ def plan(
 ) -> None:
     """Make the ledger hold exactly the first `limit` rows of the file (all for 0).
 
-    A file and settings that the ledger knows are not read again. Where images were drawn (`has_done_images`), the rows they belong
-    to must be what they were; others may change, and more may stand behind them. With `accept_changes`, other settings hold for what
-    is not drawn yet; what is drawn stays, and its prompts must be what they were all the same. Rows that are `unrecorded` have an
-    image in the folder that a killed call did not record: it binds like others, and is removed where its row changes.
+    A file and settings that the ledger knows are not read again. Where images were drawn (`has_done_images`), their
+    rows must be what they were; others may change, and more may follow. With `accept_changes`, other settings hold for
+    what is not drawn yet; what is drawn stays, and its prompts must still be what they were. Rows that are `unrecorded`
+    have an image in the folder that a killed call did not record: it binds like others, and is removed where its row
+    changes.
     """
     facts = {"prompts_sha256": prompts.sha256, "limit": limit, "defaults": asdict(defaults)}
     if ledger.read_fact("plan") == facts:
@@ -156,7 +157,7 @@ def plan(
 
 
 def repair(ledger: Ledger, prompts: PromptFile, folder: Path) -> None:
-    """Restore rows of the ledger that were damaged on disk: the prompt list proves what was planned, an image what became of it.
+    """Restore rows that were damaged on disk: planned values from the prompt list, outcomes from the images.
 
     Raises, with the row, where the list is not the one that was planned from.
     """
@@ -204,7 +205,7 @@ def _replan(ledger: Ledger, prompts: PromptFile, folder: Path, damage: LedgerDam
 def _restore_request(
     ledger: Ledger, folder: Path, listed: ImageRequest, damage: LedgerDamage, source: str
 ) -> ImageRequest:
-    """What a row asked for: as the list has it now or, where its image was drawn under earlier settings, as that says."""
+    """The request of a row: as the list has it now, or as its image says if that was drawn under earlier settings."""
     index, has_good_outcome = listed.spec.index, listed.spec.index not in damage.outcomes
     if has_good_outcome and not ledger.is_done(index):
         return listed
@@ -244,7 +245,7 @@ def _take_first(request_iterator: Iterator[ImageRequest], limit: int, source: st
 def _compare_with_plan(
     ledger: Ledger, rows: Iterator[ImageRequest], source: str, accept_changes: bool, unrecorded: Set[int]
 ) -> tuple[list[ImageRequest], frozenset[str]]:
-    """The planned rows that are asked for otherwise now, and the names of images drawn under settings that hold no more.
+    """The planned rows that changed, and the names of images drawn under settings that no longer hold.
 
     Rows whose images are drawn must be the file's rows, word for word; with `accept_changes`, their prompts must.
     """
@@ -256,7 +257,8 @@ def _compare_with_plan(
         request = next(rows, None)
         if request is None:
             raise InputError(
-                f"fewer prompts than before: the folder holds a plan of {ledger.num_planned}, {source} and --num_samples now give fewer",
+                f"fewer prompts than before: the folder holds a plan of {ledger.num_planned}, "
+                f"{source} and --num_samples now give fewer",
                 "the same prompts as before, or more behind them",
                 "use the old list, or another --output_dir",
             )
@@ -293,7 +295,8 @@ def _check_names_unused(used_names: frozenset[str], rows: Iterable[ImageRequest]
     for request in rows:
         if request.name.lower() in used_names:
             raise InputError(
-                f"row {request.spec.index + 1} would be called {request.name} now, as an image that another row has drawn",
+                f"row {request.spec.index + 1} would be called {request.name} now, "
+                "as an image that another row has drawn",
                 "seeds that leave every image its own name",
                 "use another --seed_start or another --output_dir",
             )

@@ -1,7 +1,7 @@
-"""What a generation leaves beside its images: metadata.jsonl, failed_prompts_gpu{k}.txt, summary.json; and whether all is still there.
+"""Metadata, failures and summary beside the images; checks that all images are there.
 
-Metadata holds what follows from the specs alone, so that any number of workers leaves the same bytes; what depends on workers and
-time stands in the summary.
+Metadata holds what follows from the specs alone, so that any number of workers leaves the same bytes; what depends on
+workers and time stands in the summary.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _combine_digests(digests: Sequence[str]) -> str:
 
 
 def write_metadata(folder: Path, rows: Iterable[LedgerRow]) -> str:
-    """metadata.jsonl, as `datasets` reads it beside images: a line for each done row; rows come by index. Returns its SHA-256."""
+    """Write metadata.jsonl, as `datasets` reads it: a line for each done row, by index. Returns its SHA-256."""
     last = -1
     digest = hashlib.sha256()
     with open_atomic(folder / METADATA_FILE, "metadata") as file:
@@ -109,7 +109,7 @@ def _metadata_row(row: LedgerRow) -> dict[str, Any]:
 
 
 def write_failures(folder: Path, workers: Sequence[str], rows: Iterable[LedgerRow]) -> None:
-    """A list of failures for each worker of this call and of earlier ones, empty where nothing of its is missing any more.
+    """Write a list of failures for each worker of this call and of earlier ones; a list may be empty.
 
     A failure that no worker stands for is listed with the first one's.
     """
@@ -244,9 +244,9 @@ def prove_outcome(folder: Path, request: ImageRequest) -> ImageOutcome | None:
 
 
 def find_image_of_another_run(folder: Path, requests: Sequence[ImageRequest]) -> str:
-    """The file of the first of these done rows, where every one of them has an image with another spec inside; else empty.
+    """The file of the first of these done rows, if each of them has an image with another spec inside; else empty.
 
-    One image alone may have been put there by hand; where all that were looked at differ, the ledger belongs to other images.
+    One image alone may have been put there by hand; where all of them differ, the ledger belongs to other images.
     """
     found = ""
     for request in requests:
@@ -264,7 +264,7 @@ def find_image_of_another_run(folder: Path, requests: Sequence[ImageRequest]) ->
 def find_missing(folder: Path, names: Iterable[tuple[int, str, int]]) -> list[int]:
     """Indices of done rows whose file is gone, by a look at the folder alone: no file is opened or asked for its size.
 
-    `names` gives index, name and number of frames of each done row. Counting files instead would not do: a killed call leaves
+    `names` gives index, name and number of frames of each done row. Counting files would not do: a killed call leaves
     images that no row knows of yet, and they would stand for others that are gone.
     """
     present = set(os.listdir(folder))
@@ -378,7 +378,7 @@ class RunSummary:
 
 
 def count_reasons(failures: Iterable[LedgerRow]) -> dict[str, int]:
-    """How many rows failed for each reason (its first line), the commonest first; beyond a hundred, the rest together."""
+    """How many rows failed for each reason (its first line), most frequent first; beyond a hundred, the rest as one."""
     counts = Counter((row.reason.strip().splitlines() or ["no reason given"])[0] for row in failures)
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     rest = sum(num for _, num in ordered[MAX_REASONS:])

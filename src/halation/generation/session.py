@@ -1,4 +1,4 @@
-"""One call of `halation generate` on a folder that is held: its record and plan, the drawing, and what is left to read afterwards."""
+"""One call of `halation generate` on a locked folder: record, plan, images, summary."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ IMAGE_NAME = re.compile(r".*_seed\d+(\.png|\.mp4)?")
 
 
 def remove_temporary_files(folder: Path) -> None:
-    """Remove what killed writers left behind; the folder is held. One look at its names: there may be a million files."""
+    """Remove what killed writers left in a locked folder; its names are listed once, there may be a million."""
     for name in os.listdir(folder):
         if name.startswith(".") and name.endswith(".tmp"):
             runs.remove_path(folder / name)
@@ -90,7 +90,7 @@ def parse_pipeline_args(words: tuple[str, ...]) -> dict[str, Any]:
 
 
 class GenerationSession:
-    """One call on a held folder: the record, the plan, the drawing, and what is left to read afterwards."""
+    """One call on a locked folder; `prepare()` recognises or begins the run, `run()` draws what is missing."""
 
     def __init__(
         self,
@@ -219,7 +219,8 @@ class GenerationSession:
         if found:
             more = f" (also {', '.join(found[1:])})" if found[1:] else ""
             raise InputError(
-                f"{self.folder / found[0]} is there, this run has not drawn it, and it does not carry the spec of that image{more}",
+                f"{self.folder / found[0]} is there, this run has not drawn it, "
+                f"and it does not carry the spec of that image{more}",
                 "a folder without images of other runs",
                 "move what is there elsewhere, or choose another --output_dir",
             )
@@ -239,7 +240,7 @@ class GenerationSession:
                 log.info("every image is as the ledger says")
 
     def _reopen(self, indices: Sequence[int]) -> None:
-        """Draw these again; what is left of their files goes, so that no later call takes it for an image of another run."""
+        """Draw these again; their files go, so that no later call takes them for images of another run."""
         for request in self.ledger.requests(indices):
             metadata_and_summary.remove_result(self.folder, request.name, request.spec.num_frames)
         self.ledger.mark_open(indices)
@@ -298,7 +299,8 @@ class GenerationSession:
             if signals.number:
                 left = self.ledger.counts()
                 raise Interrupted(
-                    f"stopped with {left['planned'] - left['done']} of {left['planned']} images to go; the same command draws them",
+                    f"stopped with {left['planned'] - left['done']} of {left['planned']} images to go; "
+                    "the same command draws them",
                     exit_code(signals.number),
                 )
         else:

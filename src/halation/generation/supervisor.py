@@ -1,7 +1,7 @@
-"""Who draws what next: batches in turn to every worker, the slowest's to whoever is done, again after a failure, aside after two.
+"""Hands out batches, retries failures, replaces dead workers, records outcomes.
 
-It imports no torch, holds no image, and is the only one who writes the ledger. Whatever a worker does, hangs or dies of, costs that
-worker's time alone.
+It imports no torch, holds no image, and alone writes the ledger. A worker that fails, hangs or dies costs that worker's
+time alone.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RangeClaims(Protocol):
         """Called often: keep what is claimed from being taken over."""
 
     def next_batches(self) -> Sequence[int] | None:
-        """Batches to draw now; none where others hold the rest for the moment; None where nothing is left for anybody."""
+        """Batches to draw now; empty while others hold the rest; None where nothing is left."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +138,7 @@ class Supervisor:
                 self._assign_work()
         finally:
             self._commit_outcomes()
-            # Somebody was faster; these are still at it, and may be ended while they write.
+            # Another worker was faster; these are still running, and may be killed while they write.
             self.num_redone_batches += sum(
                 number not in self.work_queue.active for slot in self.workers for number in slot.start_times
             )
@@ -189,7 +189,7 @@ class Supervisor:
             interrupted=self.is_stopping or self.is_urgent(),
         )
 
-    # -- what workers say
+    # -- events of workers
 
     def _handle_events(self) -> None:
         for event in self.pool.events(POLL_S):
@@ -233,7 +233,7 @@ class Supervisor:
             log.warning("%s: %s", state.name, message)
 
     def _start_dry_run(self) -> None:
-        """A worker that is ready says whether its model can draw the plan, and finds out the micro-batch; where it dies over it, another one does."""
+        """Have a ready worker check that its model can draw the plan, and find the micro-batch; another if it dies."""
         ready = [worker for worker, state in enumerate(self.workers) if state.status == "ready"]
         if not self.has_dry_run_passed and self.dry_run_worker < 0 and ready and not self.is_stopping:
             self.dry_run_worker = min(ready, key=lambda worker: self.workers[worker].num_deaths)
@@ -255,7 +255,7 @@ class Supervisor:
 
     def _handle_dropped(self, state: WorkerState, event: WorkerEvent) -> None:
         work = self.work_queue.release(event.worker, event.task)
-        if work is not None:  # whoever took it over may have died meanwhile
+        if work is not None:  # the worker that took it over may have died meanwhile
             self.work_queue.requeue(work)
 
     def _handle_drawn(self, state: WorkerState, event: WorkerEvent) -> None:
@@ -321,7 +321,7 @@ class Supervisor:
         self._raise_if_all_failing()
 
     def _raise_if_all_failing(self) -> None:
-        """Where everything fails for one reason, the model or the settings are wrong, and a night of failures helps nobody.
+        """Stop where everything fails for one reason: the model or the settings are wrong.
 
         Images that failed in an earlier call do not count: a resume may have nothing else to try.
         """
@@ -334,17 +334,19 @@ class Supervisor:
         ):
             raise HalationError(
                 f"the first {num_failed} images all failed with: {next(iter(self.failure_reasons.values()))}\n"
-                "nothing was drawn; mend that and run the same command again"
+                "nothing was drawn; fix the cause and run the same command again"
             )
 
     def _handle_exit(self, state: WorkerState, event: WorkerEvent) -> None:
-        """Its begun batches are to blame or to pity; the others simply go back."""
+        """Batches in progress count as suspects; queued ones are requeued."""
         reason = state.kill_reason or f"the worker {event.body['words']}"
         was_killed = not state.kill_reason and event.body["code"] in (-signal.SIGKILL, -signal.SIGTERM)
         state.kill_reason = ""
         started = set(state.start_times)
         held = {number: self.work_queue.release(event.worker, number) for number in list(state.in_flight)}
-        self.num_redone_batches += sum(held[number] is None for number in started & set(held))  # somebody was faster
+        self.num_redone_batches += sum(
+            held[number] is None for number in started & set(held)
+        )  # another worker was faster
         if self.is_stopping:
             state.status = "ended"
             return
@@ -395,7 +397,7 @@ class Supervisor:
         log.warning("%s: %s; started again (%d)", state.name, reason, state.num_restarts)
         self._start_worker(event.worker)
 
-    # -- what the clock and people say
+    # -- timeouts and stop signals
 
     def _kill_stalled_and_handle_stop(self) -> None:
         now = time.monotonic()
@@ -416,7 +418,7 @@ class Supervisor:
                 elif state.status == "starting":
                     self.pool.kill(worker)
 
-    # -- what workers get
+    # -- handing out batches
 
     def _assign_work(self) -> None:
         if self.is_stopping or not self.has_dry_run_passed:

@@ -1,4 +1,4 @@
-"""All the work of one call: queued in turn for every worker, held, or come back; and who should get what next.
+"""The work of one call: queues per worker, stealing, retries and time estimates.
 
 Pure bookkeeping: no process is started, no event heard and no outcome written here.
 """
@@ -22,7 +22,7 @@ from halation.work_division import BatchPlan, initial_batches
 
 @dataclass(kw_only=True, eq=False)
 class WorkItem:
-    """A task on its way to being settled, and who holds it: at the end of a run idle workers draw the slowest ones' once more."""
+    """A task and the workers that hold it: at the end of a run idle workers draw the slowest ones' tasks again."""
 
     task: BatchTask
     cost: float
@@ -34,7 +34,7 @@ class WorkItem:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether a worker died over it: it is drawn with nothing beside it, so that the next death says whose fault it is."""
+        """True if a worker died over it: it is drawn alone, so that the next death tells whether it is the cause."""
         return self.num_deaths > 0
 
 
@@ -51,7 +51,7 @@ class WorkerState:
     in_flight: dict[int, WorkItem] = field(default_factory=dict)
     start_times: dict[int, float] = field(default_factory=dict)
     expected_s: dict[int, float] = field(default_factory=dict)
-    """Seconds that what it has begun will take in all, by its steps so far: a worker that slows down has not told its speed yet."""
+    """Total seconds of each begun task, by its steps so far: the measured speed is that of earlier tasks."""
     last_seen: float = 0.0
     speed: float = 0.0
     """Cost a second, as measured on its last batches; 0 before the first."""
@@ -63,7 +63,7 @@ class WorkerState:
     num_restarts: int = 0
 
     def num_assigned(self, batch_size: int) -> int:
-        """Images it has drawn, is drawing and will draw if nobody takes them over."""
+        """Images it has drawn, is drawing and will draw if no other worker takes them over."""
         held = sum(len(work.task.wanted) for work in self.in_flight.values())
         return self.num_done + self.num_failed + held + len(self.queue) * batch_size
 
@@ -134,7 +134,7 @@ class WorkQueue:
             state.queued_cost += float(costs[mine].sum())
 
     def clear(self) -> None:
-        """Forget what nobody holds yet."""
+        """Forget what no worker holds yet."""
         for state in self.workers:
             state.queue.clear()
             state.queued_cost = 0.0
@@ -154,7 +154,7 @@ class WorkQueue:
         return self.active.get(number)
 
     def complete(self, work: WorkItem) -> None:
-        """It is drawn, or replaced by other work: whoever else holds it need not begin it."""
+        """It is drawn, or replaced by other work: other workers that hold it need not begin it."""
         del self.active[work.task.number]
         for holder in work.holders:
             self.drop(holder, work.task.number)
@@ -174,7 +174,7 @@ class WorkQueue:
         self.requeued.append(retry)
 
     def next_item(self, worker: int) -> WorkItem | None:
-        """What this worker should draw next: what came back, its own, the slowest one's, or what another will be long over."""
+        """The next task for this worker: requeued, its own, the slowest worker's, or a copy of one that takes long."""
         state = self.workers[worker]
         self.requeued = deque(work for work in self.requeued if work.task.number in self.active)
         for work in self.requeued:
@@ -218,7 +218,7 @@ class WorkQueue:
         return sum(known) / len(known) if known else 1.0
 
     def _steal_or_duplicate(self, state: WorkerState) -> WorkItem | None:
-        """Nothing is left to begin: draw what another worker will be done with later than this one, and spare it what it has not begun."""
+        """Nothing is left to begin: take or copy a task that this worker would finish before its holder."""
         if state.in_flight:
             return None
         best: tuple[float, int, WorkItem] | None = None
@@ -236,7 +236,7 @@ class WorkQueue:
         return work
 
     def _estimate_remaining(self, state: WorkerState) -> Iterator[tuple[float, WorkItem]]:
-        """What this worker holds, and in how many seconds it will be done with it; never, where it is silent for too long."""
+        """The tasks this worker holds, and in how many seconds each is done; never where it is silent for too long."""
         now = time.monotonic()
         remaining_s = 0.0
         speed = state.speed or self._mean_speed()
@@ -252,5 +252,5 @@ class WorkQueue:
 
 
 def cost(spec: SampleSpec) -> float:
-    """What an image of this shape costs, against others; attention makes large ones dearer still, which speeds even out."""
+    """The relative cost of an image of this shape; large ones cost more by attention, which measured speeds correct."""
     return float(spec.height * spec.width * spec.num_frames * spec.steps)

@@ -1,4 +1,4 @@
-"""A stand-in that needs no weights: a card of colours that follow from the spec, to try prompts, disks, clusters and recoveries with."""
+"""A model without weights for tests and demos: colours that follow from the spec."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ TIMING_PATTERN = re.compile(r"(?P<seconds>[\d.e-]+)(@(?P<work>\d+x\d+x\d+))?(?P<
 def parse_timing(model_path: str) -> PatternTiming | None:
     """The pace a `testcard...` asks for; None for everything that is no test card.
 
-    `testcard` takes no time, `testcard:0.2` 0.2 s a batch, `testcard:0.2@480x832x20` 0.2 s for 480 x 832 pixels in 20 steps and in
-    proportion for others; `,1=2.5` behind either makes worker 1 take 2.5 times as long.
+    `testcard` takes no time, `testcard:0.2` 0.2 s a batch, `testcard:0.2@480x832x20` 0.2 s for 480 x 832 pixels in
+    20 steps and in proportion for others; `,1=2.5` behind either makes worker 1 take 2.5 times as long.
     """
     name, _, arguments = model_path.partition(":")
     if name != MODEL_NAME:

@@ -1,8 +1,8 @@
-"""Who draws what where several commands share a folder: ranges of batches, claimed by lease, with no engine and no clock in common.
+"""Leases on ranges of batches, for commands that share a folder and nothing else.
 
-A lease is a name in `leases/` that only one process can create; it is a hard link to its owner's card, so touching the card keeps
-all of an owner's leases alive at once. One that was not touched for `lease_s` is taken over. Should its owner only have slept, a
-batch is drawn twice, to the same bits.
+A lease is a name in `leases/` that only one process can create; it is a hard link to its owner's card, so touching the
+card keeps all of an owner's leases alive. One that was not touched for `lease_s` is taken over. If its owner was only
+suspended, a batch is drawn twice, to the same bits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ POLL_S = 1.0
 
 
 class BatchRanges:
-    """Batches cut into at most 4096 ranges by number: a function of the plan alone, so that all processes mean the same ones."""
+    """Batches cut into at most 4096 ranges by number: a function of the plan alone, equal in all processes."""
 
     def __init__(self, batches: BatchPlan) -> None:
         self.num_batches = len(batches)
@@ -71,7 +71,7 @@ class BatchRanges:
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseInfo:
-    """A lease as it was found: whose it is, when it was last touched, and how long a silence its owner asked others to bear."""
+    """A lease as it was found: its owner, when it was last touched, and after how many seconds it expires."""
 
     token: str
     touched_at: float
@@ -91,7 +91,7 @@ class Leases:
         on_refresh: Callable[[], None] = lambda: None,
         print_line: Callable[[str], None] = log.info,
     ) -> None:
-        """`num_batches_wanted` batches keep this process's workers busy; `on_refresh` is called when others' outcomes were read."""
+        """`num_batches_wanted` batches keep the workers busy; `on_refresh` is called when others' outcomes are read."""
         self.ledger = ledger
         self.ranges = ranges
         self.lease_s = lease_s
@@ -174,7 +174,7 @@ class Leases:
         return left
 
     def _remove_stale_leases(self) -> None:
-        """Nothing is left: a lease on images that are all there is a dead process's, and in nobody's way but the reader's."""
+        """Nothing is left to draw: remove leases that dead processes left on finished images."""
         failed = [row.request.spec.index for row in self.ledger.failed_rows()]
         kept_names = {self.ranges.lease_name(number) for number in self.ranges.find_ranges(failed)}
         self.folder.mkdir(exist_ok=True)
@@ -186,7 +186,7 @@ class Leases:
                 (self.folder / name).unlink(missing_ok=True)
 
     def _remove_dead_owner_files(self) -> None:
-        """Cards of processes of this machine that were killed when they held nothing: no lease of theirs is taken over."""
+        """Remove cards of processes of this machine that were killed when they held no lease."""
         for path in self.folder.glob(f".*{OWNER_FILE_SUFFIX}"):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
                 owner = json.loads(path.read_bytes())
@@ -219,7 +219,7 @@ class Leases:
         return claimed
 
     def _take_over(self, path: Path, now: float) -> bool:
-        """Move an expired lease away and create it anew. `now` is the file system's time, so machines' clocks need not agree."""
+        """Move an expired lease away and create it anew. `now` is the file system's time: clocks may disagree."""
         lease = read_lease(path)
         silent_s = now - lease.touched_at
         if silent_s <= (lease.lease_s or self.lease_s) and lease.token != self.process.token:
@@ -232,9 +232,7 @@ class Leases:
         except FileNotFoundError:
             return False
         try:
-            if (
-                self._read_owner(moved_path) != lease.token
-            ):  # another took it over since we looked: this is its new lease
+            if self._read_owner(moved_path) != lease.token:  # another process took it over: this is its new lease
                 link_once(moved_path, path)
                 return False
         finally:
@@ -266,7 +264,7 @@ class Leases:
             return link_once(self._owner_file, path)
 
     def _restore_owner_file(self) -> None:
-        """The card was swept as a dead process's while this one slept, or `leases/` was removed: claim again what is free.
+        """Write the card again, which another process or a user removed, and claim again what is free.
 
         Leases that are still there are links to another file than the new card, which is not touched: they expire.
         """
@@ -296,5 +294,5 @@ def read_lease(path: Path) -> LeaseInfo:
         if error.errno not in (errno.ENOENT, errno.ESTALE):
             raise
         return LeaseInfo(token="", touched_at=math.inf, lease_s=0.0)
-    except (ValueError, KeyError, TypeError, RecursionError):  # nobody's: it expires
+    except (ValueError, KeyError, TypeError, RecursionError):  # not readable: it expires
         return LeaseInfo(token="?", touched_at=touched_at, lease_s=0.0)

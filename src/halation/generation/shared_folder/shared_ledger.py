@@ -1,7 +1,8 @@
-"""A ledger for a folder that several processes share: each appends to a JSONL file of its own and reads everybody else's.
+"""The ledger of a shared folder: each process appends to one JSONL file and reads all.
 
-Shared file systems keep neither SQLite's locks nor its mapped memory, but they all append to a file with one writer, and create a
-name at most once (`create_once`). The SQLite tables here are a private index, made anew by each process from the prompt file.
+Shared file systems keep neither SQLite's locks nor its mapped memory, but they all append to a file with one writer,
+and create a name at most once (`create_once`). The SQLite tables here are a private index, built by each process from
+the prompt file.
 """
 
 from __future__ import annotations
@@ -147,7 +148,7 @@ class SharedLedger(Ledger):
     # -- the outcomes
 
     def unfinished_indices(self) -> Indices:
-        """Rows to draw: open ones, and those that failed before this process began; a failure since then is somebody's last word."""
+        """Rows to draw: open ones, and those that failed before this process began; later failures are final."""
         return np.flatnonzero(~self._settled_mask).astype(np.int64)
 
     def record(self, outcomes: Iterable[ImageOutcome]) -> None:
@@ -158,7 +159,7 @@ class SharedLedger(Ledger):
         super().record(outcomes)
 
     def _append(self, lines: bytes) -> None:
-        """All of them or, as far as a full disk lets us, none: others read only whole lines, and these are written again from the start."""
+        """Append all lines or, as far as a full disk allows, none: others read whole lines, and a retry starts anew."""
         try:
             fault_point("shared.append")
             rest = memoryview(lines)
@@ -179,13 +180,13 @@ class SharedLedger(Ledger):
                 self._settled_mask[outcome.index] = True
 
     def mark_open(self, indices: Iterable[int]) -> None:
-        """Every process looks for damage itself, so this is nobody else's matter; the image's next outcome is."""
+        """Every process looks for damage itself, so only the image's next outcome is written for the others."""
         indices = list(indices)
         self._settled_mask[indices] = False
         super().mark_open(indices)
 
     def refresh(self) -> bool:
-        """Read what others wrote since the last time; whether there was anything. What stands there at the first time is history."""
+        """Read what others wrote since the last call; True if there was anything. The first call reads earlier runs."""
         changed = False
         for name in self._outcome_files.names():
             if name == self.path.name:

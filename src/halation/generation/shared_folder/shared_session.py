@@ -1,4 +1,4 @@
-"""`halation generate --cluster files`: one of several plain processes on one folder, which meet nowhere but in its files.
+"""`halation generate --cluster files`: one of several processes that share a folder.
 
     config.json                     the first process's, once and for good
     ledger/{host}-{pid}-{token}.jsonl   outcomes, one file a process
@@ -7,8 +7,8 @@
     ledger/{fact}.json              what was found out on the way: the first word counts for all
     ledger/*.summary.json           what each process did
 
-`--verify` is each process's own: all that are given it check everything before they draw. Give it to one process, alone, where
-reading the folder takes long.
+Every process with `--verify` checks everything before it draws. Give it to one process alone where reading the folder
+takes long.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ MAX_RESULT_WRITES = 3
 
 
 def run_shared(config: GenerateConfig, prompts: PromptFile, model_ref: ModelRef, slots: list[WorkerSlot]) -> int:
-    """Draw until nothing of the whole plan is missing, together with whoever else is at it."""
+    """Draw, together with other processes, until nothing of the whole plan is missing."""
     folder = config.output_dir
     check_shareable(folder)
     if not (folder / SHARED_LEDGER).is_dir():
@@ -128,9 +128,9 @@ def begun_alone_error(folder: Path) -> InputError:
 
 
 def select_slurm_gpus(num_gpus: int, environment: Mapping[str, str]) -> tuple[int, ...]:
-    """Among srun's tasks of one machine that all see all of its GPUs: this task's share, task k's being k, k + tasks ...
+    """The GPUs of this task where all of srun's tasks of a machine see all GPUs: task k takes k, k + tasks ...
 
-    Empty where there is nothing to share: one task a machine, one GPU each, or tasks that SLURM has given GPUs of their own.
+    Empty where there is nothing to share: one task a machine, one GPU each, or tasks that SLURM bound to GPUs.
     """
     num_tasks, task = num_local_slurm_tasks(environment), int(environment.get("SLURM_LOCALID", "0"))
     is_bound = any(environment.get(name, "none") != "none" for name in GPU_BINDING_VARIABLES)
@@ -158,7 +158,7 @@ def num_local_slurm_tasks(environment: Mapping[str, str]) -> int:
 
 
 class SharedSession(GenerationSession):
-    """A session on a folder that nobody holds alone."""
+    """A session on a folder that several processes share."""
 
     ledger: SharedLedger
 
@@ -179,7 +179,7 @@ class SharedSession(GenerationSession):
 
     def _check_ledger(self, prompts: PromptFile) -> None:
         """The index of rows is made anew by each process; what several commands wrote is checked line by line."""
-        # Images first: another process plans before it draws, so images without a plan after them are nobody's here.
+        # Images first: other processes plan before they draw, so images without a plan after them are of no run here.
         found = find_result_file(self.folder)
         if found and not any(self.ledger.folder.glob("plan-*")):
             raise lost_ledger_error(self.folder, found, f"{SHARED_LEDGER}/")
@@ -230,7 +230,7 @@ class SharedSession(GenerationSession):
         self.ledger.refresh()
 
     def _remove_temporary_files(self) -> None:
-        """Remove what killed writers left behind: what was not touched for a lease is nobody's."""
+        """Remove what killed writers left behind: files that were not touched for a lease."""
         probe = self.ledger.folder / f".{self.process.name}.probe.tmp"
         probe.touch()
         now = probe.stat().st_mtime
@@ -267,7 +267,7 @@ class SharedSession(GenerationSession):
         return self.leases
 
     def _record_facts(self, facts: dict[str, Any]) -> None:
-        """The first process's word counts: its micro-batch is taken, its model must be ours, another device is only said."""
+        """The first process decides: its micro-batch is taken, its model must be ours, another device is a warning."""
         for fact, value in facts.items():
             path = self.ledger.folder / FACT_FILES[fact]
             first_value = parse_fact(path, runs.create_once(path, fact_text(value)))
@@ -282,7 +282,7 @@ class SharedSession(GenerationSession):
     # -- after
 
     def _write_results(self, stats: RunStats | None) -> None:
-        """Whoever ends writes what it knows, and once more where others told news meanwhile: the last word is then the whole."""
+        """Each process writes what it knows at its end, and again if others recorded outcomes meanwhile."""
         if stats is not None:
             own = metadata_and_summary.summary_json(self._summarize(stats))
             runs.write_json_atomic(self.ledger.folder / PROCESS_SUMMARY_FILE.format(process=self.process.name), own)

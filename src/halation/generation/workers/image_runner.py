@@ -1,8 +1,8 @@
 """A loaded model on one device: draws batches while the last one is encoded and stored.
 
-`run_batch` and `dry_run` draw in micro-batches of one size, and in smaller ones where memory runs out. `ImageRunner` runs a
-worker's tasks with them: everything that touches the model runs on one thread. A batch is begun only when the one before the
-last is stored, so a kill costs the batch being drawn and, for the moment its files take, the one before it.
+`run_batch` and `dry_run` draw in micro-batches of one size, and in smaller ones where memory runs out. `ImageRunner`
+runs a worker's tasks with them: all calls of the model are made on one thread. A batch is begun only when the one
+before the last is stored, so a kill costs the batch being drawn and, while its files are written, the one before it.
 """
 
 from __future__ import annotations

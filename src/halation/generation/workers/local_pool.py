@@ -1,4 +1,4 @@
-"""The workers of this machine: a pool that starts one process per device, and the loop that each of them runs.
+"""The workers of this machine: a pool of one process per device, and the loop they run.
 
 A worker is `python -m halation.generation.workers.local_pool SOCKET`; it exchanges JSON messages with the pool.
 """

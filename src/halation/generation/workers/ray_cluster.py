@@ -1,8 +1,8 @@
-"""`halation generate --cluster ray|auto|ray://HOST:PORT`: starting Ray on this machine or joining one that runs.
+"""`--cluster ray|auto|ray://HOST:PORT`: starts Ray on this machine or joins a cluster.
 
-Ray runs in a process of its own, the driver process: a call of Ray may block for minutes, and Ray's native code ends the process
-it is in when the cluster is lost. The command only exchanges JSON messages with the driver process, so it always handles signals,
-notices a lost cluster by missing heartbeats, and ends the driver process whatever state it is in.
+Ray runs in a process of its own, the driver process: a call of Ray may block for minutes, and Ray's native code ends
+the process it is in when the cluster is lost. The command only exchanges JSON messages with the driver process, so it
+always handles signals, notices a lost cluster by missing heartbeats, and ends the driver process in any state.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def check_installed(config: GenerateConfig) -> None:
 def open_cluster(
     config: GenerateConfig,
 ) -> Iterator[tuple[Sequence[RaySlot], Callable[[Mapping[str, Any]], RayDriverProcess]]]:
-    """While entered, a driver process is connected to the cluster; given are the workers' slots there, and how to make a worker pool of them."""
+    """Connect a driver process to the cluster; yields the workers' slots and a function that makes the pool."""
     logs = config.output_dir / "logs"
     with _make_own_folder(logs) if config.cluster == "ray" else contextlib.nullcontext() as own_folder:
         driver = RayDriverProcess(config.cluster, logs, own_folder)
@@ -98,7 +98,7 @@ def _make_own_folder(logs: Path) -> Iterator[Path]:
 
 
 def _copy_worker_errors(folder: Path, logs: Path) -> None:
-    """What workers wrote outside of any log, for instance a crash in native code, lies in Ray's folder, which does not stay."""
+    """Keep what workers wrote outside of any log (a crash in native code): Ray's folder is removed."""
     for path in sorted(folder.glob("session_2*/logs/worker-*.err")):
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
         if any(not line.startswith((":job_id:", ":actor_name:")) for line in lines):
@@ -203,13 +203,13 @@ class RayDriverProcess:
         except (EOFError, OSError):
             self._loss = f"its driver process {describe_exit(self._wait(GRACE_S))}"
         now = time.monotonic()
-        # While this process itself was stopped or busy, nobody listened.
+        # While this process itself was stopped or busy, it did not listen.
         self._silent_s += min(now - self._last_poll_at, 1.0)
         self._last_poll_at = now
         return messages
 
     def _wait(self, timeout_s: float) -> int:
-        """The exit code of the driver process, which is killed where it does not end by itself, with all that is left of its group.
+        """The exit code of the driver process, which is killed with its group if it does not end by itself.
 
         Ray's agents outlive a killed Ray by a minute; they belong to the group, and workers end with their raylet.
         """
@@ -272,7 +272,7 @@ class RayDriverProcess:
         words = f"the Ray cluster ({self.cluster}) is lost: {self._loss}"
         if not self._is_stopping:
             raise HalationError(
-                f"{words}; the same command goes on once the cluster is there again, and with --cluster local without it"
+                f"{words}; the same command goes on once the cluster is back, and with --cluster local without it"
             )
         log.warning("%s", words)
         return [
@@ -398,7 +398,8 @@ def _connect(cluster: str, folder: str) -> None:
         raise InputError(
             f"no Ray cluster to join at {where}: {_short_message(error)}",
             "a running cluster of the same Ray and Python versions, and the token it was started with (RAY_AUTH_TOKEN)",
-            "start one with `ray start --head` and give RAY_ADDRESS=HOST:6379 with --cluster auto, or use --cluster ray",
+            "start one with `ray start --head` and give RAY_ADDRESS=HOST:6379 with --cluster auto, "
+            "or use --cluster ray",
         ) from error
 
 
@@ -417,7 +418,7 @@ def _check_listening(address: str) -> None:
 
 
 def _init_ray(**settings: Any) -> None:
-    """Ray's client server starts a process for each driver and, rarely, does not wait long enough for it: it is asked again."""
+    """Call ray.init; retried for ray://, whose server sometimes does not wait long enough for its own process."""
     import ray
 
     num_tries = 3 if str(settings["address"]).startswith("ray://") else 1

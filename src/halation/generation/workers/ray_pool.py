@@ -1,7 +1,7 @@
-"""The workers of a Ray cluster: one actor for each GPU of every node, which Ray starts again where their processes die.
+"""The workers of a Ray cluster: one actor for each GPU of every node, restarted by Ray.
 
-What they draw comes back to this process, which alone writes the folder: nodes need to see the model, not the images. The caller
-is connected to Ray; this module imports it only where it speaks to it.
+Their images come back to this process, which alone writes the folder: nodes need to see the model, not the images. The
+caller is connected to Ray; this module imports it only where it calls it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ POLL_TIMEOUT_S = 5.0
 PLACEMENT_INTERVAL_S = 1.0
 FETCH_TIMEOUT_S = 120.0
 MAX_ACTOR_RESTARTS = 1
-"""Times Ray starts one actor again and redoes its batches; after that the supervisor counts the death and asks for a new one."""
+"""Times Ray restarts one actor and redoes its batches; after that the supervisor counts the death and replaces it."""
 NUM_STORE_THREADS = 4
 """Batches whose bytes this process holds at once; the others wait in the object stores of their nodes."""
 FORWARDED_VARIABLES = (
@@ -148,7 +148,7 @@ class GenerationActor(TaskHandler):
             return lines
 
     def _get_runner(self) -> ImageRunner:
-        """The runner, opened by whoever needs it first: after a restart by Ray that is the batch that is drawn again."""
+        """The runner, opened when it is first needed: after a restart by Ray by the batch that is drawn again."""
         with self._open_lock:
             if self._runner is None:
                 self._check_node()
@@ -185,7 +185,7 @@ class GenerationActor(TaskHandler):
                 self._encoded_images[name] = encoded_image
 
     def _take_images(self, names: Sequence[str]) -> list[EncodedImage]:
-        """The batch's encoded images; the last batch that expects an image takes it out (one may be here twice, alone the second time)."""
+        """The batch's encoded images; an image that two batches hold (a retry draws it alone) stays for the last."""
         with self._lock:
             encoded_images = [self._encoded_images[name] for name in names if name in self._encoded_images]
             self._expected_names.subtract(names)
@@ -197,7 +197,7 @@ class GenerationActor(TaskHandler):
 
 
 def installed_versions() -> dict[str, str]:
-    """Versions of what decides an image's bytes; a build's suffix (+cpu, +cu128) may differ between a head node and the others."""
+    """Versions that decide an image's bytes, without the build's suffix (+cpu, +cu128), which may differ by node."""
     found = {}
     for name in CHECKED_PACKAGES:
         try:
@@ -240,7 +240,7 @@ class RaySlot(WorkerSlot):
 
 
 def assign_slots(nodes: Sequence[Mapping[str, Any]], nproc: int, oversubscribe: bool) -> list[RaySlot]:
-    """One worker for each GPU of every node of `ray.nodes()`; without GPUs one for each node, or `nproc` in turn over the nodes."""
+    """One worker for each GPU of every node of `ray.nodes()`; without GPUs one per node, or `nproc` in turn."""
     alive = sorted((node for node in nodes if node["Alive"]), key=_node_order)
     resource = "GPU" if any(node["Resources"].get("GPU", 0) >= 1 for node in alive) else "CPU"
     capacity = {node["NodeID"]: int(node["Resources"].get(resource, 0)) for node in alive}
@@ -249,7 +249,8 @@ def assign_slots(nodes: Sequence[Mapping[str, Any]], nproc: int, oversubscribe: 
     count = nproc or (total if resource == "GPU" else len(capacity))
     if not total or (count > total and not oversubscribe):
         raise InputError(
-            f"--nproc {count} on a cluster of {len(alive)} node{'s' if len(alive) != 1 else ''} with {total} {resource}s in all",
+            f"--nproc {count} on a cluster of {len(alive)} node{'s' if len(alive) != 1 else ''} "
+            f"with {total} {resource}s in all",
             f"at most one worker a {resource}",
             f"use --nproc {total} or fewer" if total else "give the cluster's nodes CPUs or GPUs to work with",
         )
@@ -333,7 +334,8 @@ class RayWorkerPool:
             capacity = self._free_capacity()
             for worker in list(self._start_deadlines):
                 slot = self.slots[worker]
-                for node in sorted(capacity, key=lambda node, preferred_node=slot.node: node != preferred_node):  # type: ignore[misc]
+                own_first = [slot.node] if slot.node in capacity else []
+                for node in dict.fromkeys([*own_first, *capacity]):
                     if capacity[node] >= slot.share - 1e-6:
                         capacity[node] -= slot.share
                         del self._start_deadlines[worker]
@@ -365,7 +367,7 @@ class RayWorkerPool:
         environment |= {"RANK": str(worker), "TOKENIZERS_PARALLELISM": "false"}
         environment |= {"OMP_NUM_THREADS": str(self.settings["threads"])}
         settings = {**self.settings, "device": slot.device, "label": slot.label, "node": slot.name}
-        # Tied to its node: were it free to go, Ray would let it wait for room elsewhere without an end and without a word.
+        # Tied to its node: otherwise Ray would let it wait for room elsewhere without an end and without a message.
         actor: Any = (
             self.ray.remote(GenerationActor)
             .options(
@@ -504,7 +506,7 @@ class RayWorkerPool:
         return [self._remove_worker(worker, "has ended")]
 
     def _handle_lost_actor(self, worker: int, error: BaseException) -> list[WorkerEvent]:
-        """The actor is dead for good, or could not even begin; a node without Halation is nothing that another try mends."""
+        """The actor is dead for good, or could not begin; a node without Halation is not retried."""
         from ray.exceptions import ActorUnschedulableError, RayTaskError
 
         words = str(error).strip()
@@ -582,7 +584,7 @@ class RayWorkerPool:
             self._kill_actor(handle)
         self._handles.clear()
         self._start_deadlines.clear()
-        # What nobody has heard of is not drawn, so it need not be written either.
+        # Images that were not reported are not recorded, so they need not be written either.
         self._store_threads.shutdown(wait=True, cancel_futures=True)
 
 

@@ -1,4 +1,4 @@
-"""A tokenizer over the words of a data set's captions, and warnings about prompts it cannot read.
+"""A tokenizer over the words of captions, and warnings about prompts it cannot read.
 
 Other words are encoded as bytes. Stored as JSON; torch is imported only where tensors are made.
 """
@@ -143,7 +143,7 @@ class WordTokenizer:
 def find_prompt_warnings(
     folder: Path, name: str, prompts: Iterable[str], *, check_lengths: bool = True
 ) -> Iterator[str]:
-    """A sentence about unknown words and, unless somebody else says so, one about prompts that are too long, where there are such."""
+    """Warnings about unknown words and, with `check_lengths`, about prompts that are too long."""
     tokenizer = _load_tokenizer(folder)
     if tokenizer is None:
         return
@@ -158,14 +158,15 @@ def find_prompt_warnings(
         yield f"{name} does not know: {shown}{rest} (in {num_affected:,} of {total}); it cannot draw what they mean"
     num_long = sum(tokenizer.encode(prompt).truncated for prompt in checked) if check_lengths else 0
     if num_long:
-        yield f"{num_long:,} of {total} {'is' if num_long == 1 else 'are'} longer than {name} reads: the end has no effect"
+        verb = "is" if num_long == 1 else "are"
+        yield f"{num_long:,} of {total} {verb} longer than {name} reads: the end has no effect"
 
 
 def _find_unknown_words(tokenizer: WordTokenizer, prompts: Iterable[str]) -> tuple[list[str], int]:
     """The words, the most frequent first, and the number of prompts that have one; a mark between words is none."""
     known, counts, num_affected = set(tokenizer.words), Counter[str](), 0
     for prompt in prompts:
-        # The parts of an emoji that nobody sees (marks, joiners) and half of one are no words either.
+        # The invisible parts of an emoji (marks, joiners) and half of one are no words either.
         found = {
             piece
             for piece in split_words(prompt)
@@ -177,7 +178,7 @@ def _find_unknown_words(tokenizer: WordTokenizer, prompts: Iterable[str]) -> tup
 
 
 def _load_tokenizer(folder: Path) -> WordTokenizer | None:
-    """Of a checkpoint or an export; None for models that read otherwise. What cannot be read is for the loader to refuse."""
+    """The tokenizer of a checkpoint or an export; None for other models. Unreadable files are left to the loader."""
     committed = (folder / COMMIT_FILE).exists()
     try:
         value = read_json(folder / ("state.json" if committed else "config.json"))

@@ -1,4 +1,4 @@
-"""What a pipeline can and cannot do, said before anything is drawn: options, sizes, frames, steps and guidance."""
+"""What a pipeline can do, checked before it draws: options, sizes, steps, guidance."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _check_value(name: str, value: Any, default: Any, hint: Any) -> None:
 
 
 def _matches_hint(value: Any, hint: Any) -> bool:
-    """Whether a value read from JSON can stand for a hint; what a hint means beyond JSON's types is left to the pipeline."""
+    """Whether a value read from JSON fits a type hint; hints beyond JSON's types are left to the pipeline."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return any(_matches_hint(value, one) for one in inner)
@@ -133,7 +133,7 @@ def _wants_tuple(hint: Any) -> bool:
 
 
 def call_failed_error(kind: type[Any], arguments: Mapping[str, Any], error: Exception) -> InputError:
-    """For a call that failed at a dry run: what was given beyond the ordinary is what a person can change."""
+    """The error for a call that failed at a dry run; it names the arguments that users can change."""
     given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
     return InputError(
         f"{kind.__name__} does not draw with --pipeline_args {given}: {type(error).__name__}: {error}",
@@ -163,13 +163,14 @@ def check_text_only(kind: type[Any]) -> None:
     raise InputError(
         f"{kind.__name__} {wants}",
         "a pipeline that draws images or videos from a prompt alone",
-        f"use a text-to-image or text-to-video model, such as {', '.join(sorted({family.name for family in FAMILIES.values()}))}",
+        "use a text-to-image or text-to-video model, such as "
+        + ", ".join(sorted({family.name for family in FAMILIES.values()})),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineOptions:
-    """How a pipeline is to be opened, as a person asked for it."""
+    """How a pipeline is to be opened, as the flags say."""
 
     dtype: str
     device: str
@@ -252,7 +253,7 @@ class PipelineChecker:
 
     @functools.cached_property
     def default_arguments(self) -> dict[str, Any]:
-        """Cleaning captions needs two libraries; where they are missing the pipeline skips it, and says so on every call."""
+        """Cleaning captions needs two libraries; without them the pipeline skips it, and warns on every call."""
         from diffusers.utils import is_bs4_available, is_ftfy_available
 
         if "clean_caption" in self._parameters and not (is_bs4_available() and is_ftfy_available()):
@@ -284,7 +285,7 @@ class PipelineChecker:
 
     @functools.cached_property
     def size_multiple(self) -> int:
-        """Height and width must be multiples of the autoencoder's factor times the patch, and of what the family adds."""
+        """Height and width are multiples of the autoencoder's factor times the patch, and of what the family adds."""
         pipe = self.pipe
         factor = getattr(pipe, "vae_scale_factor_spatial", None) or getattr(pipe, "vae_scale_factor", None) or 1
         denoiser = self._denoiser
@@ -344,10 +345,10 @@ class PipelineChecker:
     def frames_to_generate(self, spec: SampleSpec) -> tuple[int, int | None]:
         """What to ask of the pipeline, and to how many latent frames the latents are doubled on the way, if at all.
 
-        With --enable_half_frame the high-noise expert draws ceil(F / 2) of a video's F latent frames. After its last step
-        every latent frame is repeated once and, for an odd F, the last repetition dropped. The first latent frame of a causal
-        autoencoder stands for one frame of the video and each other one for several (Wan: four), so half the latent frames
-        are not exactly half the frames.
+        With --enable_half_frame the high-noise expert draws ceil(F / 2) of a video's F latent frames. After its last
+        step every latent frame is repeated once and, for an odd F, the last repetition dropped. The first latent frame
+        of a causal autoencoder stands for one frame of the video and each other one for several (Wan: four), so half
+        the latent frames are not exactly half the frames.
         """
         if not self.options.half_frame or spec.num_frames == 1 or not self.has_two_experts:
             return spec.num_frames, None
@@ -412,7 +413,7 @@ class PipelineChecker:
         return not distilled or denoiser is None or bool(denoiser.config.get("guidance_embeds"))
 
     def describe(self, own_scheduler: str) -> dict[str, Any]:
-        """What the run records: who draws, and what each option does to the image (E0 nothing, E1 rounding, E2 another image)."""
+        """What the run records: the pipeline, and each option's effect (E0 none, E1 rounding, E2 another image)."""
         options, scheduler = self.options, type(self.pipe.scheduler).__name__
         classes: dict[str, str] = {"offload": "E0"} if options.offload != "none" else {}
         if options.compile:

@@ -1,7 +1,7 @@
-"""A denoiser's forward as one CUDA graph for each shape of its inputs: the same kernels, without the CPU time to launch them.
+"""Runs a denoiser's forward as one CUDA graph for each shape of its inputs.
 
-At batch one the CPU needs as long to launch a large transformer's kernels as the GPU to run them. Shapes never change within a run,
-so each is recorded once and replayed; the numbers are the recorded kernels' own.
+At batch one the CPU needs as long to launch a large transformer's kernels as the GPU to run them. Shapes never change
+within a run, so each is recorded once and replayed; the numbers are the recorded kernels' own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class CapturedGraph:
 
 
 class CudaGraphForward:
-    """Calls `forward` until it is warm, then records it, then replays the recording; anything unusual is simply called."""
+    """Calls `forward` until it is warm, then records it, then replays the recording; other inputs are called."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         functools.update_wrapper(self, forward)
@@ -61,7 +61,7 @@ class CudaGraphForward:
         return tuple(value.clone() if isinstance(value, Tensor) else value for value in captured.outputs)
 
     def _capture(self, key: GraphKey, leaves: list[Any], structure: Any) -> bool:
-        """Record one call; a forward that cannot be recorded (it asks the GPU for a number, say) is called from now on."""
+        """Record one call; a forward that cannot be recorded (it reads a number from the GPU) is called from now on."""
         static = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         args, kwargs = pytree.tree_unflatten(static, structure)
         graph = torch.cuda.CUDAGraph()

@@ -1,4 +1,4 @@
-"""What is particular to a pipeline family and cannot be asked of the pipeline object itself."""
+"""Facts about pipeline families that cannot be read from the pipeline object itself."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 GuidanceBranches = Literal["doubled", "two calls", "unknown"]
-"""How guidance runs its unconditional branch: in one batch [negative, positive], in a second call a step, or we do not know."""
+"""How guidance runs its unconditional branch: in one batch [negative, positive], in a second call a step, unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class PipelineFamily:
     reads_timesteps: bool = False  # its loop asks for each timestep's value, which on the GPU means waiting for it
     one_step_needs_pred_original: bool = False  # with one step it reads the second value of scheduler.step
     token_limits: Mapping[str, int | str] = field(default_factory=dict)
-    """How many tokens of each tokenizer reach the model: a number, the tokenizer's `model_max_length`, or an argument of the call."""
+    """How many tokens of each tokenizer reach the model: a number, `model_max_length`, or an argument of the call."""
 
     @property
     def pads_text_to_fixed_length(self) -> bool:

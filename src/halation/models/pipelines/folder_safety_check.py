@@ -1,4 +1,4 @@
-"""Which pipeline folders are safe to open: decided by reading JSON and safetensors headers, before any library sees the folder.
+"""Checks that a pipeline folder is safe to open, by its JSON and safetensors headers.
 
 It knows names, files and headers; it never unpickles, imports or runs anything that lies in the folder.
 """
@@ -41,7 +41,7 @@ _VARIANT_PATTERN = re.compile(r"\.(fp16|bf16|fp32)(-\d{5}-of-\d{5})?\.safetensor
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineFiles:
-    """What `model_index.json` asks for, checked: a pipeline class, its components, and the weights' variant if they have only one."""
+    """What `model_index.json` asks for, checked: pipeline class, components, and the weights' only variant."""
 
     path: Path
     class_name: str
@@ -52,7 +52,7 @@ class PipelineFiles:
 
 
 def inspect_pipeline_folder(path: Path, pipeline_modules: frozenset[str]) -> PipelineFiles:
-    """Read and check a pipeline folder. `pipeline_modules` are diffusers' own pipeline packages, where some components live."""
+    """Read and check a pipeline folder. `pipeline_modules`: diffusers' own packages, where some components live."""
     index = _read_model_index(path)
     class_name = index.get("_class_name")
     if not isinstance(class_name, str) or not _NAME_PATTERN.fullmatch(class_name):
@@ -139,14 +139,15 @@ def _check_no_remote_code(
     if known and _NAME_PATTERN.fullmatch(component) and not (path / name / f"{library}.py").exists():
         return
     raise InputError(
-        f"{path}: the component {name!r} is {library}.{component}, which is code that does not come with diffusers or transformers",
+        f"{path}: the component {name!r} is {library}.{component}, "
+        "which is code that does not come with diffusers or transformers",
         "components of diffusers and transformers only",
         "use a model that needs no remote code; Halation never runs code from a model folder",
     )
 
 
 def _check_component(path: Path, name: str, class_name: str) -> str | None:
-    """Refuse what is missing, damaged or unsafe in one component's folder; the variant if its weights have only that."""
+    """Refuse a component's folder where files are missing, damaged or unsafe; returns its weights' only variant."""
     folder = path / name
     if not folder.is_dir():
         raise InputError(
@@ -209,7 +210,7 @@ def check_component_sizes(path: Path) -> None:
 
 
 def check_model_sizes(folder: Path, class_name: str = "") -> None:
-    """Refuse the folder of a model, tokenizer or scheduler whose configs ask for absurd sizes, or that holds files without end."""
+    """Refuse the folder of a component whose configs ask for absurd sizes, or that holds too many files."""
     weights = [file for file in _list_regular_files(folder) if file.suffix == ".safetensors"]
     _check_sizes(folder, weights, class_name)
 
@@ -329,7 +330,7 @@ def _check_shards(file: Path, value: Any) -> None:
 
 
 def check_safetensors(file: Path) -> dict[str, Any]:
-    """Refuse a file that is shorter or longer than its header says: a copy or a download that was cut off. Returns the header."""
+    """Refuse a file whose length is not what its header says: a copy that was cut off. Returns the header."""
     try:
         return input_files.read_safetensors_header(file)
     except (ValueError, OSError) as error:

@@ -1,6 +1,6 @@
-"""Loads a checked pipeline folder: class, weights, dtype, device, offloading and compiled blocks.
+"""Loads a checked pipeline folder: class, weights, dtype, device, offloading, compiling.
 
-Importing this module filters what diffusers and transformers log without need, some of it while their models are imported.
+Importing this module filters messages of diffusers and transformers, some of which come while models are imported.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def pipeline_class(files: PipelineFiles) -> type[Any]:
     kind = getattr(diffusers, files.class_name, None)
     if not isinstance(kind, type) or not issubclass(kind, diffusers.DiffusionPipeline):
         raise InputError(
-            f"{files.path}: model_index.json asks for {files.class_name}, which diffusers {diffusers.__version__} does not have",
+            f"{files.path}: model_index.json asks for {files.class_name}, "
+            f"which diffusers {diffusers.__version__} does not have",
             "a pipeline class of the installed diffusers",
             "install the diffusers release the model asks for; Halation runs no code from a model folder",
         )
@@ -91,7 +92,7 @@ def pipeline_class(files: PipelineFiles) -> type[Any]:
 
 
 class _MissingWeightsHandler(logging.Handler):
-    """What the libraries only mention in their logs: weights that the files do not hold and that were made up instead."""
+    """Collects what the libraries only log: weights that the files do not hold and that were made up instead."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -136,7 +137,7 @@ def load_components(
     """The pipeline without the components named in `absent`; `dtype` may be a mapping by component."""
     # diffusers wants to be told once more that a text encoder is missing on purpose.
     without = [*absent, *(name for name in files.omitted_components if name.startswith(("text_encoder", "tokenizer")))]
-    # Some models draw first numbers that the files' own replace; nobody's random numbers may depend on that.
+    # Some models draw first numbers that the files' own replace; the caller's random numbers must not change by it.
     with (
         _collect_missing_weights() as handler,
         torch.random.fork_rng(devices=[]),
@@ -157,14 +158,15 @@ def load_components(
     missing_weights = [name for name in handler.missing_weights if "pooler" not in name]
     if missing_weights:
         raise InputError(
-            f"{files.path} lacks {len(missing_weights)} weights, first {missing_weights[0]}; they would be random numbers",
+            f"{files.path} lacks {len(missing_weights)} weights, first {missing_weights[0]}; "
+            "they would be random numbers",
             "weights for every part of the model",
             "download the whole model",
         )
     pipe.set_progress_bar_config(disable=True)
     for component in pipe.components.values():
         if isinstance(component, nn.Module):
-            # Weights keep requires_grad: without it float32 matmuls on a GPU take another path, and pixels differ from the pipeline's.
+            # Weights keep requires_grad: without it float32 matmuls on a GPU take another path, and pixels differ.
             component.eval()
     return pipe
 
@@ -172,9 +174,10 @@ def load_components(
 def prepare_weights(module: nn.Module, *, own_memory: bool, dtype: torch.dtype | None) -> None:
     """Make the weights that were read fit for training.
 
-    In memory of their own, because they are a window on their file, which somebody may replace meanwhile. They also begin where the
-    file's header ends, and products of single rows round by where memory begins: sharded weights would give other bits. In one dtype,
-    where that is given: some families keep a few weights in float32, and no engine shards trained weights of two dtypes together.
+    In memory of their own, because they are a window on their file, which may be replaced meanwhile. They also begin
+    where the file's header ends, and products of single rows round by where memory begins: sharded weights would give
+    other bits. In one dtype, where that is given: some families keep a few weights in float32, and no engine shards
+    trained weights of two dtypes together.
     """
     for weight in module.parameters():
         weight.data = weight.data.to(dtype or weight.dtype)
@@ -213,7 +216,7 @@ def apply_offload(pipe: Any, options: PipelineOptions) -> None:
 
 
 def _modules_kept_on_device(pipe: Any) -> dict[str, nn.Module]:
-    """The autoencoder, small as it is, for a second decoding in float32, and models whose layers cannot be moved one by one."""
+    """The autoencoder, for a second decoding in float32, and models whose layers cannot be moved one by one."""
     models = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
     whole = {
         name
@@ -226,7 +229,7 @@ def _modules_kept_on_device(pipe: Any) -> dict[str, nn.Module]:
 
 
 def apply_compile(pipe: Any) -> None:
-    """Compile the block that repeats, never the whole model: seconds instead of minutes, and one graph for all layers."""
+    """Compile the repeated block, not the whole model: seconds instead of minutes, and one graph for all layers."""
     for name in DENOISER_COMPONENTS:
         module = getattr(pipe, name, None)
         if isinstance(module, nn.Module):

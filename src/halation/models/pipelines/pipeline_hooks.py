@@ -1,7 +1,7 @@
-"""Hooks inside a diffusers pipeline: count steps, cut guidance short, double frames between two experts, keep the decoder's input.
+"""Hooks inside a pipeline: steps, truncated guidance, doubled frames, decoder input.
 
-They are installed once, carry the state of one call, and leave every number as it is where no option is on. The pipeline's own
-`__call__` does the drawing.
+They are installed once, carry the state of one call, and leave every number as it is where no option is on. The
+pipeline's own `__call__` does the drawing.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class DecodeCall:
 
 @dataclass(kw_only=True)
 class PipelineHooks:
-    """Wraps the scheduler's `step`, the denoisers' and text encoders' `forward` and the autoencoder's `decode` of one pipeline."""
+    """Wraps the scheduler's `step`, the denoisers' and text encoders' `forward` and the autoencoder's `decode`."""
 
     pipe: Any
     guidance_branches: GuidanceBranches
@@ -62,7 +62,7 @@ class PipelineHooks:
     _call: PipelineCall | None = field(default=None, init=False)
 
     def install(self) -> None:
-        """Before any offloading: accelerate keeps what it finds as `forward`, and gives it back when its own hooks go."""
+        """Call before any offloading: accelerate keeps `forward` as it finds it, and restores it with its hooks."""
         scheduler = self.pipe.scheduler
         scheduler.step = self._wrap_step(scheduler.step)
         if self.timesteps_on_cpu:
@@ -90,7 +90,7 @@ class PipelineHooks:
     # The scheduler
 
     def _step_index(self, call: PipelineCall, scheduler_call: int) -> int:
-        """Which of the steps asked for a scheduler call belongs to; Heun makes two calls a step, PNDM one more than steps."""
+        """The requested step of a scheduler call; Heun makes two calls a step, PNDM one more than steps."""
         num_calls = max(len(self.pipe.scheduler.timesteps), call.num_steps)
         return scheduler_call * call.num_steps // num_calls
 
@@ -232,7 +232,7 @@ def _run_conditional_half(
 
 
 def cache_encodings(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A text encoder that does not compute the same batch of token ids twice: negative prompts come back in every batch."""
+    """Cache a text encoder's results by token ids: negative prompts come back in every batch."""
     cache: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
 
     @functools.wraps(forward)

@@ -1,4 +1,4 @@
-"""diffusers pipelines: opened safely, drawn by their own `__call__`, steered by hooks that all families share."""
+"""Generates batches by a diffusers pipeline's own `__call__`, with hooks for all families."""
 
 from __future__ import annotations
 
@@ -76,13 +76,14 @@ def start_host_copy(pixels: Tensor, finite: Tensor) -> Callable[[], tuple[Frames
 def make_collector(
     videos: Tensor, finite: Tensor, specs: Sequence[SampleSpec], errors: Mapping[int, ImageError]
 ) -> Callable[[], list[Frames | ImageError]]:
-    """`Painting.collect` for the rows of one call; `errors` rows have no image whatever their pixels are."""
+    """`PendingImages.collect` for the rows of one call; `errors` rows have no image whatever their pixels are."""
     first = specs[0]
     found = (videos.shape[1], videos.shape[3], videos.shape[4])
     wanted = (first.num_frames, first.height, first.width)
     if len(videos) != len(specs) or found != wanted:
         error = ImageError(
-            f"the pipeline drew {len(videos)} x {_format_size(found)} where {len(specs)} x {_format_size(wanted)} was asked for"
+            f"the pipeline drew {len(videos)} x {_format_size(found)} "
+            f"where {len(specs)} x {_format_size(wanted)} was asked for"
         )
         return lambda: [error for _ in specs]
     wait = start_host_copy(to_pixels(videos), finite)
@@ -104,7 +105,7 @@ def _format_size(size: tuple[int, int, int]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class PartialResult:
-    """Rows of a painting that stand for rows of a larger one: `rows[n]` of the whole is `inner[n]` of the painting."""
+    """Rows of one call that stand for rows of a larger result: `rows[n]` of the whole is `result_rows[n]`."""
 
     result: PendingImages
     rows: tuple[int, ...]
@@ -112,7 +113,7 @@ class PartialResult:
 
 
 def merge_results(parts: Sequence[PartialResult]) -> PendingImages:
-    """One painting out of several, each of which knows some of the rows."""
+    """One result out of several, each of which has some of the rows."""
     sources = {row: (part, inner) for part in parts for row, inner in zip(part.rows, part.result_rows, strict=True)}
 
     def collect() -> list[Frames | ImageError]:
@@ -147,7 +148,7 @@ def open_pipeline(
 ) -> PipelineModel:
     """Check a pipeline folder, load it, and make it ready to draw.
 
-    Nothing that lies in the folder is run: the classes come from diffusers and transformers, the weights are safetensors.
+    No code of the folder is run: the classes come from diffusers and transformers, the weights are safetensors.
     """
     files = inspect_pipeline_folder(Path(path), pipeline_modules())
     kind = pipeline_class(files)
@@ -229,7 +230,7 @@ class PipelineModel:
             )
         without = tuple(row for row, spec in enumerate(specs) if not spec.negative_prompt)
         if self._zeroes_empty_negative_prompt and 0 < len(without) < len(specs):
-            # Such a pipeline takes a whole call without negative prompts for another thing than one empty text among others.
+            # Such a pipeline treats a call without negative prompts differently from one empty text among others.
             given = tuple(row for row in range(len(specs)) if row not in without)
             blank = [replace(spec, negative_prompt="") for spec in specs]
             return merge_results(

@@ -1,4 +1,4 @@
-"""Another scheduler for a pipeline: by class name or short name, made from the pipeline's own scheduler config, if it fits the model."""
+"""Other schedulers for a pipeline, made from the config of its own scheduler."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def _dynamic_shift(config: Any, num_tokens: int) -> float:
 def few_step_scheduler(scheduler: Any, family: PipelineFamily, num_steps: int, num_tokens: int) -> Any:
     """A first-order solver that goes from pure noise to the image in `num_steps` steps of equal (shifted) time.
 
-    Rectified flow is drawn by Euler at the shift the teacher has for this size; a table of noise levels by DDIM without noise of its
-    own, from the last level on.
+    Rectified flow is drawn by Euler at the shift the teacher has for this size; a table of noise levels by DDIM without
+    noise of its own, from the last level on.
     """
     levels = int(scheduler.config.num_train_timesteps)
     if not is_flow(scheduler):
@@ -103,13 +103,15 @@ def few_step_scheduler(scheduler: Any, family: PipelineFamily, num_steps: int, n
 
 
 def _terminal_shift_settings(shift: float, num_steps: int, levels: int) -> dict[str, float]:
-    """Where the pipeline leaves the times to the scheduler, that one spreads them down to its lowest level, and its last step of
-    few would do nothing. Its own stretching puts that right: with the shift below, times that end at a K-th of the way, shifted,
-    are those that K equal steps go through.
+    """Settings that make a scheduler, to which the pipeline leaves the times, go through K equal steps.
 
-    Times u from 1 to m become 1 - (1 - T) / (1 - w(m)) * (1 - w(u)) with w(u) = a u / (1 + (a - 1) u). That is the wanted
-    s u' / (1 + (s - 1) u') at u' = 1 - r (1 - u), r = (K - 1) / K / (1 - m), for a = s / (s - (s - 1) r). The lowest level m depends
-    on a, by little: a few rounds settle it.
+    By default it spreads its times down to its lowest level, and its last step of few would do nothing. Its own
+    stretching corrects that: with the shift below, times that end at a K-th of the way, shifted, are those that K equal
+    steps go through.
+
+    Times u from 1 to m become 1 - (1 - T) / (1 - w(m)) * (1 - w(u)) with w(u) = a u / (1 + (a - 1) u). That is the
+    wanted s u' / (1 + (s - 1) u') at u' = 1 - r (1 - u), r = (K - 1) / K / (1 - m), for a = s / (s - (s - 1) r). The
+    lowest level m depends on a, by little: a few rounds settle it.
     """
     terminal = shift / num_steps / (1 + (shift - 1) / num_steps)
     own = shift
@@ -181,7 +183,7 @@ def _accepts_timesteps(name: str, scheduler: Any, family: PipelineFamily) -> boo
 
 
 def make_scheduler(scheduler: Any, wanted: str, family: PipelineFamily) -> Any:
-    """The scheduler a person asked for, with the config of the one the model came with."""
+    """The scheduler of this name, with the config of the one the model came with."""
     names = compatible_schedulers(scheduler, family)
     short_names = {**SHORT_NAMES, **_FLOW_NAMES} if is_flow(scheduler) else SHORT_NAMES
     class_name = short_names.get(wanted, wanted)

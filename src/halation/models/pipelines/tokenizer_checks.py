@@ -1,7 +1,7 @@
-"""A pipeline's tokenizers: whether their vocabularies are there and fit the text encoders, and how much of a prompt is read.
+"""Checks a pipeline's tokenizers: vocabulary, text encoder, length of prompts.
 
-transformers opens a tokenizer without its vocabulary and turns every text into the same few tokens: a whole run would then draw one
-image for all prompts, and nothing would say so.
+transformers opens a tokenizer without its vocabulary and turns every text into the same few tokens: a whole run would
+then draw one image for all prompts, without any message.
 """
 
 from __future__ import annotations
@@ -58,13 +58,14 @@ def check_has_vocabulary(folder: Path, kind: Any) -> None:
 
 
 def check_tokenizers(path: Path, pipe: Any, family: PipelineFamily) -> None:
-    """Refuse a loaded pipeline whose tokenizers cannot tell texts apart or name tokens that its text encoders do not have."""
+    """Refuse a pipeline whose tokenizers cannot tell texts apart or have tokens that its text encoders lack."""
     for name, tokenizer in _tokenizers(pipe):
         unknown = tokenizer.unk_token_id
         texts = {tuple(token for token in _token_ids(tokenizer, text) if token != unknown) for text in _PROBE_TEXTS}
         if len(texts) == 1:
             raise InputError(
-                f"{path}: the component {name!r} turns different texts into the same tokens; every prompt would be the same",
+                f"{path}: the component {name!r} turns different texts into the same tokens; "
+                "every prompt would be the same",
                 f"a whole {type(tokenizer).__name__} with the vocabulary the model was trained with",
                 "download the whole model",
             )
@@ -93,7 +94,7 @@ def _check_embeddings(path: Path, pipe: Any, name: str, tokenizer: PreTrainedTok
     try:
         num_rows = int(encoder.get_input_embeddings().weight.shape[0])  # type: ignore[union-attr]
     except (AttributeError, NotImplementedError):
-        return  # no encoder of that name, or one of transformers' that does not say where its embeddings are: nothing to compare with
+        return  # no encoder of that name, or one that does not tell where its embeddings are
     # Tokens that were added later stand in some published vocabularies only for other models that share them.
     added = tokenizer.get_added_vocab()
     largest = max((number for token, number in tokenizer.get_vocab().items() if token not in added), default=0)

@@ -1,4 +1,4 @@
-"""Two transformers that share the noise levels of one model: the first from a boundary up to pure noise, the second below."""
+"""Two transformers that share the noise levels of one model, above and below a boundary."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class ExpertPair(nn.Module):
         self.low = low
         self.boundary = boundary
         self.always_run_both = False
-        """Whether both run at every forward, one of them on a row that nobody asked for where none is its own: ranks that share
-        the weights of both must ask for them equally often."""
+        """Whether both run at every forward, on a dummy row where none is their own: ranks that share the weights of
+        both must gather them equally often."""
         self._keep_in_fp32_modules = getattr(high, "_keep_in_fp32_modules", None)
 
     @property

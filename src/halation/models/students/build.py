@@ -1,4 +1,4 @@
-"""Students: models of their teacher's family, in its space, that read what it reads; smaller, or the same and drawn in fewer steps."""
+"""Opens students: models of their teacher's family, smaller or drawn in fewer steps."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def open_student(
 ) -> Denoiser:
     """A student on the CPU, of the pipeline in a folder or of a DiT that is loaded; the teacher is left as it is.
 
-    `few_steps` says how many steps it is drawn in by a first-order solver (the sampler `euler` of a DiT); 0 is as the teacher is
-    drawn. With adapters (`lora`) it is the teacher's own weights that they are put on.
+    `few_steps` is the number of steps it is drawn in by a first-order solver (the sampler `euler` of a DiT); 0 means as
+    the teacher is drawn. Adapters (`lora`) are put on the teacher's own weights.
     """
     if isinstance(few_steps, bool):
         raise TypeError("few_steps is a number of steps: the scheduler of a student is made for it")

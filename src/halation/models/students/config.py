@@ -1,18 +1,18 @@
-"""The shape of a student: a small JSON file in which everything that is null or left out is as the teacher's.
+"""The shape of a student: a JSON file in which null or a missing key means the teacher's.
 
     {"family": "wan", "width": 1536, "heads": 12, "depth": 30, "patch_size": null}
 
-| key               | what it is                                                      | where it may differ from the teacher's |
-|-------------------|-----------------------------------------------------------------|----------------------------------------|
-| `family`          | `dit`, `hunyuandit`, `pixart`, `sd3`, `flux` or `wan`            | nowhere: it is there to be checked     |
-| `width`           | channels of the transformer; `heads` divides it                 | everywhere                             |
-| `heads`           | attention heads; a head is `width / heads` wide                 | everywhere                             |
-| `depth`           | blocks (of FLUX double and single ones together)                | everywhere                             |
-| `layers`          | numbers of the teacher's blocks that become the student's, from 0, instead of `depth` | everywhere       |
-| `mlp_ratio`       | width of the feed-forward part over `width`                     | HunyuanDiT and Wan                     |
-| `patch_size`      | latents on a side of a patch; `patch` is the same key           | everywhere but FLUX, whose pipeline packs two by two |
-| `latent_channels` | channels of the autoencoder's latents                           | nowhere: both work in the same latents |
-| `text_width`      | channels of the text embeddings that the transformer reads      | a DiT, whose text encoder is its own   |
+| key               | what it is                                            | where it may differ from the teacher's |
+|-------------------|-------------------------------------------------------|----------------------------------------|
+| `family`          | `dit`, `hunyuandit`, `pixart`, `sd3`, `flux` or `wan`  | nowhere: it is there to be checked     |
+| `width`           | channels of the transformer; `heads` divides it       | everywhere                             |
+| `heads`           | attention heads; a head is `width / heads` wide       | everywhere                             |
+| `depth`           | blocks (of FLUX double and single ones together)      | everywhere                             |
+| `layers`          | the teacher's blocks to keep, from 0; not `depth`     | everywhere                             |
+| `mlp_ratio`       | width of the feed-forward part over `width`           | HunyuanDiT and Wan                     |
+| `patch_size`      | latents on a side of a patch; `patch` is the same key | everywhere but FLUX (packs two by two) |
+| `latent_channels` | channels of the autoencoder's latents                 | nowhere: both work in the same latents |
+| `text_width`      | channels of the text embeddings that are read         | a DiT, whose text encoder is its own   |
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A student in a pipeline: another transformer in the place of the teacher's, and the scheduler it is drawn with."""
+"""A student inside a pipeline: its own transformer, and the scheduler it is drawn with."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class PipelineStudent:
             for name, parameter in inspect.signature(_transformer_class(files, base).__init__).parameters.items()
             if parameter.default is not inspect.Parameter.empty
         }
-        teacher_config.pop("_name_or_path", None)  # somebody's folder
+        teacher_config.pop("_name_or_path", None)  # a path of the machine it was saved on
         full_config = {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in {**default_config, **teacher_config}.items()

@@ -1,4 +1,4 @@
-"""Cuts a teacher's weights to a student's: blocks kept by number, channels evenly, heads whole.
+"""Cuts a teacher's weights to a student's: blocks by number, channels evenly, heads whole.
 
 A tensor is cut by its name and by the two shapes it has to go between.
 """
@@ -105,8 +105,10 @@ def shrink_weights(teacher: nn.Module, student: nn.Module, plan: ShrinkPlan) -> 
 
 
 def _find_source(name: str, own: Tensor, teacher_parameters: Mapping[str, Tensor], plan: ShrinkPlan) -> Tensor | None:
-    """The teacher's tensor of this name in the block that is kept; where that block has none, or one for another purpose (more or
-    fewer vectors of modulation), in the nearest block that has one."""
+    """The teacher's tensor of this name in the block that is kept, or in the nearest block that has a fitting one.
+
+    A block may have none, or one for another purpose (more or fewer vectors of modulation).
+    """
     number = next((place for place, known in enumerate(plan.block_lists) if name.startswith(f"{known}.")), None)
     if number is None:
         return teacher_parameters.get(name)
@@ -136,10 +138,10 @@ def _is_proportional(tensor: Tensor, own: Tensor, plan: ShrinkPlan) -> bool:
 def _fit_tensor(name: str, tensor: Tensor, shape: torch.Size, plan: ShrinkPlan, *, has_input_axis: bool) -> Tensor:
     """`has_input_axis` says that the second axis is what a layer reads, and not what it holds.
 
-    What fewer channels are read from is not scaled up, nor are queries of narrower heads. Tried on a DiT of 3.1 M parameters trained
-    on streets (mean square of its answer 1.11) and its student of 96 of 160 channels and 3 of 5 blocks, 0.9 M: as they are, inputs
-    leave an error of 0.45, and 0.038 after 120 steps of learning; scaled by the root of the ratio 0.43 and 0.040, by the ratio 0.58
-    and 0.051. A random student begins at 1.11 and is at 0.149 by then.
+    Inputs of fewer channels are not scaled up, nor are queries of narrower heads. Tried on a DiT of 3.1 M parameters
+    trained on streets (mean square of its answer 1.11) and its student of 96 of 160 channels and 3 of 5 blocks, 0.9 M:
+    unscaled, inputs leave an error of 0.45, and 0.038 after 120 steps of training; scaled by the root of the ratio 0.43
+    and 0.040, by the ratio 0.58 and 0.051. A random student begins at 1.11 and is at 0.149 by then.
     """
     tensor = _resize_patches(name, tensor, plan)
     for axis, size in enumerate(shape):
@@ -153,8 +155,11 @@ def _fit_tensor(name: str, tensor: Tensor, shape: torch.Size, plan: ShrinkPlan, 
 
 
 def evenly_spaced_indices(num: int, total: int) -> list[int]:
-    """Channel j of `num` is channel floor(j * total / num): of sines and cosines, and of quarters and sixths that stand one after
-    the other, a whole fraction keeps exactly the ones that a narrower model would have."""
+    """Channel j of `num` is channel floor(j * total / num).
+
+    Of sines and cosines, and of quarters and sixths that stand one after the other, a whole fraction keeps exactly the
+    ones that a narrower model would have.
+    """
     return [place * total // num for place in range(num)]
 
 
@@ -198,7 +203,7 @@ def _within_head_indices(teacher: HeadLayout, student: HeadLayout) -> list[int]:
 
 
 def _resize_patches(name: str, tensor: Tensor, plan: ShrinkPlan) -> Tensor:
-    """Fit layers that read or write patches to another patch size: inputs are means over the smaller, and their sum stays."""
+    """Fit layers that read or write patches to another patch size: inputs are averaged, and their sum stays."""
     before, after = plan.patch_sizes
     if before == after:
         return tensor
