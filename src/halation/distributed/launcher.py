@@ -1,7 +1,7 @@
 """Starting ranks on this machine: devices, rendezvous, errors, restarts.
 
-The parent imports no torch and owns no port: rank 0 lets the system choose one and leaves it in a private folder, so two
-jobs can never meet.
+The parent imports no torch and owns no port: rank 0 lets the system choose one and writes it to a private folder, so that
+two jobs can never meet.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ EXPECTED_ERRORS = (
 
 
 def is_launched() -> bool:
-    """Whether this process is already a rank of somebody's world (ours, torchrun's or srun's)."""
+    """Whether this process is already a rank, started by this launcher, torchrun or srun."""
     return ("RANK" in os.environ and "WORLD_SIZE" in os.environ) or slurm_world_size() > 1
 
 
@@ -58,7 +58,7 @@ def slurm_world_size() -> int:
 
 
 def has_restarts_left() -> bool:
-    """Whether torchrun starts ranks again that end with an exit code: who is asked to stop must then end without one."""
+    """Whether torchrun would restart ranks that end with an exit code; a rank that is asked to stop must then exit with 0."""
     counts = [os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("MAX_RESTARTS", "RESTART_COUNT")]
     return all(count.isdigit() for count in counts) and int(counts[0]) > int(counts[1])
 
@@ -87,7 +87,7 @@ def _torch_has_gpu_build() -> bool:
 
 
 def _count_gpus_by_nvml() -> int | None:
-    """What NVML says within a CUDA_VISIBLE_DEVICES of plain numbers, which end, as in CUDA, at the first that is not there."""
+    """GPUs by NVML within a numeric CUDA_VISIBLE_DEVICES, which ends, as in CUDA, at the first missing one."""
     try:
         import pynvml
 
@@ -148,7 +148,7 @@ def select_devices(nproc: int, gpu_ids: Sequence[int], oversubscribe: bool) -> t
 
 
 def tie_rank_to_launcher() -> None:
-    """Tie a rank to this launcher or torchrun, which leave orphans otherwise when they are killed; srun needs no help."""
+    """Tie a rank to this launcher or to torchrun, which leave orphans when they are killed; srun does not."""
     if RENDEZVOUS_ENV in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
         tie_to_parent()
 
@@ -182,6 +182,32 @@ def report_error(error: BaseException, trace: str) -> None:
     }
     with contextlib.suppress(OSError):
         write_atomic(Path(folder) / f"error_{rank}.json", json.dumps(row).encode(), "rank_error", durable=False)
+
+
+def start_ranks(
+    run_rank: Callable[[Any], object], config: Any, devices: Sequence[str], folder: Path, *, capture: bool = False
+) -> list[subprocess.Popen[bytes]]:
+    """Start one process for each device that calls `run_rank(config)`; `folder` gets the reports of their errors.
+
+    With `capture`, their standard errors go to files in it as well, and they print nothing.
+    """
+    (folder / "config.json").write_text(json.dumps(as_json(config)))
+    names = [f"{named.__module__}:{named.__qualname__}" for named in (run_rank, type(config))]
+    arguments = ["-m", "halation.distributed.rank_main", *names, str(folder / "config.json")]
+    ranks: list[subprocess.Popen[bytes]] = []
+    for rank, device in enumerate(devices):
+        environment = dict(os.environ) | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(len(devices)),
+            "LOCAL_WORLD_SIZE": str(len(devices)),
+            RENDEZVOUS_ENV: str(folder),
+            DEVICE_ENV: device,
+        }
+        with open(folder / f"stderr_{rank}", "wb") if capture else contextlib.nullcontext() as file:
+            stdout = subprocess.DEVNULL if capture else None
+            ranks.append(start_child(arguments, environment, stdout=stdout, stderr=file))
+    return ranks
 
 
 class Launcher:
@@ -240,24 +266,11 @@ class Launcher:
             shutil.rmtree(leftover, ignore_errors=True)
         folder = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX, dir=self.folder)).absolute()
         try:
-            (folder / "config.json").write_text(json.dumps(as_json(self.config)))
-            self.ranks = [self._start_rank(rank, folder) for rank in range(len(self.devices))]
+            self.ranks = start_ranks(self.run_rank, self.config, self.devices, folder)
             return self._wait_for_ranks(folder)
         finally:
             wait_or_kill(self.ranks)
             shutil.rmtree(folder, ignore_errors=True)
-
-    def _start_rank(self, rank: int, folder: Path) -> subprocess.Popen[bytes]:
-        environment = dict(os.environ) | {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(len(self.devices)),
-            "LOCAL_WORLD_SIZE": str(len(self.devices)),
-            RENDEZVOUS_ENV: str(folder),
-            DEVICE_ENV: self.devices[rank],
-        }
-        names = [f"{named.__module__}:{named.__qualname__}" for named in (self.run_rank, type(self.config))]
-        return start_child(["-m", "halation.distributed.rank_main", *names, str(folder / "config.json")], environment)
 
     def _wait_for_ranks(self, folder: Path) -> RankError | None:
         num_forwarded = 0
@@ -281,7 +294,7 @@ class Launcher:
             time.sleep(0.05)
 
     def _first_error(self, folder: Path, failed: list[int]) -> RankError:
-        """Give the other ranks a moment to say what happened too, then take the earliest word, and a rank's own word before a kill."""
+        """Wait a moment for the errors of other ranks, then return the earliest; a rank's own error comes before a kill."""
         deadline = time.monotonic() + GRACE_S
         while time.monotonic() < deadline and any(rank.poll() is None for rank in self.ranks):
             time.sleep(0.05)
@@ -334,7 +347,7 @@ class Launcher:
 
 
 def is_lost_peer_message(message: str) -> bool:
-    """Whether a collective's error only says that somebody else is gone."""
+    """Whether a collective's error only says that another rank is gone."""
     text = message.lower()
     words = (
         "timed out",

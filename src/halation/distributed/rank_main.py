@@ -1,4 +1,4 @@
-"""One rank of a job, as the launcher starts it: `python -m halation.distributed.rank_main FUNCTION CONFIG_CLASS CONFIG.json`."""
+"""One rank, as the launcher starts it: `python -m ... FUNCTION CONFIG_CLASS CONFIG.json`."""
 
 from __future__ import annotations
 

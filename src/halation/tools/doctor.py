@@ -1,4 +1,4 @@
-"""`halation doctor`: what this machine has, what is missing for what, and whether ranks can communicate."""
+"""`halation doctor`: what is installed, what is missing, whether ranks can communicate."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from halation import __version__
-from halation.distributed.child_process import start_child, wait_or_kill
-from halation.distributed.launcher import RENDEZVOUS_ENV
+from halation.distributed.child_process import wait_or_kill
+from halation.distributed.launcher import DEVICE_ENV, RENDEZVOUS_ENV, start_ranks
 from halation.errors import HalationError, InputError
 from halation.fault_injection import fault_point
 from halation.models.bundled_models import bundled_folder, bundled_names
@@ -213,8 +213,8 @@ def probe_communication(world_size: int, backend: str, timeout_s: float) -> dict
     """Let `world_size` processes do an all-reduce; state `ok` with the bandwidth, or `failed` with each rank's error."""
     result: dict[str, Any] = {"ranks": world_size, "backend": backend}
     with scratch_folder("halation_doctor_") as folder:
-        (folder / "config.json").write_text(json.dumps({"backend": backend, "timeout_s": timeout_s}))
-        ranks = [_start_rank(folder, rank, world_size) for rank in range(world_size)]
+        devices = [f"cuda:{rank}" if backend == "nccl" else "cpu" for rank in range(world_size)]
+        ranks = start_ranks(run_rank, DoctorConfig(timeout_s=timeout_s), devices, folder, capture=True)
         try:
             _wait_for_ranks(folder, ranks, timeout_s)
             codes = [process.poll() for process in ranks]
@@ -224,15 +224,6 @@ def probe_communication(world_size: int, backend: str, timeout_s: float) -> dict
             return {**result, "state": "ok", **json.loads((folder / "figures_0.json").read_text())}
         errors = {f"rank {rank}": _rank_error(folder, rank, code) for rank, code in enumerate(codes) if code != 0}
     return {**result, "state": "failed", "errors": errors}
-
-
-def _start_rank(folder: Path, rank: int, world_size: int) -> subprocess.Popen[bytes]:
-    world = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), RENDEZVOUS_ENV: str(folder)}
-    arguments = ["-m", "halation.distributed.rank_main", "halation.tools.doctor", str(folder / "config.json")]
-    with open(folder / f"stderr_{rank}", "wb") as errors:
-        return start_child(
-            arguments, {"OMP_NUM_THREADS": "1", **os.environ, **world}, stdout=subprocess.DEVNULL, stderr=errors
-        )
 
 
 def _wait_for_ranks(folder: Path, ranks: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> None:
@@ -263,11 +254,7 @@ def _rank_error(folder: Path, rank: int, code: int | None) -> str:
     return f"ended with {code} while {phase}: {lines[-1] if lines else 'no message'}"
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    return {**json.loads(path.read_text()), "folder": path.parent}
-
-
-def run_rank(config: Mapping[str, Any]) -> None:
+def run_rank(config: DoctorConfig) -> None:
     """One rank: join, all-reduce, check the sum, measure, write the figures.
 
     A process of its own, so that a rank that hangs or dies inside a library cannot take the doctor with it.
@@ -275,9 +262,10 @@ def run_rank(config: Mapping[str, Any]) -> None:
     import torch
     import torch.distributed as dist
 
-    folder, backend = config["folder"], config["backend"]
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    folder, device = Path(os.environ[RENDEZVOUS_ENV]), torch.device(os.environ[DEVICE_ENV])
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     phase_file = folder / f"phase_{rank}"
@@ -287,7 +275,8 @@ def run_rank(config: Mapping[str, Any]) -> None:
     while not all((folder / f"phase_{other}").exists() for other in range(world_size)):
         time.sleep(0.02)
     store = dist.FileStore(str(folder / "store"), world_size)
-    timeout = timedelta(seconds=config["timeout_s"])
+    timeout = timedelta(seconds=config.timeout_s)
+    backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     phase_file.write_text("reducing")
     num_values = (64 if device.type == "cuda" else 4) * 1024 * 1024
