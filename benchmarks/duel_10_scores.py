@@ -25,15 +25,14 @@ import torch
 from benchmarks import clean_fid, inputs, measure, oracles, scored
 from benchmarks.stages import Turn, median_total, medians_by_stage
 from halation.evaluation import feature_extraction as extraction
-from halation.evaluation.extractor_plan import caption_embedder, extractor_facts, load_feature_set
+from halation.evaluation.evaluator import DRAWN_CHUNK_SIZE, extractor_facts
+from halation.evaluation.extractors import open_extractor
 from halation.evaluation.extractors.extractor import Extractor
-from halation.evaluation.extractors.registry import open_extractor
-from halation.evaluation.feature_extraction import FeatureWriter
+from halation.evaluation.feature_extraction import FeatureWriter, load_feature_set
 from halation.evaluation.feature_store import FeatureStore
 from halation.evaluation.image_sources import ImageSource, find_image_files
 from halation.evaluation.metrics import metric_computation as measures
 from halation.evaluation.metrics.kid import SEED
-from halation.evaluation.model_images import CHUNK_SIZE
 from halation.evaluation.preprocess_pool import (
     ExtractorBatch,
     PreparedBatch,
@@ -99,7 +98,7 @@ def opened(setting: Setting, work: Path, fid: Any) -> Bench:
     shutil.rmtree(work / "reference", ignore_errors=True)  # a kept --work may hold those of another number of images
     writers = _open_writers({"main": extractors["main"]}, work / "reference", len(real), None)
     extraction_of(_drawn(real, writers, Turn()), writers, device)
-    reference = load_feature_set(writers["main"], None)
+    reference = load_feature_set(writers["main"])
     assert reference.features is not None
     images = scored.images(setting.num, setting.size, 1.9, seed=0)
     clean_fid.write_folder(images, work / "png", num_threads=measure.num_cores())
@@ -120,13 +119,13 @@ def opened(setting: Setting, work: Path, fid: Any) -> Bench:
 def _open_writers(
     extractors: dict[str, Extractor], folder: Path, num: int, captions: Sequence[str] | None
 ) -> dict[str, FeatureWriter]:
-    starts = range(0, num, CHUNK_SIZE)
+    starts = range(0, num, DRAWN_CHUNK_SIZE)
     return {
         label: FeatureWriter(
             label=label,
             extractor=extractor,
             store=FeatureStore(folder / label, num, starts),
-            embed_texts=caption_embedder(extractor, captions, None) if captions and label == "clip" else None,
+            captions=captions if captions and label == "clip" else None,
         )
         for label, extractor in extractors.items()
     }
@@ -179,7 +178,7 @@ def ours(bench: Bench) -> Turn:
         clock["features"] -= clock["prepare"]
     rules = measures.MetricSettings(allow_few=True, device=str(bench.device))
     with turn.stage("moments"):
-        sides = {label: load_feature_set(writer, None) for label, writer in writers.items()}
+        sides = {label: load_feature_set(writer) for label, writer in writers.items()}
     for metric, label in (("fid", "main"), ("kid", "main"), ("clip", "clip")):
         with turn.stage(metric):
             subject = measures.MetricInputs(
@@ -229,13 +228,13 @@ def networks_alone(bench: Bench, num_batches: int = MOST_BATCHES) -> float:
                 for label, extractor in bench.extractors.items()
             }
         )
-    texts = caption_embedder(bench.extractors["clip"], bench.captions, None)
 
     def work() -> None:
         for number, batch in enumerate(batches):
             for label, extractor in bench.extractors.items():
                 extractor(batch[label])
-            texts([index % len(bench.captions) for index in range(number * BATCH_SIZE, (number + 1) * BATCH_SIZE)])
+            indices = range(number * BATCH_SIZE, (number + 1) * BATCH_SIZE)
+            bench.extractors["clip"].embed_texts([bench.captions[index % len(bench.captions)] for index in indices])
 
     # Every batch is whole, and the last of the images is not: what is made up for it is work too.
     return measure.seconds(work) * needed / tried

@@ -18,11 +18,11 @@ from PIL import Image, ImageFilter
 from halation.data.streets import Streets
 from halation.evaluation import command as evaluate
 from halation.evaluation.config import EvaluateConfig
-from halation.evaluation.extractors.registry import open_extractor
+from halation.evaluation.extractors import open_extractor
 from halation.evaluation.metrics.frechet import frechet_distance
 from halation.evaluation.metrics.kid import kernel_distance
 from halation.evaluation.metrics.moments import moments
-from halation.evaluation.metrics.prdc import prdc
+from halation.evaluation.metrics.nearest_neighbors import prdc
 from halation.images.png_codec import encode_png
 from support import tiny_extractors
 

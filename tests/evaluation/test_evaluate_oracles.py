@@ -112,7 +112,7 @@ def test_pytorch_fid(place: Path, ours: Callable[[str], dict[str, Any]], monkeyp
 
 @pytest.mark.slow
 def test_clean_fid(place: Path, ours: Callable[[str], dict[str, Any]]) -> None:
-    from halation.evaluation.extractors.registry import open_extractor
+    from halation.evaluation.extractors import open_extractor
 
     fid = oracles.clean_fid("fid")
     extractor = open_extractor("inception", device="cpu", weights=str(place / "inception.pth"))
@@ -139,7 +139,7 @@ def test_clean_fid(place: Path, ours: Callable[[str], dict[str, Any]]) -> None:
 @pytest.mark.slow
 def test_torchmetrics(place: Path, ours: Callable[[str], dict[str, Any]]) -> None:
     """torchmetrics' own Inception is torch-fidelity's; here it is given ours, and its moments and distances are compared."""
-    from halation.evaluation.extractors.registry import open_extractor
+    from halation.evaluation.extractors import open_extractor
     from halation.evaluation.extractors.resize import resize_to_square
 
     extractor = open_extractor("inception", device="cpu", resize="tf", weights=str(place / "inception.pth"))

@@ -16,13 +16,14 @@ from halation import work_division
 from halation.data.image_folder import ImageFolder
 from halation.data.streets import Streets
 from halation.errors import InputError
+from halation.evaluation.drawn_images import CallbackSink
 from halation.images.png_codec import read_png
 from halation.runs.run_folder import RunFolder
 from halation.sampling.denoiser_sampler import SampleSettings
 from halation.training import command as job
 from halation.training import evaluation
 from halation.training.config import TrainConfig
-from halation.training.evaluation import CallbackSink, evaluation_settings, open_evaluation_data
+from halation.training.evaluation import evaluation_settings, open_evaluation_data
 from halation.training.event_schedule import CheckpointSchedule
 from support import rank_jobs
 

@@ -348,6 +348,28 @@ def run_on_rank_zero(world: World, name: str, action: Callable[[Callable[[], Non
     return outcome["value"]
 
 
+def run_on_all_ranks(
+    world: World,
+    name: str,
+    timeout_s: float,
+    action: Callable[[Callable[[], None]], Any],
+    recoverable: tuple[type[Exception], ...] = (),
+) -> list[Any]:
+    """Results of an action that ranks run apart; a recoverable error of one rank is raised on all of them."""
+    result, error = None, ""
+    with HeartbeatMonitor(world, name, timeout_s) as monitor:
+        try:
+            result = action(monitor.heartbeat)
+        except recoverable as problem:
+            log.debug("%s failed", name, exc_info=True)
+            error = os_error_message(problem) or f"{type(problem).__name__}: {problem}"
+        reports = monitor.gather_results([result, error])
+    for rank, (_result, message) in enumerate(reports):
+        if message:
+            raise HalationError(f"rank {rank}: {message}")
+    return [result for result, _message in reports]
+
+
 class HeartbeatMonitor:
     """A stretch in which ranks work apart for as long as they like, and are missed only when they stop making progress.
 

@@ -15,11 +15,14 @@ from halation.config import check_settings
 from halation.distributed import launcher
 from halation.errors import InputError
 from halation.evaluation.config import EvaluateConfig, fid_conflict
+from halation.evaluation.image_sources import ImageFiles, find_image_files
+from halation.evaluation.metrics.caption_agreement import has_street_captions
+from halation.logging_setup import ConsoleWarningHandler, exclusive_console_handler
+from halation.prompt_files import PromptFile
 from halation.runs import run_folder as runs
 from halation.runs.lock import FolderMonitor
 
 if TYPE_CHECKING:
-    from halation.evaluation.image_sources import ImageSource
     from halation.evaluation.model_images import ModelImages
 
 DISPLAY_TOLERANCE = 1e-9
@@ -40,9 +43,12 @@ def run(config: EvaluateConfig) -> int:
 
 def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     """The report; empty on ranks that somebody else started, besides the first."""
+    from halation.evaluation.session import open_images
+
     check_settings(config)
     check_output_paths(config)
-    source = open_source(config)
+    with exclusive_console_handler(ConsoleWarningHandler()):
+        source = open_images(config)
     config = resolve_config(config, source)
     cache = feature_cache_folder(config)
     try:
@@ -52,21 +58,22 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     result_files = [path for path in (config.output, config.save_statistics) if path is not None]
     with FolderMonitor(cache, *(path.parent for path in result_files)) as monitor:
         if launcher.is_launched():
-            return run_rank(config)
-        report = _run_ranks(config, rank_devices(config, source), monitor)
+            return run_rank(config, source)
+        report = _run_ranks(config, source, monitor)
         if config.output is not None:
             runs.write_json_with_digest(config.output, report)
     return report
 
 
-def _run_ranks(config: EvaluateConfig, devices: Sequence[str], monitor: FolderMonitor) -> dict[str, Any]:
+def _run_ranks(config: EvaluateConfig, source: ImageFiles | ModelImages, monitor: FolderMonitor) -> dict[str, Any]:
+    devices = rank_devices(config, source)
     with runs.scratch_folder("halation_report_") as scratch:
         output = scratch / "report.json"
         rank_config = replace(config, output=output)
         if len(devices) == 1:
             os.environ[launcher.DEVICE_ENV] = devices[0]
             try:
-                run_rank(rank_config)
+                run_rank(rank_config, source)
             finally:
                 del os.environ[launcher.DEVICE_ENV]
         else:
@@ -94,31 +101,21 @@ def check_output_paths(config: EvaluateConfig) -> None:
 
 def dry_run(config: EvaluateConfig) -> int:
     """Open what an evaluation needs besides the images, without scoring anything."""
-    from halation.evaluation.extractor_plan import (
-        WEIGHTS_FLAGS,
-        caption_embedder,
-        extractor_facts,
-        metric_settings,
-        plan_extractors,
-        read_saved_reference,
-    )
-    from halation.evaluation.extractors.registry import open_extractor
-    from halation.evaluation.image_sources import find_image_files
+    from halation.evaluation.evaluator import extractor_facts, metric_settings, plan_extractors
     from halation.evaluation.metrics.metric_computation import NEEDS_REFERENCE, check_num_images
+    from halation.evaluation.session import read_saved_reference
 
     config = replace(config, extractor=choose_extractor(config))
     plan = plan_extractors(replace(config, metrics=config.metrics or ("fd", "kid")))
     fid_conflict().check(config)
     check_reference(config, plan.reference_labels)
     facts, errors = {}, []
-    for label, (name, weights) in plan.extractors.items():
+    for label in plan.extractors:
         try:
-            extractor = open_extractor(
-                name, device="cpu", dtype=config.dtype, resize=config.resize, weights=weights, flag=WEIGHTS_FLAGS[label]
-            )
+            extractor = plan.open_extractor(label, config, "cpu")
             facts[label] = extractor_facts(extractor)
             if label == plan.metric_labels.get("clip"):
-                caption_embedder(extractor, ("a prompt",), None)([0])  # the words are another part of the model
+                extractor.embed_texts(("a prompt",))  # the text encoder is another part of the model
         except InputError as error:
             errors.append(error)
     if len(errors) == 1:
@@ -135,7 +132,10 @@ def dry_run(config: EvaluateConfig) -> int:
         num_reference = statistics.num
     elif plan.reference_labels and config.reference != ("streets",):
         num_reference = len(find_image_files(Path(config.reference[0]), "--reference", captions=False))
-    num_generated = {"generated": len(planned_images(config))} if config.prompts else {}
+    num_generated: dict[str, int | None] = {}
+    if config.prompts:
+        num_rows = sum(1 for _row in PromptFile.open(config.prompts).rows())
+        num_generated = {"generated": min(config.num_samples or num_rows, num_rows)}
     for metric, label in plan.metric_labels.items():
         num_images: dict[str, int | None] = {
             **num_generated,
@@ -145,14 +145,6 @@ def dry_run(config: EvaluateConfig) -> int:
     for about in facts.values():
         print(f"{about['extractor']}: {about['weights']} ({about['weights_sha256'][:12]})")
     return 0
-
-
-def planned_images(config: EvaluateConfig) -> range:
-    """The images that a list of prompts will be."""
-    from halation.prompt_files import PromptFile
-
-    num_rows = sum(1 for _row in PromptFile.open(config.prompts).rows())
-    return range(min(config.num_samples or num_rows, num_rows))
 
 
 def choose_extractor(config: EvaluateConfig) -> str:
@@ -186,9 +178,9 @@ def check_reference(config: EvaluateConfig, metrics: Sequence[str]) -> None:
             )
 
 
-def resolve_config(config: EvaluateConfig, source: ImageSource | ModelImages) -> EvaluateConfig:
+def resolve_config(config: EvaluateConfig, source: ImageFiles | ModelImages) -> EvaluateConfig:
     """The config with the extractor and the metrics written out, and what does not go together refused."""
-    from halation.evaluation.extractor_plan import metric_settings
+    from halation.evaluation.evaluator import metric_settings
     from halation.evaluation.metrics.metric_computation import NEEDS_CAPTIONS, NEEDS_REFERENCE, check_num_images
 
     extractor = choose_extractor(config)
@@ -212,27 +204,14 @@ def resolve_config(config: EvaluateConfig, source: ImageSource | ModelImages) ->
     return config
 
 
-def default_metrics(extractor: str, source: ImageSource | ModelImages) -> tuple[str, ...]:
+def default_metrics(extractor: str, source: ImageFiles | ModelImages) -> tuple[str, ...]:
     if extractor == "inception":
         return ("fid", "kid")
-    from halation.evaluation.metrics.caption_agreement import has_street_captions
-
     has_captions = extractor == "streets" and source.captions is not None and has_street_captions(source.captions)
     return ("fd", "kid", "prdc", *(("agreement",) if has_captions else ()))
 
 
-def open_source(config: EvaluateConfig) -> ImageSource | ModelImages:
-    """What is scored, looked at without decoding or loading anything."""
-    if config.model_path:
-        from halation.evaluation.model_images import open_model_images
-
-        return open_model_images(config, "cpu")
-    from halation.evaluation.session import open_generated_files
-
-    return open_generated_files(config)
-
-
-def rank_devices(config: EvaluateConfig, source: ImageSource | ModelImages) -> tuple[str, ...]:
+def rank_devices(config: EvaluateConfig, source: ImageFiles | ModelImages) -> tuple[str, ...]:
     """One rank a GPU; without a GPU as many as the cores and the images are worth, because the bits are the same."""
     devices = launcher.select_devices(config.nproc, config.gpu_ids, config.oversubscribe)
     if config.nproc or devices != ("cpu",):
@@ -247,12 +226,11 @@ def feature_cache_folder(config: EvaluateConfig) -> Path:
     return runs.cache_folder() / "features"
 
 
-def run_rank(config: EvaluateConfig) -> dict[str, Any]:
-    """One rank; the first leaves the report in --output and returns it."""
+def run_rank(config: EvaluateConfig, source: ImageFiles | ModelImages | None = None) -> dict[str, Any]:
+    """One rank; the first writes the report to --output and returns it. `source` is given where it is already open."""
     launcher.tie_rank_to_launcher()
     from halation.distributed.world import init_world
     from halation.evaluation.session import EvaluationSession
-    from halation.logging_setup import ConsoleWarningHandler, exclusive_console_handler
 
     world = init_world(config.gpu_ids, config.oversubscribe, config.dist_timeout_s, config.threads)
     logging.getLogger("transformers").setLevel(logging.ERROR)  # it recommends torchvision, which nothing here needs
@@ -260,7 +238,7 @@ def run_rank(config: EvaluateConfig) -> dict[str, Any]:
     with world.close_on_success(), contextlib.ExitStack() as stack:
         if world.is_rank_zero:
             stack.enter_context(exclusive_console_handler(echo))
-        report = EvaluationSession(world, config, feature_cache_folder(config)).run()
+        report = EvaluationSession(world, config, feature_cache_folder(config), source).run()
         if world.is_rank_zero and config.output is not None:
             runs.write_json_with_digest(config.output, report)
         return report if world.is_rank_zero else {}

@@ -1,7 +1,11 @@
-"""From prepared images to features on one device, chunk by chunk; an image's features depend on it and the batch size alone."""
+"""From prepared images to stored features on one device, chunk by chunk.
+
+The features of an image depend on the image and the batch size alone.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -10,22 +14,22 @@ import torch
 
 from halation.evaluation.extractors.extractor import Extractor
 from halation.evaluation.feature_store import FeatureStore
+from halation.evaluation.metrics.metric_computation import FeatureSet
 from halation.evaluation.metrics.moments import Moments, merge_moments, moments
 from halation.evaluation.preprocess_pool import ExtractorBatch, PreparedBatch
 from halation.fault_injection import fault_point
 
 MAX_BATCHES_PER_CHUNK = 8
 MOMENTS_CHUNK_SIZE = 16_384
-"""Where only moments are kept a chunk has to be worth the millions of numbers of its covariance."""
+"""Where only moments are kept, a chunk stores one covariance: millions of numbers, however few its images."""
 MAX_BROKEN = 10
-"""Broken images after which a rank looks no further."""
-EmbedTexts = Callable[[Sequence[int]], np.ndarray]
+"""Broken images after which a rank stops."""
 
 
 def chunk_size(num: int, batch_size: int, moments_only: bool) -> int:
-    """Images that are computed and put away together: a few batches, fewer where there are so few images that ranks would go without.
+    """Images that are computed and stored together: up to eight batches, fewer where ranks would get none.
 
-    It follows from the images and the batch alone, so that any number of ranks can go on with what another left.
+    It depends on the images and the batch alone, so that any number of ranks can resume.
     """
     if moments_only:
         return -(-MOMENTS_CHUNK_SIZE // batch_size) * batch_size
@@ -39,8 +43,8 @@ class FeatureWriter:
     label: str
     extractor: Extractor
     store: FeatureStore
-    embed_texts: EmbedTexts | None = None
-    """Where given, embeds the captions of these images, to be kept beside their features."""
+    captions: Sequence[str] | None = None
+    """By position; where given, their embeddings are stored beside the features."""
     moments_only: bool = False
     _rows: list[dict[str, np.ndarray]] = field(default_factory=list)
 
@@ -50,8 +54,8 @@ class FeatureWriter:
         """Features of these images; returns those whose features are no numbers."""
         inputs = prepared.inputs[self.label]
         arrays = run_extractor(self.extractor, inputs, batch_size, device)
-        if self.embed_texts is not None:
-            arrays["texts"] = self.embed_texts(indices)
+        if self.captions is not None:
+            arrays["texts"] = self.extractor.embed_texts([self.captions[index] for index in indices]).numpy()
         finite = np.isfinite(arrays["features"]).all(axis=1)
         self._rows.append(arrays | {"digests": prepared.digests, "sizes": prepared.sizes})
         return [index for index, good in zip(indices, finite, strict=True) if not good]
@@ -112,29 +116,43 @@ def extract_features(
     stop: Callable[[], int],
 ) -> dict[int, str]:
     """Fill the stores; returns, by index, what was wrong with images. A chunk with a broken image is not stored."""
-    store = next(iter(writers.values())).store
     broken: dict[int, str] = {}
     for batch, images in prepared:
         if stop() or len(broken) >= MAX_BROKEN:
             break
         fault_point("features")
-        broken |= images.broken
-        if expected_size is not None:
-            mismatches = find_size_mismatches(batch.indices, images.sizes.tolist(), expected_size)
-            broken |= {index: why for index, why in mismatches.items() if index not in images.broken}
-        for name in batch.labels:
-            for index in writers[name].extract_batch(batch.indices, images, batch_size, device):
-                broken.setdefault(index, f"its features by {name} are not finite")
-        chunk = store.chunk_index(batch.indices[0])
-        if batch.indices[-1] == store.chunk_rows(chunk)[-1]:
-            is_complete = not any(index in broken for index in store.chunk_rows(chunk))
-            for name in batch.labels:
-                if is_complete:
-                    writers[name].write_chunk(chunk)
-                else:
-                    writers[name].discard_rows()
+        write_batch(batch, images, writers, broken, batch_size=batch_size, device=device, expected_size=expected_size)
         on_batch(len(batch.indices))
     return broken
+
+
+def write_batch(
+    batch: ExtractorBatch,
+    images: PreparedBatch,
+    writers: Mapping[str, FeatureWriter],
+    broken: dict[int, str],
+    *,
+    batch_size: int,
+    device: torch.device,
+    expected_size: tuple[int, int] | None = None,
+) -> None:
+    """Features of one batch; the last batch of a chunk stores it. What is wrong with images is added to `broken`."""
+    store = next(iter(writers.values())).store
+    broken |= images.broken
+    if expected_size is not None:
+        mismatches = find_size_mismatches(batch.indices, images.sizes.tolist(), expected_size)
+        broken |= {index: why for index, why in mismatches.items() if index not in images.broken}
+    for name in batch.labels:
+        for index in writers[name].extract_batch(batch.indices, images, batch_size, device):
+            broken.setdefault(index, f"its features by {name} are not finite")
+    chunk = store.chunk_index(batch.indices[0])
+    if batch.indices[-1] == store.chunk_rows(chunk)[-1]:
+        is_complete = not any(index in broken for index in store.chunk_rows(chunk))
+        for name in batch.labels:
+            if is_complete:
+                writers[name].write_chunk(chunk)
+            else:
+                writers[name].discard_rows()
 
 
 def find_size_mismatches(indices: range, sizes: Sequence[Sequence[int]], expected: tuple[int, int]) -> dict[int, str]:
@@ -146,11 +164,22 @@ def find_size_mismatches(indices: range, sizes: Sequence[Sequence[int]], expecte
     }
 
 
-def read_moments(store: FeatureStore, moments_only: bool) -> Moments:
-    """Over all chunks in index order, without holding more than one of them."""
-    if not moments_only:
-        return moments(store.iter_array("features"))
-    chunks = (store.read_chunk(chunk) for chunk in range(store.num_chunks))
-    return merge_moments(
-        Moments(num=int(chunk["num"][0]), mean=chunk["mean"][0], scatter=chunk["scatter"][0]) for chunk in chunks
+def load_feature_set(writer: FeatureWriter, order: np.ndarray | None = None) -> FeatureSet:
+    """What is in a complete store, by index; `order` names the index at each position, where these differ."""
+    store = writer.store
+    arrays: dict[str, np.ndarray] = {}
+    if writer.moments_only:  # one chunk at a time: there are too many features to hold
+        digests = np.concatenate(list(store.iter_array("digests")))
+        chunks = (store.read_chunk(chunk) for chunk in range(store.num_chunks))
+        all_moments = merge_moments(
+            Moments(num=int(chunk["num"][0]), mean=chunk["mean"][0], scatter=chunk["scatter"][0]) for chunk in chunks
+        )
+    else:
+        arrays = store.read_all()
+        if order is not None:
+            inverse = np.argsort(order)
+            arrays = {name: array[inverse] for name, array in arrays.items()}
+        digests, all_moments = arrays["digests"], moments(arrays["features"])
+    return FeatureSet(
+        num=store.num, hash=hashlib.sha256(digests.tobytes()).hexdigest(), moments=all_moments, arrays=arrays
     )

@@ -1,4 +1,4 @@
-"""Where images to score come from: files below a folder or embedded street scenes, by index, with captions where there are some."""
+"""Sources of images to score, by index: files below a folder, street scenes, images of a training."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ from halation.data.decode import (
     UNSUPPORTED_SUFFIXES,
     VERSION,
     BrokenImageError,
+    decode,
     decode_full_size,
     left_out_message,
     read_image_bytes,
 )
+from halation.data.image_folder import ImageFolder
 from halation.data.streets import Streets
 from halation.errors import InputError
 from halation.input_files import MAX_FOLDER_ENTRIES, data_folder, walk_folder
@@ -50,7 +52,7 @@ class ImageFileRef(NamedTuple):
 
 
 class ImageSource(Protocol):
-    """Images by index; only `loader` and tickets travel to the processes that decode: it may name millions."""
+    """Images by index. Processes that decode get `loader` and image refs alone: a source may name millions."""
 
     @property
     def captions(self) -> tuple[str, ...] | None:
@@ -71,13 +73,13 @@ class ImageSource(Protocol):
 
     @property
     def loader(self) -> Callable[[Any], LoadedImage]:
-        """Image of a ticket, in any process: picklable and small; BrokenImageError where there is no image to be had."""
+        """The image of a ref, in any process: picklable and small; BrokenImageError where there is no image."""
 
     def image_ref(self, index: int) -> Any:
         """What `loader` needs to know of image `index`: picklable and small."""
 
     def load(self, index: int) -> LoadedImage:
-        """`loader` of `ticket`."""
+        """`loader` of `image_ref`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +180,48 @@ class StreetImages:
         return self.loader(self.image_ref(index))
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainingImages:
+    """The first images that a run trains on, as it sees them: cropped and at its size."""
+
+    image_folder: ImageFolder
+    num_images: int
+
+    @property
+    def captions(self) -> tuple[str, ...] | None:
+        return None  # no metric needs the captions of a reference
+
+    def __len__(self) -> int:
+        return self.num_images
+
+    @property
+    def key(self) -> str:
+        return hash_json([self.image_folder.fingerprint, "train", self.num_images])
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        size = [self.image_folder.height, self.image_folder.width]
+        return {"kind": "training pictures", "path": self.image_folder.name, "size": size}
+
+    def name(self, index: int) -> str:
+        return str(self.image_folder.folder / self.image_folder.file_name(index))
+
+    @property
+    def loader(self) -> Callable[[str], LoadedImage]:
+        return partial(load_training_image, self.image_folder.height, self.image_folder.width)
+
+    def image_ref(self, index: int) -> str:
+        return self.name(index)
+
+    def load(self, index: int) -> LoadedImage:
+        return self.loader(self.image_ref(index))
+
+
+def load_training_image(height: int, width: int, path: str) -> LoadedImage:
+    """The image of a file as a run at this size sees it."""
+    return with_digest(decode(Path(path), height, width))
+
+
 def load_image_file(file_ref: ImageFileRef) -> LoadedImage:
     """The whole image of a file, as its ledger promises it."""
     data = read_image_bytes(file_ref.path, file_ref.within)
@@ -189,8 +233,12 @@ def load_image_file(file_ref: ImageFileRef) -> LoadedImage:
 
 def load_street_scene(size: int, num: int, index: int) -> LoadedImage:
     """Validation street scene `index` of `num`."""
-    pixels = Streets(size, size, num_validation=num).validation(index).pixels
-    return LoadedImage(pixels, hashlib.sha256(pixels.tobytes()).digest())
+    return with_digest(Streets(size, size, num_validation=num).validation(index).pixels)
+
+
+def with_digest(pixels: npt.NDArray[np.uint8]) -> LoadedImage:
+    """An image that was not read from a file."""
+    return LoadedImage(pixels, hashlib.sha256(np.ascontiguousarray(pixels).data).digest())
 
 
 def find_image_files(folder: Path, flag: str, *, captions: bool = True) -> ImageFiles:

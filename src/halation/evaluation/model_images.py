@@ -1,22 +1,24 @@
-"""Images that a model draws for scoring alone: from the model to the extractors of the same rank, without touching the disk."""
+"""Images that a model draws for scoring alone: they go to the extractors of the same rank and never to the disk."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from halation.data.decode import BrokenImageError
+from halation.distributed.world import World, run_on_all_ranks
 from halation.errors import InputError
 from halation.evaluation.config import EvaluateConfig
-from halation.evaluation.image_sources import hash_json
+from halation.evaluation.drawn_images import DrawnImages
+from halation.evaluation.image_sources import with_digest
 from halation.evaluation.preprocess_pool import ExtractorBatch, PreparedBatch, TransformFn, prepare_images
 from halation.generation.image_requests import RequestDefaults, iter_requests
 from halation.generation.ledger import group_key
@@ -24,16 +26,14 @@ from halation.generation.workers.image_runner import ImageModel, dry_run, open_m
 from halation.models.async_image_result import Frames, ImageError
 from halation.models.model_path_resolver import ModelRef, resolve_model
 from halation.prompt_files import PromptFile
+from halation.runs.run_folder import hash_json, read_json_with_digest, write_json_with_digest
 from halation.sample_specs import SampleBatch as DrawnBatch
 from halation.sample_specs import SampleSpec
 from halation.work_division import BatchPlan, plan_batches
 
-CHUNK_SIZE = 64
-"""Images that are drawn, scored and put away together."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class ModelImages:
+@dataclass(kw_only=True)
+class ModelImages(DrawnImages):
     """A model and the specs it is to draw, in the order of their batches."""
 
     config: EvaluateConfig
@@ -41,10 +41,12 @@ class ModelImages:
     specs: tuple[SampleSpec, ...]
     batch_plan: BatchPlan
     device: str
+    micro_batch: int = 0
+    """Images that are drawn at once; known when the model is open."""
+    _model: ImageModel | None = None
 
     @cached_property
     def order(self) -> npt.NDArray[np.int64]:
-        """The spec at each position: batches hold specs of one shape, so positions are not always indices."""
         return np.concatenate([self.batch_plan.rows(number) for number in range(len(self.batch_plan))])
 
     @cached_property
@@ -100,39 +102,49 @@ class ModelImages:
     def name(self, index: int) -> str:
         return f"image {self.specs[int(self.order[index])].id}"
 
-    def chunk_starts(self, chunk: int = CHUNK_SIZE) -> list[int]:
-        """Positions at which chunks of about so many images begin: always between batches."""
+    def chunk_starts(self, chunk: int) -> list[int]:
+        """Positions at which chunks begin: always between batches."""
         lengths = [len(self.batch_plan.rows(number)) for number in range(len(self.batch_plan))]
         per_chunk = max(1, chunk // self.config.model_batch_size)
         firsts = np.concatenate([[0], np.cumsum(lengths)])
         return [int(firsts[number]) for number in range(0, len(lengths), per_chunk)]
 
-    def open_model(self, device: str) -> ImageModel:
-        config = self.config
-        options = {
-            "model": self.model_ref.load_args,
-            "device": device,
-            "threads": config.threads,
-            "dtype": self._dtype,
-            "scheduler": config.scheduler,
-            "offload": "none",
-            "compile": config.compile,
-            "arguments": {},
-            "cfg_truncation_step": None,
-            "half_frame": False,
-            "raw": config.raw,
-        }
-        return open_model(options)
+    def open_on_ranks(self, world: World, folder: Path, has_chunks: bool) -> None:
+        """The micro-batch is part of the images' bits: one for all ranks and for every later call."""
+        config, file = self.config, folder / "micro_batch.json"
+        saved: int = world.broadcast_from_rank_zero(
+            read_json_with_digest(file)["micro_batch"] if world.is_rank_zero and file.is_file() else 0
+        )
 
-    def find_micro_batch(self, model: ImageModel) -> int:
-        """How many images of a batch fit into memory at once."""
-        examples = {group_key(spec): spec for spec in self.specs}
-        return dry_run(model, list(examples.values()), self.config.model_batch_size, 0)
+        def open_and_fit(heartbeat: Callable[[], None]) -> int:
+            """How many images of a batch fit into memory at once."""
+            if not has_chunks:
+                return config.model_batch_size
+            options = {
+                "model": self.model_ref.load_args,
+                "device": str(world.device),
+                "threads": config.threads,
+                "dtype": self._dtype,
+                "scheduler": config.scheduler,
+                "offload": "none",
+                "compile": config.compile,
+                "arguments": {},
+                "cfg_truncation_step": None,
+                "half_frame": False,
+                "raw": config.raw,
+            }
+            self._model = open_model(options)
+            heartbeat()
+            examples = {group_key(spec): spec for spec in self.specs}
+            return saved or dry_run(self._model, list(examples.values()), config.model_batch_size, 0)
+
+        self.micro_batch = min(run_on_all_ranks(world, "opening the model", config.dist_timeout_s, open_and_fit))
+        if world.is_rank_zero and not saved:
+            folder.mkdir(exist_ok=True)
+            write_json_with_digest(file, {"micro_batch": self.micro_batch})
 
     def iter_prepared(
         self,
-        model: ImageModel,
-        micro_batch: int,
         batches: Iterator[ExtractorBatch],
         transforms: Mapping[str, TransformFn],
         on_step: Callable[[], None],
@@ -148,7 +160,7 @@ class ModelImages:
                 rows = self.batch_plan.rows(number)
                 first = int(np.searchsorted(batch_numbers, number))
                 if first not in generated and not any(first + place in generated for place in range(len(rows))):
-                    images = self._generate_batch(model, micro_batch, rows, on_step)
+                    images = self._generate_batch(rows, on_step)
                     generated |= {first + place: image for place, image in enumerate(images)}
             batch_transforms = {name: transforms[name] for name in batch.labels}
             yield (
@@ -158,14 +170,13 @@ class ModelImages:
                 ),
             )
 
-    def _generate_batch(
-        self, model: ImageModel, micro_batch: int, rows: npt.NDArray[np.int64], on_step: Callable[[], None]
-    ) -> list[Frames | ImageError]:
+    def _generate_batch(self, rows: npt.NDArray[np.int64], on_step: Callable[[], None]) -> list[Frames | ImageError]:
+        assert self._model is not None
         specs = [self.specs[row] for row in rows.tolist()]
         padding = [specs[-1]] * (self.config.model_batch_size - len(specs))
         batch = DrawnBatch(specs=tuple(specs + padding), num_real=len(specs))
         results: dict[int, Frames | ImageError] = {}
-        for piece in run_batch(model, batch, micro_batch, range(len(specs)), on_step):
+        for piece in run_batch(self._model, batch, self.micro_batch, range(len(specs)), on_step):
             results |= dict(zip(piece.rows, piece.collect(lambda action: action()), strict=True))
         return [results[place] for place in range(len(specs))]
 
@@ -174,7 +185,7 @@ def _pixel_loader(image: Frames | ImageError) -> Callable[[], tuple[npt.NDArray[
     def load() -> tuple[npt.NDArray[np.uint8], bytes]:
         if isinstance(image, ImageError):
             raise BrokenImageError(str(image))
-        return image[0], hashlib.sha256(np.ascontiguousarray(image[0]).data).digest()
+        return with_digest(image[0])
 
     return load
 

@@ -1,4 +1,4 @@
-"""One rank's part in an evaluation: sources and extractors opened, features of both sides on all ranks, and the numbers on the first."""
+"""One rank of `halation evaluate`: the sources it compares, what is checked before long work, and the report."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,83 +15,82 @@ import numpy as np
 
 from halation.data.streets.dataset import MAX_SIZE, MIN_SIZE
 from halation.distributed.launcher import describe_device
-from halation.distributed.stop_signals import StopSignals
-from halation.distributed.world import World, run_on_rank_zero, run_with_heartbeat
-from halation.errors import HalationError, InputError
+from halation.distributed.stop_signals import StopSignals, exit_code
+from halation.distributed.world import World, run_on_rank_zero
+from halation.errors import HalationError, InputError, Interrupted
 from halation.evaluation.config import EvaluateConfig
-from halation.evaluation.distributed_extraction import FeaturePass, first_image_size
-from halation.evaluation.extractor_plan import (
-    WEIGHTS_FLAGS,
+from halation.evaluation.drawn_images import SampledImages
+from halation.evaluation.evaluator import (
+    EvaluatedImages,
+    Evaluator,
+    ExtractorPlan,
+    FeatureSets,
+    Heartbeat,
+    Writers,
     extractor_facts,
+    first_image_size,
     library_versions,
-    metric_settings,
     plan_extractors,
-    read_saved_reference,
+    without_paths,
 )
 from halation.evaluation.extractors.extractor import Extractor
-from halation.evaluation.extractors.registry import open_extractor
-from halation.evaluation.feature_extraction import FeatureWriter
 from halation.evaluation.generated_folder import match_prompts, open_generated
 from halation.evaluation.image_sources import ImageFiles, ImageSource, StreetImages, find_image_files
 from halation.evaluation.metrics import metric_computation
+from halation.evaluation.metrics.nearest_neighbors import find_extremes
 from halation.evaluation.model_images import ModelImages, open_model_images
-from halation.evaluation.nearest_and_farthest import find_extremes
-from halation.evaluation.saved_statistics import SavedStatistics, write_statistics
+from halation.evaluation.saved_statistics import SUFFIXES, SavedStatistics, read_statistics, write_statistics
 from halation.models.dit.tokenizer import find_prompt_warnings
+from halation.runs.run_folder import hash_json
 
 log = logging.getLogger(__name__)
+STOP_KEY = "evaluate/stop"
 
 
 class EvaluationSession:
     """Everything one rank needs, opened in the order in which it can fail."""
 
-    def __init__(self, world: World, config: EvaluateConfig, cache: Path) -> None:
+    def __init__(
+        self, world: World, config: EvaluateConfig, cache: Path, generated: ImageFiles | ModelImages | None = None
+    ) -> None:
         self.world = world
         self.config = config
+        self.cache = cache
         self.start_time = time.perf_counter()
-        self.device = describe_device(str(world.device))
+        self.device_name = describe_device(str(world.device))
         self.plan = plan_extractors(config)
-        self.metric_settings = metric_settings(config, str(world.device))
-        self.generated = self._open_generated()
-        self._check_ranks_agree(self.generated.key)
-        self.extractors = self._open_extractors()
-        self.saved_reference = self._read_saved_reference()
-        self.feature_pass = FeaturePass(world, config, cache, self.plan, self.extractors, self.device)
-
-    def _open_generated(self) -> ImageSource | ModelImages:
-        config = self.config
-        if config.model_path:
-            images = open_model_images(config, self.device)
-            step_warning = images.model_ref.step_warning(config.num_inference_steps or images.model_ref.steps)
-            if step_warning and self.world.is_rank_zero:
-                log.warning("--num_inference_steps: %s", step_warning)
-            guidance_warning = (
-                images.model_ref.guidance_warning(config.guidance_scale) if config.guidance_scale is not None else ""
-            )
-            if guidance_warning and self.world.is_rank_zero:
-                log.warning("--guidance_scale %s", guidance_warning)
-            if images.model_ref.load_args["kind"] == "checkpoint" and self.world.is_rank_zero:
-                captions = (spec.prompt for spec in images.specs)
-                for warning in find_prompt_warnings(
-                    Path(images.model_ref.load_args["path"]), images.model_ref.name, captions
-                ):
-                    log.warning("%s", warning)
-            return images
-        return open_generated_files(config)
-
-    def _check_ranks_agree(self, key: str) -> None:
-        if len(set(self.world.all_gather_object(key))) > 1:
+        self.generated = generated or open_images(config)
+        if isinstance(self.generated, ModelImages):
+            self.generated = replace(self.generated, config=config, device=self.device_name)
+            if world.is_rank_zero:
+                self._log_model_warnings(self.generated)
+        if len(set(world.all_gather_object(self.generated.key))) > 1:
             raise HalationError(
                 "the ranks see different images: the folder changes, or is another one on other machines"
             )
+        self.extractors = self._open_extractors()
+        self.facts = {label: extractor_facts(extractor) for label, extractor in self.extractors.items()}
+        self.saved_reference = read_saved_reference(config, self.plan, self.facts)
+        self.evaluator = Evaluator(world, config, self.plan, self.extractors, self.facts, self._feature_folder)
+
+    def _log_model_warnings(self, images: ModelImages) -> None:
+        config, model_ref = self.config, images.model_ref
+        if step_warning := model_ref.step_warning(config.num_inference_steps or model_ref.steps):
+            log.warning("--num_inference_steps: %s", step_warning)
+        if config.guidance_scale is not None and (warning := model_ref.guidance_warning(config.guidance_scale)):
+            log.warning("--guidance_scale %s", warning)
+        if model_ref.load_args["kind"] == "checkpoint":
+            captions = (spec.prompt for spec in images.specs)
+            for warning in find_prompt_warnings(Path(model_ref.load_args["path"]), model_ref.name, captions):
+                log.warning("%s", warning)
 
     def _open_extractors(self) -> dict[str, Extractor]:
         """Rank 0 first: what has to be downloaded is downloaded once."""
         extractors: dict[str, Extractor] = {}
 
-        def open_all(heartbeat: Callable[[], None]) -> None:
-            for label, (name, weights) in self.plan.extractors.items():
-                extractors[label] = self._open_extractor(label, name, weights)
+        def open_all(heartbeat: Heartbeat) -> None:
+            for label in self.plan.extractors:
+                extractors[label] = self.plan.open_extractor(label, self.config, str(self.world.device))
                 heartbeat()
 
         run_on_rank_zero(self.world, "opening the extractors", open_all, self.config.dist_timeout_s)
@@ -97,53 +98,45 @@ class EvaluationSession:
             open_all(lambda: None)
         return extractors
 
-    def _open_extractor(self, label: str, name: str, weights: str) -> Extractor:
-        config, device = self.config, str(self.world.device)
-        return open_extractor(
-            name, device=device, dtype=config.dtype, resize=config.resize, weights=weights, flag=WEIGHTS_FLAGS[label]
-        )
-
-    def _read_saved_reference(self) -> SavedStatistics | None:
-        """Saved ones, read before anything long begins."""
-        facts = {label: extractor_facts(extractor) for label, extractor in self.extractors.items()}
-        return read_saved_reference(self.config, self.plan, facts)
-
-    # -- features
+    def _feature_folder(self, source: EvaluatedImages, label: str, layout_and_captions: list[Any]) -> Path:
+        """In the cache, by everything that decides the features."""
+        assert not isinstance(source, SampledImages)
+        layout, captions = layout_and_captions
+        threads = self.config.threads if self.device_name == "cpu" else 0
+        libraries = [version(name) for name in ("torch", "transformers", "numpy", "pillow")]
+        how = [without_paths(self.facts[label]), layout, threads, self.device_name, libraries, captions]
+        return self.cache / source.key[:24] / hash_json(how)[:24]
 
     def run(self) -> dict[str, Any]:
         """The report, on every rank."""
         with StopSignals() as signals:
+            stop = StopFlag(self.world, lambda: signals.number)
             reference = None if self.saved_reference else self._open_reference()
             self._check_feasible(self.saved_reference.num if self.saved_reference else len(reference or ()))
-            writers: dict[str, dict[str, FeatureWriter]] = {"reference": {}}
-            if reference is not None:
-                labels = self.plan.reference_labels
-                writers["reference"] = self.feature_pass.extract(reference, "reference", labels, lambda: signals.number)
-            writers["generated"] = self.feature_pass.extract(
-                self.generated, "generated", tuple(self.extractors), lambda: signals.number
-            )
-
-            def compute_report(heartbeat: Callable[[], None]) -> dict[str, Any]:
-                return run_with_heartbeat(lambda: self._build_report(writers, reference), heartbeat)
-
-            report: dict[str, Any] = run_on_rank_zero(
-                self.world, "the numbers", compute_report, self.config.dist_timeout_s
+            writers: dict[str, Writers] = {}
+            for side, source in (("reference", reference), ("generated", self.generated)):
+                if source is not None:
+                    complete = self.evaluator.extract(source, side, f"features {side}", stop)
+                    if complete is None:
+                        raise Interrupted("stopped; the same command goes on where it was", exit_code(stop()))
+                    writers[side] = complete
+            report: dict[str, Any] = self.evaluator.compute(
+                "the numbers", lambda: self._build_report(writers, reference)
             )
             return report
 
     def _check_feasible(self, num_reference: int | None) -> None:
-        """Before hours are spent on features that no number comes of."""
+        """Refuse metrics that cannot be computed before hours are spent on features."""
+        settings = self.evaluator.metric_settings
         for metric, label in self.plan.metric_labels.items():
             num_images: dict[str, int | None] = {"generated": len(self.generated)}
             if metric in metric_computation.NEEDS_REFERENCE:
                 num_images["reference"] = num_reference
-            metric_computation.check_num_images(
-                metric, self.extractors[label].num_features, num_images, self.metric_settings
-            )
+            metric_computation.check_num_images(metric, self.extractors[label].num_features, num_images, settings)
             known = [num for num in num_images.values() if num is not None]
-            if metric == "prdc" and self.metric_settings.nearest_k >= min(known):
+            if metric == "prdc" and settings.nearest_k >= min(known):
                 raise InputError(
-                    f"--nearest_k {self.metric_settings.nearest_k} with {min(known)} images",
+                    f"--nearest_k {settings.nearest_k} with {min(known)} images",
                     "fewer neighbours than images",
                     "change --nearest_k, or give more images",
                 )
@@ -177,50 +170,46 @@ class EvaluationSession:
             )
         return height
 
-    # -- numbers
+    # -- the report, on rank 0
 
-    def _build_report(
-        self, writers: Mapping[str, Mapping[str, FeatureWriter]], reference: ImageSource | None
-    ) -> dict[str, Any]:
-        feature_sets = {
-            side: {
-                label: self.feature_pass.load_feature_set(source, side, writer)
-                for label, writer in writers[side].items()
-            }
-            for side, source in (("reference", reference), ("generated", self.generated))
-            if source is not None
-        }
-        metrics: dict[str, dict[str, Any]] = {}
-        for metric in self.config.metrics:
-            label = self.plan.metric_labels[metric]
-            inputs = metric_computation.MetricInputs(
-                metric=metric,
-                extractor=extractor_facts(self.extractors[label]),
-                generated=feature_sets["generated"][label],
-                reference=self._reference_features(feature_sets, label)
-                if metric in metric_computation.NEEDS_REFERENCE
-                else None,
-                captions=self.generated.captions,
+    def _build_report(self, writers: dict[str, Writers], reference: ImageSource | None) -> dict[str, Any]:
+        evaluator, saved = self.evaluator, self.saved_reference
+        reference_features: FeatureSets = {}
+        reference_facts: dict[str, Any] | None = None
+        if reference is not None:
+            reference_features = evaluator.load_features(reference, "reference", writers["reference"])
+            reference_facts = {**reference.facts, "num": len(reference)}
+        elif saved is not None:
+            arrays = {} if saved.features is None else {"features": np.asarray(saved.features)}
+            features = metric_computation.FeatureSet(
+                num=saved.num, hash=saved.hash, moments=saved.moments, arrays=arrays
             )
-            metrics |= metric_computation.compute_metric(inputs, self.metric_settings)
-            if metric == "clip":
-                metrics["clip"]["num_truncated_prompts"] = self._count_truncated(label)
-        self._save_statistics(feature_sets)
+            reference_features = dict.fromkeys(self.plan.reference_labels, features)
+            path = ", ".join(self.config.reference)
+            reference_facts = {"kind": "statistics", "path": path, "num": saved.num, "made": saved.facts}
+        generated_features = evaluator.load_features(self.generated, "generated", writers["generated"])
+        metrics = evaluator.compute_metrics(generated_features, reference_features, self.generated.captions)
+        if "clip" in metrics:
+            extractor = self.extractors[self.plan.metric_labels["clip"]]
+            num_truncated = len(extractor.find_truncated(self.generated.captions or ()))
+            if num_truncated:
+                log.warning("%d prompts are longer than the CLIP model reads; their ends do not count", num_truncated)
+            metrics["clip"]["num_truncated_prompts"] = num_truncated
+        if self.config.save_statistics is not None:
+            self._save_statistics(self.config.save_statistics, generated_features["main"])
+        generated_facts = self.generated.facts
+        if isinstance(self.generated, ModelImages):
+            generated_facts["micro_batch"] = self.generated.micro_batch or self.config.model_batch_size
         return {
-            "generated": {**self._generated_facts(), "num": len(self.generated)},
-            "reference": self._reference_facts(reference),
+            "generated": {**generated_facts, "num": len(self.generated)},
+            "reference": reference_facts,
             "metrics": metrics,
-            "extremes": self._find_extremes(feature_sets),
-            "versions": library_versions(),
-            "computed_on": self.device,
-            "num_ranks": self.world.size,
-            "seconds": round(time.perf_counter() - self.start_time, 2),
+            "extremes": self._find_extremes(generated_features, reference_features),
+            **evaluator.provenance(self.start_time),
         }
 
-    def _find_extremes(
-        self, feature_sets: Mapping[str, Mapping[str, metric_computation.FeatureSet]]
-    ) -> dict[str, Any] | None:
-        """The images most and least like the reference; None where nothing is compared, and why where they cannot be told."""
+    def _find_extremes(self, generated_features: FeatureSets, reference_features: FeatureSets) -> dict[str, Any] | None:
+        """The images most and least like the reference, or why they are left out; None where nothing is compared."""
         labels = self.plan.reference_labels
         if not labels:
             return None
@@ -228,10 +217,7 @@ class EvaluationSession:
         about = {"distance": "euclidean, to the nearest reference feature", "extractor": self.extractors[label].name}
         if not isinstance(self.generated, ImageFiles):
             return about | {"left_out": "pictures of --model_path are scored and not kept"}
-        generated, reference = (
-            feature_sets["generated"][label].features,
-            self._reference_features(feature_sets, label).features,
-        )
+        generated, reference = generated_features[label].features, reference_features[label].features
         if generated is None:
             return about | {"left_out": "there are more pictures than --keep_features"}
         if reference is None:
@@ -242,59 +228,53 @@ class EvaluationSession:
             generated,
             name=lambda index: os.fsencode(names[index]).decode("utf-8", "replace"),  # a name need not be text
             captions=self.generated.captions,
-            device=self.metric_settings.device,
+            device=self.evaluator.metric_settings.device,
         )
         return about | found
 
-    def _count_truncated(self, label: str) -> int:
-        from halation.evaluation.extractors.transformers import ClipExtractor
-
-        extractor = self.extractors[label]
-        assert isinstance(extractor, ClipExtractor)
-        num = len(extractor.find_truncated(self.generated.captions or ()))
-        if num:
-            log.warning("%d prompts are longer than the CLIP model reads; their ends do not count", num)
-        return num
-
-    def _reference_features(
-        self, feature_sets: Mapping[str, Mapping[str, metric_computation.FeatureSet]], label: str
-    ) -> metric_computation.FeatureSet:
-        if self.saved_reference is None:
-            return feature_sets["reference"][label]
-        saved = self.saved_reference
-        arrays = {} if saved.features is None else {"features": np.asarray(saved.features)}
-        return metric_computation.FeatureSet(num=saved.num, hash=saved.hash, moments=saved.moments, arrays=arrays)
-
-    def _generated_facts(self) -> dict[str, Any]:
-        if isinstance(self.generated, ModelImages):
-            return {**self.generated.facts, "micro_batch": self.feature_pass.micro_batch}
-        return self.generated.facts
-
-    def _reference_facts(self, reference: ImageSource | None) -> dict[str, Any] | None:
-        if self.saved_reference is not None:
-            path = ", ".join(self.config.reference)
-            return {
-                "kind": "statistics",
-                "path": path,
-                "num": self.saved_reference.num,
-                "made": self.saved_reference.facts,
-            }
-        return None if reference is None else {**reference.facts, "num": len(reference)}
-
-    def _save_statistics(self, feature_sets: Mapping[str, Mapping[str, metric_computation.FeatureSet]]) -> None:
-        path = self.config.save_statistics
-        if path is None:
-            return
-        features = feature_sets["generated"]["main"]
+    def _save_statistics(self, path: Path, features: metric_computation.FeatureSet) -> None:
         assert isinstance(features.moments, metric_computation.Moments)
         about = {"source": self.generated.facts, "source_hash": features.hash, "versions": library_versions()}
-        write_statistics(
-            path, features.moments, features.features, {**extractor_facts(self.extractors["main"]), **about}
+        write_statistics(path, features.moments, features.features, {**self.facts["main"], **about})
+
+
+class StopFlag:
+    """A stop signal that one rank got and all ranks see at their next batch."""
+
+    def __init__(self, world: World, stop_signal: Callable[[], int]) -> None:
+        self.world = world
+        self.stop_signal = stop_signal
+
+    def __call__(self) -> int:
+        number = self.stop_signal()
+        if self.world.size == 1:
+            return number
+        if number:
+            self.world.store.set(STOP_KEY, str(number))
+            return number
+        return int(self.world.store.get(STOP_KEY)) if self.world.store.check([STOP_KEY]) else 0
+
+
+def read_saved_reference(
+    config: EvaluateConfig, plan: ExtractorPlan, facts: Mapping[str, Mapping[str, Any]]
+) -> SavedStatistics | None:
+    """The statistics that --reference names, or None where it names images or nothing is compared."""
+    paths = [Path(path) for path in config.reference if Path(path).suffix in SUFFIXES]
+    labels = plan.reference_labels
+    if not paths or not labels:
+        return None
+    if len(labels) > 1:
+        names = " and ".join(str(facts[label]["extractor"]) for label in labels)
+        raise InputError(
+            f"statistics as the reference of {names}", "one extractor, that of the statistics", "ask for fewer metrics"
         )
+    return read_statistics(paths, facts[labels[0]])
 
 
-def open_generated_files(config: EvaluateConfig) -> ImageFiles:
-    """The images of --generated, with their prompts where these are known."""
+def open_images(config: EvaluateConfig) -> ImageFiles | ModelImages:
+    """The images to score, with their prompts where these are known; nothing is decoded and no model loaded."""
+    if config.model_path:
+        return open_model_images(config, "cpu")
     files = open_generated(Path(config.generated))
     if config.prompts:
         files = match_prompts(files, config.prompts, config.seed_start)

@@ -19,9 +19,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from halation.errors import InputError
-from halation.evaluation.extractors import streets_classifier
+from halation.evaluation.extractors import open_extractor, streets_classifier
 from halation.evaluation.extractors.extractor import Extractor
-from halation.evaluation.extractors.registry import open_extractor
 from halation.evaluation.extractors.resize import resize_to_square
 from halation.evaluation.extractors.transformers import ClipExtractor
 from halation.input_files import file_sha256

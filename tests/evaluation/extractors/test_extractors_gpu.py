@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from halation.evaluation import feature_extraction
+from halation.evaluation.extractors import open_extractor
 from halation.evaluation.extractors.extractor import Extractor
-from halation.evaluation.extractors.registry import open_extractor
 from halation.evaluation.metrics.frechet import frechet_distance
 from halation.evaluation.metrics.moments import moments
 from support import tiny_extractors

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from halation.errors import InputError
+from halation.evaluation.extractors import open_extractor
 from halation.evaluation.extractors import weights as extractor_weights
 from halation.evaluation.extractors.extractor import Extractor, full_precision
 from halation.evaluation.extractors.inception import InceptionV3, build_inception, find_weight_mismatch
-from halation.evaluation.extractors.registry import open_extractor
 from halation.evaluation.extractors.weights import (
     FID_NAME,
     FID_SHA256,

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from halation.evaluation.extractors import resize
-from halation.evaluation.extractors.registry import open_extractor
+from halation.evaluation.extractors import open_extractor, resize
 from halation.evaluation.extractors.resize import ShortestEdgeCrop
 from support import tiny_extractors
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from halation.evaluation.metrics.frechet import frechet_distance
-from halation.evaluation.metrics.frechet_bootstrap import frechet_interval
+from halation.evaluation.metrics.frechet import frechet_distance, frechet_interval
 from halation.evaluation.metrics.moments import Features, Moments, moments
 
 

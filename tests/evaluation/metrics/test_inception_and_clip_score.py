@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from halation.evaluation.metrics.inception_and_clip_score import clip_score, inception_score
+from halation.evaluation.metrics.metric_computation import clip_score, inception_score
 from halation.evaluation.metrics.moments import Features
 from support import oracles
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from halation.evaluation.metrics.moments import Features
-from halation.evaluation.metrics.prdc import PrdcScores, prdc
+from halation.evaluation.metrics.nearest_neighbors import PrdcScores, prdc
 from support import oracles
 
 

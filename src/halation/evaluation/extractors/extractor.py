@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,6 +42,14 @@ class Extractor(ABC):
     @abstractmethod
     def _outputs(self, batch: Tensor) -> dict[str, Tensor]:
         """The outputs by name, in any float type."""
+
+    def embed_texts(self, texts: Sequence[str]) -> Tensor:
+        """(N, D) float32 on the CPU, to be compared with features; CLIP alone can do it."""
+        raise NotImplementedError(f"{self.name} does not read texts")
+
+    def find_truncated(self, texts: Sequence[str]) -> list[int]:
+        """The indices of texts that are longer than the model reads."""
+        raise NotImplementedError(f"{self.name} does not read texts")
 
 
 @contextmanager

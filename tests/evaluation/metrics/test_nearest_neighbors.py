@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from halation.evaluation.metrics.moments import Features
-from halation.evaluation.nearest_and_farthest import MAX_CPU_MULTIPLY_ADDS, find_extremes, nearest_distances
+from halation.evaluation.metrics.nearest_neighbors import MAX_CPU_MULTIPLY_ADDS, find_extremes, nearest_distances
 
 
 def features(num: int, seed: int, shift: float = 0.0) -> Features:

@@ -1,25 +1,35 @@
-"""Precision, recall, density and coverage: who lies in whose neighbourhood (Kynkaanniemi et al. 2019, Naeem et al. 2020).
+"""Nearest neighbours between two sets of features: precision and recall, and the most and least similar images.
 
-An image's ball reaches to its k-th nearest neighbour in its own set. Precision: the share of generated images in some ball of the reference;
-recall: the share of the reference in some ball of the generated; density: how many balls of the reference a generated image lies in, on
-average, divided by k; coverage: the share of reference balls with a generated image in them. The border belongs to the ball.
+Precision, recall, density and coverage are those of Kynkaanniemi et al. 2019 and Naeem et al. 2020. An image's ball
+reaches to its k-th nearest neighbour in its own set. Precision: the share of generated images in some ball of the
+reference; recall: the share of the reference in some ball of the generated; density: how many balls of the reference a
+generated image lies in, on average, divided by k; coverage: the share of reference balls with a generated image in them.
+The border belongs to the ball.
 
 Distances are made a tile at a time in float64, so that fifty thousand images need no more memory than a thousand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 
-from halation.evaluation.metrics.moments import Features, check_features
+from halation.evaluation.metrics.moments import Features, FloatArray, check_features, single_thread
 
 NEAREST_K = 3
 TILE_SIZE = 2048
 BORDER_TOLERANCE = 1e-12
-"""Of the squared lengths of two rows: what lies beyond the border by less lies on it, or copies of the reference would be out by chance."""
+"""Of the squared lengths of two rows: what lies beyond the border by less lies on it.
+
+Without it copies of the reference would be outside by chance.
+"""
+NUM_SHOWN = 24
+MAX_CPU_MULTIPLY_ADDS = 10**12
+"""Multiply-adds of the search for similar images, about a minute of one thread: the report shows them unasked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,3 +135,66 @@ def squared_distances(
     """Of every pair of rows, never below 0; to rounding of the lengths, so those of equal rows are only nearly 0."""
     lengths = (one_lengths[:, None] + other_lengths).mul_(length_scale)
     return lengths.addmm_(one, other.T, alpha=-2.0).clamp_(min=0.0)
+
+
+def nearest_distances(
+    reference: Features, generated: Features, *, device: str = "cpu", tile: int = TILE_SIZE
+) -> FloatArray:
+    """The euclidean distance of every generated row to its nearest reference row; 0 for a copy, to the bit."""
+    if reference.shape[1:] != generated.shape[1:]:
+        raise ValueError(f"features of shapes {reference.shape} and {generated.shape}")
+    reference_tiles, generated_tiles = (
+        TiledFeatures(check_features(features), device, tile) for features in (reference, generated)
+    )
+    nearest = np.empty(generated_tiles.num, np.int64)
+    with single_thread():
+        for mine, rows, lengths in generated_tiles.tiles():
+            min_distance = torch.full((len(rows),), torch.inf, dtype=torch.float64, device=device)
+            nearest_index = torch.zeros(len(rows), dtype=torch.int64, device=device)
+            for theirs, others, other_lengths in reference_tiles.tiles():
+                distances, places = squared_distances(rows, others, lengths, other_lengths).min(dim=1)
+                nearer = distances < min_distance
+                min_distance = torch.where(nearer, distances, min_distance)
+                nearest_index = torch.where(nearer, places + theirs.start, nearest_index)
+            nearest[mine] = nearest_index.cpu().numpy()
+    # Tiles say which row is nearest; how far it is they know only to the rounding of squared lengths.
+    exact = np.empty(generated_tiles.num, np.float64)
+    for start in range(0, generated_tiles.num, tile):
+        block = slice(start, start + tile)
+        difference = generated[block].astype(np.float64) - reference[nearest[block]].astype(np.float64)
+        exact[block] = np.sqrt(np.square(difference).sum(axis=1))
+    return exact
+
+
+def find_extremes(
+    reference: Features,
+    generated: Features,
+    *,
+    name: Callable[[int], str],
+    captions: Sequence[str] | None,
+    device: str = "cpu",
+    num_shown: int = NUM_SHOWN,
+) -> dict[str, Any]:
+    """The generated images nearest to the reference and farthest from it, each with its distance.
+
+    The nearest show what was copied, the farthest what went wrong. Equal distances are in the order of the index.
+    """
+    if device == "cpu" and reference.size * len(generated) > MAX_CPU_MULTIPLY_ADDS:
+        return {"left_out": f"{len(generated)} images against {len(reference)} take too long without a GPU"}
+    distances = nearest_distances(reference, generated, device=device)
+
+    def describe_images(order: np.ndarray) -> list[dict[str, Any]]:
+        return [
+            {
+                "index": index,
+                "name": name(index),
+                "caption": None if captions is None else captions[index],
+                "distance": float(distances[index]),
+            }
+            for index in order[:num_shown].tolist()
+        ]
+
+    return {
+        "nearest": describe_images(np.argsort(distances, kind="stable")),
+        "farthest": describe_images(np.argsort(-distances, kind="stable")),
+    }

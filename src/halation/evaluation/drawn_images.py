@@ -1,0 +1,124 @@
+"""Images that models draw to be scored: their interface, and those of a model in training."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from halation.distributed.world import World
+from halation.errors import HalationError
+from halation.evaluation.image_sources import with_digest
+from halation.evaluation.preprocess_pool import ExtractorBatch, PreparedBatch, TransformFn, prepare_images
+from halation.work_division import make_batches
+
+if TYPE_CHECKING:
+    from halation.sample_specs import SampleBatch
+    from halation.sampling.denoiser_sampler import DenoiserSampler, SampleSettings
+    from halation.sampling.sample_folder import SampleRow
+
+OnBatch = Callable[[range, list[np.ndarray]], None]
+"""What is done with the images of a whole batch, given by their indices."""
+
+
+class DrawnImages(ABC):
+    """Images that a model draws to be scored; each rank draws its chunks and extracts their features."""
+
+    @property
+    @abstractmethod
+    def captions(self) -> tuple[str, ...]: ...
+
+    @property
+    @abstractmethod
+    def order(self) -> npt.NDArray[np.int64]:
+        """The index at each position: batches hold images of one shape, so positions are not always indices."""
+
+    @property
+    @abstractmethod
+    def key(self) -> str:
+        """As that of an `ImageSource`."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def name(self, index: int) -> str:
+        """How users find the image at a position."""
+
+    @abstractmethod
+    def chunk_starts(self, chunk: int) -> list[int]:
+        """Positions at which chunks of about so many images begin."""
+
+    @abstractmethod
+    def open_on_ranks(self, world: World, folder: Path, has_chunks: bool) -> None:
+        """Load the model on ranks that have chunks to draw; `folder` holds the features. All ranks call it."""
+
+    @abstractmethod
+    def iter_prepared(
+        self,
+        batches: Iterator[ExtractorBatch],
+        transforms: Mapping[str, TransformFn],
+        on_step: Callable[[], None],
+        stop: Callable[[], int],
+    ) -> Iterator[tuple[ExtractorBatch, PreparedBatch]]:
+        """Draw the images of these batches."""
+
+
+class CallbackSink:
+    """Passes on the images of each whole batch; a batch that lacks one is not scored."""
+
+    def __init__(self, on_batch: OnBatch) -> None:
+        self._on_batch = on_batch
+
+    def put(self, batch: SampleBatch, images: Mapping[int, np.ndarray], rows: Sequence[SampleRow]) -> None:
+        if len(images) == len(rows):
+            first = batch.specs[0].index
+            self._on_batch(range(first, first + len(rows)), [images[number] for number in range(len(rows))])
+
+    def finish(self) -> None:
+        """Nothing is left: every batch was passed on when it came."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledImages:
+    """Images that the model in training samples; all ranks sample together."""
+
+    sampler: DenoiserSampler
+    settings: SampleSettings
+    swap_in_ema: Callable[[], AbstractContextManager[None]]
+    """Puts the averaged weights into the model while the images are sampled."""
+
+    @property
+    def captions(self) -> tuple[str, ...]:
+        return self.settings.prompts
+
+    def __len__(self) -> int:
+        return len(self.settings.prompts)
+
+    def name(self, index: int) -> str:
+        return f"image {index}"
+
+    def draw(self, todo: Sequence[int], on_batch: OnBatch, name: str) -> None:
+        """Sample these batches; each is given to `on_batch` on the rank that sampled it."""
+        batches = make_batches(self.settings.specs(), self.settings.batch_size)
+        with self.swap_in_ema():
+            rows = self.sampler.draw_batches(batches, todo, CallbackSink(on_batch), name)
+        failed = [row for row in rows if row["state"] == "failed"]
+        if failed:
+            raise HalationError(
+                f"{len(failed)} of {len(self)} images could not be drawn or scored, "
+                f"the first of them on rank {failed[0]['rank']}: {failed[0]['reason']}"
+            )
+
+    def prepare(
+        self, batch: ExtractorBatch, images: Sequence[np.ndarray], transforms: Mapping[str, TransformFn]
+    ) -> PreparedBatch:
+        loaders = [(index, partial(with_digest, pixels)) for index, pixels in zip(batch.indices, images, strict=True)]
+        return prepare_images(loaders, {name: transforms[name] for name in batch.labels})
