@@ -1,6 +1,6 @@
-"""Asking something of a running training: a small file in its folder, which its first rank takes away at a step and answers in a line.
+"""Requests to a running training: a file in its folder, which rank 0 takes at a step and answers in a line.
 
-A request says whom it was asked of, so what was asked of a run that died can never be taken for a wish to the one after it.
+A request names the start of the run that it was sent to, so a later start of the same run never takes it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from halation.errors import HalationError, InputError
-from halation.input_files import read_json
 from halation.runs import lock
 from halation.runs import run_folder as runs
 
@@ -35,13 +34,13 @@ TAIL_BYTES = 64 * 1024
 
 @dataclass(frozen=True, kw_only=True)
 class ControlRequest:
-    """One wish, and where it waits until the run takes it."""
+    """One request; its file waits at `path` until the run takes it."""
 
     run: Path
     action: str
     id: str
     owner: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    """The start of the run that it was asked of."""
+    """The start of the run that it was sent to."""
 
     @property
     def path(self) -> Path:
@@ -58,7 +57,7 @@ class ControlResponse:
 
 
 def send_request(folder: Path, action: str, by: str = "`halation ctl`") -> ControlRequest:
-    """Leave a request for a run's next step, or raise an InputError where nobody would take it."""
+    """Write a request for a run's next step, or raise an InputError where no run would take it."""
     assert action in ACTIONS
     while True:
         owner = _require_running(folder)
@@ -90,7 +89,7 @@ def cancel_request(request: ControlRequest) -> bool:
 
 
 def read_response(request: ControlRequest) -> ControlResponse | None:
-    """What the run said to it, if it has."""
+    """The run's answer, if there is one."""
     try:
         with open(request.run / RESPONSES_FILE, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
@@ -106,7 +105,7 @@ def read_response(request: ControlRequest) -> ControlResponse | None:
 
 
 def is_owner_running(request: ControlRequest) -> bool:
-    """Whether the start of the run that it was asked of is still there; one after it would not take it."""
+    """Whether the start of the run that it was sent to still runs; a later one would not take it."""
     try:
         return _require_running(request.run) == request.owner
     except HalationError:
@@ -115,14 +114,12 @@ def is_owner_running(request: ControlRequest) -> bool:
 
 def is_starting(folder: Path) -> bool:
     """Whether a training holds a folder that it has not made a run of yet."""
-    owner = _read_owner(folder)
-    if owner is None or _is_dead(owner) or owner.get("command") not in CONTROLLABLE_JOBS:
-        return False
-    return not runs.RunFolder(folder).config.exists()
+    owner = _read_live_owner(folder)
+    return owner is not None and owner.get("command") in CONTROLLABLE_JOBS and not (folder / runs.CONFIG_FILE).exists()
 
 
 def _require_running(folder: Path) -> dict[str, Any]:
-    """The owner of a folder with a running training in it; an owner on another machine is believed to live."""
+    """The owner of a folder with a running training; an owner on another machine counts as running."""
     run = runs.RunFolder(folder)
     if not folder.is_dir():
         raise InputError(f"there is no folder {folder}", "the folder of a running training", "check the path")
@@ -143,52 +140,39 @@ def _require_running(folder: Path) -> dict[str, Any]:
             "a running `halation train` or `distill`",
             "stop it with Ctrl+C or a signal: what it has done is kept",
         )
-    owner = _read_owner(folder)
-    if owner is None or _is_dead(owner):
-        raise _not_running_error(run)
-    return owner
-
-
-def _not_running_error(run: runs.RunFolder) -> InputError:
-    """How it ended, if it said so, and what would make it run."""
-    try:
-        ended = read_json(run.folder / lock.ENDED_FILE)
-    except (OSError, ValueError):
-        ended = None
-    ended = ended if isinstance(ended, dict) else {}
-    found, reason = f"{run.folder} is not running", str(ended.get("reason") or "")
+    owner = _read_live_owner(folder)
+    if owner is not None:
+        return owner
+    ended = lock.read_json_object(folder / lock.ENDED_FILE)
+    found, reason = f"{folder} is not running", str(ended.get("reason") or "")
     if ended.get("state") == "finished":
-        return InputError(
+        raise InputError(
             f"{found}: it is finished", "a training that takes steps", "to train on, give its command more steps"
         )
     if ended.get("state") == "failed":
         found += f": it failed{': ' * bool(reason)}{reason}"
     goes_on = "goes on from its last checkpoint" if run.has_checkpoints() else "begins again, as nothing was saved"
-    return InputError(found, "a training that takes steps", f"start it: the command it was begun with {goes_on}")
+    raise InputError(found, "a training that takes steps", f"start it: the command it was begun with {goes_on}")
 
 
-def _read_owner(folder: Path) -> dict[str, Any] | None:
-    try:
-        owner = read_json(folder / ".owner.json")
-    except (OSError, ValueError):
-        return None
-    return owner if isinstance(owner, dict) else None
-
-
-def _is_dead(owner: Mapping[str, Any]) -> bool:
+def _read_live_owner(folder: Path) -> dict[str, Any] | None:
+    """The record of the process that holds a folder; None where that process, on this machine, has ended."""
+    owner = lock.read_json_object(folder / lock.OWNER_FILE)
     pid = owner.get("pid")
-    return owner.get("host") == socket.gethostname() and not (
+    if owner.get("host") == socket.gethostname() and not (
         isinstance(pid, int) and lock.is_alive(pid, owner.get("start"))
-    )
+    ):
+        return None
+    return owner or None
 
 
 def decode_actions(number: int) -> frozenset[str]:
-    """The wishes that a number stands for: ranks share numbers."""
+    """The actions that a number stands for: ranks share numbers."""
     return frozenset(action for bit, action in enumerate(ACTIONS) if number >> bit & 1)
 
 
 class ControlInbox:
-    """The run's side, on its first rank: takes requests away, says what became of them; where nobody listens it is always empty."""
+    """The run's side, on rank 0: takes requests and answers them; on other ranks it is always empty."""
 
     def __init__(self, folder: Path, *, is_enabled: bool, poll_interval_s: float = POLL_INTERVAL_S) -> None:
         self.folder = folder
@@ -198,22 +182,25 @@ class ControlInbox:
         self._next_poll = 0.0
         self._pending: list[dict[str, Any]] = []
         self.requested_by: dict[str, str] = {}
-        """Who asked for each thing that was answered, the last one."""
+        """Who last asked for each action that was answered."""
 
     def poll(self) -> int:
-        """A number for what was asked since the last look. It is taken away before it is done: a kill loses it and repeats nothing."""
+        """A number for what was requested since the last call.
+
+        Requests are removed before they are done, so that a kill loses one and repeats none.
+        """
         if not self.is_enabled or time.monotonic() < self._next_poll:
             return 0
         self._next_poll = time.monotonic() + self.poll_interval_s
         try:
             os.stat(self._requests_folder)
-        except OSError:  # as at nearly every look: nobody asked
+        except OSError:  # as at nearly every step
             return 0
         self._pending += self._pop_requests()
         return sum(1 << ACTIONS.index(action) for action in {row["action"] for row in self._pending})
 
     def respond(self, step: int, refused: Mapping[str, str]) -> None:
-        """Say at which step everything that was taken is done, or why some of it is not."""
+        """Write at which step everything that was taken is done, or why some of it is not."""
         rows, self._pending = self._pending, []
         for row in rows:
             reason = refused.get(row["action"], "")
@@ -228,7 +215,7 @@ class ControlInbox:
                 log.error("cannot write %s: %s", self.folder / RESPONSES_FILE, error.strerror or error)
 
     def close(self, step: int) -> None:
-        """Nothing more is taken: what still waits is told so, and the folder goes."""
+        """Answer what still waits with a refusal, and remove the folder."""
         if not self.is_enabled:
             return
         self.is_enabled = False
@@ -237,12 +224,14 @@ class ControlInbox:
         shutil.rmtree(self._requests_folder, ignore_errors=True)
 
     def _pop_requests(self) -> list[dict[str, Any]]:
-        owner = _read_owner(self.folder)
+        owner = lock.read_json_object(self.folder / lock.OWNER_FILE)
         rows = []
         with contextlib.suppress(OSError):
-            for path in sorted(Path(self._requests_folder).glob("*.json")):  # files with hidden names are not whole yet
-                row = _pop_request(path)
-                if row is None:
+            for path in sorted(Path(self._requests_folder).glob("*.json")):  # incomplete files have hidden names
+                row = lock.read_json_object(path)
+                try:
+                    path.unlink()
+                except FileNotFoundError:  # it was withdrawn
                     continue
                 if row.get("owner") == owner and row.get("action") in ACTIONS and {"id", "by"} <= row.keys():
                     rows.append(row)
@@ -250,17 +239,3 @@ class ControlInbox:
                     log.warning("dropped %s: it was not asked of this start of the run", path.name)
             os.rmdir(self._requests_folder)
         return rows
-
-
-def _pop_request(path: Path) -> dict[str, Any] | None:
-    """Read and remove; None where it was withdrawn in between."""
-    try:
-        row = read_json(path)
-        path.unlink()
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError):
-        with contextlib.suppress(OSError):
-            path.unlink()
-        return {}
-    return row if isinstance(row, dict) else {}

@@ -271,12 +271,10 @@ def _write_end(folder: Path, end: Mapping[str, Any]) -> None:
 
 def _read_previous_end(folder: Path) -> dict[str, Any] | None:
     """How the last hold of this folder ended; an owner's card alone is that of a killed one."""
-    try:
-        end = read_json(folder / ENDED_FILE)
-        return end if isinstance(end, dict) else None
-    except (OSError, ValueError):
-        killed = {**_end_record("", None), "state": "stopped", "reason": KILLED_REASON}
-        return killed if (folder / OWNER_FILE).exists() else None
+    end = read_json_object(folder / ENDED_FILE)
+    if not end and (folder / OWNER_FILE).exists():
+        return {**_end_record("", None), "state": "stopped", "reason": KILLED_REASON}
+    return end or None
 
 
 def _output_stats(folder: Path) -> list[tuple[int, int, int]]:
@@ -284,6 +282,15 @@ def _output_stats(folder: Path) -> list[tuple[int, int, int]]:
     names = (METRICS_FILE, "ledger.sqlite", "metadata.jsonl", "samples.json", "summary.json")
     found = [path.stat() for path in map(folder.joinpath, names) if path.exists()]
     return [(stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in found]
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """A JSON object; an empty one where the file is missing, damaged or something else."""
+    with contextlib.suppress(OSError, ValueError):
+        value = read_json(path)
+        if isinstance(value, dict):
+            return value
+    return {}
 
 
 def _describe_owner(path: Path) -> str:

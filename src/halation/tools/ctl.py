@@ -1,4 +1,4 @@
-"""`halation ctl`: ask a running training to sample, save or stop, and wait until it has taken that; imports no torch."""
+"""`halation ctl`: ask a running training to sample, save or stop; imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ POLL_S = 0.1
 
 
 def run(config: CtlConfig) -> int:
-    """Exit code 0 when the run has taken it (or nobody waits for that), 1 when it has not; what was not taken is withdrawn."""
+    """Exit code 0 when the run has taken it (or --wait_s is 0), 1 when it has not; what was not taken is withdrawn."""
     if not 0 <= config.wait_s < math.inf:
         raise InputError(f"--wait_s {config.wait_s}", "seconds, or 0 not to wait", "give a number that is not negative")
     deadline = time.monotonic() + config.wait_s
@@ -23,45 +23,36 @@ def run(config: CtlConfig) -> int:
     print(f"asked {config.run} to {config.action} at its next step", flush=True)
     if not config.wait_s:
         return 0
+    response = None
+    is_running = True
     try:
-        response = _wait_for_response(request, deadline)
+        while response is None and is_running and time.monotonic() <= deadline:
+            time.sleep(POLL_S)
+            is_running = control_requests.is_owner_running(request)
+            response = control_requests.read_response(request)
     except KeyboardInterrupt:
         is_cancelled = control_requests.cancel_request(request)
         print("withdrawn" if is_cancelled else f"too late to withdraw: {config.run} has taken it")
         return 130
+    if response is None:
+        is_cancelled = control_requests.cancel_request(request)
+        is_running = control_requests.is_owner_running(request)
+        response = None if is_running else control_requests.read_response(request)  # it may have come since
     if response is not None:
-        return _print_response(response)
-    is_cancelled = control_requests.cancel_request(request)
-    if not control_requests.is_owner_running(request):
-        response = control_requests.read_response(request)  # its last words may have come since
-        if response is not None:
-            return _print_response(response)
+        print(
+            f"not done at step {response.step}: {response.refused}"
+            if response.refused
+            else f"taken at step {response.step}"
+        )
+        return 1 if response.refused else 0
+    if not is_running:
         print(f"{config.run} ended before it took that")
         return 1
     if is_cancelled:
         print(
-            f"not taken within {config.wait_s:g} s, withdrawn; a run that compiles, samples or starts takes requests after that (--wait_s)"
+            f"not taken within {config.wait_s:g} s, withdrawn; "
+            "a run that compiles, samples or starts takes requests after that (--wait_s)"
         )
         return 1
     print(f"{config.run} is taking it; the step is not over yet")
-    return 0
-
-
-def _wait_for_response(
-    request: control_requests.ControlRequest, deadline: float
-) -> control_requests.ControlResponse | None:
-    """The run's answer, as soon as it is there; None when time is up or the run is gone."""
-    while True:
-        is_gone = not control_requests.is_owner_running(request)
-        response = control_requests.read_response(request)
-        if response is not None or is_gone or time.monotonic() > deadline:
-            return response
-        time.sleep(POLL_S)
-
-
-def _print_response(response: control_requests.ControlResponse) -> int:
-    if response.refused:
-        print(f"not done at step {response.step}: {response.refused}")
-        return 1
-    print(f"taken at step {response.step}")
     return 0
