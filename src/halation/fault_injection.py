@@ -1,4 +1,4 @@
-"""Named points where a test may make the program fail, hang or die; free when no test asks for it.
+"""Named points where a test may make the program fail, hang or die; free otherwise.
 
 `HALATION_FAULT="name:N:action[:rank][:once]"` fires `action` the Nth time `fault_point(name)` is passed (N+ fires from then on);
 the name `*` counts every passage of every point. Several faults are separated by `;`. Actions: raise, kill, stop, sleep=SECONDS,

@@ -1,1 +1,1 @@
-"""Ranks, process groups, launching, engines and checkpoints; nothing here knows of diffusion."""
+"""Ranks, process groups, launcher, engines, checkpoints; knows nothing of diffusion."""

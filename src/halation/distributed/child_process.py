@@ -1,4 +1,4 @@
-"""Child processes: start them, tie them to this process, stop them, describe how they ended.
+"""Child processes: start, tie to the parent, stop, describe how they ended.
 
 A child ends with its parent (PR_SET_PDEATHSIG) and is signalled by it alone (own process group).
 """
@@ -52,7 +52,7 @@ BOOTSTRAP_CODE = (
 def tie_to_parent(parent_pid: int | None = None) -> None:
     """In a child: have the kernel kill this process when its parent ends. Linux only; elsewhere it does nothing.
 
-    The kernel watches the thread that started the child: start children from a thread that lives as long as they are needed.
+    The kernel watches the thread that started the child: start children from a thread that outlives them.
     `parent_pid` defaults to what `start_child` left in the environment.
     """
     if sys.platform != "linux":
@@ -132,8 +132,8 @@ def run_command(
 ) -> CommandResult:
     """Run `halation ARGUMENTS...` to its end; a stop signal is passed on, then raised as Interrupted.
 
-    Its output goes to `log`; the newest JSON line there goes to `on_report` now and then. The command is killed when `monitor`
-    finds that its folder is lost.
+    Its output goes to `log`; the newest JSON line there goes to `on_report` now and then. The command is killed when
+    `monitor` finds that its folder is lost.
     """
     with open(log, "wb") as file:
         process = start_command(arguments, file)

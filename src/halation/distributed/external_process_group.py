@@ -1,4 +1,4 @@
-"""Somebody else's ranks and modules, used for a while and given back as they were: for functions that a training loop of one's own calls."""
+"""Use the process group and modules of the caller's training loop, and leave both unchanged."""
 
 from __future__ import annotations
 
@@ -385,13 +385,13 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def is_fsdp1(module: nn.Module) -> bool:
-    """By the name, because importing it takes long and nearly nobody has it."""
+    """By the name, because importing it takes long and few have it."""
     names = {base.__name__ for part in module.modules() for base in type(part).__mro__}
     return "FullyShardedDataParallel" in names
 
 
 def reshard(module: nn.Module) -> None:
-    """Give whole weights back where FSDP2 gathered them: after a forward without a backward nobody else does."""
+    """Reshard weights that FSDP2 gathered: after a forward without a backward it does not do so by itself."""
     for part in module.modules():
         reshard_part: Any = getattr(part, "reshard", None)
         if reshard_part is not None:

@@ -1,4 +1,4 @@
-"""The global random states of a rank, as plain JSON. Halation draws from none of them; what a user plugs in may."""
+"""Global random states of a rank, as JSON; Halation itself draws from none of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def seed_all(seed: int, rank: int) -> None:
 def seed_for_image(seed: int) -> None:
     """The same beginning on every rank, for what draws an image and asks a global state instead of the generator it was handed.
 
-    Not by torch.manual_seed, which would leave word for a GPU that nobody uses yet.
+    Not by torch.manual_seed, which would also seed a GPU that is not in use yet.
     """
     words = np.random.SeedSequence(seed).generate_state(3)
     random.seed(int(words[0]))

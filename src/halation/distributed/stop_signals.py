@@ -1,4 +1,4 @@
-"""Being asked to stop: the first signal is a wish that all ranks grant at one step, the second one an order."""
+"""Stop signals: the first one stops all ranks at one step, the second one at once."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class StopSignals:
-    """While entered, remembers the signal this process was sent. SIGUSR1 is what SLURM is usually told to send before it kills.
+    """While entered, remembers the stop signal that this process received. SLURM usually sends SIGUSR1 before it kills.
 
-    A second one ends the process at once or, for a parent that has children to end first, sets `is_urgent`. Outside the main thread
-    nothing is heard: there signals belong to whoever called.
+    A second one ends the process at once or, for a parent that has children to end first, sets `is_urgent`. Outside the
+    main thread no handler is installed: there signals belong to the caller.
     """
 
     def __init__(self, *, exit_on_second: bool = True) -> None:

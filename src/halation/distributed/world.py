@@ -1,4 +1,4 @@
-"""The ranks of a job: finding each other, telling each other, agreeing, and noticing the one that stopped; one rank is the same code."""
+"""World: rendezvous of ranks, exchange of values, agreement, and detection of stuck ranks."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Peers(Protocol):
 class World:
     """This process among its peers. `rank` is global; collectives of tensors use the default group, words use `control`.
 
-    Alone, where nobody has made a group, there is no `control` either.
+    A single process without a group has no `control` either.
     """
 
     rank: int
@@ -104,7 +104,7 @@ class World:
             yield
             failed = False
         except HalationError as error:
-            log.info("this rank ends: %s", error)  # to its log alone: whoever started it tells the person
+            log.info("this rank ends: %s", error)  # to its log alone: the launcher reports it
             raise
         except Exception:
             log.info("this rank ends with an error", exc_info=True)
@@ -266,7 +266,7 @@ def _rendezvous_via_folder(folder: Path, rank: int, size: int, host: str, timeou
 def _listen(host: str, size: int, timeout: timedelta) -> dist.TCPStore:
     port = os.environ.get("MASTER_PORT", "")
     if port.isdigit() and _is_port_free(int(port)):
-        with contextlib.suppress(dist.DistNetworkError):  # somebody was faster
+        with contextlib.suppress(dist.DistNetworkError):  # another process was faster
             return dist.TCPStore(host, int(port), size, is_master=True, wait_for_workers=False, timeout=timeout)
     store = dist.TCPStore(host, 0, size, is_master=True, wait_for_workers=False, timeout=timeout)
     if port not in ("", "0"):
@@ -470,7 +470,7 @@ class HeartbeatMonitor:
         before = {rank: self._read_heartbeat(rank) for rank in peers}
         time.sleep(3 * HEARTBEAT_S)
         states = {rank: self._read_heartbeat(rank) for rank in peers}
-        for rank in peers:  # who misses somebody too may end any moment, and is not the one
+        for rank in peers:  # a rank that waits for another may end any moment, and is not the cause
             if states[rank] == before[rank] and not store.check([f"{prefix}/missing/{rank}"]):
                 what, count = prefix.removeprefix("heartbeat/"), states[rank].get("count") or 0
                 return f"rank {rank} fell silent in {what} (beat {count}): it was stopped or killed"

@@ -1,4 +1,4 @@
-"""Requests to a running training: a file in its folder, which rank 0 takes at a step and answers in a line.
+"""Requests to a running training, as files in its folder; rank 0 takes and answers them.
 
 A request names the start of the run that it was sent to, so a later start of the same run never takes it.
 """

@@ -1,4 +1,4 @@
-"""Who holds a run's folder, whether it is still there, whether its owner still lives, and how the last owner ended."""
+"""Locks on run folders: who holds one, whether it is still there, how the last owner ended."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ OWN_TRAINER = "own trainer"
 KILLED_REASON = "killed; where nobody did it, the machine ran out of memory; the same command goes on"
 CHECK_INTERVAL_S = 1.5
 PATIENCE_S = 2.0
-"""For so long a folder may be out of reach before a command is ended that does not notice it by itself: networks have short moments."""
+"""How long a folder may be out of reach before the command is ended: network file systems have short outages."""
 EXIT_TIMEOUT_S = 4.0
-"""For so long a command that was told of a lost folder may take to end by itself. All three together stay below 10 s."""
+"""How long a command may take to end by itself after its folder was lost. All three together stay below 10 s."""
 
 
 class WatchedPath:
@@ -82,10 +82,10 @@ def _file_identity(path: Path) -> tuple[int, int]:
 
 
 class FolderMonitor:
-    """Watches the folders that a command writes to, from a thread: what is drawn or learned without a place for it is lost.
+    """Watches the folders that a command writes to, from a thread.
 
-    Code that runs for long calls `check` now and then, which costs nothing. A command that does not end in time after its folder
-    was lost is ended. On leaving, whatever failed because of a lost folder becomes one FolderError.
+    Code that runs for long calls `check` now and then, which costs nothing. A command that does not end in time after its
+    folder was lost is ended. On exit, errors that a lost folder caused become one FolderError.
     """
 
     def __init__(self, *paths: Path) -> None:
@@ -95,7 +95,7 @@ class FolderMonitor:
         self._thread = threading.Thread(target=self._watch, name="halation-folder", daemon=True)
 
     def watch(self, path: Path) -> None:
-        """Watch one more, such as a file that stays open and would go on taking what nobody can read."""
+        """Watch one more path, such as a file that stays open: writing to it still works after its removal."""
         self.watched.append(WatchedPath(path))
 
     def find_problem(self) -> str:
@@ -154,10 +154,10 @@ class FolderMonitor:
 
 @contextlib.contextmanager
 def lock_folder(folder: Path, command: str) -> Iterator[FolderMonitor]:
-    """Hold a run folder alone; a second command on it is refused and told who holds it, a dead owner's hold is taken over.
+    """Hold a run folder alone; a second command is refused with the owner's name.
 
     The operating system drops the lock with its owner, so a lock left by a killed command never has to be guessed about.
-    How it ended is told in ended.json, which is there while nobody holds the folder. While it is held the folder is watched.
+    ended.json, which exists while the folder is not held, has how the last command ended. A held folder is watched.
     """
     from filelock import FileLock
 
@@ -303,7 +303,7 @@ def _describe_owner(path: Path) -> str:
 
 
 def process_start_ticks(pid: int) -> int | None:
-    """When a process began, in the machine's ticks: of two that had the same number in turn, each has its own; None where nobody tells."""
+    """When a process was started, in clock ticks, which tells apart processes with the same pid; None where unknown."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
     except (OSError, ValueError, IndexError):
@@ -311,7 +311,7 @@ def process_start_ticks(pid: int) -> int | None:
 
 
 def is_alive(pid: int, start: object = None) -> bool:
-    """Whether there is such a process here, and it is the one that began at `start`; one that only waits to be buried is none."""
+    """Whether the process is alive and was started at `start`. Zombies count as dead."""
     if not 0 < pid < 2**31 or (start is not None and process_start_ticks(pid) not in (None, start)):
         return False
     try:

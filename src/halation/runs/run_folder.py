@@ -1,4 +1,4 @@
-"""A run's folder: where its files are, how one is published whole, and what may change between two calls."""
+"""Run folders: paths, atomic publish, the run record and what may change on resume."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def step_name(step: int) -> str:
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder a person asked for, or say why it cannot be written."""
+    """Create the folder of a run, or raise why it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".probe.{os.getpid()}.tmp"
@@ -267,7 +267,7 @@ def make_folder(folder: Path) -> None:
 
 
 def make_subfolder(folder: Path, num_levels: int = 1) -> None:
-    """Create a folder of a run, `num_levels` deep in it; never the run's own folder, whose loss a new one would hide."""
+    """Create a folder `num_levels` deep in a run; never the run's own folder, whose loss a new one would hide."""
     for level in reversed([folder, *folder.parents][:num_levels]):
         level.mkdir(exist_ok=True)
 
@@ -312,7 +312,7 @@ def _remove_stale_scratch(prefix: str) -> None:
 
 
 def diff_settings(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """One line for each setting that is not what it was, in a form a person can read."""
+    """One readable line for each setting that changed."""
     lines = []
     for key in [*old, *(key for key in new if key not in old)]:
         before, after = old.get(key, "(not there)"), new.get(key, "(not there)")
@@ -363,7 +363,7 @@ def create_or_resume_run(
 ) -> bool:
     """Write config.json of a new run, or check that this is the run that was begun; returns whether it is new.
 
-    `settings` is everything as resolved, `fixed` the part (and the versions and device) that a resumed run must not change.
+    `settings` are all settings as resolved, `fixed` those (with versions and device) that a resumed run must not change.
     `has_outputs` says whether anything was made with the recorded settings; by default, whether a checkpoint was saved.
     """
     if not run.config.exists():
@@ -399,7 +399,7 @@ def create_or_resume_run(
 
 
 def record_facts(run: RunFolder, facts: Mapping[str, Any], accept_changes: bool) -> dict[str, Any]:
-    """Record facts that are known only after the data was opened, or check that they are what they were; returns the record."""
+    """Record facts that are known only after the data was opened, or check them; returns the record."""
     record = read_record(run)
     known = {key: record["fixed"][key] for key in facts if key in record["fixed"]}
     _check_or_record_changes(run, record, known, {key: facts[key] for key in known}, accept_changes)
@@ -429,7 +429,7 @@ def _check_or_record_changes(
 
 @contextlib.contextmanager
 def restore_record_on_failure(run: RunFolder, accept_changes: bool) -> Iterator[None]:
-    """Around a call that accepts changes: where it fails before anything was saved with them, the record is what it was."""
+    """Around a call that accepts changes: restore the record where the call fails before it saved anything."""
     record_before = None
     if accept_changes and run.config.exists():
         record_before = _read_regular_file(run.config)
@@ -491,7 +491,7 @@ def _read_regular_file(path: Path) -> bytes:
 
 
 def _open_without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK, 0o666)  # a pipe that nobody reads is an error
+    return os.open(path, flags | os.O_NONBLOCK, 0o666)  # a pipe without a reader is an error
 
 
 def _json_line(row: Mapping[str, Any]) -> bytes:

@@ -1,4 +1,4 @@
-"""Checkpoints as they appear in a folder: which are there, which are whole, and how one stays alive after its trainer removed it.
+"""Find complete checkpoints in a folder, and keep them when their trainer removes them.
 
 It knows names, files and headers; it loads no weights.
 """
@@ -137,7 +137,7 @@ def _walk_files(folder: Path) -> list[Path]:
 
 
 def find_missing_parts(folder: Path) -> str:
-    """What a checkpoint lacks, by its own lists and headers; empty where it is whole. Sums are the affair of whoever loads it."""
+    """What a checkpoint lacks by its own lists and headers; empty where it is complete. Hashes are checked on loading."""
     try:
         if (folder / COMMIT_FILE).exists():
             sums = read_json(folder / COMMIT_FILE)["sha256"]

@@ -1,4 +1,4 @@
-"""Host memory for copies of what a rank holds: kept between saves, and taken ahead of the first, so that a step waits for a copy alone."""
+"""Pinned host memory for copies of tensors, allocated once and kept between saves."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class PinnedCopies:
         self._reserve_thread: threading.Thread | None = None
 
     def reserve(self, sizes: Iterable[int]) -> None:
-        """Begin to take pinned memory for tensors of so many bytes, behind the back of whoever goes on."""
+        """Allocate pinned memory for tensors of so many bytes in the background."""
         blocks, num_free = [], 0
         for size in sizes:
             size = _round_up(size)

@@ -1,4 +1,4 @@
-"""Reading a committed checkpoint: tensors by part and name, whole or in pieces, whatever number of ranks wrote them."""
+"""Read a committed checkpoint on any number of ranks: tensors by part and name."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class CheckpointReader:
         self._layouts: dict[str, dict[str, list[_StoredShard]]] = {}
 
     def with_prefix(self, prefix: str) -> CheckpointReader:
-        """The same checkpoint for whoever saved under a prefix."""
+        """The same checkpoint for what was saved under a prefix."""
         return self if prefix == self.prefix else CheckpointReader(self.folder, prefix)
 
     def read_rank_state(self, rank: int) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""Checkpoints: copied to host memory in the step, written behind its back, and named only when every byte is there.
+"""Asynchronous checkpoints: copy to host, write in a thread, rename when complete.
 
 A save goes to a fresh hidden folder. Each rank writes its parts and a list of their SHA-256 sums; rank 0 waits for all lists,
 writes COMMIT.json, renames the folder, and only then removes older ones. What has no valid COMMIT.json was never saved.
@@ -218,7 +218,7 @@ class CheckpointWriter:
         rank_state: dict[str, Any],
         copy_event: torch.cuda.Event | None,
     ) -> None:
-        """Write this rank's files; then, on rank 0, commit. Whatever fails is kept for `raise_if_failed`: nobody sees a thread die."""
+        """Write this rank's files; then, on rank 0, commit. Errors are kept for `raise_if_failed`: this is a thread."""
         name = f"step_{step:07d}"
         temporary = self.folder / f".saving_{name}_{self.token}"
         report: dict[str, Any] = {"files": {}, "error": None}
@@ -238,7 +238,7 @@ class CheckpointWriter:
                 report["error"] or f"cannot commit checkpoint {name} in {self.folder}: {_describe_error(error)}"
             )
             if isinstance(error, RankFailure) and not report["error"]:
-                advice = ""  # no disk is at fault, and whoever looks after the ranks says what became of that one
+                advice = ""  # no disk is at fault, and the launcher reports what became of that rank
         if report["error"] or self.error:
             if not self.folder.is_dir():
                 advice = "; put the folder back, then run the same command again"

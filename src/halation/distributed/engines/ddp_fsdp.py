@@ -1,4 +1,4 @@
-"""How a module is spread over the ranks: one process, DDP or FSDP2, behind one small face; knows nothing of what it computes."""
+"""Engines: one process, DDP or FSDP2 behind one interface."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ class FSDPEngine(Engine):
         mesh = init_device_mesh(world.device.type, (world.size,))
         # Shards that live in host memory come to the device for their unit alone. Where the device is the CPU they are there.
         policy = CPUOffloadPolicy() if offload and world.device.type == "cuda" else OffloadPolicy()
-        # It warns of blocks whose result is a view (FLUX's), which would be a trap if somebody wrote into it. Nobody does.
+        # It warns of blocks whose result is a view (FLUX's), which must not be written to, and is not.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
         for unit in units:
             fully_shard(unit, mesh=mesh, offload_policy=policy)
@@ -269,11 +269,11 @@ def build_adamw(
 
 @contextlib.contextmanager
 def offload_to_host(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """These tensors' contents wait in host memory while their own storage is given back; nobody may use them meanwhile."""
+    """Keep the contents of these tensors in host memory and free their storage; they must not be used meanwhile."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
     copies = []
     for storage in storages.values():
-        if not storage.resizable():  # somebody else looks at this memory too
+        if not storage.resizable():  # another tensor shares this memory
             continue
         copies.append((storage, torch.UntypedStorage(storage.size()).copy_(storage)))
         storage.resize_(0)

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO 1, 2 and 3 behind the face of an engine; DeepSpeed is imported only where it was asked for.
+"""DeepSpeed's ZeRO 1, 2 and 3 as an engine; DeepSpeed is imported only on request.
 
 ZeRO keeps the float32 weights and the optimizer's moments of a rank in flat partitions. What is averaged, saved and restored are
 the ranges of each parameter's elements in them, so that any number of ranks can read what another number wrote.
@@ -132,7 +132,7 @@ class DeepSpeedEngine(Engine):
     def zero_grad(self) -> None:
         if self._has_gradient:
             self._norm = torch.tensor(INVALID_NORM, device=self.world.device)
-            with _disable_logger():  # whoever throws a gradient away says why
+            with _disable_logger():  # a dropped gradient is logged by the caller
                 self.step()
         self.zero_optimizer.custom_loss_scaler = False
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON config: the user's file together with what the flags decide; where both speak, they must say the same."""
+"""DeepSpeed's JSON config: the user's file merged with the flags, which must not disagree."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def merge_config(
         "train_micro_batch_size_per_gpu": micro_batch_size,
         "gradient_accumulation_steps": num_micro_batches,
         "gradient_clipping": grad_clip,
-        # Its own linear layer would be put into torch for the whole process, whoever calls it.
+        # It would replace torch's linear layer for the whole process.
         "zero_optimization": {"memory_efficient_linear": False} | zero | {"stage": zero_stage},
         "bf16": bf16 | {"enabled": bool(bf16.get("enabled", False)) or bf16_weights},
         # A torch optimizer steps where its state lies; DeepSpeed's own would have to be compiled first.
