@@ -152,7 +152,10 @@ def run_command(
     wait_for_command(process, signals, report_progress, POLL_S)
     if signals.number:
         raise Interrupted("stopped; the same command goes on from here", exit_code(signals.number))
-    return CommandResult(returncode=process.returncode, output_tail=_read_output_tail(log, process.returncode))
+    # The last lines that are not JSON.
+    lines = [line for line in _read_tail(log) if line.strip() and not line.startswith("{")]
+    tail = "\n".join(lines[-NUM_TAIL_LINES:]) or f"it {describe_exit(process.returncode)}"
+    return CommandResult(returncode=process.returncode, output_tail=tail)
 
 
 def start_command(arguments: Sequence[str], output: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
@@ -198,9 +201,3 @@ def _read_newest_report(log: Path) -> dict[str, Any]:
             if isinstance(value, dict):
                 return value
     return {}
-
-
-def _read_output_tail(log: Path, code: int) -> str:
-    """The last lines of a log that are not JSON, or how the command ended where there are none."""
-    lines = [line for line in _read_tail(log) if line.strip() and not line.startswith("{")]
-    return "\n".join(lines[-NUM_TAIL_LINES:]) or f"it {describe_exit(code)}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import logging
 import os
 import socket
@@ -209,8 +208,13 @@ def _acquire(lock: BaseFileLock, folder: Path, option: str) -> None:
     try:
         lock.acquire(timeout=0.2)
     except Timeout:
+        owner = read_json_object(folder / OWNER_FILE)
+        holder = "another command"
+        if {"command", "pid", "host", "since"} <= owner.keys():
+            command = "a training" if owner["command"] == OWN_TRAINER else f"`halation {owner['command']}`"
+            holder = f"{command}, process {owner['pid']} on {owner['host']} since {owner['since']}"
         raise InputError(
-            f"{folder} is in use by {_describe_owner(folder / OWNER_FILE)}",
+            f"{folder} is in use by {holder}",
             "one command or training at a time on a folder",
             f"wait for it, stop it, or choose another {option}",
         ) from None
@@ -266,7 +270,7 @@ def _write_end(folder: Path, end: Mapping[str, Any]) -> None:
     if not (folder / CONFIG_FILE).exists():
         return  # it never became a run, and a start that was refused leaves nothing
     with contextlib.suppress(OSError):  # a full disk has an error of its own; a folder may be gone
-        write_atomic(folder / ENDED_FILE, (json.dumps(end, indent=2, ensure_ascii=False) + "\n").encode(), "ended")
+        write_json_atomic(folder / ENDED_FILE, dict(end), "ended")
 
 
 def _read_previous_end(folder: Path) -> dict[str, Any] | None:
@@ -291,15 +295,6 @@ def read_json_object(path: Path) -> dict[str, Any]:
         if isinstance(value, dict):
             return value
     return {}
-
-
-def _describe_owner(path: Path) -> str:
-    try:
-        owner = read_json(path)
-        command = "a training" if owner["command"] == OWN_TRAINER else f"`halation {owner['command']}`"
-        return f"{command}, process {owner['pid']} on {owner['host']} since {owner['since']}"
-    except (OSError, ValueError, KeyError, TypeError):
-        return "another command"
 
 
 def process_start_ticks(pid: int) -> int | None:

@@ -159,8 +159,8 @@ def create_once(path: Path, data: bytes) -> bytes:
     return path.read_bytes()
 
 
-def write_json_atomic(path: Path, value: Any) -> None:
-    write_atomic(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+def write_json_atomic(path: Path, value: Any, point: str = "publish") -> None:
+    write_atomic(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode(), point)
 
 
 def hash_json(value: Any) -> str:
@@ -474,7 +474,11 @@ class MetricsFile:
     def append(self, row: Mapping[str, Any]) -> None:
         try:
             fault_point("metrics.append")
-            with open(self.path, "ab", opener=_open_without_waiting) as file:
+            # O_NONBLOCK: a pipe without a reader is an error.
+            descriptor = os.open(
+                self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o666
+            )
+            with open(descriptor, "ab") as file:
                 file.write(_json_line(row))
         except OSError as error:
             raise HalationError(
@@ -488,10 +492,6 @@ def _read_regular_file(path: Path) -> bytes:
             return file.read()
     except input_files.RefusedFileError as error:
         raise error.as_input_error() from None
-
-
-def _open_without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK, 0o666)  # a pipe without a reader is an error
 
 
 def _json_line(row: Mapping[str, Any]) -> bytes:
