@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from halation.data.dataset_protocol import JSON, CaptionedImage
-from halation.data.decode_pool import ProcessPool, WorkerDied, load_images
+from halation.data.dataset_protocol import JSON, CaptionedImage, load_images
 from halation.data.prefetch import Batch, BatchPrefetcher
+from halation.data.process_pool import ProcessPool, WorkerDied
 from halation.data.shuffle import ShuffledOrder
 from halation.errors import HalationError, InputError
 
@@ -315,7 +315,8 @@ def test_a_parent_that_closes_nothing_ends_and_obeys_sigterm(tmp_path: Path) -> 
         f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "from functools import partial\n"
         "from test_prefetch import Counted\n"
-        "from halation.data.decode_pool import ProcessPool, load_images\n"
+        "from halation.data.dataset_protocol import load_images\n"
+        "from halation.data.process_pool import ProcessPool\n"
         "if __name__ == '__main__':\n"
         "    workers = ProcessPool(partial(load_images, Counted(pause_s=60.0)), 2)\n"
         "    workers.submit('train', [1])\n"

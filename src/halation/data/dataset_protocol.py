@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,3 +73,47 @@ class ImageDataset(Protocol):
 
     def all_captions(self) -> Iterable[str]:
         """The captions of all images of both parts, repeated ones too."""
+
+
+class ImageBatch(NamedTuple):
+    """Some images, stacked: pixels (or latents) first."""
+
+    pixels: np.ndarray
+    captions: list[str]
+    labels: np.ndarray
+    originals: np.ndarray
+    """(n, 2) int64: heights and widths of the images as they were."""
+
+
+def stack_images(images: Sequence[CaptionedImage]) -> ImageBatch:
+    """Images of one shape as one array."""
+    return ImageBatch(
+        np.stack([image.pixels for image in images]),
+        [image.caption for image in images],
+        np.array([image.label for image in images], np.int64),
+        np.array([image.original_size for image in images], np.int64).reshape(-1, 2),
+    )
+
+
+def unstack_images(batch: ImageBatch) -> list[CaptionedImage]:
+    """The single images again; their pixels are views."""
+    originals = [(height, width) for height, width in batch.originals.tolist()]
+    rows = zip(batch.pixels, batch.captions, batch.labels.tolist(), originals, strict=True)
+    return [
+        CaptionedImage(pixels=pixels, caption=text, label=label, original_size=size)
+        for pixels, text, label, size in rows
+    ]
+
+
+def concat_batches(batches: Sequence[ImageBatch]) -> ImageBatch:
+    """Several stacks as one, in order."""
+    captions = [caption for one in batches for caption in one.captions]
+    labels = np.concatenate([one.labels for one in batches])
+    originals = np.concatenate([one.originals for one in batches])
+    return ImageBatch(np.concatenate([one.pixels for one in batches]), captions, labels, originals)
+
+
+def load_images(source: ImageDataset, split: str, indices: Sequence[int]) -> ImageBatch:
+    """The images of `split` ("train" or "heldout") at these indices, made in this process."""
+    load_image = source.train if split == "train" else source.validation
+    return stack_images([load_image(int(index)) for index in indices])

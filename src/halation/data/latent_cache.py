@@ -22,8 +22,8 @@ from safetensors.numpy import save
 
 from halation.data import tensor_row_cache
 from halation.data.aspect_buckets import buckets_of
-from halation.data.dataset_protocol import JSON, CaptionedImage, ImageDataset
-from halation.data.decode_pool import ImageBatch, ProcessPool, concat_batches, load_images
+from halation.data.dataset_protocol import JSON, CaptionedImage, ImageBatch, ImageDataset, concat_batches, load_images
+from halation.data.process_pool import ProcessPool
 
 FORMAT = 2
 SPLITS = ("train", "heldout")

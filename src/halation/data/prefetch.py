@@ -12,8 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from halation.data.dataset_protocol import CaptionedImage, ImageDataset
-from halation.data.decode_pool import ImageBatch, ProcessPool, concat_batches, load_images, stack_images, unstack_images
+from halation.data.dataset_protocol import (
+    CaptionedImage,
+    ImageBatch,
+    ImageDataset,
+    concat_batches,
+    load_images,
+    stack_images,
+    unstack_images,
+)
+from halation.data.process_pool import ProcessPool
 from halation.data.shuffle import BucketOrder, ShuffledOrder
 
 Batch = dict[str, Any]

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from halation.data.dataset_protocol import JSON, CaptionedImage
-from halation.data.decode_pool import ImageBatch
+from halation.data.dataset_protocol import JSON, CaptionedImage, ImageBatch
 from halation.data.image_annotations import has_file_column, is_table
 from halation.errors import InputError
 from halation.prompt_files import FORMATS, iter_prompts

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halation.data.dataset_protocol import ImageDataset
-from halation.data.decode_pool import ImageBatch, load_images
+from halation.data.dataset_protocol import ImageBatch, ImageDataset, load_images
 from halation.data.prompt_dataset import PromptDataset
 from halation.distillation.teacher_targets import TargetPlan, TeacherTargets
 from halation.flow.paths import times_from_uniform

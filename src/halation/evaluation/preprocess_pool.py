@@ -1,28 +1,26 @@
-"""Images made ready for extractors, in processes of their own: what a stranger's file does to a decoder stays there."""
+"""Images prepared for extractors in processes of their own, so that a decoder's crash stays there."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from halation.data.decode import BrokenImageError
-from halation.data.decode_pool import ProcessPool, WorkerDied
+from halation.data.process_pool import ProcessPool, WorkerDied
 from halation.errors import HalationError
 from halation.evaluation.image_sources import ImageSource, LoadedImage
 
 IMAGES_PER_TASK = 8
-"""Images a process prepares at a time; less would be mostly talk, more would keep the extractor waiting."""
+"""Images of one call to a process: fewer would be mostly pickling, more would keep the extractor waiting."""
 TransformFn = Callable[[npt.NDArray[np.uint8]], np.ndarray]
-Item = TypeVar("Item")
 
 
 class PreparedBatch(NamedTuple):
@@ -43,59 +41,43 @@ def prepare_images(
 ) -> PreparedBatch:
     """Inputs for each of these extractors; `images` gives an index and a way to its pixels and digest.
 
-    Hashing and resizing leave the interpreter to others, so threads help; 0 of them means this rank's share of the cores.
+    Hashing and resizing release the interpreter lock, so threads help; 0 of them means this rank's share of the cores.
     """
 
-    def prepare_one(image: tuple[int, Callable[[], tuple[npt.NDArray[np.uint8], bytes]]]) -> _PreparedImage:
+    def transform(pixels: npt.NDArray[np.uint8]) -> dict[str, np.ndarray]:
+        try:
+            return {name: one(pixels) for name, one in transforms.items()}
+        except ValueError as error:
+            height, width = pixels.shape[:2]
+            raise BrokenImageError(f"{width} x {height} pixels cannot be prepared for an extractor: {error}") from error
+
+    def prepare_one(
+        image: tuple[int, Callable[[], tuple[npt.NDArray[np.uint8], bytes]]],
+    ) -> tuple[dict[str, np.ndarray], bytes, tuple[int, ...], dict[int, str]]:
         index, load = image
         try:
             pixels, digest = load()
-            return _apply_transforms(pixels, digest, transforms, {})
+            return transform(pixels), digest, pixels.shape[:2], {}
         except BrokenImageError as error:
             why = str(error)
         except MemoryError:
             why = "there is not enough memory for it"
-        return _apply_transforms(np.zeros((8, 8, 3), np.uint8), bytes(32), transforms, {index: why})
+        return transform(np.zeros((8, 8, 3), np.uint8)), bytes(32), (8, 8), {index: why}
 
-    rows = _map_threaded(prepare_one, list(images), num_threads or num_rank_cores())
-    stacked = {name: np.stack([row.inputs[name] for row in rows]) for name in transforms}
-    return PreparedBatch(
-        stacked,
-        np.stack([row.digest for row in rows]),
-        np.array([row.size for row in rows], np.int32),
-        {index: why for row in rows for index, why in row.broken.items()},
-    )
-
-
-class _PreparedImage(NamedTuple):
-    """One image of `PreparedBatch`."""
-
-    inputs: dict[str, np.ndarray]
-    digest: npt.NDArray[np.uint8]
-    size: tuple[int, ...]
-    broken: dict[int, str]
-
-
-def _apply_transforms(
-    pixels: npt.NDArray[np.uint8], digest: bytes, transforms: Mapping[str, TransformFn], broken: dict[int, str]
-) -> _PreparedImage:
-    try:
-        inputs = {name: one(pixels) for name, one in transforms.items()}
-    except ValueError as error:
-        height, width = pixels.shape[:2]
-        raise BrokenImageError(f"{width} x {height} pixels cannot be prepared for an extractor: {error}") from error
-    return _PreparedImage(inputs, np.frombuffer(digest, np.uint8), pixels.shape[:2], broken)
-
-
-def _map_threaded(
-    function: Callable[[Item], _PreparedImage], items: Sequence[Item], num_threads: int
-) -> list[_PreparedImage]:
-    """In the order of the items."""
-    num = min(num_threads, len(items))
+    tasks = list(images)
+    num = min(num_threads or num_rank_cores(), len(tasks))
     if num < 2:
-        return [function(item) for item in items]
-    with ThreadPoolExecutor(num, "prepare") as threads:
-        return list(threads.map(function, items))
+        rows = [prepare_one(task) for task in tasks]
+    else:
+        with ThreadPoolExecutor(num, "prepare") as threads:
+            rows = list(threads.map(prepare_one, tasks))
+    inputs, digests, sizes, broken = zip(*rows, strict=True)
+    return PreparedBatch(
+        {name: np.stack([row[name] for row in inputs]) for name in transforms},
+        np.stack([np.frombuffer(digest, np.uint8) for digest in digests]),
+        np.array(sizes, np.int32),
+        {index: why for row in broken for index, why in row.items()},
+    )
 
 
 def num_rank_cores() -> int:
@@ -163,22 +145,21 @@ class PreprocessPool:
             self._workers.close()
 
     def iter_batches(self, batches: Iterable[ExtractorBatch]) -> Iterator[tuple[ExtractorBatch, PreparedBatch]]:
+        refs = self.preprocessor.image_refs
         if self._workers is None:
             for batch in batches:
-                yield batch, self._worker(self.preprocessor.image_refs(batch.indices), batch.labels)
+                yield batch, self._worker(refs(batch.indices), batch.labels)
             return
         remaining = iter(batches)
         pending: deque[tuple[ExtractorBatch, list[Future[PreparedBatch]]]] = deque()
         while True:
-            with contextlib.suppress(StopIteration):
-                while sum(len(pieces) for _, pieces in pending) < 2 * self._workers.num_workers + 4:
-                    batch = next(remaining)
-                    pending.append(
-                        (
-                            batch,
-                            [self._submit(self._workers, cut, batch.labels) for cut in _split_indices(batch.indices)],
-                        )
-                    )
+            while sum(len(pieces) for _, pieces in pending) < 2 * self._workers.num_workers + 4:
+                following = next(remaining, None)
+                if following is None:
+                    break
+                indices, labels = following
+                chunks = [indices[at : at + IMAGES_PER_TASK] for at in range(0, len(indices), IMAGES_PER_TASK)]
+                pending.append((following, [self._workers.submit(refs(cut), list(labels)) for cut in chunks]))
             if not pending:
                 return
             batch, futures = pending.popleft()
@@ -187,9 +168,6 @@ class PreprocessPool:
             except WorkerDied as error:
                 raise self._worker_died_error(error) from error
             yield batch, prepared
-
-    def _submit(self, workers: ProcessPool[PreparedBatch], indices: range, names: Sequence[str]) -> Future[Any]:
-        return workers.submit(self.preprocessor.image_refs(indices), list(names))
 
     def _worker_died_error(self, error: WorkerDied) -> HalationError:
         """Which images it had in hand: one of them is to blame where a decoder crashed."""
@@ -201,7 +179,3 @@ class PreprocessPool:
             "  to do:    remove the one that cannot be decoded, or use fewer processes (--decode_workers, in training --num_workers); "
             "then run the same command again"
         )
-
-
-def _split_indices(indices: range) -> list[range]:
-    return [indices[start : start + IMAGES_PER_TASK] for start in range(0, len(indices), IMAGES_PER_TASK)]
