@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -253,9 +254,12 @@ def test_a_damaged_chunk_is_noticed_and_computed_again(tmp_path: Path, score: Ca
         data = bytearray(chunk.read_bytes())
         data[-9 if number else -100] ^= 1
         chunk.write_bytes(bytes(data[: len(data) - 4 * (number == 2)]))
-    (chunks[0].parent / ".chunk_0000001.safetensors.host-4194303-0.tmp").write_bytes(b"left by a writer that is gone")
+    left = f".chunk_0000001.safetensors.{socket.gethostname()}-4194303-0.tmp"
+    (chunks[0].parent / left).write_bytes(b"left by a writer that is gone")
+    foreign = chunks[0].parent / ".chunk_0000001.safetensors.another-host-4194303-0.tmp"
+    foreign.write_bytes(b"of a writer on another machine, which may be alive")
     assert numbers(score()) == numbers(before)
-    assert not list((tmp_path / "cache").rglob(".chunk_*"))
+    assert list((tmp_path / "cache").rglob(".chunk_*")) == [foreign]
 
 
 def test_how_a_model_wants_its_images_is_part_of_what_features_are_filed_under(

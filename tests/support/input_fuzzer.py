@@ -40,7 +40,7 @@ if __name__ == "__main__":
 from halation.config import load_settings
 from halation.data import decode
 from halation.data.image_annotations import read_folder
-from halation.data.tensor_row_cache import RowFolder
+from halation.data.row_cache import RowFolder
 from halation.distributed.checkpoint.writer import commit_sha256, find_damage, list_committed
 from halation.errors import HalationError
 from halation.evaluation.metrics.moments import Moments

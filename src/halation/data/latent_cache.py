@@ -1,4 +1,4 @@
-"""A cache of pixels or latents in sharded safetensors: built by all ranks, resumable, fingerprinted, memory-mapped.
+"""A cache of pixels or latents: built by all ranks, resumable, fingerprinted, memory-mapped.
 
 A folder holds `cache.json` (what was asked for), and for each shard `train-00000.safetensors` with one tensor "x" and
 `train-00000.json` with captions, labels, original sizes, size and SHA-256. A shard holds samples of one shape: where the
@@ -7,11 +7,12 @@ source has buckets, the images of one of them, and its note says which.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import os
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save
 
-from halation.data import tensor_row_cache
+from halation.data import row_cache
 from halation.data.aspect_buckets import buckets_of
 from halation.data.dataset_protocol import JSON, CaptionedImage, ImageBatch, ImageDataset, concat_batches, load_images
 from halation.data.process_pool import ProcessPool
@@ -60,35 +61,48 @@ def build(
     """
     folder = Path(folder)
     rank, world_size = rank_and_size
+    if shard_size is None and (folder / _MANIFEST).exists():
+        begun_size = row_cache.read_manifest(folder / _MANIFEST, FORMAT).get("shard_size")
+        shard_size = begun_size if isinstance(begun_size, int) and begun_size > 0 else None
     if shard_size is None:
-        shard_size = _existing_shard_size(folder) or default_shard_size(
-            source.num_train + source.num_validation, encode_size
-        )
+        shard_size = default_shard_size(source.num_train + source.num_validation, encode_size)
     manifest = _make_manifest(source, fingerprint, shard_size)
-    tensor_row_cache.ensure_manifest(folder / _MANIFEST, manifest)
+    row_cache.ensure_manifest(folder / _MANIFEST, manifest)
     own_shards = [shard for shard in _plan_shards(manifest) if shard.number % world_size == rank]
     total = sum(shard.num_images for shard in own_shards)
     missing = [shard for shard in own_shards if _read_commit(folder, shard, verify=True) is None]
     done = total - sum(shard.num_images for shard in missing)
-    if on_progress is not None:
-        on_progress(done, total)
+    report_progress = on_progress or (lambda done, total: None)
+    report_progress(done, total)
     pool = ProcessPool(partial(load_images, source), num_workers) if num_workers and missing else None
-    try:
+    with contextlib.closing(pool) if pool is not None else contextlib.nullcontext():
         for shard, indices, batch in _load_shards(source, pool, missing):
-
-            def report_progress(num: int, before: int = done) -> None:
-                if on_progress is not None:
-                    on_progress(before + num, total)
-
-            _publish_shard(
-                folder, shard, indices, batch, _encode_pixels(batch.pixels, encode, encode_size, report_progress)
-            )
+            samples = batch.pixels
+            if encode is not None:
+                latents = []
+                for start in range(0, len(samples), encode_size):
+                    latents.append(_encode_batch(encode, samples[start : start + encode_size], encode_size))
+                    report_progress(done + start + len(latents[-1]), total)
+                samples = np.concatenate(latents)
+            notes: dict[str, Any] = {
+                "captions": batch.captions,
+                "labels": batch.labels.tolist(),
+                "originals": batch.originals.tolist(),
+            }
+            if shard.is_bucketed:
+                notes["indices"] = indices
+            row_cache.publish_shard(folder / shard.name, save({"x": np.ascontiguousarray(samples)}), notes)
             done += shard.num_images
-            if on_progress is not None:
-                on_progress(done, total)
-    finally:
-        if pool is not None:
-            pool.close()
+            report_progress(done, total)
+
+
+def _encode_batch(encode: Encode, pixels: np.ndarray, size: int) -> np.ndarray:
+    """The latents of these images, encoded in a batch of exactly `size`: the last image fills it up."""
+    batch = list(pixels)
+    latents = np.asarray(encode(batch + batch[-1:] * (size - len(batch))))
+    if latents.shape[0] != size or latents.dtype not in (np.float16, np.float32):
+        raise ValueError(f"encode gave {latents.dtype} {latents.shape}; expected float16 or float32 ({size}, C, h, w)")
+    return latents[: len(batch)]
 
 
 def default_shard_size(num: int, encode_size: int) -> int:
@@ -97,29 +111,18 @@ def default_shard_size(num: int, encode_size: int) -> int:
     return min(MAX_SHARD_SIZE, max(encode_size, whole_batches))
 
 
-def _existing_shard_size(folder: Path) -> int | None:
-    """The shard size of a cache that is there already, whoever chose it."""
-    if not (folder / _MANIFEST).exists():
-        return None
-    size = tensor_row_cache.read_manifest(folder / _MANIFEST, FORMAT).get("shard_size")
-    return size if isinstance(size, int) and size > 0 else None
-
-
 def open_cache(folder: str | Path, fingerprint: dict[str, JSON], *, verify: bool = True) -> CachedImageDataset:
     """Map a finished cache; refused if it was made for something else, or if a shard is missing or damaged.
 
     `verify` reads everything once to compare the SHA-256s (one rank of a machine is enough); sizes are compared always.
     """
     folder = Path(folder)
-    manifest = tensor_row_cache.read_manifest(folder / _MANIFEST, FORMAT)
-    tensor_row_cache.check_fingerprint(folder, manifest["fingerprint"], fingerprint)
+    manifest = row_cache.read_manifest(folder / _MANIFEST, FORMAT)
+    row_cache.check_fingerprint(folder, manifest["fingerprint"], fingerprint)
     shards = list(_plan_shards(manifest))
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-        commits = list(threads.map(lambda shard: _read_commit(folder, shard, verify=verify), shards))
-    bad = [shard.name for shard, commit in zip(shards, commits, strict=True) if commit is None]
-    tensor_row_cache.check_no_damaged_shards(folder, bad, len(shards))
-    committed = [(shard, commit) for shard, commit in zip(shards, commits, strict=True) if commit is not None]
-    return CachedImageDataset(folder, manifest, committed)
+    found = row_cache.map_in_threads(lambda shard: _read_commit(folder, shard, verify=verify), shards)
+    commits = row_cache.require_commits([folder / shard.name for shard in shards], found)
+    return CachedImageDataset(folder, manifest, list(zip(shards, commits, strict=True)))
 
 
 class CachedImageDataset:
@@ -226,7 +229,10 @@ class _SplitArrays:
     """The mapped arrays of one part, and by image their place in them, captions, labels and original sizes in memory."""
 
     def __init__(self, shards: Sequence[tuple[_Shard, dict[str, Any]]], folder: Path) -> None:
-        self.arrays = [_map_shard(folder / shard.name) for shard, _ in shards]
+        self.arrays = []
+        for shard, _ in shards:
+            dtype, shape, content = row_cache.map_shard(folder / shard.name)["x"]
+            self.arrays.append(content.view(_DTYPES[dtype]).reshape(shape))
         self.flat = [array.reshape(len(array), -1) for array in self.arrays]
         lengths = [shard.num_images for shard, _ in shards]
         self.shard_indices = np.repeat(np.arange(len(shards)), lengths)
@@ -238,17 +244,11 @@ class _SplitArrays:
             -1, 2
         )
         if any(shard.is_bucketed for shard, _ in shards):
-            self._sort(np.argsort([index for _, commit in shards for index in commit["indices"]]))
-
-    def _sort(self, order: np.ndarray) -> None:
-        """From the order of the shards, which is by bucket, to that of the images."""
-        self.shard_indices, self.row_indices, self.buckets = (
-            self.shard_indices[order],
-            self.row_indices[order],
-            self.buckets[order],
-        )
-        self.labels, self.originals = self.labels[order], self.originals[order]
-        self.captions = [self.captions[place] for place in order.tolist()]
+            # From the order of the shards, which is by bucket, to that of the images.
+            order = np.argsort([index for _, commit in shards for index in commit["indices"]])
+            self.shard_indices, self.row_indices = self.shard_indices[order], self.row_indices[order]
+            self.buckets, self.labels, self.originals = self.buckets[order], self.labels[order], self.originals[order]
+            self.captions = [self.captions[place] for place in order.tolist()]
 
 
 def _make_manifest(source: ImageDataset, fingerprint: dict[str, JSON], shard_size: int) -> dict[str, Any]:
@@ -301,32 +301,31 @@ def _plan_shards(manifest: dict[str, Any]) -> Iterator[_Shard]:
 
 def _read_commit(folder: Path, shard: _Shard, *, verify: bool) -> dict[str, Any] | None:
     """What is written beside a shard, or None where shard or note are missing, cut or changed."""
-    commit = tensor_row_cache.read_commit(folder / shard.name, verify=verify)
+    commit = row_cache.read_commit(folder / shard.name, verify=verify)
     if commit is None or any(len(commit[key]) != shard.num_images for key in ("captions", "labels", "originals")):
         return None
     return commit
 
 
-LoadedShard = tuple[_Shard, list[int], ImageBatch]
-
-
-def _load_shards(source: ImageDataset, pool: ProcessPool | None, shards: Sequence[_Shard]) -> Iterator[LoadedShard]:
+def _load_shards(
+    source: ImageDataset, pool: ProcessPool[ImageBatch] | None, shards: Sequence[_Shard]
+) -> Iterator[tuple[_Shard, list[int], ImageBatch]]:
     """Shard after shard with its images; processes work a large shard ahead of the one that is encoded and written."""
     pending: deque[tuple[_Shard, list[int], list[Future[ImageBatch]]]] = deque()
-    for shard in shards:
-        indices = _shard_image_indices(source, shard)
-        if pool is None:
-            yield shard, indices, load_images(source, shard.split, indices)
-            continue
-        chunks = [indices[at : at + CHUNK_SIZE] for at in range(0, len(indices), CHUNK_SIZE)]
-        pending.append((shard, indices, [pool.submit(shard.split, cut) for cut in chunks]))
-        while (
-            len(pending) > 1
-            and sum(later.num_images for later, _, _ in pending) - pending[0][0].num_images >= MAX_SHARD_SIZE
-        ):
-            yield _collect_shard(*pending.popleft())
-    while pending:
-        yield _collect_shard(*pending.popleft())
+    remaining = deque(shards)
+    while remaining or pending:
+        num_ahead = sum(shard.num_images for shard, _, _ in itertools.islice(pending, 1, None))
+        if remaining and (not pending or num_ahead < MAX_SHARD_SIZE):
+            shard = remaining.popleft()
+            indices = _shard_image_indices(source, shard)
+            if pool is None:
+                yield shard, indices, load_images(source, shard.split, indices)
+            else:
+                chunks = [indices[at : at + CHUNK_SIZE] for at in range(0, len(indices), CHUNK_SIZE)]
+                pending.append((shard, indices, [pool.submit(shard.split, chunk) for chunk in chunks]))
+        else:
+            shard, indices, futures = pending.popleft()
+            yield shard, indices, concat_batches([piece.result() for piece in futures])
 
 
 def _shard_image_indices(source: ImageDataset, shard: _Shard) -> list[int]:
@@ -335,44 +334,3 @@ def _shard_image_indices(source: ImageDataset, shard: _Shard) -> list[int]:
     if buckets is None:
         return list(range(shard.start, stop))
     return np.flatnonzero(buckets.bucket_indices == shard.bucket)[shard.start : stop].tolist()
-
-
-def _collect_shard(shard: _Shard, indices: list[int], futures: list[Future[ImageBatch]]) -> LoadedShard:
-    return shard, indices, concat_batches([piece.result() for piece in futures])
-
-
-def _encode_pixels(
-    pixels: np.ndarray, encode: Encode | None, size: int, report_progress: Callable[[int], None]
-) -> np.ndarray:
-    if encode is None:
-        return pixels
-    batches = []
-    for start in range(0, len(pixels), size):
-        batch = list(pixels[start : start + size])
-        num_real = len(batch)
-        latents = np.asarray(encode(batch + batch[-1:] * (size - num_real)))
-        if latents.shape[0] != size or latents.dtype not in (np.float16, np.float32):
-            raise ValueError(
-                f"encode gave {latents.dtype} {latents.shape}; expected float16 or float32 ({size}, C, h, w)"
-            )
-        batches.append(latents[:num_real])
-        report_progress(start + num_real)
-    return np.concatenate(batches)
-
-
-def _publish_shard(folder: Path, shard: _Shard, indices: list[int], batch: ImageBatch, samples: np.ndarray) -> None:
-    notes: dict[str, Any] = {
-        "captions": batch.captions,
-        "labels": batch.labels.tolist(),
-        "originals": batch.originals.tolist(),
-    }
-    if shard.is_bucketed:
-        notes["indices"] = indices
-    tensor_row_cache.publish_shard(folder / shard.name, save({"x": np.ascontiguousarray(samples)}), notes)
-
-
-def _map_shard(path: Path) -> np.ndarray:
-    entries, start = tensor_row_cache.read_header(path)
-    entry = entries["x"]
-    mapped = np.memmap(path, _DTYPES[entry["dtype"]], mode="r", offset=start, shape=tuple(entry["shape"]))
-    return np.asarray(mapped).view(np.ndarray)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from halation.data.dataset_protocol import JSON
-from halation.data.tensor_row_cache import CachedRows, RowCacheWriter, RowFolder, row_bytes
+from halation.data.row_cache import CachedRows, PlannedRows, RowCacheWriter, RowFolder
 from halation.errors import HalationError, InputError
 from halation.fault_injection import fault_point
 from halation.flow.paths import DDPMPath, NoisePath, TimeDistribution, times_from_uniform
@@ -256,13 +256,9 @@ def find_missing(num_items: int, folder: str | FilePath, fingerprint: Mapping[st
     What is there is read through. Damaged shards are removed, so that their items are among the missing.
     """
     row_folder = _target_folder(folder)
-    items = {str(item) for item in range(num_items)}
-    if not row_folder.has_manifest():
-        return list(range(num_items))
-    row_folder.check_fingerprint(fingerprint)
-    present, damaged = row_folder.find_keys(items)
+    missing, damaged = row_folder.find_missing(map(str, range(num_items)), fingerprint)
     row_folder.remove_damaged(damaged)
-    return sorted(int(item) for item in items - present)
+    return [int(item) for item in missing]
 
 
 def build(
@@ -305,9 +301,17 @@ def build(
     num_rows = (
         -(-len(items) // part[1]) if agree else len(rank_items)
     )  # the largest share, where all make as many forwards
-    writer = _TargetWriter(
-        plan, _target_folder(folder), fingerprint, len(items), shard_size, prompt, should_log=part[0] == 0
+    row_folder = _target_folder(folder)
+    row_folder.ensure_manifest(fingerprint)
+    # Trajectories are always kept: following one again at every step would cost too much.
+    alternative = "" if plan.follows_trajectory else ", or keep none (--no_teacher_cache)"
+    planned = PlannedRows(
+        num_rows=len(items),
+        name=f"the teacher targets of {len(items)} items",
+        action=f"keep fewer (--teacher_states, --trajectories, --max_images){alternative}",
+        log_size=part[0] == 0,
     )
+    writer = RowCacheWriter(row_folder, shard_size, planned, _FLUSH_INTERVAL_S)
     report_progress = on_progress or (lambda done, total: None)
     done = 0
 
@@ -327,10 +331,10 @@ def build(
                 break
         if is_stopped:  # what was computed before this batch is written
             break
-        problem = _catch_error(lambda: writer.add(batch, rows))  # noqa: B023
+        problem = _catch_error(lambda: _add_rows(writer, plan, batch, rows, prompt))  # noqa: B023
         done += len(batch)
         report_progress(done, len(rank_items))
-    _raise_any_error(problem or _catch_error(writer.close), agree)
+    _raise_any_error(problem or _catch_error(writer.flush), agree)
     return done
 
 
@@ -356,70 +360,31 @@ def _raise_any_error(problem: OptionalError, agree: Callable[[str], str] | None)
         raise HalationError(message)
 
 
-class _TargetWriter:
-    """Writes teacher targets that can be learned from; the first batch tells whether there is room for all."""
-
-    def __init__(
-        self,
-        plan: TargetPlan,
-        folder: RowFolder,
-        fingerprint: Mapping[str, JSON],
-        num_items: int,
-        shard_size: int,
-        prompt: Callable[[int], str],
-        *,
-        should_log: bool,
-    ) -> None:
-        folder.ensure_manifest(fingerprint)
-        self._dtype = torch.float32 if plan.exact else torch.float16
-        self._folder = folder
-        self._free_bytes = folder.free_bytes
-        self._num_items = num_items
-        self._prompt = prompt
-        self._should_log = should_log
-        self._is_space_checked = False
-        # Trajectories are always kept: following one again at every step would cost too much.
-        self._alternative = "" if plan.follows_trajectory else ", or keep none (--no_teacher_cache)"
-        self._writer = RowCacheWriter(folder, shard_size, _FLUSH_INTERVAL_S)
-
-    def add(self, items: Sequence[int], rows: Mapping[str, Tensor]) -> None:
-        """Those of the first rows; what follows them only filled a batch up."""
-        if not items:
-            return
-        narrow = {
-            "state": rows["state"][: len(items)].to(self._dtype),
-            "t": rows["t"][: len(items)],
-            "target": rows["target"][: len(items)].to(self._dtype),
-        }
-        if not self._is_space_checked:
-            self._check_disk_space(row_bytes(narrow))
-            self._is_space_checked = True
-        for item, good in zip(items, _finite_rows(narrow), strict=True):
-            if not good:
-                raise InputError(
-                    f"the teacher answers {self._prompt(item)[:80]!r} with numbers that are not finite, or too large for {self._dtype}",
-                    "finite states and answers",
-                    "use --teacher_dtype bf16 or fp32, or a lower --teacher_guidance",
-                )
-        self._writer.add([str(item) for item in items], narrow)
-
-    def close(self) -> None:
-        self._writer.flush()
-
-    def _check_disk_space(self, num_bytes: int) -> None:
-        self._folder.check_disk_space(
-            self._num_items,
-            num_bytes,
-            self._free_bytes,
-            name=f"the teacher targets of {self._num_items} items",
-            action=f"keep fewer (--teacher_states, --trajectories, --max_images){self._alternative}",
-            log_size=self._should_log,
-        )
-
-
-def _finite_rows(rows: Mapping[str, Tensor]) -> list[bool]:
-    good = torch.stack([value.flatten(1).isfinite().all(1) for value in rows.values()]).all(0)
-    return [bool(one) for one in good.tolist()]
+def _add_rows(
+    writer: RowCacheWriter,
+    plan: TargetPlan,
+    items: Sequence[int],
+    rows: Mapping[str, Tensor],
+    prompt: Callable[[int], str],
+) -> None:
+    """Write the first rows, one for each of `items`, where all numbers are finite; the rows after them only filled a batch up."""
+    if not items:
+        return
+    dtype = torch.float32 if plan.exact else torch.float16
+    narrow = {
+        "state": rows["state"][: len(items)].to(dtype),
+        "t": rows["t"][: len(items)],
+        "target": rows["target"][: len(items)].to(dtype),
+    }
+    is_finite = torch.stack([value.flatten(1).isfinite().all(1) for value in narrow.values()]).all(0)
+    for item, good in zip(items, is_finite.tolist(), strict=True):
+        if not good:
+            raise InputError(
+                f"the teacher answers {prompt(item)[:80]!r} with numbers that are not finite, or too large for {dtype}",
+                "finite states and answers",
+                "use --teacher_dtype bf16 or fp32, or a lower --teacher_guidance",
+            )
+    writer.add([str(item) for item in items], narrow)
 
 
 def open_targets(folder: str | FilePath, fingerprint: Mapping[str, JSON], verify: bool = True) -> TeacherTargets:
@@ -427,9 +392,7 @@ def open_targets(folder: str | FilePath, fingerprint: Mapping[str, JSON], verify
 
     `verify` reads everything once to compare the SHA-256s, which `find_missing` has done too; sizes are compared always.
     """
-    row_folder = _target_folder(folder)
-    row_folder.check_fingerprint(fingerprint)
-    return TeacherTargets(row_folder.open(verify))
+    return TeacherTargets(_target_folder(folder).open(fingerprint, verify))
 
 
 class TeacherTargets:

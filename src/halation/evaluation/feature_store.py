@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-import psutil
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from halation.data.row_cache import remove_stale_temp_files
 from halation.errors import InputError
-from halation.runs.run_folder import make_subfolder, write_atomic, writer_pid
+from halation.runs.run_folder import make_subfolder, write_atomic
 
 FORMAT_VERSION = 1
 """Counts changes of what a chunk holds; part of every key."""
@@ -60,10 +59,7 @@ class FeatureStore:
                 self._read_checked(chunk)
             except DamagedChunkError:
                 self._chunk_path(chunk).unlink(missing_ok=True)
-        for path in self.folder.glob(".chunk_*.tmp"):
-            if not psutil.pid_exists(writer_pid(path)):
-                with contextlib.suppress(OSError):
-                    path.unlink()
+        remove_stale_temp_files(self.folder)
         return self.missing_chunks()
 
     def write_chunk(self, chunk: int, arrays: Arrays) -> None:

@@ -1,12 +1,14 @@
-"""Rows of tensors by key, in shards that are memory-mapped: what caches are made of whose rows are asked for by name.
+"""What all caches of tensors are made of: a manifest, memory-mapped safetensors shards with a note each, rows by key.
 
-A folder holds `KIND.json` (what made the rows), and shards `KIND-*.safetensors` with their keys in the notes beside them. It may
-grow. Nothing here knows what a key or a row stands for.
+The manifest says what the rows were made from. A shard counts when its note is there, with its size and SHA-256. Latents lie in
+planned shards (`latent_cache`); a `RowFolder` holds rows by key in shards `KIND-*.safetensors`, with the keys in the notes, and
+may grow. Nothing here knows what a key or a row stands for.
 """
 
 from __future__ import annotations
 
 import bisect
+import contextlib
 import hashlib
 import itertools
 import json
@@ -17,12 +19,12 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -44,6 +46,8 @@ _DTYPES = {
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 Tensors = dict[str, torch.Tensor]
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 def ensure_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
@@ -56,7 +60,7 @@ def ensure_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
     else:
         content = {**manifest, DIGEST_KEY: json_digest(manifest)}
         write_atomic(path, json.dumps(content, indent=1, sort_keys=True).encode())
-    _remove_stale_temp_files(path.parent)
+    remove_stale_temp_files(path.parent)
 
 
 def read_manifest(path: Path, expected_format: int) -> dict[str, Any]:
@@ -107,15 +111,6 @@ def _shorten_hashes(value: Any) -> str:
     return re.sub(r"\b[0-9a-f]{32,}\b", lambda found: f"{found[0][:12]}...", repr(value))
 
 
-def check_no_damaged_shards(folder: Path, damaged: list[str], num: int) -> None:
-    if damaged:
-        raise InputError(
-            f"{len(damaged)} of {num} shards of the cache {folder} are missing or damaged: {', '.join(damaged[:10])}",
-            "every shard with the size and SHA-256 written beside it",
-            "build the cache again with the same settings; only these shards are made",
-        )
-
-
 def publish_shard(path: Path, content: bytes, notes: Mapping[str, Any]) -> None:
     """A shard and, when it is whole, its note."""
     commit = {"num_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest(), **notes}
@@ -144,56 +139,100 @@ def has_valid_checksum(path: Path, commit: Mapping[str, Any]) -> bool:
         return False
 
 
-def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """The tensors of a safetensors file by name, and where its data begins."""
+def map_in_threads(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """For files that are read through: hashing releases the interpreter lock."""
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+        return list(threads.map(function, items))
+
+
+def require_commits(paths: Sequence[Path], commits: Sequence[dict[str, Any] | None]) -> list[dict[str, Any]]:
+    """What is written beside these shards of a folder; raises where one of them is missing or damaged."""
+    damaged = [path.name for path, commit in zip(paths, commits, strict=True) if commit is None]
+    if damaged:
+        raise InputError(
+            f"{len(damaged)} of {len(paths)} shards of the cache {paths[0].parent} are missing or damaged: "
+            f"{', '.join(damaged[:10])}",
+            "every shard with the size and SHA-256 written beside it",
+            "build the cache again with the same settings; only these shards are made",
+        )
+    return [commit for commit in commits if commit is not None]
+
+
+class MappedTensor(NamedTuple):
+    """A tensor of a shard: its type as safetensors calls it, its shape, and its bytes in the mapped file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    content: np.ndarray
+
+
+def map_shard(path: Path) -> dict[str, MappedTensor]:
+    """The tensors of a shard by name."""
     entries = read_safetensors_header(path)
     with open_regular_file(path) as file:
         start = 8 + int.from_bytes(file.read(8), "little")
-    return {name: entry for name, entry in entries.items() if name != "__metadata__"}, start
+    content = np.asarray(np.memmap(path, np.uint8, mode="r")).view(np.ndarray)
+    tensors = {}
+    for name, entry in sorted(entries.items()):
+        if name != "__metadata__":
+            first, last = entry["data_offsets"]
+            tensors[name] = MappedTensor(entry["dtype"], tuple(entry["shape"]), content[start + first : start + last])
+    return tensors
 
 
-def _remove_stale_temp_files(folder: Path) -> None:
+def remove_stale_temp_files(folder: Path) -> None:
     """Temporary files of killed processes of this machine; those of living ones and of other machines are theirs."""
     for path in folder.glob(f".*.{socket.gethostname()}-*.tmp"):
         owner = writer_pid(path)
         if owner != os.getpid() and not Path(f"/proc/{owner}").exists():
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a cache may be read-only
+                path.unlink()
 
 
 class RowFolder:
-    """The folder of one such cache. `kind` is what its files and their keys are called: a word in the plural."""
+    """The folder of rows by key. `kind` is what its files and their keys are called: a word in the plural."""
 
     def __init__(self, folder: str | Path, kind: str, format: int) -> None:
         self.path = Path(folder)
         self.kind = kind
         self.format = format
+        self._manifest_path = self.path / f"{kind}.json"
 
     def ensure_manifest(self, fingerprint: Mapping[str, JSON]) -> None:
         """Make the folder ours, or refuse it: every rank does this and writes the same bytes."""
         ensure_manifest(self._manifest_path, {"format": self.format, "fingerprint": fingerprint})
-
-    def has_manifest(self) -> bool:
-        return self._manifest_path.exists()
 
     def check_fingerprint(self, fingerprint: Mapping[str, JSON]) -> None:
         """Raise where the rows were made by something else, or the folder is none of these."""
         existing = read_manifest(self._manifest_path, self.format)
         check_fingerprint(self.path, existing["fingerprint"], fingerprint)
 
+    def find_missing(self, keys: Iterable[str], fingerprint: Mapping[str, JSON]) -> tuple[list[str], list[Path]]:
+        """Which of these keys have no row yet, each once, and which shards are damaged; what is there is read through.
+
+        Refused where the folder holds rows that something else made.
+        """
+        unique = dict.fromkeys(keys)
+        if not self._manifest_path.exists():
+            return list(unique), []
+        self.check_fingerprint(fingerprint)
+        present, damaged = self.find_keys(unique.keys())
+        return [key for key in unique if key not in present], damaged
+
     def find_keys(self, own_keys: AbstractSet[str]) -> tuple[set[str], list[Path]]:
         """Keys in shards that look whole, those with keys of mine read through; and shards that are damaged."""
-        paths = self._shard_paths()
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-            found = list(threads.map(lambda path: self._read_keys(path, own_keys), paths))
-        existing = {key for keys in found if keys is not None for key in keys}
-        return existing, [path for path, keys in zip(paths, found, strict=True) if keys is None]
 
-    def _read_keys(self, path: Path, own_keys: AbstractSet[str]) -> list[str] | None:
-        commit = read_commit(path, verify=False)
-        if commit is None or (not own_keys.isdisjoint(commit[self.kind]) and not has_valid_checksum(path, commit)):
-            return None
-        keys: list[str] = commit[self.kind]
-        return keys
+        def read_keys(path: Path) -> list[str] | None:
+            commit = read_commit(path, verify=False)
+            if commit is None or (not own_keys.isdisjoint(commit[self.kind]) and not has_valid_checksum(path, commit)):
+                return None
+            keys: list[str] = commit[self.kind]
+            return keys
+
+        paths = self._shard_paths()
+        found = map_in_threads(read_keys, paths)
+        present = {key for keys in found if keys is not None for key in keys}
+        return present, [path for path, keys in zip(paths, found, strict=True) if keys is None]
 
     def remove_damaged(self, damaged: Sequence[Path]) -> None:
         """Those that are damaged still: one with the same keys has taken its predecessor's name."""
@@ -203,79 +242,82 @@ class RowFolder:
                 path.with_suffix(".json").unlink(missing_ok=True)
                 path.unlink(missing_ok=True)
 
-    def publish_rows(self, pending: Sequence[tuple[list[str], Tensors]]) -> None:
-        """A shard of these keys and their rows."""
-        keys = [key for names, _ in pending for key in names]
-        tensors = {name: torch.cat([rows[name] for _, rows in pending]).contiguous() for name in pending[0][1]}
-        name = hashlib.sha256("\0".join(keys).encode("utf-8", "surrogatepass")).hexdigest()[:24]
-        publish_shard(self.path / f"{self.kind}-{name}.safetensors", save(tensors), {self.kind: keys})
+    def open(self, fingerprint: Mapping[str, JSON], verify: bool = True) -> CachedRows:
+        """Map all shards; refused if something else made them or one is damaged.
 
-    def open(self, verify: bool) -> CachedRows:
-        """Map all shards, none of which may be damaged; sizes are compared always, and SHA-256s where `verify` is true."""
+        `verify` reads everything once to compare the SHA-256s (one rank of a machine is enough); sizes are compared always.
+        """
+        self.check_fingerprint(fingerprint)
         paths = self._shard_paths()
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-            commits = list(threads.map(lambda path: read_commit(path, verify=verify), paths))
-        shards = list(zip(paths, commits, strict=True))
-        check_no_damaged_shards(self.path, [path.name for path, commit in shards if commit is None], len(paths))
-        return CachedRows(self.path, [(path, commit[self.kind]) for path, commit in shards if commit])
-
-    def check_disk_space(
-        self, num_rows: int, num_bytes: int, free: int, *, name: str, action: str, log_size: bool
-    ) -> None:
-        """Refuse before anything is written what would fill the disk; `num_rows` rows of `num_bytes`, which people call `name`."""
-        needed = num_rows * num_bytes
-        if needed > free:
-            raise InputError(
-                f"{name} take {needed / _GIB:.1f} GiB, and {free / _GIB:.1f} GiB are free in {self.path}",
-                "room for all of them",
-                f"make room there, or name a folder on a larger disk by --cache_dir, or {action}",
-            )
-        if log_size and needed > _LOG_ABOVE_BYTES:
-            _log.info("%s take %.1f GiB in %s", name, needed / _GIB, self.path)
-
-    @property
-    def free_bytes(self) -> int:
-        return shutil.disk_usage(self.path).free
-
-    @property
-    def _manifest_path(self) -> Path:
-        return self.path / f"{self.kind}.json"
+        commits = require_commits(paths, map_in_threads(lambda path: read_commit(path, verify=verify), paths))
+        return CachedRows(self.path, [(path, commit[self.kind]) for path, commit in zip(paths, commits, strict=True)])
 
     def _shard_paths(self) -> list[Path]:
         """The shards that have a note."""
         return sorted(path.with_suffix(".safetensors") for path in self.path.glob(f"{self.kind}-*.json"))
 
 
-class RowCacheWriter:
-    """Gathers rows and publishes them as a shard when there are `shard_size`, when they are large, or when they have waited long."""
+@dataclass(frozen=True, kw_only=True)
+class PlannedRows:
+    """What a writer will have written in the end, of all ranks together: the first rows tell whether there is room for it."""
 
-    def __init__(self, folder: RowFolder, shard_size: int, max_wait_s: float = math.inf) -> None:
+    num_rows: int
+    name: str
+    """What the rows are called in a message."""
+    action: str
+    """What to do where there is no room."""
+    log_size: bool
+
+
+class RowCacheWriter:
+    """Gathers rows and publishes them as a shard when there are `shard_size`, when they are large, or have waited long."""
+
+    def __init__(
+        self, folder: RowFolder, shard_size: int, planned: PlannedRows | None = None, max_wait_s: float = math.inf
+    ) -> None:
         self._folder = folder
         self._shard_size = shard_size
+        self._planned = planned
+        self._free_bytes = shutil.disk_usage(folder.path).free
         self._max_wait_s = max_wait_s
         self._pending: list[tuple[list[str], Tensors]] = []
         self._pending_since_s = 0.0
 
     def add(self, keys: list[str], rows: Mapping[str, torch.Tensor]) -> None:
         """A key for each row."""
+        row_bytes = sum(math.prod(tensor.shape[1:]) * tensor.dtype.itemsize for tensor in rows.values())
+        if self._planned is not None:
+            self._check_disk_space(self._planned, row_bytes)
+            self._planned = None
         if not self._pending:
             self._pending_since_s = time.monotonic()
         self._pending.append((keys, {name: tensor.detach().cpu() for name, tensor in rows.items()}))
         num = sum(len(names) for names, _ in self._pending)
         is_overdue = time.monotonic() - self._pending_since_s >= self._max_wait_s
-        if num >= self._shard_size or num * row_bytes(rows) >= _MAX_SHARD_BYTES or is_overdue:
+        if num >= self._shard_size or num * row_bytes >= _MAX_SHARD_BYTES or is_overdue:
             self.flush()
 
     def flush(self) -> None:
         """Publish what is gathered."""
         if self._pending:
-            self._folder.publish_rows(self._pending)
+            keys = [key for names, _ in self._pending for key in names]
+            names = self._pending[0][1]
+            tensors = {name: torch.cat([rows[name] for _, rows in self._pending]).contiguous() for name in names}
+            digest = hashlib.sha256("\0".join(keys).encode("utf-8", "surrogatepass")).hexdigest()[:24]
+            path = self._folder.path / f"{self._folder.kind}-{digest}.safetensors"
+            publish_shard(path, save(tensors), {self._folder.kind: keys})
             self._pending.clear()
 
-
-def row_bytes(rows: Mapping[str, torch.Tensor]) -> int:
-    """What one row of these tensors takes."""
-    return sum(math.prod(tensor.shape[1:]) * tensor.dtype.itemsize for tensor in rows.values())
+    def _check_disk_space(self, planned: PlannedRows, row_bytes: int) -> None:
+        needed, folder = planned.num_rows * row_bytes, self._folder.path
+        if needed > self._free_bytes:
+            raise InputError(
+                f"{planned.name} take {needed / _GIB:.1f} GiB, and {self._free_bytes / _GIB:.1f} GiB are free in {folder}",
+                "room for all of them",
+                f"make room there, or name a folder on a larger disk by --cache_dir, or {planned.action}",
+            )
+        if planned.log_size and needed > _LOG_ABOVE_BYTES:
+            _log.info("%s take %.1f GiB in %s", planned.name, needed / _GIB, folder)
 
 
 class CachedRows:
@@ -287,7 +329,7 @@ class CachedRows:
         self._starts = list(itertools.accumulate((len(keys) for _, keys in shards), initial=0))
         # One number a key, and not a pair: there may be millions.
         self._rows = {key: number for number, key in enumerate(key for _, keys in shards for key in keys)}
-        self._mapped_shards: dict[int, _MappedShard] = {}
+        self._mapped_shards: dict[int, dict[str, MappedTensor]] = {}
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -298,7 +340,7 @@ class CachedRows:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """What a row of each tensor looks like; empty where there are no rows."""
-        return {name: one.shape for name, one in self._map_shard(0).layout.items()} if self._paths else {}
+        return {name: tensor.shape[1:] for name, tensor in self._map_shard(0).items()} if self._paths else {}
 
     def read(self, keys: Sequence[str], entry_indices: Sequence[int] | None = None) -> Tensors:
         """The tensors of these keys, a row for each, copied; a key that is not there is a KeyError.
@@ -309,71 +351,37 @@ class CachedRows:
         if not self._paths:
             return {}
         files = [bisect.bisect_right(self._starts, number) - 1 for number in numbers]
-        layout = self._map_shard(files[0] if files else 0).layout
-        entries = (
-            layout if entry_indices is None else {name: one.entry_layout(entry_indices) for name, one in layout.items()}
-        )
-        rows = {name: np.empty((len(numbers), one.num_bytes), np.uint8) for name, one in entries.items()}
-        for row, (file, number) in enumerate(zip(files, numbers, strict=True)):
-            mapped = self._map_shard(file)
-            for name, offset in mapped.offsets.items():
-                length = entries[name].num_bytes
-                start = offset + (number - self._starts[file]) * layout[name].num_bytes
+        rows = {}
+        for name, (dtype_name, shape, _) in self._map_shard(files[0] if files else 0).items():
+            dtype, row_shape = _DTYPES[dtype_name], shape[1:]
+            row_bytes = math.prod(row_shape) * dtype.itemsize
+            length = row_bytes
+            if entry_indices is not None:
+                if not row_shape or not all(0 <= number < row_shape[0] for number in entry_indices):
+                    raise IndexError(f"a row of {row_shape[0] if row_shape else 'no'} entries was asked for others")
+                length, row_shape = row_bytes // row_shape[0], row_shape[1:]
+            content = np.empty((len(numbers), length), np.uint8)
+            for row, (file, number) in enumerate(zip(files, numbers, strict=True)):
+                start = (number - self._starts[file]) * row_bytes
                 start += 0 if entry_indices is None else entry_indices[row] * length
-                rows[name][row] = mapped.content[start : start + length]
-        return {
-            name: torch.from_numpy(rows[name].reshape(-1)).view(one.dtype).reshape(len(numbers), *one.shape)
-            for name, one in entries.items()
-        }
+                content[row] = self._map_shard(file)[name].content[start : start + length]
+            rows[name] = torch.from_numpy(content.reshape(-1)).view(dtype).reshape(len(numbers), *row_shape)
+        return rows
 
-    def _map_shard(self, shard: int) -> _MappedShard:
+    def _map_shard(self, shard: int) -> dict[str, MappedTensor]:
         """Two threads may both map it; either result will do."""
         if shard not in self._mapped_shards:
-            mapped = _MappedShard.open_shard(self._paths[shard])
+            mapped = map_shard(self._paths[shard])
             other = next(iter(self._mapped_shards.values()), mapped)
-            if mapped.layout != other.layout:
+            if _row_layouts(mapped) != _row_layouts(other):
                 raise InputError(
                     f"{self._paths[shard]} holds other tensors than the shards beside it",
                     "the same names, shapes and types in every shard",
-                    "delete the folder and build it again",
+                    _REBUILD_ADVICE,
                 )
             self._mapped_shards[shard] = mapped
         return self._mapped_shards[shard]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _RowLayout:
-    """What one key's piece of a tensor looks like."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def entry_layout(self, entry_indices: Sequence[int]) -> _RowLayout:
-        """One of the entries that this is a list of."""
-        if not self.shape or not all(0 <= number < self.shape[0] for number in entry_indices):
-            raise IndexError(f"a row of {self.shape[0] if self.shape else 'no'} entries was asked for others")
-        return _RowLayout(dtype=self.dtype, shape=self.shape[1:])
-
-
-@dataclass(frozen=True, kw_only=True)
-class _MappedShard:
-    """One shard's bytes, and where each tensor begins in them."""
-
-    content: np.ndarray
-    layout: dict[str, _RowLayout]
-    offsets: dict[str, int]
-
-    @classmethod
-    def open_shard(cls, path: Path) -> _MappedShard:
-        entries, start = read_header(path)
-        layout = {
-            name: _RowLayout(dtype=_DTYPES[entry["dtype"]], shape=tuple(entry["shape"][1:]))
-            for name, entry in sorted(entries.items())
-        }
-        offsets = {name: start + int(entry["data_offsets"][0]) for name, entry in entries.items()}
-        content = np.asarray(np.memmap(path, np.uint8, mode="r")).view(np.ndarray)
-        return cls(content=content, layout=layout, offsets=offsets)
+def _row_layouts(tensors: Mapping[str, MappedTensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {name: (tensor.dtype, tensor.shape[1:]) for name, tensor in tensors.items()}
