@@ -1,4 +1,4 @@
-"""The demo's parts: commands that can be typed as they are printed, a kill in the middle, and an eye for every byte that differs."""
+"""The demo prints commands that can be typed, survives a kill, and finds every byte that differs."""
 
 from __future__ import annotations
 
@@ -22,33 +22,26 @@ from halation.prompt_files import PromptFile
 from halation.runs import run_folder as runs
 from halation.runs.run_folder import RunFolder
 from halation.tools import demo
-from halation.tools import demo as commands
 from halation.tools.config import DemoConfig
-from halation.tools.demo import num_images_done, run_command
+from halation.tools.demo import Demo, num_images_done, run_command
 
 NAME = "a run's folder"
 
 
 def test_printed_commands_are_what_a_shell_makes_of_them_and_what_the_command_line_takes(tmp_path: Path) -> None:
     config = DemoConfig(output_dir=tmp_path / NAME, n_steps=90, nproc=3, progress="none")
-    places = commands.DemoPaths(folder=config.output_dir)
+    it = Demo(config=config)
     for words, expected in (
+        (it.train_command(), {"output_dir": it.training, "n_steps": 90, "nproc": 3, "image_size": (32, 32)}),
         (
-            commands.train_args(config),
-            {"output_dir": places.training, "n_steps": 90, "nproc": 3, "image_size": (32, 32)},
+            it.generate_command(it.images, 2),
+            {"output_dir": it.images, "prompts_csv": str(it.prompts), "model_path": "streets-64", "nproc": 2},
         ),
-        (
-            commands.generate_args(config, places.images, 2),
-            {"output_dir": places.images, "prompts_csv": str(places.prompts), "model_path": "streets-64", "nproc": 2},
-        ),
-        (
-            commands.evaluate_args(config),
-            {"generated": str(places.images), "allow_few": True, "output": places.scores},
-        ),
-        (commands.export_args(config), {"dirs": (places.training, places.images), "export": places.page}),
-        (commands.gallery_args(config), {"dirs": (config.output_dir,)}),
+        (it.evaluate_command(), {"generated": str(it.images), "allow_few": True, "output": it.scores}),
+        (it.export_command(), {"dirs": (it.training, it.images), "export": it.page}),
+        (["gallery", str(config.output_dir)], {"dirs": (config.output_dir,)}),
     ):
-        typed = shlex.split(commands.format_command(words).replace("\\\n", " "))
+        typed = shlex.split(demo.format_command(words).replace("\\\n", " "))
         assert typed[1:] == words
         parsed = cli.parse(words[0], words[1:])
         assert {name: getattr(parsed, name) for name in expected} == expected
@@ -57,17 +50,17 @@ def test_printed_commands_are_what_a_shell_makes_of_them_and_what_the_command_li
 def test_the_program_is_called_by_a_name_that_a_shell_finds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     beside = Path(sys.executable).with_name("halation")
     monkeypatch.setenv("PATH", str(beside.parent))
-    assert commands.program_name() == "halation"
+    assert demo.program_name() == "halation"
     monkeypatch.setenv("PATH", str(tmp_path))
-    found = shutil.which(commands.program_name())
+    found = shutil.which(demo.program_name())
     assert found is not None
     assert os.path.samefile(found, beside)
 
 
 def test_the_prompts_are_thirty_two_captions_with_ids_of_their_own(tmp_path: Path) -> None:
-    commands.write_prompts(tmp_path / "prompts.csv")
+    demo.write_prompts(tmp_path / "prompts.csv")
     rows = list(PromptFile.open(str(tmp_path / "prompts.csv")).rows())
-    assert len(rows) == len({row.image_id for row in rows}) == commands.NUM_IMAGES
+    assert len(rows) == len({row.image_id for row in rows}) == demo.NUM_IMAGES
     assert rows[7].prompt == "A rural road with natural scenery and minimal traffic"
     assert all(row.prompt.startswith(("A ", "An ")) for row in rows)
 
@@ -89,8 +82,8 @@ def test_too_few_steps_for_a_image_of_the_progress_are_refused(
 def begun(folder: Path, n_steps: int) -> DemoConfig:
     """A demo whose training has saved, as far as its record tells."""
     config = DemoConfig(output_dir=folder, n_steps=n_steps)
-    training = RunFolder(commands.DemoPaths(folder=folder).training)
-    settings = cli.parse("train", commands.train_args(config)[1:])
+    training = RunFolder(Demo(config=config).training)
+    settings = cli.parse("train", Demo(config=config).train_command()[1:])
     training.folder.mkdir(parents=True)
     runs.create_or_resume_run(training, "train", as_json(settings), fixed_settings(settings), accept_changes=False)
     (training.folder / "checkpoints/step_0000001").mkdir(parents=True)
@@ -103,7 +96,7 @@ def test_another_number_of_steps_is_refused_in_the_demos_own_words(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = begun(tmp_path, 600)
-    demo.check_same_steps(config)
+    Demo(config=config).check_same_steps()
     for number in ("50", "900"):
         assert cli.main(["demo", "--output_dir", str(tmp_path), "--n_steps", number]) == 2
         said = capsys.readouterr().err
@@ -116,7 +109,7 @@ def test_another_number_of_steps_is_refused_in_the_demos_own_words(
 
 def images(folder: Path) -> Path:
     folder.mkdir()
-    for number in range(commands.NUM_IMAGES):
+    for number in range(demo.NUM_IMAGES):
         (folder / f"street_{number:02d}_seed{number}.png").write_bytes(b"image %d" % number)
     (folder / "metadata.jsonl").write_bytes(b"{}\n")
     (folder / "summary.json").write_text(folder.name)  # what depends on time and workers is not compared
@@ -148,11 +141,11 @@ def test_folders_that_lack_the_same_image_are_not_taken_for_whole(tmp_path: Path
 @pytest.mark.faults
 def test_a_command_killed_in_the_middle_goes_on_and_ends_as_one_that_never_was(tmp_path: Path) -> None:
     config = DemoConfig(output_dir=tmp_path, progress="none")
-    places = commands.DemoPaths(folder=tmp_path)
-    commands.write_prompts(places.prompts)
+    places = Demo(config=config)
+    demo.write_prompts(places.prompts)
 
     def words(folder: Path, pace: str) -> list[str]:
-        said = commands.generate_args(config, folder, 2)
+        said = places.generate_command(folder, 2)
         said[said.index("--model_path") + 1] = pace
         return [*said, "--height", "32", "--width", "32"]
 
@@ -253,8 +246,8 @@ def test_the_demo_trains_draws_through_a_kill_scores_and_writes_a_page_and_again
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = DemoConfig(output_dir=tmp_path / NAME, n_steps=8, nproc=1, progress="none")
-    places = commands.DemoPaths(folder=config.output_dir)
-    words = ["demo", *commands.settings_to_flags(config, DemoConfig())]
+    places = Demo(config=config)
+    words = ["demo", "--output_dir", str(config.output_dir), "--n_steps", "8", "--nproc", "1", "--progress", "none"]
     assert cli.main(words) == 0
     said = capfd.readouterr().out
     for step in (
