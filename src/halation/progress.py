@@ -1,6 +1,7 @@
 """Progress of all commands: bars on a terminal, plain lines, JSON lines, or nothing.
 
-A display never stops the job: a terminal or pipe that goes away only silences it. rich is imported when bars are drawn, not before.
+A display never stops the job: a terminal or pipe that goes away only silences it. rich is imported when the first bar
+is drawn.
 """
 
 from __future__ import annotations
@@ -168,8 +169,8 @@ class ProgressDisplay:
             from rich.console import Console
             from rich.live import Live
 
-            # rich draws in a thread of its own and reads the counts without our lock: a line that is an image behind does
-            # no harm, while waiting for our lock inside rich's lock could wait for ever.
+            # rich draws in its own thread and reads the counts without our lock: a line that is an image behind does no
+            # harm, while waiting for our lock inside rich's lock could deadlock.
             console = Console(file=cast("TextIO", self._stream), highlight=False, markup=False, emoji=False)
             self._live = Live(
                 console=console,
@@ -189,13 +190,13 @@ class ProgressDisplay:
         if self._live is not None:
             self._live.stop()
 
-    def show_line(self, text: str, json_object: Callable[[], Mapping[str, Any]]) -> None:
+    def show_line(self, text: str, json_object: Mapping[str, Any]) -> None:
         """A line that stays: above the bars, as it is, or as JSON."""
         with self.lock:
             if self._live is not None:
                 self._live.console.print(escape_control_characters(text))
             elif self.kind in ("plain", "json"):
-                line = json.dumps(json_object()) if self.kind == "json" else escape_control_characters(text)
+                line = json.dumps(json_object) if self.kind == "json" else escape_control_characters(text)
                 self._stream.write(line + "\n")
                 self._stream.flush()
 
@@ -274,11 +275,11 @@ class StepProgress(ProgressDisplay):
             left_s = bar.remaining_s(now) if step > bar.num_before else None
             if left_s is not None:
                 line += f", {int(left_s // 3600)}:{int(left_s // 60 % 60):02d}:{int(left_s % 60):02d} left"
-            self.show_line(line, lambda: {"step": step, "total": bar.total, **numbers})
+            self.show_line(line, {"step": step, "total": bar.total, **numbers})
 
     def print_line(self, text: str) -> None:
         """An event: a checkpoint, samples, a warning."""
-        self.show_line(text, lambda: {"event": text})
+        self.show_line(text, {"event": text})
 
     def render(self, width: int, height: int) -> RenderableType:
         wanted = {"count": 2 * len(str(self.bar.total)) + 1, "times": 15, "words": self._words_width}
@@ -323,7 +324,7 @@ class WatchProgress(ProgressDisplay):
         """An event: a message, a warning (shown by the kind none too) or a score."""
         if event == "warning" and self.kind == "none":
             self._stream.write(f"{escape_control_characters(text)}\n")
-        self.show_line(text, lambda: {"event": event, "text": text, **facts})
+        self.show_line(text, {"event": event, "text": text, **facts})
 
     def render(self, width: int, height: int) -> RenderableType:
         from rich.spinner import Spinner
@@ -367,7 +368,7 @@ class GenerationProgress(ProgressDisplay):
             num_done, num_failed = self.num_before
             failed = f", {num_failed} failed before" if num_failed else ""
             text = f"{num_done} of {self.num_planned} images are there{failed}; drawing with {', '.join(self.workers)}"
-            self.show_line(text, lambda: self._json_object("start"))
+            self.show_line(text, self._json_object("start"))
             self._thread.start()
         return self
 
@@ -385,7 +386,7 @@ class GenerationProgress(ProgressDisplay):
                 bar.state = "finished" if bar.num_finished >= bar.total else "stopped"
         if self.kind != "rich":
             text = self._format_counts(f"in {format_duration(now - self.start_time)}")
-            self.show_line(text, lambda: self._json_object("end"))
+            self.show_line(text, self._json_object("end"))
         super().finish()
 
     def overall(self) -> Bar:
@@ -410,7 +411,7 @@ class GenerationProgress(ProgressDisplay):
             bar.state, bar.end_time = text, self.clock() if text == "finished" else None
         # On a terminal the state stands in the worker's line; only that a worker is gone is worth a line that stays.
         if is_event and (self.kind != "rich" or text.startswith("gone")):
-            self.show_line(f"{worker}: {text}", lambda: self._json_object("worker", worker=worker, text=text))
+            self.show_line(f"{worker}: {text}", self._json_object("worker", worker=worker, text=text))
 
     def set_step(self, worker: str, steps_done: int, steps_total: int) -> None:
         """How far a worker is with its batch."""
@@ -437,7 +438,7 @@ class GenerationProgress(ProgressDisplay):
 
     def print_line(self, text: str) -> None:
         """A line above the bars."""
-        self.show_line(text, lambda: self._json_object("message", text=escape_control_characters(text)))
+        self.show_line(text, self._json_object("message", text=escape_control_characters(text)))
 
     def render(self, width: int, height: int) -> RenderableType:
         digits = len(str(self.num_planned))
@@ -468,7 +469,7 @@ class GenerationProgress(ProgressDisplay):
                     self._num_reported = bar.num_finished
                     left_s = bar.remaining_s(self.clock())
                     text = self._format_counts("" if left_s is None else f"{format_duration(left_s)} left")
-                    self.show_line(text, lambda: self._json_object("progress"))
+                    self.show_line(text, self._json_object("progress"))
 
     def _format_counts(self, when: str) -> str:
         bar = self.overall()

@@ -96,15 +96,16 @@ class Demo:
         """A training that shows something within two minutes on two cores."""
         n_steps = self.config.n_steps
         flags = (
-            f"--image_size 32 32 --model tiny --patch_size 4 --num_register_tokens 2 --n_steps {n_steps} --batch_size 8 "
-            f"--lr 0.002 --warmup_steps {WARMUP_STEPS} --decay_steps {self.decay_steps} --betas 0.9 0.95 --ema_decay 0.98 "
-            f"--nproc {self.num_ranks} --validation_images 16 --ckpt_every {-(-n_steps // 6)} --keep_last 2 "
-            f"--sample_steps 20 --guidance_scale 2.0 --progress {self.config.progress}"
+            f"--image_size 32 32 --model tiny --patch_size 4 --num_register_tokens 2 --n_steps {n_steps} "
+            f"--batch_size 8 --lr 0.002 --warmup_steps {WARMUP_STEPS} --decay_steps {self.decay_steps} "
+            f"--betas 0.9 0.95 --ema_decay 0.98 --nproc {self.num_ranks} --validation_images 16 "
+            f"--ckpt_every {-(-n_steps // 6)} --keep_last 2 --sample_steps 20 --guidance_scale 2.0 "
+            f"--progress {self.config.progress}"
         )
         return ["train", "--output_dir", str(self.training), *flags.split()]
 
     def generate_command(self, folder: Path, num_workers: int) -> list[str]:
-        """Lines and no bars, since a killed bar leaves a terminal without its cursor; a kill falls between batches of one."""
+        """One image a batch, so that a kill finds images left; plain lines, since a killed bar leaves no cursor."""
         progress = "plain" if self.config.progress in ("auto", "rich") else self.config.progress
         flags = f"--model_path {MODEL} --batch_size 1 --nproc {num_workers} --progress {progress}"
         return ["generate", "--prompts_csv", str(self.prompts), "--output_dir", str(folder), *flags.split()]
@@ -174,12 +175,12 @@ class Demo:
             print_paragraph(
                 f"Killed after {num_before} of {NUM_IMAGES} images. The same command goes on:"
                 if killed
-                else f"All {num_before} images were there before the kill came. The same command has nothing left to draw:",
+                else f"All {num_before} images were there before the kill came. The same command has nothing to draw:"
             )
         self.print_and_run(command)
         print_paragraph(
-            f"{num_before} images were kept, {NUM_IMAGES - num_before} drawn after that. For comparison, the same without "
-            "a kill, and by one worker:",
+            f"{num_before} images were kept, {NUM_IMAGES - num_before} drawn after that. For comparison, the same "
+            "without a kill, and by one worker:"
         )
         self.print_and_run(self.generate_command(self.uninterrupted, 1))
         self.num_equal, different = compare_outputs(self.images, self.uninterrupted)
@@ -192,15 +193,16 @@ class Demo:
 
     def evaluate(self) -> None:
         print_paragraph(
-            f"FD-streets, KID-streets and prompt agreement of these images, against {NUM_REFERENCE} scenes that no model "
-            "was trained on."
+            f"FD-streets, KID-streets and prompt agreement of these images, against {NUM_REFERENCE} scenes that no "
+            "model was trained on."
         )
         self.print_and_run(self.evaluate_command())
         card = resolve_model_path(MODEL) / "README.md"
+        card = card.relative_to(Path.cwd()) if card.is_relative_to(Path.cwd()) else card
         print_paragraph(
-            f"{NUM_IMAGES} images are far too few for FD and KID: these two show how it is done, not how good the model "
-            "is. Prompt agreement, the part of what a caption says that its image shows, bears it better. All three of "
-            f"5,000 images are in the model's card: {os.path.relpath(card) if card.is_relative_to(Path.cwd()) else card}",
+            f"{NUM_IMAGES} images are far too few for FD and KID: these two show how it is done, not how good the "
+            "model is. Prompt agreement, the part of what a caption says that its image shows, bears it better. All "
+            f"three of 5,000 images are in the model's card: {card}"
         )
 
     def export_page(self) -> None:
@@ -241,8 +243,8 @@ def raise_if_stopped(signals: StopSignals) -> None:
 def run_command(words: Sequence[str], signals: StopSignals, kill_when: Callable[[], bool]) -> tuple[int, bool]:
     """Run `halation WORDS...`, or SIGKILL it once `kill_when` is true: its exit code, and whether it was killed.
 
-    A signal to this process is passed on, and raised as Interrupted when the command has ended: it saves what it can before
-    that. Its ranks and workers are tied to it by the kernel, as it is tied to this process, so a kill of one ends all below it.
+    A signal to this process is passed on, and raised as Interrupted when the command has ended: it saves what it can
+    before that. Ranks and workers are tied to the command by the kernel, so a kill ends them too.
     """
     raise_if_stopped(signals)
     process = start_command(words)

@@ -1,6 +1,6 @@
 """Find complete checkpoints in a folder, and keep them when their trainer removes them.
 
-It knows names, files and headers; it loads no weights.
+It reads names, files and headers; it loads no weights.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _FolderSnapshot:
 
 @dataclass(kw_only=True)
 class CheckpointScanner:
-    """The checkpoints below a folder, at its top or in `checkpoints/`; remembered from look to look, because a trainer writes while we read."""
+    """The checkpoints of a folder, at its top or in `checkpoints/`, over several scans: a trainer writes meanwhile."""
 
     folder: Path
     settle_s: float
@@ -115,7 +115,7 @@ class CheckpointScanner:
         return not problem
 
     def _find_recent_change(self, folder: Path, files: frozenset[tuple[str, int, int]]) -> str:
-        """Why its writer may not be done; quiet by our own clock, or by the files' where they were there before we came."""
+        """Why it may still be written: its files changed lately, by our clock or by their own times at first sight."""
         now = time.monotonic()
         snapshot = self.snapshots.get(folder)
         if snapshot is None or snapshot.files != files:
@@ -164,7 +164,7 @@ def find_missing_parts(folder: Path) -> str:
 
 
 def hard_link(source: Path, target: Path) -> bool:
-    """Give a folder's files a second name, so that they outlive the first; False where the file system cannot, and nothing is left then."""
+    """Hard-link the files of a folder to `target`; False, with nothing left, where the file system cannot."""
     return _duplicate_folder(source, target, os.link)
 
 

@@ -1,6 +1,6 @@
-"""What is known of the checkpoints that were scored: their numbers, which is best, and the files that show it.
+"""Scores of checkpoints: read them, find the best, write metrics.jsonl and metrics.png.
 
-The evaluation.json of each step is the only truth; metrics.jsonl and metrics.png are made from them anew every time.
+The evaluation.json of each step is the source; the other files are made from them anew every time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`halation watch`: the only place that sees a whole config of it; it settles what is drawn and compared, and begins to watch."""
+"""`halation watch`: validate the settings, prepare the prompts, lock the folder, watch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import os
 from pathlib import Path
 
 from halation.config import as_json, check_settings, fixed_settings
+from halation.data.image_annotations import read_folder
+from halation.data.streets import caption, scene
 from halation.distributed import launcher
 from halation.distributed.stop_signals import StopSignals
 from halation.errors import InputError
@@ -32,7 +34,7 @@ IMAGE_SETTINGS = (
 
 
 def run(config: WatchConfig) -> int:
-    """Follow the folder until a signal comes, or with --once until all that is there is scored; 0 only if nothing failed."""
+    """Watch until a signal, or with --once until every checkpoint is scored; 0 only if nothing failed."""
     config = resolve_config(config)
     prompts = load_prompts(config)
     assert config.output_dir is not None
@@ -95,7 +97,7 @@ def _find_training_data(watched: Path) -> tuple[str, ...]:
 
 
 def load_prompts(config: WatchConfig) -> PromptFile:
-    """The list that was given, or the captions of the reference; one that cannot be drawn is refused now, not at every checkpoint."""
+    """The given prompts, or the captions of the reference; unusable ones are refused now, not at each checkpoint."""
     prompts = PromptFile.open(config.prompts) if config.prompts else _prompts_from_captions(config)
     num = sum(1 for _row in prompts.rows())
     if config.num_samples > num:
@@ -115,9 +117,6 @@ def _prompts_from_captions(config: WatchConfig) -> PromptFile:
 
 
 def _read_captions(config: WatchConfig) -> list[str]:
-    from halation.data.image_annotations import read_folder
-    from halation.data.streets import caption, scene
-
     reference = config.reference[0]
     if reference == "streets":
         return [caption(scene("heldout", index)) for index in range(config.num_samples or config.num_reference)]

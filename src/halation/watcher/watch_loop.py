@@ -1,6 +1,6 @@
-"""A watch that goes on: new checkpoints are drawn from and scored one after another, and what follows from their scores is kept up to date.
+"""The loop of `halation watch`: generate from each new checkpoint, score it, keep the best.
 
-Drawing and scoring are commands of their own, so that a crash or the GPU memory of one checkpoint never harms the next.
+Both are commands of their own, so that a crash or the GPU memory of one checkpoint never harms the next.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class CheckpointWatcher:
         )
 
     def _check_evaluation(self) -> None:
-        """What would be refused of every checkpoint after its images are drawn is refused before the first, who may be hours away."""
+        """Validate the evaluation settings once, before waiting for the first checkpoint."""
         self.progress.show_status("looking at the reference and the extractors")
         arguments = ["evaluate", "--check", "--prompts", str(self.prompts), *_format_flags(self.config, "num_samples")]
         result = run_command(
@@ -109,7 +109,7 @@ class CheckpointWatcher:
             raise _command_error(result.output_tail, result.returncode)
 
     def _restore(self) -> None:
-        """Failures of an earlier call are known, and tried again: whoever calls again may have mended the cause."""
+        """Read the failures of an earlier call; they are tried again, since their cause may be fixed."""
         if (self.folder / FAILED_FILE).exists():
             self.failures = runs.read_json_with_digest(self.folder / FAILED_FILE)
         runs.remove_temporaries(self.folder)
@@ -206,7 +206,7 @@ class CheckpointWatcher:
         scores_file.unlink()
 
     def _pin_checkpoint(self, checkpoint: CheckpointFolder) -> Path:
-        """The checkpoint under a second name, which its trainer does not know of; itself where there can be no second name."""
+        """Hard links that outlive the checkpoint if its trainer removes it; itself where links are not possible."""
         pin = self.folder / PINNED_FOLDER / checkpoint.name
         try:
             if pin.exists() or checkpoint_scanner.hard_link(checkpoint.folder, pin):
@@ -260,7 +260,7 @@ class CheckpointWatcher:
         return [*arguments, *(["--allow_few"] if config.allow_few else [])]
 
     def _remove_unused_features(self) -> None:
-        """Features of the reference serve again, and came with the first scoring of this call; those of later images serve nobody."""
+        """Keep the features of the reference, which came with the first scoring; those of images are used once."""
         there = set((self.folder / FEATURES_FOLDER).glob("*"))
         if self.state.reference_features is None:
             self.state.reference_features = there
@@ -302,7 +302,7 @@ class CheckpointWatcher:
     # -- after
 
     def update_results(self) -> None:
-        """Bring everything that follows from the evaluations up to date; a call that was killed is mended by the next one."""
+        """Update all files made from the evaluations; they are also updated at the start, after a kill."""
         self.scores = checkpoint_scores.read_scores(self.folder)
         if not self.scores:
             return
@@ -325,7 +325,7 @@ class CheckpointWatcher:
         return metric, checkpoint_scores.best_score([each for each in self.scores if metric in each.metrics], metric)
 
     def _warn_changed_reference(self) -> None:
-        """Numbers stand on one line only where they were compared with the same images; a reference may change behind our back."""
+        """Warn if the reference changed between scores: such scores cannot be compared."""
         first = checkpoint_scores.reference_hashes(self.scores[0])
         for score in self.scores[1:]:
             if checkpoint_scores.reference_hashes(score) - first:
