@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 import halation
-from halation.models.bundled_models import FOLDER, bundled_names
+from halation.models.model_folder import FOLDER, bundled_names
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(halation.__file__).parent

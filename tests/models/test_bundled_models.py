@@ -32,7 +32,7 @@ from halation.evaluation.model_images import open_model_images
 from halation.gallery.generation_runs import shell_command
 from halation.generation.config import GenerateConfig
 from halation.generation.workers.image_runner import open_model, run_batch
-from halation.models import bundled_models
+from halation.models import model_folder
 from halation.models.checkpoint_loading import find_checkpoint, load_denoiser, weights_digest
 from halation.models.model_path_resolver import DEFAULT_STEPS, ModelRef, resolve_model, resolve_pipeline_folder
 from halation.sample_specs import SampleBatch, SampleSpec
@@ -45,7 +45,7 @@ from halation.watcher import command as watch
 from halation.watcher.config import WatchConfig
 
 Pixels = npt.NDArray[np.uint8]
-NAMES = bundled_models.bundled_names()
+NAMES = model_folder.bundled_names()
 LARGEST_BYTES = 16 * 2**20
 FIRST_VALIDATION = 70_000
 
@@ -87,14 +87,14 @@ def agreeing(images: Sequence[Pixels], prompts: Sequence[str]) -> float:
 
 def test_streets_64_is_there_and_nothing_heavy_is_imported_to_know_it() -> None:
     assert "streets-64" in NAMES
-    words = "import sys; from halation.models.bundled_models import bundled_names; bundled_names(); print('torch' in sys.modules)"
+    words = "import sys; from halation.models.model_folder import bundled_names; bundled_names(); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "False", done.stderr
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_has_its_card_and_finite_weights_of_at_most_16_mib(name: str) -> None:
-    folder = bundled_models.bundled_folder(name)
+    folder = model_folder.bundled_folder(name)
     assert folder is not None
     assert name in (folder / "README.md").read_text()
     assert (folder / "model.safetensors").stat().st_size <= LARGEST_BYTES
@@ -105,9 +105,9 @@ def test_each_has_its_card_and_finite_weights_of_at_most_16_mib(name: str) -> No
 def test_a_folder_that_is_put_beside_the_others_is_one_more_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bundled_models, "FOLDER", tmp_path / "all")
-    shutil.copytree(Path(bundled_models.__file__).with_name("bundled") / "streets-64", tmp_path / "all/another")
-    assert bundled_models.bundled_names() == ("another",)
+    monkeypatch.setattr(model_folder, "FOLDER", tmp_path / "all")
+    shutil.copytree(Path(model_folder.__file__).with_name("bundled") / "streets-64", tmp_path / "all/another")
+    assert model_folder.bundled_names() == ("another",)
     assert resolve_model("another", raw=False).steps == 12
 
 
@@ -117,7 +117,7 @@ def test_a_folder_that_is_put_beside_the_others_is_one_more_model(
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_brings_the_settings_the_model_is_made_for(name: str) -> None:
     subject = resolve_model(name, raw=False)
-    folder = bundled_models.FOLDER / name
+    folder = model_folder.FOLDER / name
     sampling = json.loads((folder / "config.json").read_text())["sampling"]
     assert (subject.name, subject.height, subject.width) == (name, 64, 64)
     assert (subject.steps, subject.guidance_scale) == (sampling["steps"], sampling["guidance_scale"])
@@ -126,7 +126,7 @@ def test_a_name_brings_the_settings_the_model_is_made_for(name: str) -> None:
 
 
 def test_a_folder_of_that_name_wins(tmp_path: Path) -> None:
-    shutil.copytree(bundled_models.FOLDER / "streets-64", tmp_path / "streets-64")
+    shutil.copytree(model_folder.FOLDER / "streets-64", tmp_path / "streets-64")
     subject = resolve_model("streets-64", raw=False)
     assert (subject.load_args["path"], subject.load_args["embedded"]) == (str(tmp_path / "streets-64"), None)
     assert subject.steps == DEFAULT_STEPS, "the steps of previews say little about somebody's own model"
@@ -153,7 +153,7 @@ def test_the_images_it_drew_may_lie_in_a_folder_called_after_it(tmp_path: Path) 
         find_checkpoint(Path("streets-64")),
         find_checkpoint(Path(teacher.teacher_path)),
     ):
-        assert meant == bundled_models.FOLDER / "streets-64"
+        assert meant == model_folder.FOLDER / "streets-64"
 
 
 @pytest.mark.parametrize("made", ["model_index.json", "COMMIT.json", "checkpoints/step_0000001/COMMIT.json"])
@@ -161,8 +161,8 @@ def test_a_folder_that_holds_a_model_of_any_kind_is_meant(tmp_path: Path, made: 
     file = tmp_path / "streets-64" / made
     file.parent.mkdir(parents=True)
     file.write_text("{}")
-    assert bundled_models.resolve_model_path("streets-64") == Path("streets-64")
-    assert bundled_models.COMMIT_FILE == COMMIT_FILE
+    assert model_folder.resolve_model_path("streets-64") == Path("streets-64")
+    assert model_folder.COMMIT_FILE == COMMIT_FILE
 
 
 @pytest.mark.parametrize("path", ["./streets-64", "streets-64/"])
@@ -253,7 +253,7 @@ def test_the_command_that_draws_a_image_again_names_the_model_and_no_path() -> N
     row = {"id": "a", "prompt": "A rural road", "negative_prompt": "", "seed": 1, "width": 64, "height": 64}
     words = shell_command({"settings": vars(settings)}, row | {"steps": 12, "guidance_scale": 1.0}, 0, 0)
     assert "--model_path streets-64 " in words
-    assert str(bundled_models.FOLDER) not in words
+    assert str(model_folder.FOLDER) not in words
 
 
 # -- what it draws

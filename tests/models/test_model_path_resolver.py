@@ -18,7 +18,7 @@ from halation.distributed.checkpoint.writer import commit_sha256
 from halation.errors import InputError
 from halation.images.png_codec import read_png
 from halation.models.checkpoint_loading import load_denoiser
-from halation.models.fingerprint import fingerprint
+from halation.models.model_folder import fingerprint
 from halation.models.model_path_resolver import (
     DEFAULT_GUIDANCE_SCALE,
     DEFAULT_HEIGHT,

@@ -11,8 +11,7 @@ from halation.config import Conflict, check_settings
 from halation.data.prompt_dataset import PromptDataset, has_images
 from halation.distillation.config import DistillConfig
 from halation.errors import InputError
-from halation.models.bundled_models import portable_name, resolve_model_path
-from halation.models.fingerprint import fingerprint
+from halation.models.model_folder import fingerprint, portable_name, resolve_model_path
 from halation.models.model_path_resolver import (
     distillation_settings,
     find_fine_tuned_run,

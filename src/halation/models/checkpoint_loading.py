@@ -18,12 +18,11 @@ from halation.distributed.checkpoint.writer import COMMIT_FILE, find_damage, fin
 from halation.errors import InputError
 from halation.input_files import check_numbers, file_sha256, read_json, read_safetensors_header
 from halation.models.autoencoder import load_space
-from halation.models.bundled_models import resolve_model_path, suggest_model
 from halation.models.denoiser import Denoiser, ImageSpace
 from halation.models.dit.denoiser import DiTDenoiser
 from halation.models.dit.network import DiT, DiTConfig
 from halation.models.dit.tokenizer import WordTokenizer
-from halation.models.fingerprint import check_sampling_settings
+from halation.models.model_folder import check_sampling_settings, resolve_model_path, suggest_model
 from halation.models.pipelines.folder_safety_check import check_not_only_pickles
 
 

@@ -10,8 +10,16 @@ from typing import Any
 
 from halation.errors import InputError
 from halation.input_files import read_json
-from halation.models.bundled_models import bundled_name, bundled_names, portable_name, resolve_model_path, suggest_model
-from halation.models.fingerprint import EXPORT_FILE, check_sampling_settings, fingerprint
+from halation.models.model_folder import (
+    EXPORT_FILE,
+    bundled_name,
+    bundled_names,
+    check_sampling_settings,
+    fingerprint,
+    portable_name,
+    resolve_model_path,
+    suggest_model,
+)
 from halation.models.pipelines.folder_safety_check import check_component_sizes, check_not_only_pickles
 from halation.models.test_pattern import MODEL_NAME, parse_timing
 

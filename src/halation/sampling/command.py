@@ -15,8 +15,8 @@ from halation.distributed import launcher
 from halation.distributed.stop_signals import exit_code
 from halation.errors import HalationError, InputError, Interrupted
 from halation.input_files import read_bytes
-from halation.models.bundled_models import bundled_names, portable_name, resolve_model_path, suggest_model
 from halation.models.dit.tokenizer import find_prompt_warnings
+from halation.models.model_folder import bundled_names, portable_name, resolve_model_path, suggest_model
 from halation.progress import StepProgress
 from halation.runs import lock
 from halation.runs import run_folder as runs

@@ -26,7 +26,7 @@ from halation.generation.metadata_and_summary import METADATA_FILE
 from halation.generation.read_only_ledger import SqliteLedgerReader
 from halation.images.grid import progress_figure
 from halation.images.png_codec import encode_png, read_png
-from halation.models.bundled_models import resolve_model_path
+from halation.models.model_folder import resolve_model_path
 from halation.runs import run_folder as runs
 from halation.runs.run_folder import MetricsFile, RunFolder, write_atomic
 from halation.tools.config import DemoConfig

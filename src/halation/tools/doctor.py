@@ -24,7 +24,7 @@ from halation.distributed.child_process import wait_or_kill
 from halation.distributed.launcher import DEVICE_ENV, RENDEZVOUS_ENV, start_ranks
 from halation.errors import HalationError, InputError
 from halation.fault_injection import fault_point
-from halation.models.bundled_models import bundled_folder, bundled_names
+from halation.models.model_folder import bundled_folder, bundled_names
 from halation.runs.run_folder import scratch_folder
 from halation.tools.config import DoctorConfig
 

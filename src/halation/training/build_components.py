@@ -22,11 +22,11 @@ from halation.distributed.engines.ddp_fsdp import EngineSettings
 from halation.distributed.launcher import describe_device
 from halation.distributed.world import HeartbeatMonitor, World, run_on_rank_zero
 from halation.errors import HalationError, InputError, os_error_message
-from halation.models.bundled_models import bundled_names, resolve_model_path, suggest_model
 from halation.models.checkpoint_loading import load_denoiser
 from halation.models.denoiser import ImageSpace
 from halation.models.dit.denoiser import DiTDenoiser, create_dit
 from halation.models.dit.network import SIZES
+from halation.models.model_folder import bundled_names, resolve_model_path, suggest_model
 from halation.progress import delayed_progress
 from halation.runs import run_folder as runs
 from halation.training.config import TrainConfig

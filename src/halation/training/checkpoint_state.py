@@ -18,7 +18,7 @@ from halation.flow.ema import Ema
 from halation.models.autoencoder import LatentSpace
 from halation.models.denoiser import Denoiser, ImageSpace
 from halation.models.dit.denoiser import DiTDenoiser
-from halation.models.fingerprint import EXPORT_FILE
+from halation.models.model_folder import EXPORT_FILE
 from halation.runs.run_folder import atomic_path, open_atomic, write_json_atomic
 from halation.training.loop import MODEL, TrainedNetwork, TrainState
 

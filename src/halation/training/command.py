@@ -18,7 +18,7 @@ from halation.distributed import launcher
 from halation.distributed.engines import deepspeed_config
 from halation.errors import InputError
 from halation.evaluation.config import Metric, fid_conflict
-from halation.models.fingerprint import fingerprint
+from halation.models.model_folder import fingerprint
 from halation.prompt_files import collect_prompts
 from halation.runs import lock
 from halation.runs import run_folder as runs

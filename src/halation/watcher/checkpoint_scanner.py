@@ -16,7 +16,7 @@ from pathlib import Path
 
 from halation.errors import InputError
 from halation.input_files import MAX_MODEL_ENTRIES, RefusedFileError, read_json, walk_folder
-from halation.models.fingerprint import EXPORT_FILE
+from halation.models.model_folder import EXPORT_FILE
 from halation.models.pipelines.folder_safety_check import check_safetensors
 from halation.runs.run_folder import COMMIT_FILE, publish_folder, temporary_path
 

@@ -16,7 +16,7 @@ from halation.distributed.stop_signals import StopSignals
 from halation.errors import InputError
 from halation.evaluation.command import check_reference
 from halation.evaluation.config import EvaluateConfig
-from halation.models.bundled_models import bundled_folder
+from halation.models.model_folder import bundled_folder
 from halation.progress import WatchProgress
 from halation.prompt_files import PromptFile
 from halation.runs import lock

@@ -21,11 +21,11 @@ from halation.errors import InputError
 from halation.generation.command import run
 from halation.generation.config import GenerateConfig
 from halation.generation.image_requests import ImageRequest
-from halation.generation.image_writer import EncodedImage, ImageStore
 from halation.generation.ledger import ImageOutcome
 from halation.generation.shared_folder.leases import BatchRanges, Leases
 from halation.generation.shared_folder.shared_ledger import ProcessIdentity, SharedLedger
 from halation.generation.shared_folder.shared_session import num_local_slurm_tasks, select_slurm_gpus
+from halation.generation.workers.image_runner import EncodedImage, ImageStore
 from halation.runs import run_folder as runs
 from halation.sample_specs import SampleSpec
 from halation.work_division import plan_batches

@@ -17,8 +17,8 @@ from halation.generation.ledger import LEDGER_FILE, Ledger
 from halation.generation.session import GenerationSession
 from halation.generation.workers.local_pool import WorkerSlot
 from halation.logging_setup import ConsoleWarningHandler, log_to_folder
-from halation.models.bundled_models import FOLDER
 from halation.models.dit.tokenizer import MAX_PROMPTS, WordTokenizer, find_prompt_warnings
+from halation.models.model_folder import FOLDER
 from halation.models.model_path_resolver import resolve_model
 from halation.prompt_files import PromptFile
 

@@ -36,8 +36,7 @@ from halation.distributed.stop_signals import leave_signals_to_parent
 from halation.errors import HalationError
 from halation.generation.config import GenerateConfig
 from halation.generation.image_requests import BatchTask
-from halation.generation.image_writer import DiskWriteError
-from halation.generation.workers.image_runner import ImageRunner, TaskDropped
+from halation.generation.workers.image_runner import DiskWriteError, ImageRunner, TaskDropped
 from halation.sample_specs import SampleSpec
 
 log = logging.getLogger(__name__)

@@ -26,8 +26,7 @@ from typing import Any
 from halation.distributed.child_process import LAUNCHER_ENV_VARS
 from halation.errors import HalationError, InputError
 from halation.generation.image_requests import BatchTask
-from halation.generation.image_writer import DiskWriteError, EncodedImage, ImageStore
-from halation.generation.workers.image_runner import ImageRunner
+from halation.generation.workers.image_runner import DiskWriteError, EncodedImage, ImageRunner, ImageStore
 from halation.generation.workers.local_pool import QUEUE_DEPTH, TaskHandler, WorkerEvent, WorkerSlot
 from halation.input_files import LINKS_VARIABLE, SCALE_VARIABLE
 from halation.sample_specs import SampleSpec

@@ -22,7 +22,7 @@ from halation.models.denoiser import (
     SolverSettings,
     apply_gradient_checkpointing,
 )
-from halation.models.fingerprint import components_fingerprint
+from halation.models.model_folder import components_fingerprint
 from halation.models.pipelines.capabilities import DTYPES, PipelineChecker, PipelineOptions, call_parameters
 from halation.models.pipelines.family_quirks import get_family
 from halation.models.pipelines.folder_safety_check import PipelineFiles, inspect_pipeline_folder

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from halation.models.denoiser import Condition
-from halation.models.fingerprint import components_fingerprint
+from halation.models.model_folder import components_fingerprint
 from halation.models.pipelines.capabilities import DTYPES, call_parameters
 from halation.models.pipelines.family_quirks import get_family
 from halation.models.pipelines.folder_safety_check import PipelineFiles

@@ -1,8 +1,13 @@
-"""Hashes of model folders, found without reading all of the weights."""
+"""Model folders before they are loaded: models of the package, hashes, saved settings.
+
+No torch here.
+"""
 
 from __future__ import annotations
 
+import difflib
 import hashlib
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,15 +20,79 @@ from halation.input_files import (
     open_regular_file,
     walk_folder,
 )
+from halation.runs.run_folder import COMMIT_FILE
 
+FOLDER = Path(__file__).with_name("bundled")
 EXPORT_FILE = "halation.json"
 """What Halation leaves in a pipeline it exported: the step, and how its run drew samples. No model reads it."""
-
-
 SAMPLING_RANGES = {
-    "height": (1, 16_384), "width": (1, 16_384), "steps": (1, 10_000), "seed": (0, 2**63 - 1), "sheet_size": (1, 65_536),
-    "threads": (0, 4096), "guidance_scale": (0.0, 1e6), "time_shift": (0.0, 1e6),
+    "height": (1, 16_384), "width": (1, 16_384), "steps": (1, 10_000), "seed": (0, 2**63 - 1),
+    "sheet_size": (1, 65_536), "threads": (0, 4096), "guidance_scale": (0.0, 1e6), "time_shift": (0.0, 1e6),
 }  # fmt: skip
+
+
+# -- models of the package
+
+
+def bundled_names() -> tuple[str, ...]:
+    """The names that may stand where a model is asked for; a folder put beside the others is one more."""
+    return tuple(sorted(path.parent.name for path in FOLDER.glob("*/config.json")))
+
+
+def bundled_folder(name: str | Path) -> Path | None:
+    """The folder of the model of this name, if it comes with the package."""
+    return FOLDER / str(name) if str(name) in bundled_names() else None
+
+
+def bundled_name(folder: Path) -> str | None:
+    """The name of the model that lies in this folder, if it comes with the package."""
+    folder = folder.expanduser().resolve()
+    return folder.name if folder.parent == FOLDER.resolve() and folder.name in bundled_names() else None
+
+
+def resolve_model_path(model: str | Path) -> Path:
+    """The folder that a path or a name means: the model in that folder, or else the one of the package.
+
+    A folder of that name that holds no model hides none: it is where a run puts its images, called after the model.
+    Text with a separator in it is a path; where it would be lost (a Path has no leading "./"), the path is made
+    absolute.
+    """
+    path = Path(model).expanduser()
+    bundled = bundled_folder(path)
+    if bundled is None:
+        return path
+    if str(model) != str(path):
+        return path.absolute()
+    return path if _has_model(path) else bundled
+
+
+def _has_model(folder: Path) -> bool:
+    """Whether it is a pipeline, a checkpoint, a run that has one, or an export; by names alone, without torch."""
+    if any((folder / name).exists() for name in ("model_index.json", COMMIT_FILE)) or any(
+        folder.glob(f"checkpoints/*/{COMMIT_FILE}")
+    ):
+        return True
+    return (folder / "config.json").exists() and any(folder.glob("*.safetensors"))
+
+
+def portable_name(folder: Path) -> str:
+    """How a record names a model: one of the package by its name, equal on every machine; others by their path."""
+    return bundled_name(folder) or str(folder)
+
+
+def suggest_model(model: str | Path, otherwise: str) -> str:
+    """The advice for a model that is not there: the one of the package with almost that name, or `otherwise`."""
+    plain = {_normalize_name(name): name for name in bundled_names()}
+    near = difflib.get_close_matches(_normalize_name(str(model)), plain, n=1, cutoff=0.8)
+    return f"did you mean {plain[near[0]]}, which comes with the package?" if near else otherwise
+
+
+def _normalize_name(name: str) -> str:
+    """Without what is often left out or mistyped in a name."""
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+# -- settings and hashes
 
 
 def check_sampling_settings(source: str, sampling: Mapping[str, Any]) -> None:
@@ -89,8 +158,8 @@ def _update_with_content(
 ) -> None:
     """Add a file to a hash: a small one whole, of a large one evenly spaced windows, the first over its header.
 
-    Other weights differ nearly everywhere, so windows tell them apart in a moment, where reading a model of 30 GB at every
-    resume takes minutes; they may miss a single damaged byte.
+    Other weights differ nearly everywhere, so windows tell them apart in a moment, where reading a model of 30 GB at
+    every resume takes minutes; they may miss a single damaged byte.
     """
     with open_regular_file(path) as file:
         if size <= max_whole_bytes:
