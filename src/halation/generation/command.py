@@ -21,6 +21,7 @@ from halation.generation.ledger import LEDGER_FILE, Ledger
 from halation.generation.ledger_setup import claim_ledger_kind
 from halation.generation.session import GenerationSession, check_no_foreign_files, remove_temporary_files
 from halation.generation.shared_folder.shared_ledger import SHARED_LEDGER
+from halation.generation.shared_folder.shared_session import run_shared
 from halation.generation.workers import ray_cluster
 from halation.generation.workers.local_pool import LocalWorkerPool, WorkerPool, WorkerSlot, list_local_slots
 from halation.images import mp4_writer, png_codec
@@ -46,8 +47,6 @@ def _run(config: GenerateConfig) -> int:
     model_ref = resolve_model(config.model_path, raw=config.raw)
     folder = config.output_dir
     if config.cluster == "files":
-        from halation.generation.shared_folder.shared_session import run_shared
-
         local_slots = list_local_slots(config)
         runs.make_folder(folder)
         return run_shared(resolve_config(config, model_ref, local_slots), prompts, model_ref, local_slots)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from halation.generation.workers.image_runner import force_eager
-from halation.models.pipelines.cuda_graphs import NUM_WARM_UPS, CudaGraphForward, graph_key
+from halation.models.pipelines.pipeline_hooks import NUM_WARM_UPS, CudaGraphForward, graph_key
 
 
 class Forward:

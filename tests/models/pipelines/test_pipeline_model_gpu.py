@@ -13,8 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from halation.models.async_image_result import NonFiniteImageError
-from halation.models.pipelines.cuda_graphs import NUM_WARM_UPS, CudaGraphForward
-from halation.models.pipelines.pipeline_hooks import DENOISER_COMPONENTS
+from halation.models.pipelines.pipeline_hooks import DENOISER_COMPONENTS, NUM_WARM_UPS, CudaGraphForward
 from halation.models.pipelines.pipeline_model import PipelineModel
 from support import tiny_pipelines
 from support.pipeline_specs import PROMPTS, drawn, plain, reopened, specs
