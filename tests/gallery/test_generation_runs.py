@@ -178,7 +178,8 @@ def test_a_image_comes_with_its_spec_and_its_outcome(folder: Path) -> None:
 
 
 def test_the_log_and_the_config_are_shown_with_what_is_not_the_default(folder: Path) -> None:
-    run = GenerationRun(folder, "x", differs=lambda settings: [name for name in settings if name == "model_path"])
+    settings = opened(folder).config()["settings"]
+    run = GenerationRun(folder, "x", {"generate": settings | {"model_path": "another"}})
     assert run.config()["settings"]["model_path"] == "testcard"
     assert run.config()["differs"] == ["model_path"]
     assert run.log(5)[-1].endswith("every image is as the ledger says")

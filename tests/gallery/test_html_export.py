@@ -21,7 +21,7 @@ from halation.gallery import html_export
 from halation.gallery.command import build_catalog
 from halation.gallery.evaluation_reports import ScoreIndex
 from halation.gallery.html_export import ExportResult, select_runs
-from halation.gallery.metrics_reader import select_evenly
+from halation.gallery.run_file_reader import select_evenly
 from halation.runs import run_folder as runs
 
 PAYLOAD = "</script><script>alert(1)</script><!-- & \u2028 <img src=x onerror=alert(2)>"

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks import big_folders
-from halation.gallery.metrics_reader import MAX_OLDER_ROWS, MAX_ROWS, MetricRows
-from halation.gallery.training_runs import TrainingRun
+from halation.gallery.training_runs import MAX_OLDER_ROWS, MAX_ROWS, MetricRows, TrainingRun
 from halation.gallery.watcher_runs import WatchRun
 from halation.runs import lock
 from halation.runs import run_folder as runs

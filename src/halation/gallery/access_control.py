@@ -1,4 +1,4 @@
-"""Who may see the page: a token in the link, then a cookie; and which connections are closed.
+"""Access to the page: a token in the link, then a cookie; and limits on connections.
 
 Requests that another page made, or that came by another name, are refused.
 """
@@ -82,8 +82,8 @@ def parse_authority(text: str) -> tuple[str, int] | None:
 class AllowedHosts:
     """Names this page is served by. A foreign name that was made to point here (DNS rebinding) is not among them.
 
-    Any port will do: through `ssh -L 9000:127.0.0.1:8642` the page is at port 9000. Where the network can reach the page it
-    may be by any address (containers and routers give machines addresses they do not know of), since nobody can point
+    Any port will do: through `ssh -L 9000:127.0.0.1:8642` the page is at port 9000. Where the network can reach the
+    page, it may be by any address (containers and routers give machines addresses they do not know of), since nobody can point
     an address elsewhere, but only by the machine's own names.
     """
 
@@ -106,8 +106,8 @@ class AllowedHosts:
 class AccessMiddleware:
     """Stands before the app: refuses, lets in by the token, and gives every answer its headers.
 
-    The cookie's name holds the port that the browser sees, because browsers send cookies to all ports of a host, and two
-    galleries (or two tunnels) must not overwrite each other's.
+    The cookie's name holds the port that the browser sees, because browsers send cookies to all ports of a host, and
+    two galleries (or two tunnels) must not overwrite each other's.
     """
 
     def __init__(self, app: App, *, token: str, allowed_hosts: AllowedHosts, allow_control: bool) -> None:
@@ -315,7 +315,7 @@ def _is_same_origin(origin: str, host: str) -> bool:
 
 
 def _is_allowed_fetch(scope: Scope) -> bool:
-    """What browsers say about who asks; others say nothing. A link on another page may lead to ours, and to nothing else of it."""
+    """Whether the Fetch metadata of a browser allow the request: a link on another page may lead to our page alone."""
     sites = _header_values(scope, b"sec-fetch-site")
     if all(site in ("same-origin", "none") for site in sites):
         return True

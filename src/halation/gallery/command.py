@@ -1,4 +1,4 @@
-"""`halation gallery`: the page of runs, served to whoever has its link, or some runs written as a page of their own."""
+"""`halation gallery`: serves the page of runs, or writes some runs as one HTML file."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ import sys
 import tempfile
 import threading
 import webbrowser
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from halation import __version__
 from halation.config import to_stored_names
 from halation.distillation.config import DistillConfig
 from halation.errors import InputError
+from halation.gallery import html_export
+from halation.gallery.access_control import AllowedHosts, new_token
 from halation.gallery.config import GalleryConfig
+from halation.gallery.evaluation_reports import ScoreIndex
+from halation.gallery.generation_runs import GenerationRun
+from halation.gallery.run_catalog import RunCatalog, RunFactory
+from halation.gallery.thumbnails import ThumbnailCache
+from halation.gallery.training_runs import TrainingRun
+from halation.gallery.watcher_runs import WatchRun
 from halation.generation.config import GenerateConfig
 from halation.runs import control_requests
 from halation.training.config import TrainConfig
-
-if TYPE_CHECKING:
-    from halation.gallery.access_control import AllowedHosts
-    from halation.gallery.evaluation_reports import ScoreIndex
-    from halation.gallery.event_stream import ChangeFeed
-    from halation.gallery.run_catalog import RunCatalog, RunFactory
-    from halation.gallery.server import GalleryContext
 
 NUM_PORTS_TRIED = 100
 RESOLVED_DEFAULTS = {
@@ -47,8 +48,8 @@ FIRST_POLL_TIMEOUT_S = 0.8
 """The link is printed after that even where the folders are still being searched."""
 
 HOST_WARNING = (
-    "halation gallery: warning: with --host {host} others on the network can reach this page. They need the link, which travels "
-    "unencrypted; an ssh tunnel does without."
+    "halation gallery: warning: with --host {host} others on the network can reach this page. They need the link, "
+    "which travels unencrypted; an ssh tunnel does without."
 )
 
 
@@ -82,10 +83,8 @@ def _serve(config: GalleryConfig) -> int:
     for name in ("starlette", "uvicorn"):
         if importlib.util.find_spec(name) is None:
             raise InputError(f"{name} is not installed", "what a web page needs", "pip install 'halation[web]'")
-    from halation.gallery.access_control import AllowedHosts, new_token
-    from halation.gallery.evaluation_reports import ScoreIndex
     from halation.gallery.event_stream import ChangeFeed
-    from halation.gallery.server import GalleryServer, build_app
+    from halation.gallery.server import GalleryContext, GalleryServer, build_app
 
     with _open_listener(config.host, config.port) as listener:
         port = listener.getsockname()[1]
@@ -94,11 +93,25 @@ def _serve(config: GalleryConfig) -> int:
         scores = ScoreIndex(catalog)
         change_feed = ChangeFeed(catalog, refresh_extra=scores.refresh)
         change_feed.start()
-        allowed_hosts = AllowedHosts(config.host, _host_names())
+        # What others may call this machine, without asking the network, which could take seconds.
+        host_name = socket.gethostname()
+        short_name = host_name.partition(".")[0]
+        allowed_hosts = AllowedHosts(config.host, (host_name, short_name, f"{short_name}.local"))
         if allowed_hosts.is_public:
             print(HOST_WARNING.format(host=config.host), file=sys.stderr, flush=True)
             threading.Thread(target=lambda: allowed_hosts.add(socket.getfqdn()), daemon=True).start()
-        app = build_app(_build_context(config, change_feed, scores), token=token, allowed_hosts=allowed_hosts)
+        control = functools.partial(control_requests.send_request, by="the gallery") if config.allow_control else None
+        context = GalleryContext(
+            catalog=catalog,
+            change_feed=change_feed,
+            roots=tuple(map(str, config.dirs)),
+            version=__version__,
+            get_thumbnail=ThumbnailCache().get,
+            get_scores=scores.build_response,
+            find_score_image=scores.image,
+            send_control=control,
+        )
+        app = build_app(context, token=token, allowed_hosts=allowed_hosts)
         server = GalleryServer(app, change_feed)
         change_feed.first_poll_done.wait(FIRST_POLL_TIMEOUT_S)
         print(
@@ -117,9 +130,6 @@ def _serve(config: GalleryConfig) -> int:
 
 
 def _export(config: GalleryConfig, file: Path) -> int:
-    from halation.gallery import html_export
-    from halation.gallery.evaluation_reports import ScoreIndex
-
     if config.export_images < 0:
         raise InputError(f"--export_images {config.export_images}", "0 or more", "leave it away for the default")
     html_export.check_export_path(file)
@@ -137,21 +147,13 @@ def _export(config: GalleryConfig, file: Path) -> int:
 
 def build_catalog(dirs: Sequence[Path]) -> RunCatalog:
     """The runs below some folders, with what only the commands know of their settings."""
-    from halation.gallery.generation_runs import GenerationRun
-    from halation.gallery.run_catalog import RunCatalog
-    from halation.gallery.training_runs import TrainingRun
-    from halation.gallery.watcher_runs import WatchRun
-
     config_types = {"train": TrainConfig, "distill": DistillConfig, "generate": GenerateConfig}
     defaults = {command: _default_settings(command, config_type) for command, config_type in config_types.items()}
-
-    def non_default_settings(settings: Mapping[str, Any]) -> list[str]:
-        return [name for name, value in settings.items() if value != defaults["generate"].get(name)]
 
     training_factory = functools.partial(TrainingRun, defaults=defaults)
     factories: dict[str, RunFactory] = dict.fromkeys(("train", "distill", "sample"), training_factory)
     factories["watch"] = WatchRun
-    factories["generate"] = functools.partial(GenerationRun, differs=non_default_settings)
+    factories["generate"] = functools.partial(GenerationRun, defaults=defaults)
     return RunCatalog(dirs, factories)
 
 
@@ -163,24 +165,6 @@ def _default_settings(command: str, config_type: type[Any]) -> dict[str, Any]:
     values |= RESOLVED_DEFAULTS.get(command, {})
     plain: dict[str, Any] = json.loads(json.dumps(values, default=str))
     return to_stored_names(plain)
-
-
-def _build_context(config: GalleryConfig, change_feed: ChangeFeed, scores: ScoreIndex) -> GalleryContext:
-    from halation.gallery.server import GalleryContext
-    from halation.gallery.thumbnails import ThumbnailCache
-
-    return GalleryContext(
-        catalog=scores.catalog,
-        change_feed=change_feed,
-        roots=tuple(map(str, config.dirs)),
-        version=__version__,
-        get_thumbnail=ThumbnailCache().get,
-        get_scores=scores.build_response,
-        find_score_image=scores.image,
-        send_control=functools.partial(control_requests.send_request, by="the gallery")
-        if config.allow_control
-        else None,
-    )
 
 
 # -- where it listens
@@ -223,13 +207,6 @@ def _listen_error(host: str, port: int, error: OSError) -> InputError:
     )
 
 
-def _host_names() -> tuple[str, ...]:
-    """What others may call this machine, without asking the network, which could take seconds."""
-    name = socket.gethostname()
-    short = name.partition(".")[0]
-    return name, short, f"{short}.local"
-
-
 def _local_url(host: str, port: int) -> str:
     """Where a browser on this machine finds the page."""
     shown = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
@@ -249,7 +226,9 @@ def _startup_message(
         f"  open           {_local_url(config.host, port)}/?token={token}",
     ]
     if allowed_hosts.is_public:
-        lines.append(f"  from outside   http://{_public_host(config.host)}:{port}/?token={token}")
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        shown = socket.gethostname() if config.host in ("0.0.0.0", "::", "") else host
+        lines.append(f"  from outside   http://{shown}:{port}/?token={token}")
     else:
         inner = "[::1]" if ":" in config.host else "127.0.0.1"
         lines.append(f"  from a laptop  ssh -N -L {port}:{inner}:{port} {_ssh_target()}   then open the link there")
@@ -268,12 +247,6 @@ def _run_count_text(catalog: RunCatalog, *, scan_done: bool) -> str:
     return counted + (f" ({running} running)" if running else "") + ("" if scan_done or not summaries else " so far")
 
 
-def _public_host(host: str) -> str:
-    if host in ("0.0.0.0", "::", ""):
-        return socket.gethostname()
-    return f"[{host}]" if ":" in host else host
-
-
 def _ssh_target() -> str:
     try:
         user = getpass.getuser()
@@ -284,7 +257,7 @@ def _ssh_target() -> str:
 
 @contextlib.contextmanager
 def _open_in_browser(link: str) -> Iterator[None]:
-    """The link in a browser. By way of a private file, because everybody on a machine can read what a command is called with."""
+    """The link in a browser, by way of a private file: other users of a machine can read the arguments of a command."""
     with tempfile.TemporaryDirectory(prefix="halation-gallery-") as folder:
         file = Path(folder) / "open.html"
         file.write_text(f'<!doctype html><meta http-equiv="refresh" content="0; url={html.escape(link)}">\n')

@@ -1,6 +1,6 @@
-"""Every number of every run with where it comes from: evaluations in training, watched checkpoints, and reports that lie beside runs.
+"""The scores of all runs: evaluations in training, watches, reports beside runs.
 
-A number stands once: what metrics.jsonl says of a step is left out where the report of that step is there, which says more.
+A score is listed once: a line of metrics.jsonl is left out where the report of its step, which holds more, is there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from halation.gallery.run_catalog import READ_ERRORS, RunCatalog, RunEntry, make_run_id
+from halation.gallery.run_catalog import READ_ERRORS, RunCatalog, SafeRunEntry, make_run_id
 from halation.gallery.run_file_reader import JsonlTailReader, as_dict, is_int64, is_number, read_json
 from halation.images.plot import best_direction
 from halation.runs.run_folder import METRICS_FILE
@@ -40,6 +40,10 @@ IMAGE_KEY = re.compile(r"e([0-9a-f]{10})\.([0-9]{1,4})")
 PROVENANCE_KEYS = (
     *("extractor", "weights", "weights_sha256", "resize", "precision", "num_generated", "num_reference"),
     *("generated_hash", "reference_hash", "subsets", "subset_size", "nearest_k", "rank_deficient", "bootstrap"),
+)
+IDENTITY_KEYS = (
+    *("weights_sha256", "resize", "precision", "num_generated", "num_reference"),
+    *("generated_hash", "reference_hash"),
 )
 EXTREME_SIDES = ("nearest", "farthest")
 EVALUATION_MARKER = b'"num_generated"'
@@ -165,8 +169,8 @@ def read_report(path: Path) -> ReportFile | None:
 def find_image_folder(report: ReportFile, roots: Sequence[Path]) -> Path | None:
     """The folder of the images that were scored, inside a root.
 
-    The report has the path as its command was given it, from a folder nobody knows, perhaps on another machine: it is looked for
-    as it is and, by ever shorter ends of it, beside the report and above.
+    The report has the path as its command was given it, relative to an unknown folder, perhaps on another machine: it
+    is looked for as it is and, by ever shorter ends of it, beside the report and above.
     """
     path_text = report.generated.get("path")
     if not isinstance(path_text, str) or not path_text or "\0" in path_text or len(path_text) > MAX_PATH_LENGTH:
@@ -215,12 +219,12 @@ class _EvaluationRows:
 
 
 def is_evaluation_row(row: Mapping[str, Any]) -> bool:
-    """Whether a line of metrics.jsonl is a number of an evaluation; the validation loss is a curve of the training, and is not."""
+    """Whether a line of metrics.jsonl is a score of an evaluation; the validation loss of a training is none."""
     return isinstance(row.get("metric"), str) and "num_generated" in row and is_number(row.get("value"))
 
 
 class ScoreIndex:
-    """The numbers of a catalog's runs. The thread that refreshes the catalog refreshes this after it, any thread asks."""
+    """The scores of a catalog's runs; the thread that refreshes the catalog calls `refresh`, any thread the rest."""
 
     def __init__(self, catalog: RunCatalog) -> None:
         self.catalog = catalog
@@ -250,7 +254,7 @@ class ScoreIndex:
             self.version += changed or gone
         return changed or gone
 
-    def _report_folders(self, training_runs: Iterable[RunEntry]) -> Iterator[Path]:
+    def _report_folders(self, training_runs: Iterable[SafeRunEntry]) -> Iterator[Path]:
         seen = set()
         for folder in [*self.catalog.scanned_folders(), *(entry.folder / EVALUATION_FOLDER for entry in training_runs)]:
             if folder not in seen:
@@ -302,8 +306,8 @@ class ScoreIndex:
             return None
         return find_image(folder, rows[int(match[2])]["name"], self.catalog.roots)
 
-    def _find_run(self, report: ReportFile) -> RunEntry | None:
-        """The run that was scored: the training or the watch that wrote the report, or the generation whose images it is of."""
+    def _find_run(self, report: ReportFile) -> SafeRunEntry | None:
+        """The run that was scored: the training or watch that wrote the report, or the generation of its images."""
         folder = report.path.parent
         above = self.catalog.get(make_run_id(folder.parent))
         if above is not None and (
@@ -313,7 +317,7 @@ class ScoreIndex:
         image_folder = find_image_folder(report, self.catalog.roots)
         return self.catalog.get(make_run_id(image_folder)) if image_folder is not None else None
 
-    def _report_name(self, report: ReportFile, owner: RunEntry | None) -> str:
+    def _report_name(self, report: ReportFile, owner: SafeRunEntry | None) -> str:
         if owner is not None:
             return owner.name
         for root in self.catalog.roots:
@@ -321,7 +325,7 @@ class ScoreIndex:
                 return str(report.path.relative_to(root).with_suffix(""))
         return report.path.stem
 
-    def _report_scores(self, report: ReportFile, owner: RunEntry | None) -> Iterator[ScoreDict]:
+    def _report_scores(self, report: ReportFile, owner: SafeRunEntry | None) -> Iterator[ScoreDict]:
         seen_titles = set()
         reference = report.content.get("reference")
         provenance = {
@@ -345,7 +349,7 @@ class ScoreIndex:
                     provenance=provenance,
                 )
 
-    def _report_extremes(self, report: ReportFile, owner: RunEntry | None) -> dict[str, Any] | None:
+    def _report_extremes(self, report: ReportFile, owner: SafeRunEntry | None) -> dict[str, Any] | None:
         """A report's nearest and farthest images; None where it has none."""
         sides = {side: report.extremes(side) for side in EXTREME_SIDES}
         if not any(sides.values()):
@@ -374,16 +378,7 @@ def score_identity(score: ScoreDict) -> tuple[Any, ...]:
     """What makes a number another one; the same number from two files is one."""
     about = score["provenance"]
     source = score["run"] or about.get("generated_hash") or score["name"]
-    keys = (
-        "weights_sha256",
-        "resize",
-        "precision",
-        "num_generated",
-        "num_reference",
-        "generated_hash",
-        "reference_hash",
-    )
-    return (source, score["step"], score["title"], *(repr(about.get(key)) for key in keys))
+    return (source, score["step"], score["title"], *(repr(about.get(key)) for key in IDENTITY_KEYS))
 
 
 def _skip_damaged(scores: Iterable[ScoreDict], path: Path) -> Iterator[ScoreDict]:
@@ -394,7 +389,7 @@ def _skip_damaged(scores: Iterable[ScoreDict], path: Path) -> Iterator[ScoreDict
         log.debug("%s is damaged", path, exc_info=True)
 
 
-def _row_scores(entry: RunEntry, rows: list[dict[str, Any]]) -> Iterator[ScoreDict]:
+def _row_scores(entry: SafeRunEntry, rows: list[dict[str, Any]]) -> Iterator[ScoreDict]:
     latest = {(row["step"] if is_int64(row.get("step")) else None, row["metric"]): row for row in rows}
     for (step, title), row in latest.items():
         yield _build_score(

@@ -1,4 +1,4 @@
-"""What changed, told to every page that is open: one thread looks at the disk, each page hears at its own pace."""
+"""Tells every open page what changed: one thread polls the disk for all of them."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class PolledCatalog(Protocol):
 class ChangeFeed:
     """Numbers every change, and remembers only the last one of each run.
 
-    A page knows the number up to which it has heard. So a slow page, or one that was away, misses what has been overtaken and
-    never the last of anything, and needs no queue.
+    A page knows the number of the last change it was told of. So a slow page, or one that was away, misses only
+    changes that later ones replaced, and needs no queue.
     """
 
     def __init__(
@@ -191,7 +191,8 @@ class EventStream:
         entry = self.change_feed.catalog.get(id) if id else None
         data: dict[str, Any] = {"id": id} if entry is None else {"id": id, "version": entry.version}
         # Numbered at the end of a batch only: a page that goes in the middle of it hears the whole batch again.
-        return f"event: change\n{'' if number is None else f'id: {self.change_feed.server_id}.{number}' + chr(10)}data: {json.dumps(data)}\n\n"
+        id_line = "" if number is None else f"id: {self.change_feed.server_id}.{number}\n"
+        return f"event: change\n{id_line}data: {json.dumps(data)}\n\n"
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:

@@ -1,4 +1,4 @@
-"""The rows of a generation in memory: filters, counts and search for pages of millions of rows."""
+"""The rows of a generation in memory: filters, counts and search over millions of rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VARIABLE_PART = re.compile(r"""('[^']*'|"[^"]*"|`[^`]*`|[^\s/]{0,200}/\S*[^\s:;,
 
 
 class RowIndex:
-    """State, worker, seed and size of every row. It is brought up to date by reading what is unfinished, never what is done."""
+    """State, worker, seed and size of every row; an update reads only the rows that are not done."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self.facts = read_facts(connection)
@@ -86,7 +86,7 @@ class RowIndex:
         return True
 
     def _update_states(self, connection: sqlite3.Connection) -> None:
-        """What is not unfinished any more is done: the ledger's own index lists the unfinished, so done rows cost nothing."""
+        """A row that is not unfinished any more is done: the ledger has an index of unfinished rows."""
         unfinished = read_unfinished(connection)
         states = np.where(self.states == ABSENT, ABSENT, DONE).astype(np.int8)
         if unfinished:
@@ -143,7 +143,7 @@ class RowIndex:
 
 
 def filter_by_words(indices: Indices, texts: Sequence[str], words: Sequence[str]) -> Indices:
-    """Those of the rows in whose texts all words occur; texts are only ever added, so nobody has to hold still for it."""
+    """The rows in whose texts all words occur; texts are only ever added, so this needs no lock."""
     if not words:
         return indices
     found = [index for index in indices.tolist() if index < len(texts)]

@@ -1,4 +1,4 @@
-"""A run of `halation generate` as a page sees it: how far it is, who draws, pages of its rows, and one image with all that made it."""
+"""A run of `halation generate` for the page: progress, workers, rows, image specs."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ import json
 import re
 import shlex
 import sqlite3
-import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from halation.gallery.generation_rows import RowIndex, filter_by_words, group_reasons, parse_search_words
+from halation.gallery.run_catalog import RunEntry
 from halation.gallery.run_file_reader import (
     RunState,
-    find_read_error,
-    read_first_line,
     read_last_lines,
     read_record,
     read_run_state,
@@ -28,8 +26,6 @@ from halation.gallery.run_file_reader import (
 from halation.generation.ledger import DONE, OUTCOME_COLUMNS, SPEC_COLUMNS, STATES, Indices, count_rows
 from halation.generation.metadata_and_summary import frame_name
 from halation.generation.read_only_ledger import count_failure_reasons, find_last_done, open_ledger, select_rows
-from halation.runs.lock import ENDED_FILE, OWNER_FILE
-from halation.runs.run_folder import CONFIG_FILE
 
 PROMPT_COLUMNS = ("prompt", "negative_prompt", "seed", "width", "height", "steps", "guidance_scale")
 FLAGS = ("model_path", "num_frames", "scheduler", "raw", "pipeline_args", "batch_size", "dtype", "compile")
@@ -46,10 +42,10 @@ RateHistory = deque[tuple[float, dict[str, int]]]
 
 
 def shell_command(record: Mapping[str, Any], spec: Mapping[str, Any], micro_batch: int, epoch: int) -> str:
-    """One line for a shell: the spec as a list of one prompt on standard input, and every setting that decides its pixels.
+    """One shell line that draws an image again: its spec on standard input, and all settings that decide its pixels.
 
-    `micro_batch` is the smaller number of images at once that this one was drawn with, or 0; `epoch` counts the changes of
-    settings that came before it.
+    `micro_batch` is the smaller number of images at once that this one was drawn with, or 0; `epoch` counts the changes
+    of settings that came before it.
     """
     settings = settings_at_epoch(record, epoch)
     fixed = record.get("fixed") or {}
@@ -62,7 +58,12 @@ def shell_command(record: Mapping[str, Any], spec: Mapping[str, Any], micro_batc
     micro_batch_size = micro_batch or settings.get("micro_batch") or fixed.get("micro batch") or 0
     args += _flag_args("micro_batch", micro_batch_size or None) + _flag_args("png", fixed.get("png coder"))
     args += ["--nproc", "1", "--output_dir", OUTPUT_DIR]
-    return f"printf '%s\\n' {shlex.quote(_dump_row(row))} | {shlex.join(args)}"
+    text = json.dumps(row, ensure_ascii=False)
+    if (
+        not text.isprintable()
+    ):  # characters that do not show, or that turn the direction of a line, are written as escapes
+        text = json.dumps(row)
+    return f"printf '%s\\n' {shlex.quote(text)} | {shlex.join(args)}"
 
 
 def _flag_args(name: str, value: Any) -> list[str]:
@@ -74,12 +75,6 @@ def _flag_args(name: str, value: Any) -> list[str]:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return [f"--{name}", *map(str, value)]
     return [f"--{name}", str(value)]
-
-
-def _dump_row(row: Mapping[str, Any]) -> str:
-    """Characters that do not show, or that turn the direction of a line, are written as escapes: one should see what one pastes."""
-    text = json.dumps(dict(row), ensure_ascii=False)
-    return text if text.isprintable() else json.dumps(dict(row))
 
 
 def settings_at_epoch(record: Mapping[str, Any], epoch: int) -> dict[str, Any]:
@@ -110,68 +105,43 @@ class RowQuery:
     seed: int | None = None
 
 
-class GenerationRun:
-    """One folder of `halation generate`. Its rows are read when somebody looks at them, and from then on only what changed."""
+class GenerationRun(RunEntry):
+    """One folder of `halation generate`. Its rows are read when a page asks for them, then only what changed."""
 
     kind = "generate"
+    unit = "images"
 
-    def __init__(
-        self, folder: Path, id: str, *, differs: Callable[[Mapping[str, Any]], list[str]] | None = None
-    ) -> None:
-        """`differs` gives the names of settings that are not the default."""
-        self.folder = folder
-        self.id = id
-        self.name = folder.name
-        self.parent: str | None = None
-        self.version = 0
-        self._differs = differs
-        self._lock = threading.RLock()
+    def __init__(self, folder: Path, id: str, defaults: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        super().__init__(folder, id, defaults)
         self._ledger = open_ledger(folder)
         self._index: RowIndex | None = None
         self._search_used = False
         self._cached_search: tuple[Any, Any] = (None, None)
         """The last question with the reading it was of, and its rows."""
         self._num_reads = 0
-        self._record: dict[str, Any] = {}
-        self._config_error = self._ledger_error = ""
+        self._ledger_error = ""
         self._counts = dict.fromkeys(("planned", *STATES), 0)
         self._latest_image: dict[str, str] | None = None
-        self._state = RunState(status="stopped")
         self._rate_history: RateHistory = deque()
-        self._stamps: object = None
         self._needs_read = True
         self._next_read = 0.0
         self._leases: tuple[float, list[Path]] = (0.0, [])
-        self._started: float | None = None
 
     # -- looking
 
-    def refresh(self) -> bool:
-        with self._lock:
-            changed = self._refresh_record()
-            self._needs_read |= self._ledger.poll()
-            if self._needs_read and time.monotonic() >= self._next_read:
-                changed |= self._read_ledger()
-            if self._search_used:
-                self._prepare_search()
-            changed |= self._refresh_state()
-            self.version += changed
-            return changed
+    def _refresh(self) -> bool:
+        self._needs_read |= self._ledger.poll()
+        changed = self._needs_read and time.monotonic() >= self._next_read and self._read_ledger()
+        if self._search_used:
+            self._prepare_search()
+        return changed
 
-    def _refresh_record(self) -> bool:
-        stamps = [read_stamp(self.folder / name) for name in (CONFIG_FILE, ENDED_FILE, OWNER_FILE)]
-        if stamps == self._stamps:
-            return False
-        self._stamps = stamps
-        self._record = read_record(self.folder)
-        self._config_error = find_read_error(self.folder / CONFIG_FILE)
-        return True
+    def _read_state(self) -> RunState:
+        is_complete = self._counts["planned"] > 0 and self._counts["open"] == 0
+        return read_run_state(self.folder, self._ledger.last_modified, self._list_lease_files(), is_complete)
 
-    def _refresh_state(self) -> bool:
-        before = self._state
-        done = self._counts["planned"] > 0 and self._counts["open"] == 0
-        self._state = read_run_state(self.folder, self._ledger.last_modified, self._list_lease_files(), done)
-        return before != self._state
+    def _last_modified(self) -> float:
+        return max(super()._last_modified(), self._ledger.last_modified)
 
     def _list_lease_files(self) -> list[Path]:
         listed_at, paths = self._leases
@@ -245,33 +215,19 @@ class GenerationRun:
 
     # -- what a page shows
 
-    def summary(self) -> dict[str, Any]:
-        with self._lock:
-            rate, counts = self._rate(), self._counts
-            return {
-                "id": self.id,
-                "name": self.name,
-                "kind": self.kind,
-                "state": self._state.status,
-                "reason": self._state.reason or self._config_error or self._ledger_error,
-                "started": self._state.since or self._first_log_time(),
-                "changed": max(self._ledger.last_modified, *(stamp.mtime for stamp in self._file_stamps()), 0.0),
-                "title": self._build_title(),
-                "done": counts["done"],
-                "planned": counts["planned"],
-                "unit": "images",
-                "failed": counts["failed"],
-                "rate": rate,
-                "left_s": counts["open"] / rate if rate else None,
-                "last": self._latest_image,
-                "spark": [],
-                "loss": None,
-                "version": self.version,
-                "parent": self.parent,
-            }
-
-    def _file_stamps(self) -> list[Any]:
-        return [stamp for stamp in self._stamps if stamp is not None] if isinstance(self._stamps, list) else []
+    def _build_summary(self) -> dict[str, Any]:
+        rate, counts, log_files = self._rate(), self._counts, self._log_files()
+        return {
+            "reason": self._state.reason or self._config_error or self._ledger_error,
+            "started": self._state.since or self._start_time(log_files[-1] if log_files else None),
+            "title": self._build_title(),
+            "done": counts["done"],
+            "planned": counts["planned"],
+            "failed": counts["failed"],
+            "rate": rate,
+            "left_s": counts["open"] / rate if rate else None,
+            "last": self._latest_image,
+        }
 
     def _build_title(self) -> str:
         settings = self._record.get("settings", {})
@@ -285,15 +241,6 @@ class GenerationRun:
 
     def _model_name(self) -> str:
         return str(self._record.get("fixed", {}).get("model name") or "a model")
-
-    def _first_log_time(self) -> float | None:
-        """When its first command began to speak; remembered, for a log's beginning stays."""
-        paths = self._log_files() if self._started is None else []
-        if paths:
-            with contextlib.suppress(ValueError, OverflowError):
-                first = read_first_line(paths[-1], self.folder)
-                self._started = time.mktime(time.strptime(first[:19], "%Y-%m-%d %H:%M:%S"))
-        return self._started
 
     def detail(self) -> dict[str, Any]:
         with self._lock:
@@ -313,7 +260,7 @@ class GenerationRun:
                 "rate": summary["rate"],
                 "left_s": summary["left_s"],
                 "reasons": reasons,
-                "seeds": _seed_range(index.seeds) if index is not None else [],
+                "seeds": [int(index.seeds.min()), int(index.seeds.max())] if index is not None and len(index) else [],
                 "size": index.count_by_size() if index is not None else [],
                 "model": self._model_name(),
                 "video": index is not None and index.num_frames > 1,
@@ -370,12 +317,7 @@ class GenerationRun:
         name, num_frames, frame = found["name"], found["num_frames"], int(key.partition(".")[2] or 0)
         if frame >= num_frames:
             return None
-        path = self.folder / (f"{name}.png" if num_frames == 1 else frame_name(name, frame))
-        try:
-            real_path = path.resolve(strict=True)
-        except (OSError, ValueError, RuntimeError):
-            return None
-        return real_path if real_path.is_relative_to(self.folder.resolve()) and real_path.is_file() else None
+        return self._find_inside(self.folder / (f"{name}.png" if num_frames == 1 else frame_name(name, frame)))
 
     def spec(self, key: str) -> dict[str, Any] | None:
         """All that decided an image, what became of it, and how to draw it again; None for a key that is nobody's."""
@@ -421,11 +363,6 @@ class GenerationRun:
         stamps = sorted(((stamp.mtime_ns, path) for path in paths if (stamp := read_stamp(path))), reverse=True)
         return [path for _, path in stamps]
 
-    def config(self) -> dict[str, Any]:
-        record = read_record(self.folder)
-        shown = {name: record[name] for name in ("settings", "fixed", "changes")}
-        return shown | ({"differs": self._differs(shown["settings"])} if self._differs else {})
-
 
 @contextlib.contextmanager
 def _read_snapshot(connection: sqlite3.Connection) -> Iterator[None]:
@@ -453,10 +390,6 @@ def _row_json(row: tuple[Any, ...]) -> dict[str, Any]:
         "v": _image_version(sha256),
         "frames": num_frames,
     }
-
-
-def _seed_range(seeds: Any) -> list[int]:
-    return [int(seeds.min()), int(seeds.max())] if len(seeds) else []
 
 
 def _image_version(sha256: str) -> str:

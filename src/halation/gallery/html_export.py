@@ -1,4 +1,4 @@
-"""One run, or a few, as one page: the same modules as the live page, the answers they would ask for, and small images, all in a single file.
+"""Writes some runs as one HTML file: the page, the answers it asks for, and thumbnails.
 
 Full images are linked by the way from the page to them, so they open where the page lies beside its run.
 """
@@ -21,28 +21,14 @@ from typing import Any
 
 from halation.errors import InputError
 from halation.gallery.evaluation_reports import EXTREME_SIDES, ScoreIndex
-from halation.gallery.metrics_reader import select_evenly
-from halation.gallery.run_catalog import RunCatalog, RunEntry
-from halation.gallery.run_file_reader import NUM_LOG_LINES, replace_non_finite
+from halation.gallery.generation_runs import RowQuery
+from halation.gallery.run_catalog import RunCatalog, SafeRunEntry
+from halation.gallery.run_file_reader import NUM_LOG_LINES, replace_non_finite, select_evenly
 from halation.gallery.thumbnails import make_thumbnail
 from halation.runs.run_folder import write_atomic
 
 ENTRY_MODULE = "app.js"
-START_CALL = "start();"
-IMPORT_LINE = re.compile(r'import \{ ([\w$]+(?:, [\w$]+)*) \} from "\./([\w-]+\.js)";')
-DECLARATION = re.compile(r"(export )?(?:async )?(?:function\*? ?|class |const |let )([\w$]+)")
-CONTINUATION = re.compile(r"//|/\*|[ \t]|[\]})]|$")
-"""How a line at the left margin may begin besides: a comment, what is indented, the end of what was begun."""
-FORBIDDEN_TEXT = (
-    "</script",
-    "<!--",
-    "import(",
-    "import.meta",
-    "innerHTML",
-    "outerHTML",
-    "insertAdjacentHTML",
-    "document.write",
-)
+IMPORT = re.compile(r'^import \{[^}]*\} from "\./([\w-]+\.js)";\n', re.MULTILINE)
 PAGE_FOLDER = Path(__file__).with_name("page")
 EXPORT_MARKER = '<meta name="generator" content="halation gallery --export">\n'
 """By this a page is known for an export, which the next one may replace."""
@@ -60,72 +46,19 @@ NOTE_STYLE = "\n.left-out { max-width: 72ch; margin: 2rem auto; padding: 0 1rem;
 ThumbnailFunction = Callable[[Path], bytes | None]
 
 
-class BundleError(ValueError):
-    """A module of the page breaks the rules that let it stand in one file."""
+def bundle(modules: Mapping[str, str], name: str = ENTRY_MODULE, seen: set[str] | None = None) -> str:
+    """One script that does what loading the module `name` does; `modules` are the texts by file name.
 
-
-def bundle(modules: Mapping[str, str]) -> str:
-    """One script that does what loading `app.js` does; `modules` are the texts by file name."""
-    parsed = {name: _PageModule(name, text) for name, text in modules.items()}
-    order: list[str] = []
-    _visit(ENTRY_MODULE, parsed, order, [])
-    owners: dict[str, str] = {}
-    for name in order:
-        for identifier in parsed[name].names:
-            if identifier in owners:
-                raise BundleError(f"{name} and {owners[identifier]} both declare {identifier}")
-            owners[identifier] = name
-        for identifier, origin in parsed[name].imports.items():
-            if identifier not in parsed[origin].exports:
-                raise BundleError(f"{name} imports {identifier}, which {origin} does not export")
-    return "".join(f"// {name}\n{parsed[name].text}\n" for name in order)
-
-
-def _visit(name: str, modules: Mapping[str, _PageModule], order: list[str], importers: list[str]) -> None:
-    if name in order or name in importers:
-        return
-    if name not in modules:
-        raise BundleError(f"{importers[-1] if importers else 'the page'} needs {name}, which is not there")
-    for other in dict.fromkeys(modules[name].imports.values()):
-        _visit(other, modules, order, [*importers, name])
-    order.append(name)
-
-
-class _PageModule:
-    """One file, checked, and its text without the words of modules."""
-
-    def __init__(self, name: str, text: str) -> None:
-        self.name = name
-        self.imports: dict[str, str] = {}
-        self.exports: set[str] = set()
-        self.names: list[str] = []
-        for word in FORBIDDEN_TEXT:
-            if word in text:
-                raise BundleError(f"{name} holds {word}")
-        lines = text.rstrip().split("\n")
-        if name == ENTRY_MODULE and lines[-1] != START_CALL:
-            raise BundleError(f"{name} ends with {lines[-1]!r} and not with {START_CALL}")
-        last = lines.pop() if name == ENTRY_MODULE else ""
-        self.text = "\n".join(
-            [kept for line in lines if (kept := self._parse_line(line)) is not None] + ([last] if last else [])
-        )
-
-    def _parse_line(self, line: str) -> str | None:
-        if line.startswith("import"):
-            match = IMPORT_LINE.fullmatch(line)
-            if match is None:
-                raise BundleError(f"{self.name}: an import that is not one line of plain names: {line}")
-            self.imports |= dict.fromkeys(match[1].split(", "), match[2])
-            return None
-        match = DECLARATION.match(line)
-        if match is not None:
-            self.names.append(match[2])
-            if match[1]:
-                self.exports.add(match[2])
-            return line.removeprefix("export ")
-        if not CONTINUATION.match(line):
-            raise BundleError(f"{self.name}: neither a declaration nor inside one: {line}")
-        return line
+    Each module stands behind those it imports, without its import lines and the word `export`. A name that two modules
+    declare is an error of syntax then.
+    """
+    seen = set() if seen is None else seen
+    if name in seen:
+        return ""
+    seen.add(name)
+    imported = "".join(bundle(modules, other, seen) for other in IMPORT.findall(modules[name]))
+    text = re.sub(r"^export ", "", IMPORT.sub("", modules[name]), flags=re.MULTILINE)
+    return f"{imported}// {name}\n{text.strip()}\n"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +73,7 @@ class ExportResult:
 
 @dataclass(kw_only=True)
 class PageContent:
-    """What the page is given: answers by address, thumbnails and links by `RUN/KEY`, and sentences on what is not there."""
+    """The data of the page: answers by address, thumbnails and links by `RUN/KEY`, and what was left out."""
 
     responses: dict[str, Any] = field(default_factory=dict)
     images: dict[str, str] = field(default_factory=dict)
@@ -149,7 +82,7 @@ class PageContent:
 
 
 def export(
-    entries: Sequence[RunEntry],
+    entries: Sequence[SafeRunEntry],
     catalog: RunCatalog,
     scores: ScoreIndex,
     path: Path,
@@ -174,7 +107,7 @@ def export(
     )
 
 
-def merge_contents(entries: Sequence[RunEntry], contents: Sequence[PageContent]) -> PageContent:
+def merge_contents(entries: Sequence[SafeRunEntry], contents: Sequence[PageContent]) -> PageContent:
     """What several runs' pages are given as one: their lists are joined, and what is left out is said of whom."""
     if len(contents) == 1:
         return contents[0]
@@ -244,12 +177,12 @@ def _is_export(path: Path) -> bool:
         return False
 
 
-def select_runs(catalog: RunCatalog) -> list[RunEntry]:
+def select_runs(catalog: RunCatalog) -> list[SafeRunEntry]:
     """For each of the catalog's folders the one run in it."""
     return list({entry.id: entry for entry in (find_only_run(catalog, root) for root in catalog.roots)}.values())
 
 
-def find_only_run(catalog: RunCatalog, root: Path) -> RunEntry:
+def find_only_run(catalog: RunCatalog, root: Path) -> SafeRunEntry:
     """The one run below a folder; what lies inside a run belongs to it."""
     entries = [entry for entry in catalog.entries() if entry.folder.is_relative_to(root)]
     tops = [
@@ -276,7 +209,7 @@ def find_only_run(catalog: RunCatalog, root: Path) -> RunEntry:
 
 
 def collect_content(
-    entry: RunEntry,
+    entry: SafeRunEntry,
     catalog: RunCatalog,
     scores: ScoreIndex,
     path: Path,
@@ -347,7 +280,7 @@ class _ImageEmbedder:
 
 
 def _add_training(
-    entry: RunEntry, detail: Mapping[str, Any], content: PageContent, embedder: _ImageEmbedder, num_images: int
+    entry: SafeRunEntry, detail: Mapping[str, Any], content: PageContent, embedder: _ImageEmbedder, num_images: int
 ) -> None:
     """All prompts of some steps, spread evenly: the first and the last are always among them."""
     steps: Sequence[Mapping[str, Any]] = detail.get("steps") or []
@@ -374,8 +307,6 @@ def _add_generation(
     entry: Any, detail: Mapping[str, Any], content: PageContent, embedder: _ImageEmbedder, num_images: int
 ) -> None:
     """Some of the images that are done, spread evenly, with their specs; and what failed."""
-    from halation.gallery.generation_runs import RowQuery
-
     num_done = int(entry.search(RowQuery(state="done", limit=0))["total"])
     rows: dict[int, dict[str, Any]] = {}
     wanted = select_evenly(range(num_done), num_images)
@@ -429,9 +360,10 @@ def render_page(title: str, content: PageContent) -> str:
     script = "\n" + bundle({path.name: path.read_text("utf-8") for path in PAGE_FOLDER.glob("*.js")})
     style = "\n" + (PAGE_FOLDER / "style.css").read_text("utf-8") + NOTE_STYLE
     assert "</style" not in style.lower()
+    assert "</script" not in script.lower()
     policy = (
-        f"default-src 'none'; script-src '{_csp_hash(script)}'; style-src '{_csp_hash(style)}'; img-src data: file: 'self'; "
-        "base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; script-src '{_csp_hash(script)}'; style-src '{_csp_hash(style)}'; "
+        "img-src data: file: 'self'; base-uri 'none'; form-action 'none'"
     )
     page_data = {"responses": content.responses, "pictures": content.images, "links": content.links}
     embedded = f'<script type="application/json" id="embedded">{encode_embedded_json(page_data)}</script>\n'

@@ -1,7 +1,8 @@
-"""Which runs there are below some folders: found, kept, looked at again; a run that cannot be read harms no other."""
+"""Finds runs below folders and refreshes them; one that cannot be read harms no other."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -11,11 +12,20 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-from halation.gallery.run_file_reader import read_json
+from halation.gallery.run_file_reader import (
+    FileStamp,
+    RunState,
+    find_read_error,
+    read_first_line,
+    read_json,
+    read_record,
+    read_run_state,
+    read_stamp,
+)
 from halation.generation.ledger import LEDGER_NAMES
-from halation.runs.lock import OWNER_FILE
+from halation.runs.lock import ENDED_FILE, OWNER_FILE
 from halation.runs.run_folder import CONFIG_FILE, METRICS_FILE
 
 log = logging.getLogger(__name__)
@@ -59,8 +69,124 @@ MTIME_SETTLE_S = 2.0
 """A folder that changed so recently may change again within the same tick of its clock, so it is read once more."""
 
 
+class RunEntry:
+    """A run as a page sees it. Getters are called from other threads than `refresh`: each takes the lock.
+
+    A kind of run adds `_refresh`, `_build_summary`, `detail`, `image` and `log`.
+    """
+
+    kind = ""
+    unit = "steps"
+
+    def __init__(self, folder: Path, id: str, defaults: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        """`defaults` are settings that nobody has to be told of, by kind."""
+        self.id = id
+        self.folder = folder
+        self.version = 0
+        """Counts up whenever anything a page shows has changed."""
+        self.name = folder.name
+        """Path relative to the folder it was found below; the catalog sets it and `parent`."""
+        self.parent: str | None = None
+        """Id of the run it belongs to: the training of a watch inside it, the watch of its images."""
+        self._defaults = defaults or {}
+        self._lock = threading.RLock()
+        self._record: dict[str, Any] = {}
+        self._config_error = ""
+        self._state = RunState(status="stopped")
+        self._stamps: dict[str, FileStamp | None] = {}
+        self._started: float | None = None
+
+    def refresh(self) -> bool:
+        """Look at the disk, by stats alone where nothing changed; whether anything a page shows has changed."""
+        with self._lock:
+            changed = self._has_changed(CONFIG_FILE, ENDED_FILE, OWNER_FILE)
+            if changed:
+                self._record = read_record(self.folder)
+                self._config_error = find_read_error(self.folder / CONFIG_FILE)
+            changed |= self._refresh()
+            state = self._read_state()
+            changed |= state != self._state
+            self._state = state
+            self.version += changed or not self.version
+            return changed
+
+    def _refresh(self) -> bool:
+        """Whether anything but the record and the state has changed."""
+        raise NotImplementedError
+
+    def _read_state(self) -> RunState:
+        return read_run_state(self.folder, self._last_modified())
+
+    def _has_changed(self, *names: str) -> bool:
+        """Whether any of these files or folders is another one than at the last call."""
+        stamps = {name: read_stamp(self.folder / name) for name in names}
+        changed = any(name not in self._stamps or self._stamps[name] != stamp for name, stamp in stamps.items())
+        self._stamps |= stamps
+        return changed
+
+    def _last_modified(self) -> float:
+        return max((stamp.mtime for stamp in self._stamps.values() if stamp is not None), default=0.0)
+
+    def summary(self) -> dict[str, Any]:
+        with self._lock:
+            return self.empty_summary() | self._build_summary()
+
+    def empty_summary(self) -> dict[str, Any]:
+        """A summary of a run of which nothing is known but its state."""
+        about = {"id": self.id, "name": self.name, "kind": self.kind, "parent": self.parent, "version": self.version}
+        state = {"state": self._state.status, "reason": self._state.reason or self._config_error, "title": ""}
+        numbers = {"done": 0, "planned": 0, "failed": 0, "changed": self._last_modified(), "unit": self.unit}
+        return {
+            **about,
+            **state,
+            **numbers,
+            **dict.fromkeys(("started", "rate", "left_s", "last", "loss")),
+            "spark": [],
+        }
+
+    def _build_summary(self) -> dict[str, Any]:
+        """What there is to add to `empty_summary`."""
+        raise NotImplementedError
+
+    def _start_time(self, log_file: Path | None) -> float | None:
+        """When its first command began to write its log; remembered, for a log's beginning stays."""
+        if self._started is None and log_file is not None:
+            with contextlib.suppress(ValueError, OverflowError):
+                first = read_first_line(log_file, self.folder)
+                self._started = time.mktime(time.strptime(first[:19], "%Y-%m-%d %H:%M:%S"))
+        return self._started
+
+    def detail(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def image(self, key: str) -> Path | None:
+        """The file of a key this entry has given out itself, never one outside of its folder."""
+        raise NotImplementedError
+
+    def _find_inside(self, path: Path) -> Path | None:
+        """Where a file really is; None where it is no file, or outside of the run."""
+        try:
+            real_path = path.resolve(strict=True)
+            return real_path if real_path.is_relative_to(self.folder.resolve()) and real_path.is_file() else None
+        except (OSError, ValueError, RuntimeError):  # no name of a file, or a link to itself
+            return None
+
+    def log(self, num_lines: int) -> list[str]:
+        raise NotImplementedError
+
+    def config(self) -> dict[str, Any]:
+        with self._lock:
+            record = self._record or read_record(self.folder)
+        shown = {name: record[name] for name in ("settings", "fixed", "changes")}
+        defaults = self._defaults.get(self.kind)
+        if defaults is not None:
+            chosen = {name: value for name, value in record["settings"].items() if value is not None}
+            shown["differs"] = [name for name, value in chosen.items() if value != defaults.get(name)]
+        return shown
+
+
 class SafeRunEntry:
-    """An entry that never raises. Its summary is the one of the last look, so that a list of runs waits for none of them."""
+    """An entry that never raises. Its summary is that of the last refresh, so that a list of runs waits for none."""
 
     def __init__(self, entry: RunEntry) -> None:
         self._entry = entry
@@ -87,17 +213,10 @@ class SafeRunEntry:
     def summary(self) -> dict[str, Any]:
         if self._summary is None:
             self._summary, _ = self._call(self._entry.summary, None)
-        return self._add_error(self._summary or self._empty_summary(), self._read_error)
+        return self._add_error(self._summary or self._entry.empty_summary(), self._read_error)
 
     def _add_error(self, summary: dict[str, Any], read_error: str) -> dict[str, Any]:
         return summary | {"reason": summary["reason"] or read_error, "version": self.version}
-
-    def _empty_summary(self) -> dict[str, Any]:
-        numbers = {"done": 0, "planned": 0, "failed": 0, "changed": 0.0}
-        unknown = dict.fromkeys(("started", "rate", "left_s", "last", "loss"))
-        about = {"id": self.id, "name": self.name, "kind": self.kind, "parent": self.parent, "title": ""}
-        unit = "images" if self.kind in ("generate", "sample") else "steps"
-        return {**about, **numbers, **unknown, "state": "stopped", "reason": "", "unit": unit, "spark": []}
 
     def detail(self) -> dict[str, Any]:
         empty = EMPTY_GENERATION_DETAIL if self.kind == "generate" else EMPTY_TRAINING_DETAIL
@@ -133,34 +252,6 @@ class SafeRunEntry:
                 self._logged_errors.add(message)
                 log.exception("%s cannot be read", self.folder)
             return default, message
-
-
-class RunEntry(Protocol):
-    """A run as a page sees it. Getters are called from other threads than `refresh`: each entry guards itself by a lock."""
-
-    id: str
-    folder: Path
-    kind: str
-    version: int
-    """Counts up whenever anything a page shows has changed."""
-    name: str
-    """Path relative to the folder it was found below; the catalog sets it, as it does `parent`, right after the entry was made."""
-    parent: str | None
-    """Id of the run it belongs to: the training of a watch inside it, the watch of its images."""
-
-    def refresh(self) -> bool:
-        """Look at the disk, by stats alone where nothing changed; whether anything a page shows has changed."""
-
-    def summary(self) -> dict[str, Any]: ...
-
-    def detail(self) -> dict[str, Any]: ...
-
-    def image(self, key: str) -> Path | None:
-        """The file of a key this entry has given out itself, never one outside of its folder."""
-
-    def log(self, num_lines: int) -> list[str]: ...
-
-    def config(self) -> dict[str, Any]: ...
 
 
 RunFactory = Callable[[Path, str], RunEntry]
@@ -199,14 +290,14 @@ class RunCatalog:
         self._root_labels = _shortest_labels(self.roots)
         self.factories = dict(factories)
         self._scans: dict[Path, _FolderScan] = {}
-        self._entries: dict[str, RunEntry] = {}
+        self._entries: dict[str, SafeRunEntry] = {}
         self._refreshed_at: dict[str, float] = {}
         self._owner_mtimes: dict[str, int] = {}
         self._scanned_at = -float("inf")
         self._lock = threading.Lock()
 
     def refresh(self, now: float | None = None) -> list[str]:
-        """Ids of the runs that changed since the last call, and "" where the list itself did; `now` is a clock in seconds."""
+        """Ids of the runs that changed since the last call, and "" where the list itself did; `now` is in seconds."""
         now = time.monotonic() if now is None else now
         changed = []
         if now - self._scanned_at >= SCAN_EVERY_S:
@@ -220,13 +311,13 @@ class RunCatalog:
                     changed.append(entry.id)
         return changed
 
-    def entries(self) -> list[RunEntry]:
+    def entries(self) -> list[SafeRunEntry]:
         """All of them, the newest change first."""
         with self._lock:
             entries = list(self._entries.values())
         return sorted(entries, key=lambda entry: -float(entry.summary().get("changed") or 0))
 
-    def get(self, id: str) -> RunEntry | None:
+    def get(self, id: str) -> SafeRunEntry | None:
         with self._lock:
             return self._entries.get(id)
 
@@ -234,7 +325,7 @@ class RunCatalog:
         """The folders that were looked into for runs, those of runs included."""
         return list(self._scans)
 
-    def _is_due(self, entry: RunEntry, now: float) -> bool:
+    def _is_due(self, entry: SafeRunEntry, now: float) -> bool:
         """A run at rest is looked at now and then, but at once when a command takes it or lets it go."""
         last, owner = self._refreshed_at.get(entry.id), _mtime_ns(entry.folder / OWNER_FILE)
         owner_changed = self._owner_mtimes.get(entry.id) != owner
@@ -250,7 +341,7 @@ class RunCatalog:
         """Make entries of what is new and forget what is gone; whether there was either."""
         gone = [id for id, entry in self._entries.items() if id not in found or found[id].kind != entry.kind]
         new = {id: run for id, run in found.items() if id not in self._entries or id in gone}
-        created: dict[str, RunEntry] = {}
+        created: dict[str, SafeRunEntry] = {}
         for id, run in new.items():
             try:
                 entry = self.factories[run.kind](run.folder, id)
@@ -351,18 +442,16 @@ def _read_folder(folder: Path, mtime_ns: int, max_children: int) -> _FolderScan:
             if (
                 not entry.name.startswith(".")
                 and entry.is_dir(follow_symlinks=False)
-                and _can_hold_runs(kind, entry.name)
+                and (
+                    entry.name.startswith("step_") if kind == "watch" else not kind or entry.name not in NON_RUN_FOLDERS
+                )
             ):
                 children.append(entry.name)
     return _FolderScan(mtime_ns=mtime_ns, is_settled=settled, children=tuple(sorted(children)), kind=kind)
 
 
-def _can_hold_runs(kind: str | None, name: str) -> bool:
-    return name.startswith("step_") if kind == "watch" else kind is None or name not in NON_RUN_FOLDERS
-
-
 def read_run_kind(folder: Path) -> str | None:
-    """What kind of run a folder is, by its record, and where that is damaged by its files; None for any other folder."""
+    """The kind of run in a folder, by its record or, where that is damaged, by its files; None for other folders."""
     try:
         record = read_json(folder / CONFIG_FILE)
     except FileNotFoundError:

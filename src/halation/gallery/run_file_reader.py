@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from halation import input_files
 from halation.input_files import is_too_deep
@@ -26,6 +26,7 @@ CHUNK_BYTES = 1 << 20
 STALE_AFTER_S = 300.0
 """A command on another machine cannot be asked; one whose files did not change for so long is taken for gone."""
 END_STATES = ("finished", "stopped", "failed")
+Thing = TypeVar("Thing")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,7 @@ def read_stamp(path: Path) -> FileStamp | None:
 
 
 def open_regular_file(path: Path, within: Path | None = None) -> BinaryIO:
-    """A regular file below the folder `within`, which is its own where none is given; OSError where it is something else."""
+    """A regular file below the folder `within`, by default its own; OSError where it is something else."""
     return input_files.open_regular_file(path, within=within or path.parent)
 
 
@@ -127,6 +128,15 @@ def replace_non_finite(value: Any) -> Any:
 def is_int64(value: object) -> bool:
     """A whole number as steps, seeds and sizes are."""
     return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
+
+
+def select_evenly(items: Sequence[Thing], max_items: int) -> list[Thing]:
+    """At most so many of them, evenly spread, the first and the last among them; of one alone, the last."""
+    if len(items) <= max_items:
+        return list(items)
+    if max_items <= 1:
+        return [items[-1]] if max_items == 1 else []
+    return [items[round(number * (len(items) - 1) / (max_items - 1))] for number in range(max_items)]
 
 
 class JsonlTailReader:
@@ -242,8 +252,8 @@ def read_run_state(
 ) -> RunState:
     """The state of a run whose newest file is of the time `last_modified`.
 
-    `lease_files` are files that processes which hold nothing keep touching (leases); `is_complete` says whether all that was planned
-    is there, for runs that recorded no end.
+    `lease_files` are touched by processes that hold no lock on the folder; `is_complete` says whether all that was
+    planned is there, for runs that recorded no end.
     """
     owner = read_json_object(folder / OWNER_FILE)
     ended = read_json_object(folder / ENDED_FILE)

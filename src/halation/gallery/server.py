@@ -1,11 +1,10 @@
-"""The page over HTTP: a fixed table of addresses, answered from what the catalog knows; no word of a request becomes a path."""
+"""The HTTP server of the page: fixed routes; no part of a request becomes a path."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import fcntl
-import functools
 import hashlib
 import json
 import logging
@@ -36,7 +35,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from halation.errors import InputError
 from halation.gallery.access_control import AccessMiddleware, AllowedHosts, App, ConnectionTable, client_network
 from halation.gallery.event_stream import ChangeFeed, EventStream
-from halation.gallery.run_catalog import RunCatalog, RunEntry
+from halation.gallery.generation_runs import RowQuery
+from halation.gallery.run_catalog import RunCatalog, SafeRunEntry
 from halation.gallery.run_file_reader import NUM_LOG_LINES, open_regular_file, replace_non_finite
 
 log = logging.getLogger(__name__)
@@ -112,8 +112,12 @@ def build_app(gallery: GalleryContext, *, token: str, allowed_hosts: AllowedHost
     page_files = {path.name: path for path in PAGE_FOLDER.iterdir() if path.suffix in CONTENT_TYPES}
 
     def route(path: str, handler: RequestHandler, *, method: str = "GET") -> Route:
-        async def answer(request: Request) -> Any:
-            return await anyio.to_thread.run_sync(functools.partial(handler, gallery, request))
+        def respond(request: Request) -> Response:
+            value = handler(gallery, request)
+            return value if isinstance(value, Response) else _json_response(value)
+
+        async def answer(request: Request) -> Response:
+            return await anyio.to_thread.run_sync(respond, request)
 
         return Route(path, answer, methods=[method])
 
@@ -126,27 +130,25 @@ def build_app(gallery: GalleryContext, *, token: str, allowed_hosts: AllowedHost
             max_streams=max_event_streams,
         )
 
-    async def index(request: Request) -> Response:
-        return _static_response(page_files["index.html"], request)
-
     async def static(request: Request) -> Response:
-        path = page_files.get(request.path_params["name"])
+        path = page_files.get(request.path_params.get("name", "index.html"))
         if path is None:
             raise HTTPException(404, "there is no such file")
         return _static_response(path, request)
 
+    state = {"version": gallery.version, "control": gallery.send_control is not None, "roots": list(gallery.roots)}
     routes = [
-        Route("/", index),
+        Route("/", static),
         Route("/static/{name}", static),
-        route("/api/state", _get_state),
-        route("/api/runs", _get_runs),
-        route("/api/runs/{id}", _get_detail),
+        route("/api/state", lambda gallery, request: state),
+        route("/api/runs", lambda gallery, request: {"runs": [entry.summary() for entry in gallery.catalog.entries()]}),
+        route("/api/runs/{id}", lambda *asked: _find_entry(*asked).detail()),
         route("/api/runs/{id}/metrics", _get_metrics),
-        route("/api/runs/{id}/log", _get_log),
-        route("/api/runs/{id}/config", _get_config),
+        route("/api/runs/{id}/log", lambda *asked: {"lines": _find_entry(*asked).log(NUM_LOG_LINES)}),
+        route("/api/runs/{id}/config", lambda *asked: _find_entry(*asked).config()),
         route("/api/runs/{id}/rows", _get_rows),
         route("/api/runs/{id}/spec/{key}", _get_spec),
-        route("/api/scores", _get_scores),
+        route("/api/scores", lambda gallery, request: gallery.get_scores()),
         Route("/api/events", events),
         route("/pictures/{id}/{key}", _get_image),
         Route("/thumbs/{id}/{key}", _thumbnail_handler(gallery)),
@@ -168,7 +170,7 @@ def build_app(gallery: GalleryContext, *, token: str, allowed_hosts: AllowedHost
 
 
 def encode_json(value: Any) -> bytes:
-    """JSON that every browser reads: a loss that is not a number is null. No `<`, whatever takes it for a page one day."""
+    """JSON that every browser reads: a loss that is not a number is null; without `<`, so never taken for HTML."""
     try:
         text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     except ValueError:
@@ -202,36 +204,12 @@ def _static_response(path: Path, request: Request) -> Response:
     return Response(body, headers=headers, media_type=CONTENT_TYPES[path.suffix])
 
 
-def _get_state(gallery: GalleryContext, request: Request) -> Response:
-    return _json_response(
-        {"version": gallery.version, "control": gallery.send_control is not None, "roots": list(gallery.roots)}
-    )
-
-
-def _get_runs(gallery: GalleryContext, request: Request) -> Response:
-    return _json_response({"runs": [entry.summary() for entry in gallery.catalog.entries()]})
-
-
-def _get_detail(gallery: GalleryContext, request: Request) -> Response:
-    return _json_response(_find_entry(gallery, request).detail())
-
-
-def _get_metrics(gallery: GalleryContext, request: Request) -> Response:
+def _get_metrics(gallery: GalleryContext, request: Request) -> Any:
     metrics = _require_method(_find_entry(gallery, request), "metrics")
-    return _json_response(metrics(_int_param(request, "after", 0, low=0)))
+    return metrics(_int_param(request, "after", 0, low=0))
 
 
-def _get_log(gallery: GalleryContext, request: Request) -> Response:
-    return _json_response({"lines": _find_entry(gallery, request).log(NUM_LOG_LINES)})
-
-
-def _get_config(gallery: GalleryContext, request: Request) -> Response:
-    return _json_response(_find_entry(gallery, request).config())
-
-
-def _get_rows(gallery: GalleryContext, request: Request) -> Response:
-    from halation.gallery.generation_runs import RowQuery
-
+def _get_rows(gallery: GalleryContext, request: Request) -> Any:
     search = _require_method(_find_entry(gallery, request), "search")
     state = _text_param(request, "state")
     if state not in ROW_STATE_FILTERS:
@@ -244,18 +222,14 @@ def _get_rows(gallery: GalleryContext, request: Request) -> Response:
         worker=_text_param(request, "worker"),
         seed=_int_param(request, "seed", None),
     )
-    return _json_response(search(query))
+    return search(query)
 
 
-def _get_spec(gallery: GalleryContext, request: Request) -> Response:
+def _get_spec(gallery: GalleryContext, request: Request) -> Any:
     spec = _require_method(_find_entry(gallery, request), "spec")(_image_key(request))
     if spec is None:
         raise HTTPException(404, "there is no such image")
-    return _json_response(spec)
-
-
-def _get_scores(gallery: GalleryContext, request: Request) -> Response:
-    return _json_response(gallery.get_scores())
+    return spec
 
 
 def _get_image(gallery: GalleryContext, request: Request) -> Response:
@@ -320,7 +294,7 @@ def _post_control(gallery: GalleryContext, request: Request) -> Response:
 # -- what a request names
 
 
-def _find_entry(gallery: GalleryContext, request: Request) -> RunEntry:
+def _find_entry(gallery: GalleryContext, request: Request) -> SafeRunEntry:
     id = request.path_params["id"]
     entry = gallery.catalog.get(id) if RUN_ID.fullmatch(id) else None
     if entry is None:
@@ -328,7 +302,7 @@ def _find_entry(gallery: GalleryContext, request: Request) -> RunEntry:
     return entry
 
 
-def _require_method(entry: RunEntry, name: str) -> Callable[..., Any]:
+def _require_method(entry: SafeRunEntry, name: str) -> Callable[..., Any]:
     """What only some kinds of runs can do."""
     method: Callable[..., Any] | None = getattr(entry, name, None)
     if method is None:
@@ -344,7 +318,7 @@ def _image_key(request: Request) -> str:
 
 
 def _image_path(gallery: GalleryContext, request: Request) -> Path:
-    """The file of a key, and once more proof that it lies in its run: entries promise it, and this is where it would hurt."""
+    """The file of a key. That it lies in its run is checked here once more, although entries promise it."""
     id, key = request.path_params["id"], _image_key(request)
     entry = gallery.catalog.get(id) if RUN_ID.fullmatch(id) else None
     path = entry.image(key) if entry is not None else None
@@ -485,8 +459,8 @@ class GalleryConnection(H11Protocol):
 class GalleryServer(uvicorn.Server):
     """uvicorn with limits for connections, streams that end with it, and a signal as the exit code.
 
-    It accepts connections itself: uvicorn has no limit that is checked before a descriptor is spent, and asyncio prints a
-    traceback for each connection that finds none left.
+    It accepts connections itself: uvicorn has no limit that is checked before a descriptor is spent, and asyncio prints
+    a traceback for each connection that finds none left.
     """
 
     def __init__(self, app: App, change_feed: ChangeFeed) -> None:

@@ -1,4 +1,4 @@
-"""Small images: made once, kept on disk by what they were made of, and never more of them than a folder may hold."""
+"""Thumbnails: made once, cached on disk by source, evicted when the cache is full."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class ThumbnailCache:
                     self._name_locks[name] = (lock, num_waiting - 1)
 
     def _write_cached(self, cached_path: Path, data: bytes) -> None:
-        """Where the cache takes nothing, the thumbnail is still shown. Not durable: it can be made again."""
+        """A thumbnail that cannot be cached is still shown. Not durable: it can be made again."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # a run that only its owner reads is here too
             cached_path.parent.mkdir(exist_ok=True, mode=0o700)

@@ -1,57 +1,180 @@
-"""A training as the gallery shows it: samples by step and prompt, numbers, checkpoints; folders of `halation sample` are one step of it."""
+"""A training, or one `halation sample`, for the page: samples, metrics, checkpoints."""
 
 from __future__ import annotations
 
+import itertools
 import re
-import threading
-import time
+import sys
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
-from halation.gallery.metrics_reader import MetricRows
-from halation.gallery.run_catalog import read_run_kind
+from halation.gallery.run_catalog import RunEntry, read_run_kind
 from halation.gallery.run_file_reader import (
-    FileStamp,
+    JsonlTailReader,
     RunState,
-    find_read_error,
+    Thing,
     is_int64,
-    read_first_line,
+    is_number,
     read_json_object,
     read_last_lines,
-    read_record,
     read_run_state,
     read_stamp,
+    select_evenly,
 )
 from halation.gallery.training_samples import STEP_FOLDER, SampleCell, SampleStep, SampleStepReader
-from halation.runs.lock import ENDED_FILE, OWNER_FILE
-from halation.runs.run_folder import COMMIT_FILE, CONFIG_FILE, EXTERNAL_TRAINER, METRICS_FILE
+from halation.runs.lock import OWNER_FILE
+from halation.runs.run_folder import COMMIT_FILE, EXTERNAL_TRAINER, METRICS_FILE
 
+MAX_ROWS = 4_000
+"""In one answer; so many of the newest are kept as they are."""
+MAX_OLDER_ROWS = 16_000
+NUM_SPARKLINE_POINTS = 60
+MAX_LOSS_POINTS = 8 * NUM_SPARKLINE_POINTS
+RATE_WINDOW_S = 60.0
+GENERATION_STRIDE = 2**32
+"""A cursor is `generation * GENERATION_STRIDE + number`, so that one into a file that was rewritten is recognised."""
+NON_METRIC_COLUMNS = ("step", "time_s")
 IMAGE_KEY = re.compile(r"(?:s(\d{1,15})\.(\d{1,6})(\.raw)?|t\.(\d{1,6}))")
 SampleColumn = tuple[str, int, int]
 """Prompt, seed, and the how manieth of those with both the same."""
 
 
-class TrainingRun:
-    """A run of train, distill or sample. `defaults` are settings nobody has to be told of, by kind."""
+class DownsampledList(Generic[Thing]):
+    """Items in their order: every one, then every second, every fourth, so that there are at most `max_items`."""
+
+    def __init__(self, max_items: int) -> None:
+        self.max_items = max_items
+        self.stride = 1
+        self.num_added = 0
+        self.items: list[Thing] = []
+
+    def add(self, item: Thing) -> None:
+        if self.num_added % self.stride == 0:
+            self.items.append(item)
+            if len(self.items) > self.max_items:
+                self.items = self.items[::2]
+                self.stride *= 2
+        self.num_added += 1
+
+
+class MetricRows:
+    """Metrics by step, read as they are appended; older rows of a long run are thinned, bounding time and memory."""
+
+    def __init__(self, path: Path) -> None:
+        self.reader = JsonlTailReader(path)
+        self.generation = 0
+        self.was_rewritten = False
+        self._reset()
+
+    def _reset(self) -> None:
+        self.num_rows = 0
+        self.recent_rows: deque[dict[str, Any]] = deque()
+        self.older_rows: DownsampledList[dict[str, Any]] = DownsampledList(MAX_OLDER_ROWS)
+        self.loss_points: DownsampledList[list[float]] = DownsampledList(MAX_LOSS_POINTS)
+        self.last_loss_point: list[float] = []
+        self.scores: list[dict[str, Any]] = []
+        self.numeric_columns: dict[str, None] = {}
+
+    @property
+    def last_modified(self) -> float:
+        return self.reader.stamp.mtime if self.reader.stamp else 0.0
+
+    def refresh(self) -> bool:
+        self.was_rewritten = self.reader.poll()
+        if self.was_rewritten:
+            self.generation += 1
+            self._reset()
+        any_new = False
+        for row in self.reader.iter_rows():
+            any_new = True
+            self._add_line(row)
+        return self.was_rewritten or any_new
+
+    def _add_line(self, row: dict[str, Any]) -> None:
+        if not is_int64(row.get("step")):
+            return
+        if "metric" not in row:
+            self._add_row(
+                {sys.intern(name): value for name, value in row.items()}
+            )  # the names of all rows are the same
+        elif is_number(row.get("value")):
+            score = {name: row.get(name) for name in ("step", "metric", "value", "std", "better")}
+            score["std"] = score["std"] if is_number(score["std"]) else None
+            better = str(score["better"] or "") or ("lowest" if "loss" in str(row["metric"]) else None)
+            self.scores.append(score | {"metric": str(row["metric"]), "name": str(row["metric"]), "better": better})
+
+    def _add_row(self, row: dict[str, Any]) -> None:
+        self.num_rows += 1
+        self.recent_rows.append(row)
+        if len(self.recent_rows) > MAX_ROWS:
+            self.older_rows.add(self.recent_rows.popleft())
+        if not self.numeric_columns.keys() >= row.keys():
+            self.numeric_columns |= dict.fromkeys(name for name, value in row.items() if is_number(value))
+        if is_number(row.get("loss")):
+            self.last_loss_point = [row["step"], row["loss"]]
+            self.loss_points.add(self.last_loss_point)
+
+    def _sampled_rows(self) -> list[dict[str, Any]]:
+        """Of the whole run, as far apart everywhere, and the last."""
+        if self.older_rows.stride == 1:
+            return [*self.older_rows.items, *self.recent_rows]
+        newer = list(self.recent_rows)[:-1]
+        return [*self.older_rows.items, *newer[:: self.older_rows.stride], self.recent_rows[-1]]
+
+    def rows_after(self, cursor: int) -> dict[str, Any]:
+        """Rows after a place that an earlier answer gave as `next`.
+
+        All of them, thinned, for 0, after a rewind, and for whoever was away for so long that these would be too many.
+        """
+        generation, number = divmod(cursor, GENERATION_STRIDE)
+        next_cursor = self.generation * GENERATION_STRIDE + self.num_rows
+        first = self.num_rows - len(self.recent_rows)
+        if cursor and generation == self.generation and first <= number <= self.num_rows:
+            return {"reset": False, "next": next_cursor, "rows": list(self.recent_rows)[number - first :]}
+        return {"reset": cursor != 0, "next": next_cursor, "rows": select_evenly(self._sampled_rows(), MAX_ROWS)}
+
+    def metric_names(self) -> list[str]:
+        return [name for name in self.numeric_columns if name not in NON_METRIC_COLUMNS]
+
+    def last_step(self) -> int:
+        return int(self.recent_rows[-1]["step"]) if self.recent_rows else 0
+
+    def latest_loss(self) -> float | None:
+        newest = itertools.islice(reversed(self.recent_rows), 20)
+        return next((row["loss"] for row in newest if is_number(row.get("loss"))), None)
+
+    def sparkline(self) -> list[list[float]]:
+        points = [*self.loss_points.items]
+        if points and points[-1] is not self.last_loss_point:
+            points.append(self.last_loss_point)
+        return [[step, float(f"{loss:.5g}")] for step, loss in select_evenly(points, NUM_SPARKLINE_POINTS)]
+
+    def steps_per_second(self) -> float | None:
+        """Steps in a second, over the last minute of training or the last two rows, whichever is longer."""
+        newest = itertools.islice(reversed(self.recent_rows), 1000)
+        rows = [row for row in newest if is_number(row.get("time_s"))][::-1]
+        if len(rows) < 2:
+            return None
+        last = rows[-1]
+        first = next(row for row in rows if row["time_s"] >= last["time_s"] - RATE_WINDOW_S)
+        first = rows[-2] if first is last else first
+        seconds, steps = last["time_s"] - first["time_s"], last["step"] - first["step"]
+        return steps / seconds if seconds > 0 and steps > 0 else None
+
+
+class TrainingRun(RunEntry):
+    """A run of train, distill or sample."""
 
     def __init__(self, folder: Path, id: str, defaults: Mapping[str, Mapping[str, Any]] | None = None) -> None:
-        self.id = id
-        self.folder = folder
+        super().__init__(folder, id, defaults)
         self.kind = read_run_kind(folder) or "train"
-        self.version = 0
-        self.name = folder.name
-        self.parent: str | None = None
-        self._defaults = (defaults or {}).get(self.kind)
-        self._lock = threading.RLock()
+        self.unit = "images" if self.kind == "sample" else "steps"
         self._samples = SampleStepReader(folder, self.kind)
         self._metrics = MetricRows(folder / METRICS_FILE)
-        self._record: dict[str, Any] = {}
-        self._config_error = ""
-        self._stamps: dict[str, FileStamp | None] = {}
+        self._owner_stamp: object = ()
         self._checkpoints: dict[str, dict[str, Any]] = {}
-        self._state = RunState(status="stopped")
-        self._started: float | None = None
         self._columns: dict[SampleColumn, int] = {}
         self._image_paths: dict[str, Path] = {}
         self._teacher_versions: dict[Path, str] = {}
@@ -60,40 +183,24 @@ class TrainingRun:
 
     # -- looking
 
-    def refresh(self) -> bool:
-        with self._lock:
-            changed = self._has_changed(CONFIG_FILE)
-            if changed:
-                self._read_record()
-            changed |= self._metrics.refresh()
-            restarted = self._has_changed(OWNER_FILE)
-            changed |= self._samples.refresh(reread_all=restarted or self._metrics.was_rewritten)
-            changed |= self._has_changed("checkpoints") and self._read_checkpoints()
-            changed |= self._has_changed(f"logs/{self._log_name}")
-            self._has_changed(ENDED_FILE)
-            done, planned, _ = self._count_progress(self._samples.steps())
-            state = read_run_state(self.folder, self._last_modified(), is_complete=done >= planned > 0 or None)
-            changed |= state != self._state
-            self._state = state
-            self.version += changed or not self.version
-            return changed
+    def _refresh(self) -> bool:
+        size = self._settings().get("image_size")
+        if isinstance(size, list) and len(size) == 2 and all(map(is_int64, size)):
+            self._samples.size = (size[1], size[0])
+        changed = self._metrics.refresh()
+        restarted = self._stamps[OWNER_FILE] != self._owner_stamp
+        self._owner_stamp = self._stamps[OWNER_FILE]
+        changed |= self._samples.refresh(reread_all=restarted or self._metrics.was_rewritten)
+        changed |= self._has_changed("checkpoints") and self._read_checkpoints()
+        return self._has_changed(f"logs/{self._log_name}") or changed
+
+    def _read_state(self) -> RunState:
+        done, planned, _ = self._count_progress(self._samples.steps())
+        return read_run_state(self.folder, self._last_modified(), is_complete=done >= planned > 0 or None)
 
     @property
     def _log_name(self) -> str:
         return "train.log" if self.kind != "sample" else "sample.log"
-
-    def _has_changed(self, name: str) -> bool:
-        stamp = read_stamp(self.folder / name)
-        new = name not in self._stamps or self._stamps[name] != stamp
-        self._stamps[name] = stamp
-        return new
-
-    def _read_record(self) -> None:
-        self._record = read_record(self.folder)
-        self._config_error = find_read_error(self.folder / CONFIG_FILE)
-        size = self._settings().get("image_size")
-        if isinstance(size, list) and len(size) == 2 and all(map(is_int64, size)):
-            self._samples.size = (size[1], size[0])
 
     def _read_checkpoints(self) -> bool:
         """Each COMMIT.json is read once; it never changes under its name."""
@@ -111,42 +218,31 @@ class TrainingRun:
         return changed
 
     def _last_modified(self) -> float:
-        newest = [stamp.mtime for stamp in self._stamps.values() if stamp is not None]
-        newest += [self._metrics.last_modified, *(step.time for step in self._samples.steps()[-1:])]
-        return max(newest, default=0.0)
+        newest_samples = [step.time for step in self._samples.steps()[-1:]]
+        return max(super()._last_modified(), self._metrics.last_modified, *newest_samples)
 
     # -- showing
 
-    def summary(self) -> dict[str, Any]:
-        with self._lock:
-            if self._cached_summary is None or self._cached_summary[0] != self.version:
-                self._cached_summary = (self.version, self._build_summary())
-            return self._cached_summary[1] | {"name": self.name, "parent": self.parent}
-
     def _build_summary(self) -> dict[str, Any]:
+        if self._cached_summary is not None and self._cached_summary[0] == self.version:
+            return self._cached_summary[1]
         steps = self._samples.steps()
-        running = self._state.status == "running"
         done, planned, failed = self._count_progress(steps)
-        rate = self._metrics.steps_per_second() if running else None
-        return {
-            "id": self.id,
-            "kind": self.kind,
-            "state": self._state.status,
-            "reason": self._state.reason or self._config_error,
-            "started": self._start_time(),
-            "changed": self._last_modified(),
+        rate = self._metrics.steps_per_second() if self._state.status == "running" else None
+        summary = {
+            "started": self._start_time(self.folder / "logs" / self._log_name) or self._state.since,
             "title": run_title(self.kind, self._settings()),
             "done": done,
             "planned": planned,
-            "unit": "images" if self.kind == "sample" else "steps",
             "failed": failed,
             "rate": rate,
             "left_s": max(0, planned - done) / rate if rate else None,
             "last": self._latest_image(steps),
             "spark": self._metrics.sparkline(),
             "loss": self._metrics.latest_loss(),
-            "version": self.version,
         }
+        self._cached_summary = (self.version, summary)
+        return summary
 
     def _count_progress(self, steps: list[SampleStep]) -> tuple[int, int, int]:
         """Done, planned and, of the newest samples, failed."""
@@ -258,13 +354,8 @@ class TrainingRun:
             if key not in self._image_paths:
                 self.detail()
             path = self._image_paths.get(key)
-        if path is None:
-            return None
-        try:
-            real, top = path.resolve(), self.folder.resolve()
-        except (OSError, ValueError, RuntimeError):  # no name of a file, or a link to itself
-            return None
-        return real if real.suffix == ".png" and real.is_relative_to(top) and real.is_file() else None
+        real_path = self._find_inside(path) if path is not None else None
+        return real_path if real_path is not None and real_path.suffix == ".png" else None
 
     def metrics(self, after: int) -> dict[str, Any]:
         with self._lock:
@@ -273,34 +364,11 @@ class TrainingRun:
     def log(self, num_lines: int) -> list[str]:
         return read_last_lines(self.folder / "logs" / self._log_name, num_lines, self.folder)
 
-    def config(self) -> dict[str, Any]:
-        with self._lock:
-            record = self._record or read_record(self.folder)
-            shown = {name: record[name] for name in ("settings", "fixed", "changes")}
-            if self._defaults is not None:
-                settings = shown["settings"]
-                shown["differs"] = [
-                    name
-                    for name in settings
-                    if settings[name] is not None and settings[name] != self._defaults.get(name)
-                ]
-            return shown
-
     # -- the record
 
     def _settings(self) -> dict[str, Any]:
         settings = self._record.get("fixed" if self.kind == "sample" else "settings")
         return settings if isinstance(settings, dict) else {}
-
-    def _start_time(self) -> float | None:
-        """When its log began, or who holds it did."""
-        if self._started is None:
-            first = read_first_line(self.folder / "logs" / self._log_name, self.folder)
-            try:
-                self._started = time.mktime(time.strptime(first[:19], "%Y-%m-%d %H:%M:%S"))
-            except (ValueError, OverflowError):
-                return self._state.since
-        return self._started
 
 
 def run_title(kind: str, settings: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The samples of a run, step by step: each samples.json is read once, and again only where it may have changed."""
+"""The samples of a run by step; a samples.json is read again only if it may have changed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class SampleStep:
 
 
 class SampleStepReader:
-    """Steps with samples below a run; before `load_all` only the newest ones, which is all that a list of runs shows."""
+    """Steps with samples below a run; before `load_all` only the newest ones, which a list of runs needs."""
 
     def __init__(self, run: Path, kind: str) -> None:
         self.run_folder = run
@@ -90,7 +90,7 @@ class SampleStepReader:
         return sorted(incomplete | unread | self._newest_files())
 
     def _newest_files(self) -> set[Path]:
-        """The last ones by step and the last ones by epoch: a run that is asked for samples has both, and its order is neither's."""
+        """The last ones by step and the last ones by epoch: a run that is asked for samples has both kinds."""
         folders = [index for index in self._index_files if index.name == "samples.json"]
         epochs = [index for index in self._index_files if index.name != "samples.json"]
         return {*folders[-NUM_POLLED_STEPS:], *epochs[-NUM_POLLED_STEPS:]}
@@ -138,7 +138,8 @@ class SampleStepReader:
         settings = as_dict(index_data.get("settings"))
         if self.is_single_step and not index_data:
             settings = as_dict(read_json_object(self.run_folder / CONFIG_FILE).get("fixed"))
-        size = _image_size(settings) or self.size
+        width, height = settings.get("width"), settings.get("height")
+        size = (int(width), int(height)) if is_int64(width) and is_int64(height) else self.size  # type: ignore[arg-type]
         rows: list[Any] = index_data["samples"] if isinstance(index_data.get("samples"), list) else []
         is_complete = bool(rows)
         cells = _complete_cells(index.parent, rows, stamp) if is_complete else _partial_cells(index.parent, settings)
@@ -161,14 +162,6 @@ class SampleStepReader:
             return int(found[1]) if found else 0
         found = STEP_FOLDER.fullmatch(index.parent.name)
         return int(found[1]) if found else None
-
-
-def _image_size(settings: Any) -> tuple[int, int] | None:
-    """Width and height."""
-    if not isinstance(settings, dict):
-        return None
-    width, height = settings.get("width"), settings.get("height")
-    return (int(width), int(height)) if is_int64(width) and is_int64(height) else None  # type: ignore[arg-type]
 
 
 def _complete_cells(folder: Path, rows: list[Any], stamp: FileStamp | None) -> dict[str, tuple[SampleCell, ...]]:

@@ -1,4 +1,4 @@
-"""The ledger: every planned image and what became of it, in one SQLite file with one writer; the only truth on resume."""
+"""The ledger: every planned image and its outcome, in one SQLite file with one writer."""
 
 from __future__ import annotations
 
@@ -131,14 +131,17 @@ class LedgerDamage:
 
 
 def plan_checksum(index: int, texts: Sequence[bytes], numbers: Sequence[int], guidance_scale: float) -> int:
-    """CRC-32 of the planned part of a row: `texts` are name, id, prompt and negative prompt, `numbers` seed, size, frames, steps, shape."""
+    """CRC-32 of the planned part of a row.
+
+    `texts` are name, id, prompt and negative prompt; `numbers` seed, height, width, frames, steps and shape.
+    """
     return zlib.crc32(_PLAN_NUMBERS(index, *numbers, guidance_scale), zlib.crc32(b"\x1f".join(texts)))
 
 
 def outcome_checksum(index: int, texts: Sequence[bytes], numbers: Sequence[int], seconds: float) -> int:
-    """CRC-32 of the outcome of a row: `texts` are SHA-256, worker and reason, `numbers` state, bytes, micro-batch, attempts, epoch.
+    """CRC-32 of the outcome of a row, with its index: an outcome that moved to another row is damage too.
 
-    The index belongs to it: an outcome that moved to another row is damage too.
+    `texts` are SHA-256, worker and reason; `numbers` state, bytes, micro-batch, attempts and epoch.
     """
     return zlib.crc32(_OUTCOME_NUMBERS(index, *numbers, seconds), zlib.crc32(b"\x1f".join(texts)))
 
@@ -163,8 +166,8 @@ class Ledger:
     def _open(self) -> None:
         if not self.path.exists():
             self.path.touch()
-        # Open as long as the connection: closing any descriptor of the file would drop the locks that SQLite holds on it, and a
-        # reader that comes and goes would take itself for the last one and remove the log that is being written.
+        # Open as long as the connection: closing any descriptor of the file would drop the locks that SQLite holds on it,
+        # and a reader that closes its connection would take itself for the last one and remove the log.
         self._database_file = self._closing.enter_context(open_regular_file(self.path))
         has_content = os.fstat(self._database_file.fileno()).st_size > 0
         self._is_intact = not has_content or self._matches_digest()
@@ -172,7 +175,7 @@ class Ledger:
         self.connection = sqlite3.connect(self.path, isolation_level=None)
         if has_content:
             _check_schema(self.path, self.connection)
-        # WAL: one fsync less a commit, and a reader (the gallery) never waits. A power cut may cost the last outcomes, never the file.
+        # WAL: one fsync less a commit, and a reader (the gallery) never waits. A power cut may cost the last outcomes.
         self.connection.execute("PRAGMA journal_mode = WAL")
         self.connection.execute("PRAGMA synchronous = NORMAL")
         self.connection.execute("PRAGMA wal_autocheckpoint = 0")  # _move_log does it, and takes the digest
@@ -205,7 +208,7 @@ class Ledger:
                 self._write_digest()
 
     def close(self) -> None:
-        """Everything into the one file: SQLite itself leaves rows in the log beside it where a reader happens to be there."""
+        """Move everything into the one file: SQLite itself leaves rows in the log while a reader has it open."""
         with contextlib.suppress(
             sqlite3.Error
         ):  # a full disk: the rows stay in the log, from which the next command reads them
@@ -259,7 +262,7 @@ class Ledger:
     def find_damage(self) -> LedgerDamage:
         """Rows whose checksums do not fit their content; a file that is bit for bit what was closed has none.
 
-        Raises where SQLite itself finds the file damaged. Rows of earlier versions, which have no checksums, get them here.
+        Raises where SQLite itself finds the file damaged. Rows of earlier versions, without checksums, get them here.
         """
         if self._is_intact:
             return LedgerDamage()
@@ -299,7 +302,7 @@ class Ledger:
         return damage
 
     def _has_checksums(self) -> bool:
-        """Whether this version made the ledger, or has been here before; a damaged number of the version is no proof."""
+        """Whether this version has written the ledger; a damaged version number does not prove the opposite."""
         is_any = "SELECT EXISTS(SELECT 1 FROM pictures WHERE plan_check IS NOT NULL OR outcome_check IS NOT NULL)"
         version, is_checked = (
             self.connection.execute(query).fetchone()[0] for query in ("PRAGMA user_version", is_any)
@@ -356,7 +359,7 @@ class Ledger:
             self.connection.text_factory = str
 
     def _iter_checksums(self) -> Iterator[tuple[int, tuple[int, int], tuple[int, int]]]:
-        """Index, computed and stored checksums of every row; -1 is the checksum of what has not even the right types."""
+        """Index, computed and stored checksums of every row; -1 is the checksum of values of other types."""
         query = (
             f"SELECT picture, {', '.join((*PLAN_TEXTS, *_PLAN_INTEGERS))}, guidance_scale,"
             f" {', '.join((*_OUTCOME_TEXTS, *_OUTCOME_INTEGERS))}, seconds, "
@@ -393,7 +396,7 @@ class Ledger:
         return count_planned(self.connection)
 
     def read_fact(self, key: str) -> Any:
-        """What is known under that key; None for nothing, and for what cannot be read: facts follow from the prompt list."""
+        """The fact under that key; None for none or a damaged one: facts follow from the prompt list."""
         row = self.connection.execute("SELECT value FROM facts WHERE key = ?", (key,)).fetchone()
         try:
             return None if row is None else json.loads(row[0])
@@ -409,9 +412,9 @@ class Ledger:
         replaces: bool = False,
         before_commit: Callable[[], None] = lambda: None,
     ) -> None:
-        """Add requests behind those that are planned, all of them or, where anything fails, none; `facts` say which plan it is.
+        """Append requests to the plan, all or none of them; `facts` identify the plan.
 
-        `changed` take the place of rows that are not done. With `replaces`, the requests take the place of the whole plan.
+        `changed` replace rows that are not done. With `replaces`, the requests replace the whole plan.
         """
         with self._transaction("plan"):
             for table in ("pictures", "shapes", "facts") if replaces else ():
@@ -483,7 +486,7 @@ class Ledger:
         return [group for group in groups if len(group)]
 
     def examples(self) -> list[SampleSpec]:
-        """A spec of each group and, where the group has one, a spec with a negative prompt, which not every model takes."""
+        """A spec of each group and, if it has one, a spec with a negative prompt, which not every model takes."""
         firsts = [int(group[0]) for group in self.groups()]
         negatives = self.connection.execute("SELECT negative FROM shapes WHERE negative IS NOT NULL").fetchall()
         chosen = dict.fromkeys([*firsts, *(row[0] for row in negatives)])

@@ -1,7 +1,7 @@
 """Reads a ledger that another process may be writing, of either kind, as one SQLite table.
 
-The writer must not notice: transactions are short, nothing is written beside a ledger, and a ledger without a log beside it, which
-no command has open, is read without locks.
+The writer must not notice: transactions are short, nothing is written beside a ledger, and a ledger without a log
+beside it, which no command has open, is read without locks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from halation.input_files import MAX_ROW_BYTES, MAX_TABLE_ROWS, open_regular_fil
 
 BUSY_TIMEOUT_S = 0.5
 MTIME_SETTLE_S = 1.0
-"""Files written so recently may be written again within the same tick of their clock, so they count as changed once more."""
+"""Files written so recently may be written again at the same mtime, so they count as changed once more."""
 MAX_TEXT_BYTES = 1 << 17
 MAX_IMAGES_PER_READ = 2_000
 CANNOT_OPEN_CODES = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR)
@@ -82,7 +82,7 @@ class SqliteLedgerReader:
         self.last_modified = 0.0
 
     def poll(self) -> bool:
-        # stat(), never open(): closing any descriptor of the file would drop the locks this process's connections have on it.
+        # stat(), never open(): closing any descriptor of the file would drop this process's locks on it.
         stats = [_try_stat(path) for path in (self.path, self.wal_path)]
         self.last_modified = max((found.st_mtime for found in stats if found), default=0.0)
         is_recent = time.time() - self.last_modified < MTIME_SETTLE_S
@@ -102,7 +102,7 @@ class SqliteLedgerReader:
             connection.close()
 
     def _open_connection(self) -> sqlite3.Connection:
-        """Without a log beside it no command has the ledger open, and SQLite would make one to be able to read: it must not."""
+        """Without a log no command has the ledger open: it is opened as immutable, or SQLite would create a log."""
         if not os.path.isfile(self.path):  # SQLite would wait for somebody to write into a pipe
             raise sqlite3.OperationalError("there is no such file")
         if not os.path.realpath(self.path).startswith(os.path.join(os.path.realpath(self.path.parent), "")):
@@ -116,7 +116,7 @@ class SqliteLedgerReader:
                 return connection
             except sqlite3.Error as error:
                 connection.close()
-                # A log that a dead command left where nothing may be written; never a ledger that is locked, for it is being written.
+                # A log that a dead command left in a read-only folder; a ledger that is locked is being written.
                 if mode == modes[-1] or error.sqlite_errorcode & 0xFF not in CANNOT_OPEN_CODES:
                     raise
         raise AssertionError("unreachable")
@@ -212,7 +212,7 @@ class SharedLedgerReader:
                 )
 
     def _read_image_specs(self) -> None:
-        """While rows that are done have no spec: the names that are new in the folder, and the text of a few of these images."""
+        """While done rows have no spec: list the names that are new in the folder, and read a few images."""
         missing_query = "SELECT 1 FROM pictures WHERE state = 1 AND name = '' LIMIT 1"
         self._has_missing_specs = self.connection.execute(missing_query).fetchone() is not None
         if not self._has_missing_specs:
@@ -257,7 +257,7 @@ def _parse_object(line: bytes) -> dict[str, Any]:
 
 
 def read_image_spec(folder: Path, name: str) -> dict[str, Any]:
-    """The spec that an image (or the first frame of a video) carries; empty where it carries none. Its pixels are not read."""
+    """The spec inside an image, or the first frame of a video; empty where it has none. Pixels are not read."""
     path = folder / (frame_name(_stem(name), 0) if name.endswith(".mp4") else name)
     with contextlib.suppress(OSError), open_regular_file(path, within=folder) as file:
         if file.read(len(SIGNATURE)) != SIGNATURE:

@@ -6,7 +6,7 @@ import { valueText } from "./format.js";
 import { emptyState, errorState, notify, skeleton } from "./parts.js";
 
 /** {a: {b: 1}} as [["a.b", 1]]; lists stay values. */
-export function flatPairs(value, prefix = "") {
+function flatPairs(value, prefix = "") {
   if (value === null || typeof value !== "object" || Array.isArray(value)) return [[prefix, value]];
   return Object.entries(value).flatMap(([name, inner]) => {
     const path = prefix ? `${prefix}.${name}` : name;

@@ -1,4 +1,4 @@
-// Asks the server for JSON and names the URLs of images; in an exported page the same calls answer from what is embedded.
+// Asks the server for JSON, names the URLs of images and listens for changes; in an exported page the answers are embedded.
 
 const embeddedNode = document.getElementById("embedded");
 const embedded = embeddedNode === null ? null : JSON.parse(embeddedNode.textContent);
@@ -7,7 +7,7 @@ const embedded = embeddedNode === null ? null : JSON.parse(embeddedNode.textCont
 export const exported = embedded !== null;
 
 /** What a request came back with when it was not an answer: status 0 is "no connection". */
-export class ApiError extends Error {
+class ApiError extends Error {
   constructor(status, message) {
     super(message);
     this.status = status;
@@ -105,4 +105,67 @@ export function steadily(work, pauseMs) {
     clearTimeout(timer);
   };
   return trigger;
+}
+
+const changeHandlers = new Set();
+const statusHandlers = new Set();
+let liveSource = null;
+let liveStatus = exported ? "exported" : "connecting";
+let liveBefore = false;
+
+function tell(handlers, value) {
+  for (const handler of [...handlers]) handler(value);
+}
+
+function setStatus(next) {
+  if (liveStatus === next) return;
+  liveStatus = next;
+  tell(statusHandlers, liveStatus);
+}
+
+/** A server that was started anew has another token: no waiting helps then, and the reader is told. */
+async function tryAgain() {
+  try {
+    await get("/api/state");
+  } catch (error) {
+    if (error.status === 403) {
+      setStatus("locked");
+      return;
+    }
+  }
+  setTimeout(connect, 3000);
+}
+
+function connect() {
+  liveSource = new EventSource("/api/events");
+  liveSource.addEventListener("open", () => {
+    setStatus("live");
+    // Whatever happened while nobody listened is unknown: id "*" asks every view to look again.
+    if (liveBefore) tell(changeHandlers, { id: "*", version: null });
+    liveBefore = true;
+  });
+  liveSource.addEventListener("change", (event) => tell(changeHandlers, JSON.parse(event.data)));
+  liveSource.addEventListener("error", () => {
+    setStatus("reconnecting");
+    // A refused stream is closed for good by the browser (a restarted server answers 403 or 502): try again ourselves.
+    if (liveSource.readyState === EventSource.CLOSED) {
+      liveSource = null;
+      tryAgain();
+    }
+  });
+}
+
+/** handler({id, version}) on every change: id "" is the list of runs, "*" everything; returns a function that unsubscribes. */
+export function onChange(handler) {
+  if (exported) return () => {};
+  changeHandlers.add(handler);
+  if (liveSource === null && liveStatus === "connecting") connect();
+  return () => changeHandlers.delete(handler);
+}
+
+/** handler("live" | "connecting" | "reconnecting" | "locked" | "exported"), now and at every change; returns a function that unsubscribes. */
+export function onStatus(handler) {
+  statusHandlers.add(handler);
+  handler(liveStatus);
+  return () => statusHandlers.delete(handler);
 }

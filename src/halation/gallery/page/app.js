@@ -1,11 +1,9 @@
 // The shell: the bar at the top, which view the address asks for, the theme, the help, and the clock.
 
-import { exported, get } from "./api.js";
-import { fill, h, isTyping, setText } from "./dom.js";
+import { exported, get, onChange, onStatus } from "./api.js";
+import { fill, h, isTyping, recall, remember, setText } from "./dom.js";
 import { mountGeneration } from "./generation.js";
-import { onChange, onStatus } from "./live.js";
 import { errorState, notify, openDialog, refreshTimes, skeleton } from "./parts.js";
-import { recall, remember } from "./prefs.js";
 import { mountRuns } from "./runs.js";
 import { mountScores } from "./scores.js";
 import { mountTraining } from "./training.js";
@@ -30,7 +28,7 @@ function decoded(text) {
 }
 
 /** What an address like "#/run/ID/curves" asks for: {name, id, tab}. */
-export function routeOf(hash) {
+function routeOf(hash) {
   const parts = hash.replace(/^#\/?/, "").split("/").filter(Boolean).map(decoded);
   if (parts[0] === "run" && parts[1]) return { name: "run", id: parts[1], tab: parts[2] ?? "", rest: parts.slice(3) };
   if (parts[0] === "scores") return { name: "scores", id: "", tab: parts[1] ?? "", rest: parts.slice(2) };
@@ -200,7 +198,7 @@ function showStatus(node, status) {
 }
 
 /** The table of keys. */
-export function openHelp() {
+function openHelp() {
   const { body } = openDialog("Keys", { id: "help" });
   fill(
     body,

@@ -1,4 +1,4 @@
-// Builds elements from plain values: what comes from a run goes in as text nodes or attributes, never as markup.
+// Builds elements from plain values (text nodes and attributes, never markup), and remembers what a reader has chosen.
 
 const SVG = "http://www.w3.org/2000/svg";
 const AS_PROPERTY = new Set(["value", "checked", "indeterminate", "selected", "muted", "scrollTop"]);
@@ -73,12 +73,19 @@ function wentBack() {
   else openDialogs.at(-1)?.close();
 }
 
-/** Opens a dialog that the browser's way back closes, before it leaves the page: on a phone nobody looks for a button. */
-export function showDialog(dialog) {
+/**
+ * Opens a dialog that the browser's way back closes, before it leaves the page: on a phone nobody looks for a button. When it is closed
+ * it goes, and the focus goes back to where it was, unless `onClose()` returns false.
+ */
+export function showModal(dialog, onClose) {
+  const before = document.activeElement;
+  document.body.append(dialog);
   if (openDialogs.length === 0) window.addEventListener("popstate", wentBack);
   openDialogs.push(dialog);
   history.pushState({ dialog: openDialogs.length }, "");
   dialog.addEventListener("close", () => {
+    dialog.remove();
+    if (onClose?.() !== false && before instanceof HTMLElement && before.isConnected) before.focus({ preventScroll: true });
     const depth = openDialogs.indexOf(dialog) + 1;
     openDialogs.splice(depth - 1, 1);
     if (history.state?.dialog === depth) {
@@ -87,4 +94,25 @@ export function showDialog(dialog) {
     }
   }, { once: true });
   dialog.showModal();
+}
+
+const PREFIX = "halation.";
+
+/** The value remembered under a name, or the fallback. */
+export function recall(name, fallback) {
+  try {
+    const text = window.localStorage.getItem(PREFIX + name);
+    return text === null ? fallback : JSON.parse(text);
+  } catch {
+    return fallback;
+  }
+}
+
+/** Remembers a value; a browser that keeps nothing (private windows, files) is fine too. */
+export function remember(name, value) {
+  try {
+    window.localStorage.setItem(PREFIX + name, JSON.stringify(value));
+  } catch {
+    return;
+  }
 }

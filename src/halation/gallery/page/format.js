@@ -119,3 +119,8 @@ export function valueText(value) {
   if (typeof value === "object") return JSON.stringify(value);
   return String(value);
 }
+
+/** A worker as people call it: a number alone says nothing. */
+export function workerText(name) {
+  return /^\d+$/.test(String(name)) ? `worker ${name}` : String(name);
+}

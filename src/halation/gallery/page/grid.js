@@ -1,71 +1,201 @@
-// A grid of up to a hundred thousand cells of one size of which only those in sight exist; it knows places and keys, not what a cell is about.
+// Rows of which only those in sight exist, and a grid of up to a hundred thousand cells in such rows.
 
 import { h, setText } from "./dom.js";
 
 const GAP = 6;
 const CAPTION_PX = 22;
 const CAPTION_FROM_PX = 112;
-const SPARE_ROWS = 2;
 const SETTLED_MS = 140;
 const FAST_PX_A_MS = 2.5;
 const MOST_URLS_KEPT = 4000;
-// Firefox lays out no element beyond 17.9 million px, Chromium none beyond 33.5; a taller grid is mapped onto this height.
-export const MOST_HEIGHT_PX = 12e6;
+// Firefox lays out no element beyond 17.9 million px, Chromium none beyond 33.5; what is taller is mapped onto this height.
+const MOST_HEIGHT_PX = 12e6;
+
+/**
+ * Rows of one height in the scrolling of the page, or of an element (`scroller`). `spareRows` more than those in sight exist.
+ * A row is {element, number, y}; what it shows is its subclass's: `takeRow(number)`, `paintRow(row)`, `dropRow(row)`, `keyOf(number)` and
+ * `numberOf(key)` where rows keep their element when their number changes, `focusedRow()`, and `rendered(first, last)`.
+ */
+export class RowScroller {
+  constructor(canvas, { scroller = null, spareRows, headRows = 0 }) {
+    Object.assign(this, { canvas, scroller, spareRows, headRows });
+    this.rows = new Map();
+    this.rowHeight = 1;
+    this.numRows = 0;
+    this.mapped = 0;
+    this.top = 0;
+    this.last = { y: 0, at: 0 };
+    this.fast = false;
+    this.frame = null;
+    this.stopping = new AbortController();
+    const { signal } = this.stopping;
+    (scroller ?? window).addEventListener("scroll", () => this.scrolled(), { passive: true, signal });
+    window.addEventListener("resize", () => this.soon(), { signal });
+  }
+
+  close() {
+    this.stopping.abort();
+    this.observer?.disconnect();
+    cancelAnimationFrame(this.frame);
+    clearTimeout(this.settling);
+    this.closed = true;
+  }
+
+  keyOf(number) {
+    return number;
+  }
+
+  numberOf(key) {
+    return key;
+  }
+
+  setRows(numRows, rowHeight) {
+    Object.assign(this, { numRows, rowHeight });
+    this.height = numRows * rowHeight;
+    this.mapped = Math.min(this.height, MOST_HEIGHT_PX);
+    this.canvas.style.height = `${this.mapped}px`;
+  }
+
+  /** Where the top of what is in sight is on the canvas. */
+  actual() {
+    return this.scroller ? this.scroller.scrollTop : -this.canvas.getBoundingClientRect().top;
+  }
+
+  viewHeight() {
+    return window.innerHeight;
+  }
+
+  /** Where that is among all rows, by where it is in the mapped height. */
+  wholeOf(actual) {
+    const room = this.mapped - this.viewHeight();
+    if (actual <= 0 || this.mapped === this.height || room <= 0) return actual;
+    if (actual >= room) return this.height - this.viewHeight() + (actual - room);
+    return (actual / room) * (this.height - this.viewHeight());
+  }
+
+  mappedOf(whole) {
+    const room = this.mapped - this.viewHeight();
+    const wholeRoom = this.height - this.viewHeight();
+    if (whole <= 0 || this.mapped === this.height || room <= 0) return whole;
+    if (whole >= wholeRoom) return room + (whole - wholeRoom);
+    return (whole / wholeRoom) * room;
+  }
+
+  place() {
+    const y = this.actual();
+    this.top = this.wholeOf(y);
+    this.last = { y, at: performance.now() };
+  }
+
+  scrollTo(whole) {
+    const target = Math.min(whole, Math.max(0, this.height - this.viewHeight() + GAP));
+    (this.scroller ?? window).scrollBy(0, this.mappedOf(target) - this.actual());
+    this.last = { y: this.actual(), at: performance.now() };
+    this.top = this.mapped === this.height ? this.last.y : target;
+  }
+
+  scrolled() {
+    const now = performance.now();
+    const y = this.actual();
+    const moved = y - this.last.y;
+    const edge = y <= 0 || y >= this.mapped - this.viewHeight();
+    // On a mapped height a wheel's step moves by as many pixels as anywhere; only a dragged bar or an edge uses the map.
+    if (this.mapped === this.height || edge || Math.abs(moved) > 2 * this.viewHeight()) this.top = this.wholeOf(y);
+    else this.top += moved;
+    this.fast = Math.abs(moved) / Math.max(1, now - this.last.at) > FAST_PX_A_MS && Math.abs(moved) > 40;
+    this.last = { y, at: now };
+    clearTimeout(this.settling);
+    this.settling = setTimeout(() => this.settled(), SETTLED_MS);
+    this.soon();
+  }
+
+  settled() {
+    this.fast = false;
+    const y = this.mappedOf(this.top);
+    if (Math.abs(y - this.actual()) > 1 && this.actual() > 0) this.scrollTo(this.top);
+    this.repaint();
+  }
+
+  soon() {
+    if (this.frame === null) this.frame = requestAnimationFrame(() => this.render());
+  }
+
+  /** Shows again what may have changed, in the same places. */
+  repaint() {
+    for (const row of this.rows.values()) this.paintRow(row);
+    this.soon();
+  }
+
+  /** Makes the rows in sight (and the one with the focus, or the keys would go nowhere), drops the others. */
+  render() {
+    this.frame = null;
+    if (this.closed) return;
+    const bound = (row) => Math.max(0, Math.min(this.numRows - 1, row));
+    const first = bound(Math.floor(this.top / this.rowHeight));
+    const last = bound(Math.floor((this.top + this.viewHeight()) / this.rowHeight));
+    const wanted = new Set();
+    for (let row = Math.max(0, first - this.spareRows); row <= Math.min(this.numRows - 1, last + this.spareRows); row += 1) wanted.add(row);
+    const focused = this.numRows > 0 ? this.focusedRow() : null;
+    if (focused !== null) wanted.add(focused);
+    for (const [key, row] of this.rows) {
+      if (wanted.has(this.numberOf(key))) continue;
+      this.rows.delete(key);
+      this.dropRow(row);
+    }
+    const shift = this.top - this.actual();
+    for (const number of wanted) this.placeRow(number, shift);
+    this.rendered(first, last);
+  }
+
+  placeRow(number, shift) {
+    const key = this.keyOf(number);
+    const known = this.rows.get(key);
+    const row = known ?? this.takeRow(number);
+    if (row.number !== number) row.element.setAttribute("aria-rowindex", number + 1 + this.headRows);
+    row.number = number;
+    if (!known) {
+      this.rows.set(key, row);
+      this.paintRow(row);
+    }
+    const y = Math.round(number * this.rowHeight - shift);
+    if (row.y !== y) row.element.style.transform = `translateY(${y}px)`;
+    row.y = y;
+  }
+}
 
 /** How cells of about `size` px fill a width: whole columns, whole pixels. */
-export function gridLayout(count, width, size, aspect) {
+function gridLayout(count, width, size, aspect) {
   const columns = Math.max(1, Math.floor((width + GAP) / (Math.min(size, width) + GAP)));
   const cellWidth = Math.max(16, Math.floor((width - GAP * (columns - 1)) / columns));
   const pictureHeight = Math.round(cellWidth * Math.min(1.6, Math.max(0.4, aspect)));
   const caption = cellWidth >= CAPTION_FROM_PX;
-  const rowHeight = pictureHeight + (caption ? CAPTION_PX : 0) + GAP;
-  const numRows = Math.ceil(count / columns);
-  return { count, columns, cellWidth, pictureHeight, caption, rowHeight, numRows, height: numRows * rowHeight };
+  return { count, columns, cellWidth, pictureHeight, caption, rowHeight: pictureHeight + (caption ? CAPTION_PX : 0) + GAP };
 }
 
 /**
  * Cells in rows, in the page's own scrolling. `describe(index)` says what a cell shows, or null while that is not known:
  * {key, state, url, label, caption, note, badge, pixelated}. `onLook(first, last)` when the scrolling has slowed, `onOpen(index)`.
  */
-export class Grid {
+export class Grid extends RowScroller {
   constructor(host, { label, describe, onLook, onOpen, inset, size = 128, aspect = 1 }) {
+    const canvas = h("div", { class: "grid-canvas", role: "presentation" });
+    super(canvas, { spareRows: 2 });
     Object.assign(this, { host, describe, onLook, onOpen, inset, size, aspect });
     this.layout = gridLayout(0, 1, size, aspect);
-    this.canvas = h("div", { class: "grid-canvas", role: "presentation" });
     host.classList.add("grid");
     host.setAttribute("role", "grid");
     host.setAttribute("aria-label", label);
-    host.append(this.canvas);
-    this.rows = new Map();
+    host.append(canvas);
     this.spare = [];
     this.urls = new Set();
     this.active = 0;
-    this.top = 0;
-    this.last = { y: 0, at: 0 };
-    this.fast = false;
-    this.frame = null;
-    this.listen();
-    this.place();
-  }
-
-  listen() {
-    this.stopping = new AbortController();
     const { signal } = this.stopping;
-    window.addEventListener("scroll", () => this.scrolled(), { passive: true, signal });
-    window.addEventListener("resize", () => this.soon(), { signal });
-    this.host.addEventListener("keydown", (event) => this.key(event), { signal });
-    this.host.addEventListener("click", (event) => this.clicked(event), { signal });
-    this.host.addEventListener("focusin", (event) => this.focused(event), { signal });
-    this.observer = new ResizeObserver(() => this.resized());
-    this.observer.observe(this.host);
-  }
-
-  close() {
-    this.stopping.abort();
-    this.observer.disconnect();
-    cancelAnimationFrame(this.frame);
-    clearTimeout(this.settling);
-    this.closed = true;
+    host.addEventListener("keydown", (event) => this.key(event), { signal });
+    host.addEventListener("click", (event) => this.clicked(event), { signal });
+    host.addEventListener("focusin", (event) => this.focused(event), { signal });
+    this.observer = new ResizeObserver(() => host.clientWidth === this.width || this.keepPlace(() => this.measure(this.layout.count)));
+    this.observer.observe(host);
+    this.place();
   }
 
   /** Another number of cells: what is in sight stays where it is. */
@@ -97,23 +227,18 @@ export class Grid {
     this.repaint();
   }
 
-  resized() {
-    if (this.host.clientWidth !== this.width) this.keepPlace(() => this.measure(this.layout.count));
-  }
-
   measure(count) {
     this.width = this.host.clientWidth;
     const before = this.layout;
     this.layout = gridLayout(count, this.width, this.size, this.aspect);
-    const { columns, numRows, height, cellWidth, pictureHeight, caption } = this.layout;
-    this.mapped = Math.min(height, MOST_HEIGHT_PX);
-    this.canvas.style.height = `${this.mapped}px`;
+    const { columns, rowHeight, cellWidth, pictureHeight, caption } = this.layout;
+    this.setRows(Math.ceil(count / columns), rowHeight);
     this.host.style.setProperty("--pic", `${cellWidth}px`);
     this.host.style.setProperty("--pic-height", `${pictureHeight}px`);
     this.host.dataset.captions = caption ? "yes" : "no";
-    this.host.setAttribute("aria-rowcount", numRows);
+    this.host.setAttribute("aria-rowcount", this.numRows);
     this.host.setAttribute("aria-colcount", columns);
-    if (before.columns === columns && before.rowHeight === this.layout.rowHeight) return;
+    if (before.columns === columns && before.rowHeight === rowHeight) return;
     for (const row of this.rows.values()) row.element.remove();
     this.rows.clear();
     this.spare = [];
@@ -122,10 +247,10 @@ export class Grid {
   /** Changes something about the layout while the focused cell, or else the first in sight, keeps its place on the screen. */
   keepPlace(change) {
     const focusInside = this.host.contains(document.activeElement);
-    const y = (index) => Math.floor(index / this.layout.columns) * this.layout.rowHeight - this.top;
-    const inSight = (place) => place >= this.inset() - this.layout.rowHeight && place < window.innerHeight;
+    const y = (index) => Math.floor(index / this.layout.columns) * this.rowHeight - this.top;
+    const inSight = (place) => place >= this.inset() - this.rowHeight && place < window.innerHeight;
     const anchored = this.actual() > -this.inset() && this.layout.count > 0;
-    const first = Math.max(0, Math.floor((this.top + this.inset()) / this.layout.rowHeight)) * this.layout.columns;
+    const first = Math.max(0, Math.floor((this.top + this.inset()) / this.rowHeight)) * this.layout.columns;
     const anchor = inSight(y(this.active)) ? this.active : first;
     const before = y(anchor);
     change();
@@ -144,123 +269,36 @@ export class Grid {
     this.last.y = this.actual();
   }
 
-  actual() {
-    return -this.host.getBoundingClientRect().top;
+  /** The first and last index of rows. */
+  indices(firstRow, lastRow) {
+    const { columns, count } = this.layout;
+    return [Math.max(0, firstRow) * columns, Math.min(count, (lastRow + 1) * columns) - 1];
   }
 
-  /** Where the top of the window is in the whole grid, by where it is in the mapped height. */
-  wholeOf(actual) {
-    const room = this.mapped - window.innerHeight;
-    if (actual <= 0 || this.mapped === this.layout.height || room <= 0) return actual;
-    if (actual >= room) return this.layout.height - window.innerHeight + (actual - room);
-    return (actual / room) * (this.layout.height - window.innerHeight);
+  focusedRow() {
+    return this.host.contains(document.activeElement) ? Math.floor(this.active / this.layout.columns) : null;
   }
 
-  mappedOf(whole) {
-    const room = this.mapped - window.innerHeight;
-    const wholeRoom = this.layout.height - window.innerHeight;
-    if (whole <= 0 || this.mapped === this.layout.height || room <= 0) return whole;
-    if (whole >= wholeRoom) return room + (whole - wholeRoom);
-    return (whole / wholeRoom) * room;
+  rendered(first, last) {
+    this.makeReachable(...this.indices(first, last));
+    if (!this.fast && this.layout.count > 0) this.onLook(...this.indices(first - this.spareRows, last + this.spareRows));
   }
 
-  place() {
-    const y = this.actual();
-    this.top = this.wholeOf(y);
-    this.last = { y, at: performance.now() };
-  }
-
-  scrollTo(whole) {
-    const limit = Math.max(0, this.layout.height - window.innerHeight + GAP);
-    const target = Math.min(whole, limit);
-    const y = this.mappedOf(target);
-    window.scrollTo(0, window.scrollY + y - this.actual());
-    this.last = { y: this.actual(), at: performance.now() };
-    this.top = this.mapped === this.layout.height ? this.last.y : target;
-  }
-
-  scrolled() {
-    const now = performance.now();
-    const y = this.actual();
-    const moved = y - this.last.y;
-    const edge = y <= 0 || y >= this.mapped - window.innerHeight;
-    // On a mapped height a wheel's step moves by as many pixels as anywhere; only a dragged bar or an edge uses the map.
-    if (this.mapped === this.layout.height || edge || Math.abs(moved) > 2 * window.innerHeight) this.top = this.wholeOf(y);
-    else this.top += moved;
-    this.fast = Math.abs(moved) / Math.max(1, now - this.last.at) > FAST_PX_A_MS && Math.abs(moved) > 40;
-    this.last = { y, at: now };
-    clearTimeout(this.settling);
-    this.settling = setTimeout(() => this.settled(), SETTLED_MS);
-    this.soon();
-  }
-
-  settled() {
-    this.fast = false;
-    const y = this.mappedOf(this.top);
-    if (Math.abs(y - this.actual()) > 1 && this.actual() > 0) this.scrollTo(this.top);
-    this.repaint();
-  }
-
-  soon() {
-    if (this.frame === null) this.frame = requestAnimationFrame(() => this.render());
-  }
-
-  /** Shows again what may have changed, in the same places. */
-  repaint() {
-    for (const row of this.rows.values()) this.paintRow(row);
-    this.soon();
-  }
-
-  range() {
-    const { rowHeight, numRows, columns, count } = this.layout;
-    const bound = (row) => Math.max(0, Math.min(numRows - 1, row));
-    const first = bound(Math.floor(this.top / rowHeight));
-    const last = bound(Math.floor((this.top + window.innerHeight) / rowHeight));
-    return { first, last, firstIndex: first * columns, lastIndex: Math.min(count, (last + 1) * columns) - 1 };
-  }
-
-  render() {
-    this.frame = null;
-    if (this.closed) return;
-    const { numRows, columns, count } = this.layout;
-    const { first, last, firstIndex, lastIndex } = this.range();
-    const wanted = new Set();
-    for (let row = Math.max(0, first - SPARE_ROWS); row <= Math.min(numRows - 1, last + SPARE_ROWS); row += 1) wanted.add(row);
-    // A cell with the focus stays in the page though it is out of sight, or the keys would go nowhere.
-    if (count > 0 && this.host.contains(document.activeElement)) wanted.add(Math.floor(this.active / columns));
-    for (const [number, row] of this.rows) {
-      if (wanted.has(number)) continue;
-      this.rows.delete(number);
-      row.element.hidden = true;
-      this.spare.push(row);
-    }
-    const shift = this.top - this.actual();
-    for (const number of wanted) this.placeRow(number, shift);
-    this.makeReachable(firstIndex, lastIndex);
-    const spare = SPARE_ROWS * columns;
-    if (!this.fast && count > 0) this.onLook(Math.max(0, firstIndex - spare), Math.min(count - 1, lastIndex + spare));
-  }
-
-  placeRow(number, shift) {
-    let row = this.rows.get(number);
-    if (!row) {
-      row = this.spare.pop() ?? this.newRow();
-      row.number = number;
-      this.rows.set(number, row);
+  takeRow() {
+    const row = this.spare.pop();
+    if (row) {
       row.element.hidden = false;
-      row.element.setAttribute("aria-rowindex", number + 1);
-      this.paintRow(row);
+      return row;
     }
-    const y = Math.round(number * this.layout.rowHeight - shift);
-    if (row.y !== y) row.element.style.transform = `translateY(${y}px)`;
-    row.y = y;
-  }
-
-  newRow() {
     const cells = Array.from({ length: this.layout.columns }, (_, column) => newCell(column));
     const element = h("div", { class: "grid-row", role: "row" }, cells.map((cell) => cell.element));
     this.canvas.append(element);
     return { element, cells, number: -1, y: null };
+  }
+
+  dropRow(row) {
+    row.element.hidden = true;
+    this.spare.push(row);
   }
 
   paintRow(row) {
@@ -284,10 +322,7 @@ export class Grid {
     cell.painted = painted;
     cell.label = about.label;
     showCell(cell, about, url);
-    if (url) this.keepUrl(url);
-  }
-
-  keepUrl(url) {
+    if (!url) return;
     if (this.urls.size > MOST_URLS_KEPT) this.urls.clear();
     this.urls.add(url);
   }
@@ -320,8 +355,8 @@ export class Grid {
 
   key(event) {
     if (event.ctrlKey || event.metaKey || event.altKey || !event.target.closest("[data-index]")) return;
-    const { columns, rowHeight, count } = this.layout;
-    const screen = Math.max(1, Math.floor((window.innerHeight - this.inset()) / rowHeight)) * columns;
+    const { columns, count } = this.layout;
+    const screen = Math.max(1, Math.floor((window.innerHeight - this.inset()) / this.rowHeight)) * columns;
     const steps = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns, ArrowDown: columns, PageUp: -screen, PageDown: screen, Home: -count, End: count };
     if (event.key === "Enter" || event.key === " ") this.onOpen(this.active);
     else if (event.key in steps) this.moveBy(steps[event.key]);
@@ -345,10 +380,9 @@ export class Grid {
   focusCell(index) {
     if (this.layout.count === 0) return;
     this.active = Math.min(index, this.layout.count - 1);
-    const { columns, rowHeight } = this.layout;
-    const y = Math.floor(this.active / columns) * rowHeight;
+    const y = Math.floor(this.active / this.layout.columns) * this.rowHeight;
     if (y < this.top + this.inset()) this.scrollTo(y - this.inset() - GAP);
-    else if (y + rowHeight > this.top + window.innerHeight) this.scrollTo(y + rowHeight - window.innerHeight + GAP);
+    else if (y + this.rowHeight > this.top + window.innerHeight) this.scrollTo(y + this.rowHeight - window.innerHeight + GAP);
     this.render();
     // The row may not be rendered yet where the focus comes from outside the grid and the place was far.
     this.cellAt(this.active)?.element.focus({ preventScroll: true });

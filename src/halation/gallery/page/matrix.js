@@ -3,11 +3,10 @@
 import { thumb } from "./api.js";
 import { fill, h, setStyle, setText } from "./dom.js";
 import { countText, lossText } from "./format.js";
+import { RowScroller } from "./grid.js";
 import { ago } from "./parts.js";
 
-const OVERSCAN = 3;
 const GAP_PX = 6;
-const SETTLE_MS = 90;
 const COMING_S = 900;
 
 function hasPicture(cell) {
@@ -54,7 +53,7 @@ class Row {
   constructor(matrix, step) {
     this.step = step;
     this.head = h("div", { class: "matrix-step", role: "rowheader", "aria-colindex": 1 });
-    this.node = h("div", { class: "matrix-row", role: "row", dataset: { step } }, this.head);
+    this.element = h("div", { class: "matrix-row", role: "row", dataset: { step } }, this.head);
     this.cells = [];
     this.matrix = matrix;
   }
@@ -64,7 +63,7 @@ class Row {
     while (this.cells.length < prompts.length) {
       const cell = new Cell(this.matrix, this.cells.length);
       this.cells.push(cell);
-      this.node.append(cell.node);
+      this.element.append(cell.node);
     }
     fill(this.head, head);
     prompts.forEach((prompt, index) => this.cells[index].update(cells?.[index] ?? null, `${label}, ${prompt.prompt}`, this.matrix.isPixelated(prompt), coming));
@@ -75,27 +74,46 @@ class Row {
   }
 }
 
-export class Matrix {
+export class Matrix extends RowScroller {
   constructor(host, { run, onOpen, onPin, onFocus }) {
+    const body = h("div", { class: "matrix-body", role: "rowgroup" });
+    const scroller = h("div", { class: "matrix", id: "matrix", role: "grid", "aria-label": "Samples: rows are steps, columns are prompts" });
+    super(body, { scroller, spareRows: 3, headRows: 1 });
     Object.assign(this, { run, onOpen, onPin, onFocus });
-    this.rows = new Map();
     this.columns = h("div", { class: "matrix-row matrix-columns", role: "row", "aria-rowindex": 1 });
     this.teacher = new Row(this, "teacher");
-    this.teacher.node.classList.add("matrix-teacher");
-    this.head = h("div", { class: "matrix-head", role: "rowgroup" }, this.columns, this.teacher.node);
-    this.body = h("div", { class: "matrix-body", role: "rowgroup" });
-    this.scroller = h("div", { class: "matrix", id: "matrix", role: "grid", "aria-label": "Samples: rows are steps, columns are prompts" }, this.head, this.body);
+    this.teacher.element.classList.add("matrix-teacher");
+    this.head = h("div", { class: "matrix-head", role: "rowgroup" }, this.columns, this.teacher.element);
+    scroller.append(this.head, body);
     this.more = h("button", { class: "button matrix-more", id: "matrix-more", type: "button", hidden: true, onclick: () => this.toNewest() });
-    fill(host, h("div", { class: "matrix-wrap" }, this.scroller, this.more));
+    fill(host, h("div", { class: "matrix-wrap" }, scroller, this.more));
+    this.order = [];
     this.focused = null;
     this.numUnseen = 0;
-    this.lastTop = 0;
-    this.scroller.addEventListener("scroll", () => this.scrolled(), { passive: true });
-    this.scroller.addEventListener("click", (event) => this.clicked(event));
-    this.scroller.addEventListener("keydown", (event) => this.key(event));
-    this.scroller.addEventListener("focusin", (event) => this.focusCame(event));
-    this.observer = new ResizeObserver(() => this.render());
-    this.observer.observe(this.scroller);
+    scroller.addEventListener("click", (event) => this.clicked(event));
+    scroller.addEventListener("keydown", (event) => this.key(event));
+    scroller.addEventListener("focusin", (event) => this.focusCame(event));
+    this.observer = new ResizeObserver(() => {
+      this.place();
+      this.render();
+    });
+    this.observer.observe(scroller);
+  }
+
+  viewHeight() {
+    return this.scroller.clientHeight - this.head.offsetHeight;
+  }
+
+  keyOf(number) {
+    return this.order[number].step;
+  }
+
+  numberOf(step) {
+    return this.indexOf.get(step);
+  }
+
+  focusedRow() {
+    return this.focused ? this.indexOf.get(this.focused.step) : null;
   }
 
   isPixelated(prompt) {
@@ -111,15 +129,15 @@ export class Matrix {
     this.order = newestFirst ? [...detail.steps].reverse() : detail.steps;
     this.indexOf = new Map(this.order.map(({ step }, index) => [step, index]));
     this.checkpoints = new Map((detail.checkpoints ?? []).map((one) => [one.step, one.kind ?? "checkpoint"]));
-    this.measure();
     this.showHead(showTeacher);
+    this.measure();
     this.scroller.setAttribute("aria-rowcount", this.order.length + 1);
     this.scroller.setAttribute("aria-colcount", detail.prompts.length + 1);
-    setStyle(this.body, { height: `${this.order.length * this.rowHeight}px` });
     if (this.focused === null || !this.indexOf.has(this.focused.step)) this.focused = this.order.length ? { step: this.order[0].step, prompt: 0 } : null;
     this.keep(anchor);
-    for (const [step, row] of this.rows) if (!this.indexOf.has(step)) this.drop(step, row);
-    this.render(true);
+    this.place();
+    this.render();
+    for (const row of this.rows.values()) this.paintRow(row);
     this.count(fresh);
   }
 
@@ -127,7 +145,7 @@ export class Matrix {
     const shapes = this.detail.prompts.map(({ size }) => (size?.[0] > 0 ? size[1] / size[0] : 1));
     const tallest = Math.min(1.8, Math.max(0.4, ...shapes));
     const height = Math.round(this.size * tallest);
-    this.rowHeight = Math.max(height, 52) + GAP_PX;
+    this.setRows(this.order.length, Math.max(height, 52) + GAP_PX);
     setStyle(this.scroller, { "--cell": `${this.size}px`, "--cell-height": `${Math.max(height, 52)}px`, "--columns": String(this.detail.prompts.length) });
   }
 
@@ -139,102 +157,66 @@ export class Matrix {
     if (this.headText !== text) fill(this.columns, h("div", { class: "matrix-step matrix-corner", role: "columnheader", "aria-colindex": 1 }, "step"), heads);
     this.headText = text;
     const cells = showTeacher ? teacherCells(this.detail) : null;
-    this.teacher.node.hidden = cells === null;
+    this.teacher.element.hidden = cells === null;
     if (cells === null) return;
     this.teacher.update(cells, h("strong", null, "teacher"), "teacher");
     this.teacher.load();
   }
 
   anchor() {
-    if (!this.order || this.order.length === 0) return null;
-    const top = this.scroller.scrollTop;
-    const atEnd = top + this.scroller.clientHeight >= this.scroller.scrollHeight - 3;
-    if (this.newestFirst ? top <= 2 : atEnd && top > 2) return { follow: true };
-    const index = Math.min(this.order.length - 1, Math.floor(top / this.rowHeight));
-    return { step: this.order[index].step, share: top / this.rowHeight - index };
+    if (this.order.length === 0) return null;
+    if (this.mapped === this.height) this.place();
+    const atEnd = this.top + this.viewHeight() >= this.height - 3;
+    if (this.newestFirst ? this.top <= 2 : atEnd && this.top > 2) return { follow: true };
+    const index = Math.min(this.order.length - 1, Math.floor(this.top / this.rowHeight));
+    return { step: this.order[index].step, share: this.top / this.rowHeight - index };
   }
 
   keep(anchor) {
-    if (anchor === null) return;
-    if (anchor.follow) this.scroller.scrollTop = this.newestFirst ? 0 : this.scroller.scrollHeight;
-    else if (this.indexOf.has(anchor.step)) this.scroller.scrollTop = Math.round((this.indexOf.get(anchor.step) + anchor.share) * this.rowHeight);
+    if (anchor?.follow) this.scrollTo(this.newestFirst ? 0 : Infinity);
+    else if (anchor && this.indexOf.has(anchor.step)) this.scrollTo(Math.round((this.indexOf.get(anchor.step) + anchor.share) * this.rowHeight));
   }
 
   count(fresh) {
-    const away = this.newestFirst ? this.scroller.scrollTop > this.rowHeight : false;
-    this.numUnseen = away ? this.numUnseen + fresh.length : 0;
-    this.showMore();
-    for (const step of fresh) this.rows.get(step)?.node.classList.add("matrix-fresh");
+    const away = this.newestFirst && this.top > this.rowHeight;
+    this.showMore(away ? this.numUnseen + fresh.length : 0);
+    for (const step of fresh) this.rows.get(step)?.element.classList.add("matrix-fresh");
   }
 
-  showMore() {
-    this.more.hidden = this.numUnseen === 0;
-    setText(this.more, `↑ ${countText(this.numUnseen)} new`);
+  showMore(numUnseen) {
+    this.numUnseen = numUnseen;
+    this.more.hidden = numUnseen === 0;
+    setText(this.more, `↑ ${countText(numUnseen)} new`);
   }
 
   toNewest() {
-    this.numUnseen = 0;
-    this.showMore();
-    this.scroller.scrollTop = this.newestFirst ? 0 : this.scroller.scrollHeight;
+    this.showMore(0);
+    this.scrollTo(this.newestFirst ? 0 : Infinity);
   }
 
-  scrolled() {
-    if (this.pending) return;
-    this.pending = requestAnimationFrame(() => {
-      this.pending = null;
-      if (this.numUnseen > 0 && this.scroller.scrollTop < this.rowHeight) {
-        this.numUnseen = 0;
-        this.showMore();
-      }
-      this.render();
-    });
-  }
-
-  drop(step, row) {
-    row.node.remove();
-    this.rows.delete(step);
-  }
-
-  /** Makes the rows in sight (and the one with the focus), drops the others; images wait while one flies past. */
-  render(again = false) {
-    if (!this.order) return;
-    const top = this.scroller.scrollTop;
-    const first = Math.max(0, Math.floor(top / this.rowHeight) - OVERSCAN);
-    const last = Math.min(this.order.length - 1, Math.ceil((top + this.scroller.clientHeight) / this.rowHeight) + OVERSCAN);
-    const wanted = new Set();
-    for (let index = first; index <= last; index += 1) wanted.add(index);
-    if (this.focused) wanted.add(this.indexOf.get(this.focused.step));
-    for (const [step, row] of this.rows) if (!wanted.has(this.indexOf.get(step))) this.drop(step, row);
-    for (const index of wanted) this.showRow(index, again);
-    const fast = Math.abs(top - this.lastTop) > this.scroller.clientHeight * 0.8;
-    this.lastTop = top;
-    clearTimeout(this.settle);
-    if (fast) this.settle = setTimeout(() => this.loadRows(), SETTLE_MS);
-    else this.loadRows();
-  }
-
-  loadRows() {
-    for (const row of this.rows.values()) row.load();
-  }
-
-  showRow(index, again) {
-    const data = this.order[index];
-    let row = this.rows.get(data.step);
-    if (!row) row = this.makeRow(data.step, index);
-    else if (!again) return;
-    row.update(data.cells[this.variant], this.headOf(data), `step ${data.step}`, this.isComing(data));
-    row.node.setAttribute("aria-rowindex", index + 2);
-    setStyle(row.node, { transform: `translateY(${index * this.rowHeight}px)` });
-    this.markFocus(row);
+  /** Images wait while one flies past. */
+  rendered() {
+    if (this.numUnseen > 0 && this.top < this.rowHeight) this.showMore(0);
+    if (!this.fast) for (const row of this.rows.values()) row.load();
   }
 
   /** Rows stand in the document in their order on screen, for readers that go by it. */
-  makeRow(step, index) {
-    const row = new Row(this, step);
-    const after = [...this.rows.values()].filter((one) => this.indexOf.get(one.step) > index).sort((a, b) => this.indexOf.get(a.step) - this.indexOf.get(b.step))[0];
-    this.body.insertBefore(row.node, after ? after.node : null);
-    this.rows.set(step, row);
+  takeRow(number) {
+    const row = new Row(this, this.order[number].step);
+    const after = [...this.rows.values()].filter((one) => this.indexOf.get(one.step) > number).sort((a, b) => this.indexOf.get(a.step) - this.indexOf.get(b.step))[0];
+    this.canvas.insertBefore(row.element, after ? after.element : null);
     return row;
+  }
+
+  dropRow(row) {
+    row.element.remove();
+  }
+
+  paintRow(row) {
+    const data = this.order[row.number];
+    row.update(data.cells[this.variant], this.headOf(data), `step ${data.step}`, this.isComing(data));
+    if (!this.fast) row.load();
+    this.markFocus(row);
   }
 
   /** Whether the images that a step lacks are being drawn now: the newest step of a run that goes on. */
@@ -290,7 +272,7 @@ export class Matrix {
       next.tabIndex = 0;
       next.focus({ preventScroll: true });
       this.intoSight(next);
-    } else if (event.key === "ArrowDown" && this.order.length > 0) this.focus(Math.ceil(this.scroller.scrollTop / this.rowHeight), Number(head.dataset.prompt));
+    } else if (event.key === "ArrowDown" && this.order.length > 0) this.focus(Math.ceil(this.top / this.rowHeight), Number(head.dataset.prompt));
     else return;
     event.preventDefault();
   }
@@ -317,9 +299,8 @@ export class Matrix {
     const row = Math.min(this.order.length - 1, Math.max(0, index));
     this.focused = { step: this.order[row].step, prompt: Math.min(this.detail.prompts.length - 1, Math.max(0, prompt)) };
     const top = row * this.rowHeight;
-    const room = this.scroller.clientHeight - this.head.offsetHeight;
-    if (top < this.scroller.scrollTop) this.scroller.scrollTop = top;
-    else if (top + this.rowHeight > this.scroller.scrollTop + room) this.scroller.scrollTop = top + this.rowHeight - room;
+    if (top < this.top) this.scrollTo(top);
+    else if (top + this.rowHeight > this.top + this.viewHeight()) this.scrollTo(top + this.rowHeight - this.viewHeight());
     this.render();
     const button = this.rows.get(this.focused.step).cells[this.focused.prompt].button;
     button.focus({ preventScroll: true });
@@ -336,10 +317,5 @@ export class Matrix {
   /** Focus on a step and prompt (after the viewer was closed there). */
   focusPlace({ step, prompt }) {
     if (this.indexOf.has(step)) this.focus(this.indexOf.get(step), prompt);
-  }
-
-  destroy() {
-    this.observer.disconnect();
-    clearTimeout(this.settle);
   }
 }

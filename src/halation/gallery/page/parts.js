@@ -1,6 +1,6 @@
 // Small pieces that every view shows: chips, bars, times, empty places, notices.
 
-import { append, fill, h, setText, showDialog, svg } from "./dom.js";
+import { append, fill, h, setText, showModal, svg } from "./dom.js";
 import { agoText, percentText, pluralText, timeText } from "./format.js";
 
 /** A chip with the state's colour and its word; what ended with failures is not all green. */
@@ -71,16 +71,8 @@ function wholeFlags(command) {
 
 /** A command to type, with a button that copies it. */
 export function commandLine(command) {
-  return h("div", { class: "command" }, h("code", { tabindex: 0 }, wholeFlags(command)), copyButton(command, "Copy the command"));
-}
-
-/** A button that copies text and says so. */
-export function copyButton(text, label) {
-  return h(
-    "button",
-    { class: "button button-quiet", type: "button", "aria-label": label, dataset: { action: "copy" }, onclick: () => copyText(text) },
-    "Copy",
-  );
+  const copy = h("button", { class: "button button-quiet", type: "button", "aria-label": "Copy the command", dataset: { action: "copy" }, onclick: () => copyText(command) }, "Copy");
+  return h("div", { class: "command" }, h("code", { tabindex: 0 }, wholeFlags(command)), copy);
 }
 
 async function copyText(text) {
@@ -173,7 +165,6 @@ export function segmented(label, options, value, onPick) {
 
 /** A modal dialog with a title and a close button; focus goes back to where it was. Returns {dialog, body, close}. */
 export function openDialog(title, { id, kind = "", onClose } = {}) {
-  const before = document.activeElement;
   const heading = h("h2", { id: `${id}-title` }, title);
   const body = h("div", { class: "dialog-body" });
   const dialog = h(
@@ -185,13 +176,7 @@ export function openDialog(title, { id, kind = "", onClose } = {}) {
   dialog.addEventListener("click", (event) => {
     if (event.target === dialog) dialog.close();
   });
-  dialog.addEventListener("close", () => {
-    dialog.remove();
-    if (onClose) onClose();
-    if (before instanceof HTMLElement && before.isConnected) before.focus({ preventScroll: true });
-  });
-  document.body.append(dialog);
-  showDialog(dialog);
+  showModal(dialog, onClose);
   return { dialog, body, heading, close: () => dialog.close() };
 }
 

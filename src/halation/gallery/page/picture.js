@@ -2,15 +2,14 @@
 
 import { exported, full, get, inside } from "./api.js";
 import { fill, h, setText } from "./dom.js";
-import { bytesText, countText, durationText, pluralText, valueText } from "./format.js";
+import { bytesText, countText, durationText, pluralText, valueText, workerText } from "./format.js";
 import { announce, commandLine, openDialog, stateChip } from "./parts.js";
-import { workerText } from "./progress.js";
 
 const SPEC_AFTER_MS = 90;
 const OUTCOME_WORDS = { num_bytes: "size of the file", micro_batch: "drawn together", epoch: "pass", sha256: "sha256", seconds: "time", attempts: "attempts", worker: "worker" };
 
 /** Name and value pairs as rows; what is null is left out. */
-export function pairRows(values, words = {}) {
+function pairRows(values, words = {}) {
   const rows = Object.entries(values ?? {}).filter(([, value]) => value !== null && value !== undefined && value !== "");
   return h("table", { class: "table table-pairs" }, h("tbody", null, rows.map(([name, value]) => h("tr", { dataset: { name } }, h("th", { scope: "row" }, words[name] ?? name), h("td", null, valueText(value))))));
 }

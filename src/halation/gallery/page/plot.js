@@ -9,7 +9,7 @@ const LABEL_PX = 12;
 const NUM_COLOURS = 6;
 
 /** Round numbers that cover [low, high] with about `count` ticks. */
-export function linearTicks(low, high, count) {
+function linearTicks(low, high, count) {
   const rough = (high - low) / Math.max(1, count);
   if (!(rough > 0)) return [low];
   const power = 10 ** Math.floor(Math.log10(rough));
@@ -30,7 +30,7 @@ function logTicks(low, high, count) {
 }
 
 /** At most four points a pixel column (first, lowest, highest, last): looks the same, draws fast. */
-export function thinPoints(points, toX) {
+function thinPoints(points, toX) {
   const kept = [];
   let column = null;
   let bucket = [];
@@ -90,7 +90,11 @@ function textWidth(text) {
   return Math.ceil(textWidth.context.measureText(text).width * 1.08);
 }
 
-class Plot {
+/**
+ * Draws into host: {series: [{name, points: [[x, y, spread?]], faint, dots, dashed, colour}], legend: false for none, marks: [{x, label}],
+ * onHover(x | null), log, unit, label, xName}.
+ */
+export class Plot {
   constructor(host, options) {
     this.host = host;
     this.picture = svg("svg", { class: "plot-picture", tabindex: 0, role: "img" });
@@ -269,12 +273,4 @@ class Plot {
   destroy() {
     this.observer.disconnect();
   }
-}
-
-/**
- * Draws into host: {series: [{name, points: [[x, y, spread?]], faint, dots, dashed, colour}], legend: false for none, marks: [{x, label}], onHover(x | null), log, unit, label, xName}.
- * Returns {update(options), setCursor(x), destroy()}.
- */
-export function plot(host, options) {
-  return new Plot(host, options);
 }

@@ -1,12 +1,57 @@
 // Every number of every run: a table of runs and metrics with where each comes from, plots over checkpoints, and the images at both ends.
 
 import { full, get, inside, steadily, thumb } from "./api.js";
-import { betterOf, comparableGroups, differenceText, lowerIsBetter } from "./comparable.js";
 import { fill, h, svg } from "./dom.js";
 import { countText, numberText, pluralText, valueText } from "./format.js";
 import { emptyState, errorState, skeleton } from "./parts.js";
-import { plot } from "./plot.js";
-import { openViewer } from "./viewer.js";
+import { Plot } from "./plot.js";
+import { Viewer } from "./viewer.js";
+
+const DECIDING = ["extractor", "weights_sha256", "weights", "resize", "precision", "reference_hash", "reference", "num_generated", "num_reference", "subsets", "subset_size", "nearest_k"];
+/** Means over images: more of them make such a number surer, not another one. */
+const FREE_OF_COUNTS = ["kid", "clip", "agreement"];
+const COUNTS = ["num_generated", "num_reference", "subsets", "subset_size"];
+const NAMED_BY = { weights: "weights_sha256", reference: "reference_hash" };
+
+/** The names in which two provenances are known to differ; what one of them does not say counts as the same. */
+function differences(a, b, metric) {
+  return DECIDING.filter((name) => {
+    if (COUNTS.includes(name) && FREE_OF_COUNTS.includes(metric)) return false;
+    const hash = NAMED_BY[name];
+    if (hash && a?.[hash] && b?.[hash]) return false;
+    const [mine, other] = [a?.[name], b?.[name]];
+    if (mine === undefined || mine === null || other === undefined || other === null) return false;
+    return JSON.stringify(mine) !== JSON.stringify(other);
+  });
+}
+
+/** Lists of scores of one metric that compare with each other, the largest first. */
+export function comparableGroups(scores) {
+  const groups = [];
+  for (const score of scores) {
+    const group = groups.find(([first]) => differences(first.provenance, score.provenance, score.metric).length === 0);
+    if (group) group.push(score);
+    else groups.push([score]);
+  }
+  return groups.sort((a, b) => b.length - a.length);
+}
+
+/** A sentence on how a group differs from the first one: "resize tf instead of clean". */
+function differenceText(first, other) {
+  const names = differences(first.provenance, other.provenance, first.metric);
+  const short = (value) => (typeof value === "string" && /^[0-9a-f]{32,}$/.test(value) ? `${value.slice(0, 8)}…` : String(value));
+  return names.map((name) => `${name.replaceAll("_", " ")} ${short(other.provenance[name])} instead of ${short(first.provenance[name])}`).join(", ");
+}
+
+function lowerIsBetter(score) {
+  return ["lowest", "lower"].includes(score.better);
+}
+
+/** The better of two scores by their own direction; of two equals the first, which may be missing. */
+function betterOf(a, b) {
+  if (a === null || a === undefined) return b;
+  return (lowerIsBetter(a) ? b.value < a.value : b.value > a.value) ? b : a;
+}
 
 const SCORES_AGAIN_MS = 1500;
 const NUM_LOOKS = 12;
@@ -17,7 +62,7 @@ function finite(score) {
 }
 
 /** Runs and metrics of a list of scores: what the table, the plots and the legend are drawn from. */
-export function arrangeScores(scores) {
+function arrangeScores(scores) {
   const runs = new Map();
   const metrics = new Map();
   for (const score of scores.filter(finite)) {
@@ -233,7 +278,7 @@ class ScorePlots {
       const plotted = new Set(runs.flatMap((run) => (run.cells.get(metric.title) ?? []).filter((score) => score.step !== null).map((score) => metric.groupOf(run.key, score))));
       const note = plotted.size > 1 ? h("span", { class: "score-mixed", title: "Lines with other letters were computed in another way" }, "not all comparable") : null;
       this.grid.append(h("figure", { class: "panel score-figure" }, h("figcaption", null, h("strong", null, metric.title), h("span", { class: "muted small" }, metric.lower ? " ↓ lower is better" : " ↑ higher is better"), note), host));
-      return { plot: plot(host, { series: [], label: metric.title }) };
+      return { plot: new Plot(host, { series: [], label: metric.title }) };
     });
   }
 
@@ -267,7 +312,7 @@ function extremeStrip(report, side, title) {
   const run = report.run || report.id;
   const all = report[side] ?? [];
   if (all.length === 0) return null;
-  const open = (at) => openViewer({
+  const open = (at) => new Viewer({
     items: all.length,
     at,
     unit: "image",
