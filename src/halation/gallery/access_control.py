@@ -83,8 +83,8 @@ class AllowedHosts:
     """Names this page is served by. A foreign name that was made to point here (DNS rebinding) is not among them.
 
     Any port will do: through `ssh -L 9000:127.0.0.1:8642` the page is at port 9000. Where the network can reach the
-    page, it may be by any address (containers and routers give machines addresses they do not know of), since nobody can point
-    an address elsewhere, but only by the machine's own names.
+    page, it may be by any address (containers and routers give machines addresses they do not know of), since an
+    address cannot be pointed elsewhere, but only by the machine's own names.
     """
 
     def __init__(self, listen_host: str, host_names: Iterable[str] = ()) -> None:
@@ -119,7 +119,7 @@ class AccessMiddleware:
         self._cookie_value = hashlib.blake2b(b"halation gallery cookie", key=self._token, digest_size=32).hexdigest()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "websocket":  # nobody listens to one, and none gets past the questions below
+        if scope["type"] == "websocket":  # the page has none
             await send({"type": "websocket.close", "code": 1008})
             return
         if scope["type"] != "http":

@@ -43,7 +43,7 @@ RESOLVED_DEFAULTS = {
     "train": {"image_size": (64, 64), "time_sampling": "logit_normal", "time_shift": 1.0},
     "distill": {"time_sampling": "logit_normal", "time_shift": 1.0},
 }
-"""What a record holds where a command settled what nobody chose; what a model on disk decides is not known here."""
+"""Defaults that a command resolves before it writes the record; those that a model on disk decides are not known here."""
 FIRST_POLL_TIMEOUT_S = 0.8
 """The link is printed after that even where the folders are still being searched."""
 
@@ -158,7 +158,7 @@ def build_catalog(dirs: Sequence[Path]) -> RunCatalog:
 
 
 def _default_settings(command: str, config_type: type[Any]) -> dict[str, Any]:
-    """Settings that nobody chose, as they stand in a run's record."""
+    """The default settings, as they stand in a run's record."""
     fields = dataclasses.fields(config_type)
     values = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
     values |= {f.name: f.default_factory() for f in fields if f.default_factory is not dataclasses.MISSING}
@@ -233,7 +233,7 @@ def _startup_message(
         inner = "[::1]" if ":" in config.host else "127.0.0.1"
         lines.append(f"  from a laptop  ssh -N -L {port}:{inner}:{port} {_ssh_target()}   then open the link there")
     if config.allow_control:
-        lines.append("  control        whoever has the link may ask trainings to sample, save or stop")
+        lines.append("  control        anyone with the link may ask trainings to sample, save or stop")
     lines += ["  to end         Ctrl+C; the runs do not notice", ""]
     return "\n".join(lines)
 

@@ -18,7 +18,7 @@ from halation.input_files import MAX_TABLE_ROWS
 ABSENT = -1
 MAX_SIZES = 20
 MAX_SEARCH_WORDS = 16
-"""Of a whole prompt that somebody pasted, the longest words are enough to find it."""
+"""Of a whole prompt that was pasted, the longest words are enough to find it."""
 WILDCARD = "…"
 """Stands for whatever differs; a page takes it for any letters when it looks for the rows of a reason."""
 VARIABLE_PART = re.compile(r"""('[^']*'|"[^"]*"|`[^`]*`|[^\s/]{0,200}/\S*[^\s:;,.)]|\d+(?:\.\d+)?)""")

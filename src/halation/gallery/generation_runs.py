@@ -205,7 +205,7 @@ class GenerationRun(RunEntry):
         return max(0, known[-1][1] - known[0][1]) / seconds if seconds > 1.0 else None
 
     def _load_index(self) -> RowIndex:
-        """The rows; read now if nobody looked at them yet. Raises sqlite3.Error where that cannot be done."""
+        """The rows, read now if they were not yet. Raises sqlite3.Error where that cannot be done."""
         if self._index is None:
             with self._ledger.connect() as connection, _read_snapshot(connection):
                 self._index = RowIndex(connection)
@@ -320,7 +320,7 @@ class GenerationRun(RunEntry):
         return self._find_inside(self.folder / (f"{name}.png" if num_frames == 1 else frame_name(name, frame)))
 
     def spec(self, key: str) -> dict[str, Any] | None:
-        """All that decided an image, what became of it, and how to draw it again; None for a key that is nobody's."""
+        """The spec of an image, its outcome, and the command that draws it again; None for an unknown key."""
         found = self._read_row(key, ("name", "state", "epoch", *SPEC_COLUMNS, *OUTCOME_COLUMNS))
         if not found:
             return None

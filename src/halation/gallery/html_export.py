@@ -108,7 +108,7 @@ def export(
 
 
 def merge_contents(entries: Sequence[SafeRunEntry], contents: Sequence[PageContent]) -> PageContent:
-    """What several runs' pages are given as one: their lists are joined, and what is left out is said of whom."""
+    """The contents of several runs as one: lists are joined, and what is left out names its run."""
     if len(contents) == 1:
         return contents[0]
     merged = PageContent()
@@ -165,7 +165,7 @@ def _write_error(path: Path, error: OSError) -> InputError:
     return InputError(
         f"--export {path} cannot be written: {error.strerror or error}",
         "a place that can be, with some megabytes free",
-        "choose another, or mend that",
+        "choose another, or fix that",
     )
 
 

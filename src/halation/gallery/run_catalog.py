@@ -59,12 +59,12 @@ RUN_KINDS = ("train", "distill", "sample", "generate", "watch")
 MAX_DEPTH = 6
 MAX_CHILDREN = 2_000
 MAX_ROOT_CHILDREN = 200_000
-"""A folder with more is one of images; not one that somebody named, which is looked through."""
+"""A folder with more entries is one of images and not searched, unless it was named on the command line."""
 SCAN_EVERY_S = 3.0
 REFRESH_IDLE_EVERY_S = 5.0
 """How often a run that is not running is looked at."""
 NON_RUN_FOLDERS = ("checkpoints", "samples", "logs", "export", "evaluation", "cache", "tensorboard", "wandb", "control")
-"""Folders of a training that hold no runs; any other one below it may be a run that somebody put there."""
+"""Folders of a training that hold no runs; any other one below it may be a run."""
 MTIME_SETTLE_S = 2.0
 """A folder that changed so recently may change again within the same tick of its clock, so it is read once more."""
 
@@ -79,7 +79,7 @@ class RunEntry:
     unit = "steps"
 
     def __init__(self, folder: Path, id: str, defaults: Mapping[str, Mapping[str, Any]] | None = None) -> None:
-        """`defaults` are settings that nobody has to be told of, by kind."""
+        """`defaults` are the default settings by kind of run."""
         self.id = id
         self.folder = folder
         self.version = 0

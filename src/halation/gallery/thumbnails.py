@@ -45,7 +45,7 @@ class ThumbnailCache:
         self._decoders = threading.BoundedSemaphore(NUM_DECODERS)
         self._lock = threading.Lock()
         self._name_locks: dict[str, tuple[threading.Lock, int]] = {}
-        # Due at the first write: whoever ran before may have left too many.
+        # Due at the first write: earlier processes may have left too many.
         self._num_written = EVICT_EVERY - 1
 
     def get(self, path: Path, size: int = 256) -> bytes | None:

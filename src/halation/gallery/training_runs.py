@@ -126,7 +126,7 @@ class MetricRows:
     def rows_after(self, cursor: int) -> dict[str, Any]:
         """Rows after a place that an earlier answer gave as `next`.
 
-        All of them, thinned, for 0, after a rewind, and for whoever was away for so long that these would be too many.
+        All of them, thinned, for 0, after a rewrite, and for a page that was away for so long that these would be too many.
         """
         generation, number = divmod(cursor, GENERATION_STRIDE)
         next_cursor = self.generation * GENERATION_STRIDE + self.num_rows

@@ -40,6 +40,7 @@ LEDGER_NAMES: dict[LedgerKind, str] = {"sqlite": LEDGER_FILE, "files": "ledger"}
 STATES: tuple[RowState, ...] = ("open", "done", "failed")
 OPEN, DONE, FAILED = range(len(STATES))
 """A state as the table has it."""
+REMEDY = "fix that, for a full disk free some space, then run the same command again"
 RETRY_WAITS_S = (0.1, 0.5, 2.0)
 CLOSE_WAIT_MS = 2_000
 CLOSE_WAITS_S = (0.02, 0.1, 0.4)
@@ -237,7 +238,7 @@ class Ledger:
                     write_atomic(self._digest_path, digest.encode(), point="ledger.digest")
 
     def _remove_wal(self) -> None:
-        """Whoever is the last to close removes the log; a reader cannot, so it is tried again once that has gone."""
+        """The last connection to close removes the log; a reader cannot, so this is tried again once it has gone."""
         wal_path = self._log_path
         for wait_s in CLOSE_WAITS_S:
             try:
@@ -618,8 +619,7 @@ class Ledger:
             except (sqlite3.OperationalError, OSError) as error:
                 if wait_s is None:
                     raise HalationError(
-                        f"cannot write {self.path}: {getattr(error, 'strerror', None) or error}; "
-                        "mend that, for a full disk free some space, then run the same command again"
+                        f"cannot write {self.path}: {getattr(error, 'strerror', None) or error}; {REMEDY}"
                     ) from error
                 time.sleep(wait_s)
         raise AssertionError("unreachable")
@@ -708,14 +708,12 @@ def _parse_request(row: Sequence[Any]) -> ImageRequest:
 
 
 def _database_error(path: Path, error: Exception) -> HalationError:
-    """What a person should read: the disk is full or broken, or the file is."""
+    """The error for users: the disk is full or broken, or the file is damaged."""
     if isinstance(error, RefusedFileError):
         return error.as_input_error()
     disk = ("disk is full", "disk I/O", "unable to open", "readonly", "locked")
     if isinstance(error, OSError) or any(words in str(error) for words in disk):
-        return HalationError(
-            f"cannot read or write {path}: {error}; mend that, for a full disk free some space, then run the same command again"
-        )
+        return HalationError(f"cannot read or write {path}: {error}; {REMEDY}")
     return InputError(
         f"{path} is damaged: {error}",
         "the ledger as Halation wrote it",

@@ -103,7 +103,7 @@ class SqliteLedgerReader:
 
     def _open_connection(self) -> sqlite3.Connection:
         """Without a log no command has the ledger open: it is opened as immutable, or SQLite would create a log."""
-        if not os.path.isfile(self.path):  # SQLite would wait for somebody to write into a pipe
+        if not os.path.isfile(self.path):  # SQLite would wait for a writer of a pipe
             raise sqlite3.OperationalError("there is no such file")
         if not os.path.realpath(self.path).startswith(os.path.join(os.path.realpath(self.path.parent), "")):
             raise sqlite3.OperationalError("it is a link that leads out of the run")
