@@ -1,11 +1,12 @@
 """Named points where a test may make the program fail, hang or die; free otherwise.
 
-`HALATION_FAULT="name:N:action[:rank][:once]"` fires `action` the Nth time `fault_point(name)` is passed (N+ fires from then on);
-the name `*` counts every passage of every point. Several faults are separated by `;`. Actions: raise, kill, stop, sleep=SECONDS,
-OOM for a MemoryError, and ENOSPC, EIO, EROFS, EMFILE for OSErrors.
+`HALATION_FAULT="name:N:action[:rank][:once]"` fires `action` the Nth time `fault_point(name)` is passed (N+ fires
+from then on); the name `*` counts every passage of every point. Several faults are separated by `;`. Actions: raise,
+kill, stop, sleep=SECONDS, OOM for a MemoryError, and ENOSPC, EIO, EROFS, EMFILE for OSErrors.
 
-Each firing is appended to the file named by `HALATION_FAULT_LOG`, so that a test can prove that its fault fired. Passages are
-counted by process; `once` is for ranks that are started again: it fires only while the log has no word of it.
+Each firing is appended to the file named by `HALATION_FAULT_LOG`, so that a test can prove that its fault fired.
+Passages are counted by process; `once` is for ranks that are started again: it fires only while the log has no word
+of it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Opens files that come from users: regular files only, within size and memory limits.
 
-The limits of all readers stand here. `--input_limits SCALE` multiplies them (`--input_limits 4`), for all processes of a command;
-with them, nothing that is refused takes more than 2 GiB or 30 s. `--follow_links` allows links in a folder of images to lead out
-of it. Both reach other processes in the environment, and are no part of what a run is.
+The limits of all readers stand here. `--input_limits SCALE` multiplies them (`--input_limits 4`), for all processes
+of a command; with them, nothing that is refused takes more than 2 GiB or 30 s. `--follow_links` allows links in a
+folder of images to lead out of it. Both reach other processes in the environment, and are no part of what a run is.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ MAX_IMAGE_BYTES = 256 << 20
 MAX_IMAGE_PIXELS = 64 * 10**6
 """Of one image, and of all that the threads of a process decode at a time; one that is larger is decoded alone."""
 MAX_IMAGE_CHUNKS = 200_000
-"""Of a PNG, or segments before the pixels of a JPEG: each takes microseconds, and a file of 256 MiB could have 64 million."""
+"""Of a PNG, or segments before the pixels of a JPEG: each takes microseconds, 256 MiB could hold 64 million."""
 MAX_JPEG_SCANS = 100
 MAX_JPEG_SCANNED_PIXELS = 2 * 10**9
-"""Scans times pixels: each scan of a progressive JPEG goes over the whole image again. Cameras write 10 scans at most."""
+"""Scans times pixels: each scan of a progressive JPEG covers the whole image. Cameras write at most 10."""
 MAX_TABLE_BYTES = 512 << 20
 """Of a file, and of the text that a Parquet file unpacks to."""
 MAX_TABLE_ROWS = 5_000_000
@@ -166,8 +166,8 @@ def open_regular_file(
 ) -> BufferedReader:
     """A regular file, opened; RefusedFileError where it is something else, or another OSError.
 
-    A pipe or a device would keep its reader waiting, or give bytes without end. `within` is a folder that the file must really lie
-    in, whatever links lead to it; `max_bytes` the largest size, one of the limits above.
+    A pipe or a device would keep its reader waiting, or give bytes without end. `within` is a folder that the file
+    must really lie in, whatever links lead to it; `max_bytes` the largest size, one of the limits above.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
@@ -200,7 +200,7 @@ def _not_regular_error(path: str | Path, mode: int) -> OSError:
 
 
 def _real_path(descriptor: int, path: str | Path) -> str:
-    """Where an open file really is: Linux knows of the very one that is open, elsewhere its name is followed once more."""
+    """The real path of an open file: by its descriptor on Linux, elsewhere by its name."""
     try:
         return os.readlink(f"/proc/self/fd/{descriptor}")
     except OSError:
@@ -222,7 +222,8 @@ def walk_folder(
 ) -> Iterator[tuple[str, list[str], list[str]]]:
     """`os.walk` that follows links and comes to an end: a folder is not entered again below itself.
 
-    With `once`, a folder that has several names is entered under the first one alone. RefusedFileError beyond `max_entries`.
+    With `once`, a folder that has several names is entered under the first one alone. RefusedFileError beyond
+    `max_entries`.
     """
     above: dict[str, frozenset[tuple[int, int]]] = {os.fspath(folder): frozenset()}
     seen: set[tuple[int, int]] = set()

@@ -240,7 +240,7 @@ def _connect_peers(world: World) -> PeerLinks:
                     links[rank] = _connect(their_door, world.rank, deadline)
         if listener is not None:
             links |= _accept_links(listener, token, world.size - 1 - world.rank, deadline)
-    # A connection counts where both sides have it: one that the other side refused would look like a rank that has left.
+    # A connection counts where both sides have it; one that the other side refused would look like a lost rank.
     linked_by_rank = world.all_gather_object(sorted(links))
     for rank in [rank for rank in links if world.rank not in linked_by_rank[rank]]:
         links.pop(rank).close()

@@ -1,7 +1,7 @@
 """Starting ranks on this machine: devices, rendezvous, errors, restarts.
 
-The parent imports no torch and owns no port: rank 0 lets the system choose one and writes it to a private folder, so that
-two jobs can never meet.
+The parent imports no torch and owns no port: rank 0 lets the system choose one and writes it to a private folder, so
+that two jobs can never meet.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def slurm_world_size() -> int:
 
 
 def has_restarts_left() -> bool:
-    """Whether torchrun would restart ranks that end with an exit code; a rank that is asked to stop must then exit with 0."""
+    """Whether torchrun restarts ranks that end with an exit code; one that is asked to stop must then exit with 0."""
     counts = [os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("MAX_RESTARTS", "RESTART_COUNT")]
     return all(count.isdigit() for count in counts) and int(counts[0]) > int(counts[1])
 
@@ -224,8 +224,8 @@ class Launcher:
     ) -> None:
         """`run_rank(config)` is called on every rank; the config is passed to it as JSON.
 
-        `folder` is one that this job holds alone: what a killed launcher leaves in it is swept by the next one. `monitor` knows
-        whether the ranks still have a place to write to.
+        `folder` is one that this job holds alone: what a killed launcher leaves in it is swept by the next one.
+        `monitor` knows whether the ranks still have a place to write to.
         """
         self.run_rank = run_rank
         self.config = config
@@ -294,7 +294,7 @@ class Launcher:
             time.sleep(0.05)
 
     def _first_error(self, folder: Path, failed: list[int]) -> RankError:
-        """Wait a moment for the errors of other ranks, then return the earliest; a rank's own error comes before a kill."""
+        """Wait a moment for other ranks' errors, then return the earliest; a rank's own error comes before a kill."""
         deadline = time.monotonic() + GRACE_S
         while time.monotonic() < deadline and any(rank.poll() is None for rank in self.ranks):
             time.sleep(0.05)

@@ -21,7 +21,7 @@ def seed_all(seed: int, rank: int) -> None:
 
 
 def seed_for_image(seed: int) -> None:
-    """The same beginning on every rank, for what draws an image and asks a global state instead of the generator it was handed.
+    """Seed the global states alike on every rank, for samplers that ignore the generator they are given.
 
     Not by torch.manual_seed, which would also seed a GPU that is not in use yet.
     """
@@ -35,7 +35,7 @@ def seed_for_image(seed: int) -> None:
 
 @contextlib.contextmanager
 def fork_rng() -> Iterator[None]:
-    """Whatever is drawn inside, afterwards the states of python, numpy, torch and of every GPU in use are what they were."""
+    """Restore the states of python, numpy, torch and of every GPU in use at the end."""
     python, arrays, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     try:

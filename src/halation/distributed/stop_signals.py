@@ -20,8 +20,8 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 class StopSignals:
     """While entered, remembers the stop signal that this process received. SLURM usually sends SIGUSR1 before it kills.
 
-    A second one ends the process at once or, for a parent that has children to end first, sets `is_urgent`. Outside the
-    main thread no handler is installed: there signals belong to the caller.
+    A second one ends the process at once or, for a parent that has children to end first, sets `is_urgent`. Outside
+    the main thread no handler is installed: there signals belong to the caller.
     """
 
     def __init__(self, *, exit_on_second: bool = True) -> None:

@@ -52,7 +52,7 @@ class Peers(Protocol):
 
 @dataclass(kw_only=True)
 class World:
-    """This process among its peers. `rank` is global; collectives of tensors use the default group, words use `control`.
+    """This process among its peers. `rank` is global; tensors use the default group, other values `control`.
 
     A single process without a group has no `control` either.
     """
@@ -154,7 +154,8 @@ def init_from_env(device: torch.device | None = None, timeout_s: float = 600.0) 
             launcher.slurm_world_size(),
             int(environment.get("SLURM_LOCALID", "0")),
         )
-        job = f"{environment.get('SLURM_JOB_ID')}.{environment.get('SLURM_STEP_ID')}.{environment.get('SLURM_RESTART_COUNT', '0')}"
+        numbers = [environment.get(f"SLURM_{name}") for name in ("JOB_ID", "STEP_ID")]
+        job = f"{numbers[0]}.{numbers[1]}.{environment.get('SLURM_RESTART_COUNT', '0')}"
         folder = Path(environment.get("SLURM_SUBMIT_DIR", ".")) / f".halation_rendezvous_{job}"
         folder.mkdir(exist_ok=True)
         store = _rendezvous_via_folder(folder, rank, size, socket.gethostname(), timeout_s)
@@ -208,15 +209,17 @@ def _init_gpu(device: torch.device) -> None:
         raise InputError(
             f"torch {torch.__version__} cannot use {device}: {error}",
             "a CUDA build of torch that fits the driver",
-            "install one (`halation doctor` shows what is there), or train on the CPU with CUDA_VISIBLE_DEVICES= in front of the command",
+            "install one (`halation doctor` shows what is there), "
+            "or train on the CPU with CUDA_VISIBLE_DEVICES= in front of the command",
         ) from error
 
 
 def _fresh_prefix_store(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist.Store:
     """A corner of the store that no earlier start of these ranks has written to.
 
-    torchrun keeps its store when it starts ranks again, and gloo would take the addresses of dead ranks for those of living ones.
-    Restarts are counted by node and cannot tell starts apart, so each rank asks with a word that was never used before.
+    torchrun keeps its store when it starts ranks again, and gloo would take the addresses of dead ranks for those of
+    living ones. Restarts are counted by node and cannot tell starts apart, so each rank asks with a word that was
+    never used before.
     """
     token = os.urandom(8).hex()
     if rank > 0:
@@ -247,7 +250,7 @@ def _gather_via_store(store: dist.Store, rank: int, size: int, value: str) -> li
 
 
 def _rendezvous_via_folder(folder: Path, rank: int, size: int, host: str, timeout_s: float) -> dist.Store:
-    """Rank 0 listens on MASTER_PORT if that is set and free, else on a port the system picks, and leaves the address in the folder."""
+    """Rank 0 listens on MASTER_PORT if that is set and free, else on any port, and writes the address to the folder."""
     path = folder / "address"
     timeout = timedelta(seconds=timeout_s)
     if rank == 0:
@@ -306,8 +309,9 @@ def check_ranks_agree(world: World, named: Iterable[tuple[str, Tensor]], when: s
         different = [name for name, mine, theirs in zip(names, row, rows[0], strict=True) if mine != theirs]
         if different:
             raise RankFailure(
-                f"ranks disagree {when}: rank {rank} differs from rank 0 in {len(different)} of {len(names)} tensors, first in {different[0]}; "
-                "gradients were not synchronised, or a rank's memory is faulty. Run the same command again to go on from the last checkpoint."
+                f"ranks disagree {when}: rank {rank} differs from rank 0 in {len(different)} of {len(names)} tensors, "
+                f"first in {different[0]}; gradients were not synchronised, or a rank's memory is faulty. "
+                "Run the same command again to go on from the last checkpoint."
             )
 
 
@@ -321,7 +325,7 @@ def run_with_heartbeat(action: Callable[[], Result], heartbeat: Callable[[], Non
 
 
 def run_on_rank_zero(world: World, name: str, action: Callable[[Callable[[], None]], Any], timeout_s: float) -> Any:
-    """Do something on rank 0 while the others wait as long as it makes progress; its result, or its error, on all ranks."""
+    """Run a function on rank 0 while the others wait as long as it makes progress; all ranks get its result or error."""
     outcome: dict[str, Any] = {}
     with HeartbeatMonitor(world, name, timeout_s) as monitor:
         if world.is_rank_zero:
@@ -373,9 +377,9 @@ def run_on_all_ranks(
 class HeartbeatMonitor:
     """A stretch in which ranks work apart for as long as they like, and are missed only when they stop making progress.
 
-    Each rank calls `heartbeat` as it works; a thread tells the store. No collective is open meanwhile, so no length of work can
-    run into a process group's timeout. A rank whose count has not moved for `timeout_s` is named, with its stack where its
-    process can still speak.
+    Each rank calls `heartbeat` as it works; a thread tells the store. No collective is open meanwhile, so no length
+    of work can run into a process group's timeout. A rank whose count has not moved for `timeout_s` is named, with
+    its stack where its process can still speak.
     """
 
     def __init__(self, world: World, name: str, timeout_s: float) -> None:
@@ -451,7 +455,7 @@ class HeartbeatMonitor:
             self.world.store.set(f"{self.prefix}/failed/{self.world.rank}", reason)
 
     def explain_failure(self) -> str:
-        """Why a collective could not be completed: who said that it failed, who fell silent, or who is furthest behind."""
+        """Why a collective was not completed: the rank that failed, fell silent, or is furthest behind."""
         try:
             return self._find_failed_rank()
         except RuntimeError:
@@ -495,7 +499,8 @@ class HeartbeatMonitor:
             else "\nits process does not answer (stopped, killed or stuck in the driver)"
         )
         what = self.prefix.removeprefix("heartbeat/")
-        return f"rank {rank} has made no progress for {self.timeout_s:.0f} s in {what} (beat {state.get('count') or 0}){where}"
+        beat = f"(beat {state.get('count') or 0})"
+        return f"rank {rank} has made no progress for {self.timeout_s:.0f} s in {what} {beat}{where}"
 
     def _publish_heartbeats(self) -> None:
         for tick in itertools.count():

@@ -83,8 +83,8 @@ def _file_identity(path: Path) -> tuple[int, int]:
 class FolderMonitor:
     """Watches the folders that a command writes to, from a thread.
 
-    Code that runs for long calls `check` now and then, which costs nothing. A command that does not end in time after its
-    folder was lost is ended. On exit, errors that a lost folder caused become one FolderError.
+    Code that runs for long calls `check` now and then, which costs nothing. A command that does not end in time after
+    its folder was lost is ended. On exit, errors that a lost folder caused become one FolderError.
     """
 
     def __init__(self, *paths: Path) -> None:
@@ -155,8 +155,9 @@ class FolderMonitor:
 def lock_folder(folder: Path, command: str) -> Iterator[FolderMonitor]:
     """Hold a run folder alone; a second command is refused with the owner's name.
 
-    The operating system drops the lock with its owner, so a lock left by a killed command never has to be guessed about.
-    ended.json, which exists while the folder is not held, has how the last command ended. A held folder is watched.
+    The operating system drops the lock with its owner, so a lock left by a killed command never has to be guessed
+    about. ended.json, which exists while the folder is not held, has how the last command ended. A held folder is
+    watched.
     """
     from filelock import FileLock
 

@@ -363,13 +363,13 @@ def create_or_resume_run(
 ) -> bool:
     """Write config.json of a new run, or check that this is the run that was begun; returns whether it is new.
 
-    `settings` are all settings as resolved, `fixed` those (with versions and device) that a resumed run must not change.
-    `has_outputs` says whether anything was made with the recorded settings; by default, whether a checkpoint was saved.
+    `settings` are all settings as resolved, `fixed` those (with versions and device) that a resumed run must not
+    change. `has_outputs` says whether anything was made with the recorded settings; by default, whether a checkpoint
+    was saved.
     """
+    new_record = {"job": job, "settings": dict(settings), "fixed": dict(fixed), "changes": []}
     if not run.config.exists():
-        write_json_with_digest(
-            run.config, {"job": job, "settings": dict(settings), "fixed": dict(fixed), "changes": []}
-        )
+        write_json_with_digest(run.config, new_record)
         return True
     record = read_record(run)
     recorded_settings = record.get("settings")
@@ -387,9 +387,7 @@ def create_or_resume_run(
         )
     # A first start that was refused or killed binds no later one to its settings.
     if not (run.has_checkpoints() if has_outputs is None else has_outputs):
-        write_json_with_digest(
-            run.config, {"job": job, "settings": dict(settings), "fixed": dict(fixed), "changes": []}
-        )
+        write_json_with_digest(run.config, new_record)
         return True
     keys = [key for key in record["fixed"] if key in fixed] + [key for key in fixed if key not in record["fixed"]]
     _check_or_record_changes(run, record, {key: record["fixed"].get(key) for key in keys}, fixed, accept_changes)

@@ -210,7 +210,7 @@ def _environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def probe_communication(world_size: int, backend: str, timeout_s: float) -> dict[str, Any]:
-    """Let `world_size` processes do an all-reduce; state `ok` with the bandwidth, or `failed` with each rank's error."""
+    """All-reduce on `world_size` processes; state `ok` with the bandwidth, or `failed` with each rank's error."""
     result: dict[str, Any] = {"ranks": world_size, "backend": backend}
     with scratch_folder("halation_doctor_") as folder:
         devices = [f"cuda:{rank}" if backend == "nccl" else "cpu" for rank in range(world_size)]

@@ -16,7 +16,7 @@ _ALIGNMENT_BYTES = 256
 
 
 class PinnedCopies:
-    """Copies by name, in memory that stays. Pinned where they come from a GPU: taking such memory is far slower than using it."""
+    """Copies by name, in memory that is kept; pinned where they come from a GPU, as pinning is slow."""
 
     def __init__(self) -> None:
         self.buffers: dict[str, Tensor] = {}

@@ -91,7 +91,7 @@ class CheckpointReader:
         return torch.cat(pieces) if len(pieces) > 1 else (pieces[0] if pieces else empty)
 
     def read_elements(self, part: str, name: str, start: int, num: int) -> Tensor:
-        """Elements [start, start + num) of a tensor laid out in one row, of which no more is read than their pieces' rows."""
+        """Elements [start, start + num) of a flattened tensor; reads no more than the rows of their pieces."""
         pieces = []
         for shard in self._read_layout(part)[name]:
             row = 1 if shard.flat else math.prod(shard.shape[1:])

@@ -1,7 +1,8 @@
 """Asynchronous checkpoints: copy to host, write in a thread, rename when complete.
 
-A save goes to a fresh hidden folder. Each rank writes its parts and a list of their SHA-256 sums; rank 0 waits for all lists,
-writes COMMIT.json, renames the folder, and only then removes older ones. What has no valid COMMIT.json was never saved.
+A save goes to a fresh hidden folder. Each rank writes its parts and a list of their SHA-256 sums; rank 0 waits for
+all lists, writes COMMIT.json, renames the folder, and only then removes older ones. What has no valid COMMIT.json was
+never saved.
 """
 
 from __future__ import annotations
@@ -58,8 +59,11 @@ Result = TypeVar("Result")
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
-    """Write and return the SHA-256 of the file's bytes. The library's own writer copies every tensor first, and holds the GIL while
-    a training waits for it; a hash taken afterwards reads everything once more."""
+    """Write a safetensors file and return its SHA-256.
+
+    The library's own writer copies every tensor first and holds the GIL; a hash taken afterwards reads everything
+    again.
+    """
     digest = hashlib.sha256()
     with open(path, "wb", buffering=0) as file, ThreadPoolExecutor(1, thread_name_prefix="halation-hash") as threads:
         for chunk in _safetensors_chunks(tensors, metadata):
@@ -146,7 +150,7 @@ class CheckpointWriter:
     def save(
         self, step: int, kind: str, parts: ShardsByPart, state: Mapping[str, Any], rank_state: Mapping[str, Any]
     ) -> None:
-        """Copy now, write later. A save that is still being written is waited for first: two never race for the disk."""
+        """Copy now, write later. Waits first for a save that is still being written: two never race for the disk."""
         began = time.perf_counter()
         self.wait()
         self.queued_s = time.perf_counter() - began
@@ -168,7 +172,7 @@ class CheckpointWriter:
 
     @contextlib.contextmanager
     def _use_copy_stream(self) -> Iterator[None]:
-        """On a GPU, copies run on a stream of their own: they begin when what is computed now is done, and need not be waited for."""
+        """On a GPU, copies run on a stream of their own, after what is computed now; this thread does not wait."""
         if self.world.device.type != "cuda":
             yield
             return
@@ -187,13 +191,13 @@ class CheckpointWriter:
         return self.copies.copy(name, source)
 
     def wait_for_copy(self) -> None:
-        """Called before anything that was saved is written to again: the GPU, and not this thread, waits for the copy."""
+        """Called before saved tensors are written to again: the GPU, not this thread, waits for the copy."""
         if self._copy_event is not None:
             torch.cuda.current_stream(self.world.device).wait_event(self._copy_event)
             self._copy_event = None
 
     def wait(self, heartbeat: Callable[[], None] | None = None) -> None:
-        """Until this rank's part of the last save is on disk (and, on rank 0, committed); `heartbeat` is called meanwhile."""
+        """Wait until this rank's part of the last save is on disk (on rank 0, committed), calling `heartbeat`."""
         if self.pending is not None:
             while self.pending.is_alive():
                 self.pending.join(0.5)
@@ -202,7 +206,7 @@ class CheckpointWriter:
             self.pending = None
 
     def shorten_timeout(self) -> None:
-        """The run ends with an error: a save may still be finished, but not wait long for ranks that are perhaps gone."""
+        """After an error: finish a pending save, without waiting long for ranks that may be gone."""
         self._commit_deadline = time.monotonic() + ABORT_TIMEOUT_S
 
     def raise_if_failed(self) -> None:
@@ -300,7 +304,7 @@ class CheckpointWriter:
             log.error("checkpoint %s is saved, but older ones could not be tidied up: %s", name, error)
 
     def _gather_files(self, temporary: Path) -> dict[str, str]:
-        """The files of all ranks with their sums, as soon as every rank has left its list, or the first error among them."""
+        """The files of all ranks with their hashes, once every rank has written its list; raises the first error."""
         began = time.monotonic()
         deadline = began + self.world.timeout_s
         waiting = [temporary / f"rank_{rank}.json" for rank in range(self.world.size)]

@@ -39,7 +39,7 @@ class EngineSettings:
 
 
 def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Asked by its methods: importing DTensor and FSDP takes two seconds, which ranks that do not shard need not wait for."""
+    """Asked by its methods: importing DTensor and FSDP takes two seconds, which only sharding ranks need."""
     return hasattr(tensor, "to_local")
 
 
@@ -91,8 +91,8 @@ class Engine:
     def warm_up(self, loss: Tensor) -> None:
         """Run one backward pass whose gradients are thrown away, before the first step.
 
-        DDP orders its buckets anew after its first backward, which changes the order of additions on three ranks and more.
-        This lets a fresh run and a resumed one both take their first step with the final buckets.
+        DDP orders its buckets anew after its first backward, which changes the order of additions on three ranks and
+        more. This lets a fresh run and a resumed one both take their first step with the final buckets.
         """
         self.backward(loss)
         self.zero_grad()
@@ -107,7 +107,7 @@ class Engine:
         loss.backward()
 
     def clip_grad_norm(self, max_norm: float, scale: float = 1.0) -> Tensor:
-        """Norm of the whole gradient, which is divided by the loss scale first, and clipped to `max_norm` where that is positive."""
+        """Norm of the whole gradient, after dividing by the loss scale; clipped to `max_norm` where that is positive."""
         gradients = [parameter.grad for _, parameter in self.named_parameters() if parameter.grad is not None]
         if scale != 1.0:  # a power of two, so dividing is exact
             torch._foreach_div_(gradients, scale)
@@ -139,7 +139,7 @@ class Engine:
         return dict(self.named_parameters())
 
     def sync_master_weights(self) -> None:
-        """Called after something other than a step wrote to `master_weights`: what the module computes with follows them."""
+        """Called after something other than a step wrote to `master_weights`: copies them to the module's weights."""
 
     def reshard(self) -> None:
         """Bring parameters back to where the optimizer and the EMA expect them after forwards without backward."""
@@ -151,7 +151,7 @@ class Engine:
     # -- state
 
     def state_shards(self) -> dict[str, dict[str, TensorShard]]:
-        """This rank's part of everything that is saved: `model`, laid out like `master_weights`, and `optimizer`, as KEY/NAME."""
+        """This rank's part of what is saved: `model`, laid out like `master_weights`, and `optimizer`, as KEY/NAME."""
         model = {name: local_shard(parameter.detach()) for name, parameter in self.named_parameters()}
         optimizer = {
             f"{key}/{name}": local_shard(value)
@@ -224,7 +224,7 @@ class FSDPEngine(Engine):
 
         super().__init__(world, module)
         mesh = init_device_mesh(world.device.type, (world.size,))
-        # Shards that live in host memory come to the device for their unit alone. Where the device is the CPU they are there.
+        # Shards in host memory come to the device for their unit alone; on the CPU they are there already.
         policy = CPUOffloadPolicy() if offload and world.device.type == "cuda" else OffloadPolicy()
         # It warns of blocks whose result is a view (FLUX's), which must not be written to, and is not.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)

@@ -1,7 +1,8 @@
 """DeepSpeed's ZeRO 1, 2 and 3 as an engine; DeepSpeed is imported only on request.
 
-ZeRO keeps the float32 weights and the optimizer's moments of a rank in flat partitions. What is averaged, saved and restored are
-the ranges of each parameter's elements in them, so that any number of ranks can read what another number wrote.
+ZeRO keeps the float32 weights and the optimizer's moments of a rank in flat partitions. What is averaged, saved and
+restored are the ranges of each parameter's elements in them, so that any number of ranks can read what another number
+wrote.
 """
 
 from __future__ import annotations
@@ -302,7 +303,7 @@ def import_deepspeed(world: World) -> Any:
 
 
 def _reset_library_state(library: Any) -> None:
-    """What an earlier engine of this process left: its groups are gone, and ranks compare numbers that count from the first one."""
+    """Remove what an earlier engine of this process left: stale groups, and counters that ranks compare."""
     library.comm.comm.cdb = None
     library.utils.groups._release_process_group_references()
     zero = importlib.import_module("deepspeed.runtime.zero.parameter_offload")

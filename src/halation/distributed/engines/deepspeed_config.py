@@ -50,7 +50,7 @@ def read_config(path: str) -> ConfigDict:
 
 
 def find_unknown_keys(config: Mapping[str, Any]) -> list[str]:
-    """Keys that DeepSpeed has no use for, or has learned since; one that is nearly a known key is a slip and refused."""
+    """Keys that Halation does not know of DeepSpeed; one that is nearly a known key is refused."""
     unknown = [key for key in config if key not in KNOWN_KEYS]
     for key in unknown:
         near = difflib.get_close_matches(key, KNOWN_KEYS, n=1, cutoff=0.85)
@@ -86,7 +86,7 @@ def merge_config(
     bf16_weights: bool,
     pin_memory: bool,
 ) -> ConfigDict:
-    """What DeepSpeed is given: keys that are the flags' business are checked and replaced, all others pass as they are."""
+    """The config for DeepSpeed: keys that flags decide are checked and replaced, all others pass as they are."""
     _check_agrees(config, "train_batch_size", global_batch, "the product of --batch_size, --accumulate and ranks")
     _check_agrees(config, "train_micro_batch_size_per_gpu", micro_batch_size, "--batch_size")
     _check_agrees(config, "gradient_accumulation_steps", num_micro_batches, "--accumulate")
