@@ -150,7 +150,7 @@ def test_what_cannot_be_is_said_with_exit_code_2(
     (tmp_path / "student.json").write_text('{"widht": 64}')
     (tmp_path / "empty.txt").write_text("\n")
     cases = [
-        ([], "no --teacher_path"),
+        ([], "neither --teacher_path nor --model_path"),
         (["--teacher_path", "nosuch/model"], "nosuch/model"),
         (["--teacher_path", "x", "--student_config", "student.json"], "write width"),
         (["--teacher_path", "x", "--data_path", "nosuch.txt"], "nosuch.txt"),
