@@ -18,9 +18,8 @@ from PIL import Image
 from halation.data.streets import caption, scene
 from halation.distributed import rng
 from halation.errors import HalationError, Interrupted
-from halation.evaluation import command as evaluate
 from halation.evaluation.config import EvaluateConfig
-from halation.evaluation.session import open_images
+from halation.evaluation.session import open_images, resolve_config
 from halation.training import command as job
 from halation.training.config import TrainConfig
 from halation.training.periodic_tasks import PeriodicTasks
@@ -189,7 +188,7 @@ def test_halation_evaluate_finds_the_same_numbers_for_the_same_images_of_the_run
         progress="none",
     )
     (tmp_path / "rendezvous").mkdir()
-    config = evaluate.resolve_config(asked, open_images(asked))
+    config = resolve_config(asked, open_images(asked))
     ranks.run(2, rank_jobs.run_job, "evaluate", config, tmp_path / "rendezvous")
     found = json.loads((tmp_path / "report.json").read_text())["metrics"]
     timeless = {key: {name: one[name] for name in one if name != "seconds"} for key, one in found.items()}

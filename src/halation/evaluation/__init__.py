@@ -1,1 +1,1 @@
-"""`halation evaluate`: features of images on all ranks, and the metrics computed from them."""
+"""`halation evaluate`: features of images on all ranks, and metrics computed from them."""

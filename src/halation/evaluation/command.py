@@ -1,4 +1,4 @@
-"""`halation evaluate`: numbers that can be trusted for a folder, a run or a live model, on every GPU, or an error."""
+"""`halation evaluate`: check the flags, start the ranks, print the report."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,15 +13,13 @@ from typing import TYPE_CHECKING, Any
 from halation.config import check_settings
 from halation.distributed import launcher
 from halation.errors import InputError
-from halation.evaluation.config import EvaluateConfig, fid_conflict
-from halation.evaluation.image_sources import ImageFiles, find_image_files
-from halation.evaluation.metrics.caption_agreement import has_street_captions
+from halation.evaluation.config import EvaluateConfig
 from halation.logging_setup import ConsoleWarningHandler, exclusive_console_handler
-from halation.prompt_files import PromptFile
 from halation.runs import run_folder as runs
 from halation.runs.lock import FolderMonitor
 
 if TYPE_CHECKING:
+    from halation.evaluation.image_sources import ImageFiles
     from halation.evaluation.model_images import ModelImages
 
 DISPLAY_TOLERANCE = 1e-9
@@ -32,9 +29,13 @@ MIN_IMAGES_PER_RANK = 128
 
 
 def run(config: EvaluateConfig) -> int:
-    """Score on ranks that are already there or on ranks started here; 0 only if every number that was asked for is there."""
+    """Score on ranks that are already there or that are started here; 0 only if every number is there."""
     if config.check:
-        return dry_run(config)
+        from halation.evaluation.session import dry_run
+
+        for about in dry_run(config):
+            print(f"{about['extractor']}: {about['weights']} ({about['weights_sha256'][:12]})")
+        return 0
     report = evaluate(config)
     if report:
         print_report(config, report)
@@ -42,11 +43,11 @@ def run(config: EvaluateConfig) -> int:
 
 
 def evaluate(config: EvaluateConfig) -> dict[str, Any]:
-    """The report; empty on ranks that somebody else started, besides the first."""
-    from halation.evaluation.session import open_images
-
+    """The report; empty on ranks that another launcher started, but for rank 0."""
     check_settings(config)
     check_output_paths(config)
+    from halation.evaluation.session import open_images, resolve_config
+
     with exclusive_console_handler(ConsoleWarningHandler()):
         source = open_images(config)
     config = resolve_config(config, source)
@@ -66,7 +67,11 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
 
 
 def _run_ranks(config: EvaluateConfig, source: ImageFiles | ModelImages, monitor: FolderMonitor) -> dict[str, Any]:
-    devices = rank_devices(config, source)
+    """One rank a GPU; without a GPU as many as the cores and the images are worth: the bits are the same."""
+    devices = launcher.select_devices(config.nproc, config.gpu_ids, config.oversubscribe)
+    if not config.nproc and devices == ("cpu",):
+        cores = len(os.sched_getaffinity(0)) // config.threads
+        devices = ("cpu",) * max(1, min(cores, len(source) // MIN_IMAGES_PER_RANK))
     with runs.scratch_folder("halation_report_") as scratch:
         output = scratch / "report.json"
         rank_config = replace(config, output=output)
@@ -99,127 +104,6 @@ def check_output_paths(config: EvaluateConfig) -> None:
             raise InputError(f"--{name} {path}: {error}", "a file that can be written", f"check --{name}")
 
 
-def dry_run(config: EvaluateConfig) -> int:
-    """Open what an evaluation needs besides the images, without scoring anything."""
-    from halation.evaluation.evaluator import extractor_facts, metric_settings, plan_extractors
-    from halation.evaluation.metrics.metric_computation import NEEDS_REFERENCE, check_num_images
-    from halation.evaluation.session import read_saved_reference
-
-    config = replace(config, extractor=choose_extractor(config))
-    plan = plan_extractors(replace(config, metrics=config.metrics or ("fd", "kid")))
-    fid_conflict().check(config)
-    check_reference(config, plan.reference_labels)
-    facts, errors = {}, []
-    for label in plan.extractors:
-        try:
-            extractor = plan.open_extractor(label, config, "cpu")
-            facts[label] = extractor_facts(extractor)
-            if label == plan.metric_labels.get("clip"):
-                extractor.embed_texts(("a prompt",))  # the text encoder is another part of the model
-        except InputError as error:
-            errors.append(error)
-    if len(errors) == 1:
-        raise errors[0]
-    if errors:
-        raise InputError(
-            "; ".join(error.found for error in errors),
-            "; ".join(error.expected for error in errors),
-            "; ".join(error.action for error in errors),
-        )
-    num_reference: int | None = config.num_reference
-    statistics = read_saved_reference(config, plan, facts)
-    if statistics is not None:
-        num_reference = statistics.num
-    elif plan.reference_labels and config.reference != ("streets",):
-        num_reference = len(find_image_files(Path(config.reference[0]), "--reference", captions=False))
-    num_generated: dict[str, int | None] = {}
-    if config.prompts:
-        num_rows = sum(1 for _row in PromptFile.open(config.prompts).rows())
-        num_generated = {"generated": min(config.num_samples or num_rows, num_rows)}
-    for metric, label in plan.metric_labels.items():
-        num_images: dict[str, int | None] = {
-            **num_generated,
-            **({"reference": num_reference} if metric in NEEDS_REFERENCE else {}),
-        }
-        check_num_images(metric, facts[label]["num_features"], num_images, metric_settings(config, "cpu"))
-    for about in facts.values():
-        print(f"{about['extractor']}: {about['weights']} ({about['weights_sha256'][:12]})")
-    return 0
-
-
-def choose_extractor(config: EvaluateConfig) -> str:
-    """The one that was asked for, that made the reference's statistics, or the usual one."""
-    if config.extractor:
-        return config.extractor
-    if config.reference == ("streets",):
-        return "streets"
-    from halation.evaluation.saved_statistics import read_extractor_name
-
-    return read_extractor_name(config.reference[0]) if config.reference else "inception"
-
-
-def check_reference(config: EvaluateConfig, metrics: Sequence[str]) -> None:
-    if "" in config.reference:
-        raise InputError(
-            '--reference ""', "real images, or saved statistics", "check --reference: a variable may be unset"
-        )
-    if metrics and not config.reference:
-        raise InputError(
-            f"no --reference for {', '.join(metrics)}",
-            "real images to compare with",
-            "give --reference FOLDER, `streets`, or saved statistics (.npz, .safetensors)",
-        )
-    for path in config.reference:
-        if path != "streets" and not Path(path).exists():
-            raise InputError(
-                f"--reference: there is no folder or file {path}",
-                "real images, or saved statistics",
-                "check --reference",
-            )
-
-
-def resolve_config(config: EvaluateConfig, source: ImageFiles | ModelImages) -> EvaluateConfig:
-    """The config with the extractor and the metrics written out, and what does not go together refused."""
-    from halation.evaluation.evaluator import metric_settings
-    from halation.evaluation.metrics.metric_computation import NEEDS_CAPTIONS, NEEDS_REFERENCE, check_num_images
-
-    extractor = choose_extractor(config)
-    config = replace(config, extractor=extractor)
-    metrics: Any = config.metrics or default_metrics(extractor, source)
-    if not config.metrics and config.save_statistics is not None and not config.reference:
-        metrics = ()
-    config = replace(config, metrics=tuple(dict.fromkeys(metrics)))
-    fid_conflict().check(config)
-    check_reference(config, [metric for metric in metrics if metric in NEEDS_REFERENCE])
-    caption_metrics = [metric for metric in metrics if metric in NEEDS_CAPTIONS]
-    if caption_metrics and source.captions is None:
-        why = getattr(source, "no_captions", "")
-        raise InputError(
-            f"no prompts for {', '.join(caption_metrics)}" + (f" ({why})" if why else ""),
-            "the prompt of every image",
-            "give --prompts FILE, or the folder of a `halation generate`",
-        )
-    for metric in metrics:  # before weights are looked for, or fetched
-        check_num_images(metric, 0, {"generated": len(source)}, metric_settings(config, "cpu"))
-    return config
-
-
-def default_metrics(extractor: str, source: ImageFiles | ModelImages) -> tuple[str, ...]:
-    if extractor == "inception":
-        return ("fid", "kid")
-    has_captions = extractor == "streets" and source.captions is not None and has_street_captions(source.captions)
-    return ("fd", "kid", "prdc", *(("agreement",) if has_captions else ()))
-
-
-def rank_devices(config: EvaluateConfig, source: ImageFiles | ModelImages) -> tuple[str, ...]:
-    """One rank a GPU; without a GPU as many as the cores and the images are worth, because the bits are the same."""
-    devices = launcher.select_devices(config.nproc, config.gpu_ids, config.oversubscribe)
-    if config.nproc or devices != ("cpu",):
-        return devices
-    cores = len(os.sched_getaffinity(0)) // config.threads
-    return ("cpu",) * max(1, min(cores, len(source) // MIN_IMAGES_PER_RANK))
-
-
 def feature_cache_folder(config: EvaluateConfig) -> Path:
     if config.cache_dir is not None:
         return config.cache_dir
@@ -245,7 +129,7 @@ def run_rank(config: EvaluateConfig, source: ImageFiles | ModelImages | None = N
 
 
 def print_report(config: EvaluateConfig, report: dict[str, Any]) -> None:
-    """One JSON object for machines, or a table for people."""
+    """One JSON object for machines, or a table for readers."""
     if config.json:
         print(json.dumps(report, ensure_ascii=False))
         return

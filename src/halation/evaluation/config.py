@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from halation.config import ABOVE_ZERO, Conflict, setting
+from halation.errors import InputError
 from halation.generation.config import MaybeFloat, MaybeInt
 
 Metric = Literal["fid", "kid", "fd", "is", "prdc", "clip", "agreement"]
@@ -156,3 +158,24 @@ class EvaluateConfig:
             when=lambda config: config.save_statistics is not None and config.save_statistics.suffix != ".safetensors",
         ),
     )
+
+
+def check_reference(config: EvaluateConfig, metrics: Sequence[str]) -> None:
+    """Refuse a reference that is missing for these metrics or that does not exist."""
+    if "" in config.reference:
+        raise InputError(
+            '--reference ""', "real images, or saved statistics", "check --reference: a variable may be unset"
+        )
+    if metrics and not config.reference:
+        raise InputError(
+            f"no --reference for {', '.join(metrics)}",
+            "real images to compare with",
+            "give --reference FOLDER, `streets`, or saved statistics (.npz, .safetensors)",
+        )
+    for path in config.reference:
+        if path != "streets" and not Path(path).exists():
+            raise InputError(
+                f"--reference: there is no folder or file {path}",
+                "real images, or saved statistics",
+                "check --reference",
+            )

@@ -1,4 +1,4 @@
-"""The evaluator of `halation evaluate` and of training: features of image sources on all ranks, and numbers from them.
+"""The evaluator of `halation evaluate` and of training: features, then numbers.
 
 All ranks call the same methods in the same order.
 """

@@ -80,7 +80,7 @@ class FeatureWriter:
 def run_extractor(
     extractor: Extractor, inputs: np.ndarray, batch_size: int, device: torch.device
 ) -> dict[str, np.ndarray]:
-    """All outputs of the extractor; every batch has the same shape, or an image's last bits would know its neighbours' number."""
+    """All outputs of the extractor. Every batch has the same shape: another shape changes the last bits."""
     outputs: list[dict[str, np.ndarray]] = []
     for start in range(0, len(inputs), batch_size):
         batch = inputs[start : start + batch_size]

@@ -1,4 +1,4 @@
-"""What `--generated`, `--reference` and `--prompts` mean: sources of images, checked against their ledger and their prompts."""
+"""The images of --generated, checked against their ledger and matched with their prompts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SEED_SUFFIX = re.compile(r"_seed\d+\Z")
 
 
 def open_generated(folder: Path) -> ImageFiles:
-    """The folder of a `halation generate`, which must hold what its ledger says and nothing else, or any folder of images."""
+    """The folder of a `halation generate`, which must hold exactly the images of its ledger, or any folder of images."""
     if not folder.is_dir():
         found = f"{folder} is a file" if folder.exists() else f"there is no folder {folder}"
         raise InputError(f"--generated: {found}", "a folder of images", "check --generated")
@@ -38,8 +38,8 @@ def open_generated(folder: Path) -> ImageFiles:
     return find_image_files(folder, "--generated")
 
 
-def _check_ledger_intact(ledger: Ledger) -> None:
-    """Raise where a row is not what was written: a score of other prompts or images would say nothing about the model."""
+def _ledger_rows(ledger: Ledger) -> Iterator[dict[str, Any]]:
+    """A row that is not what was written is an error: other prompts or images would not be those of the model."""
     damage = ledger.find_damage()
     if damage:
         index = min(*damage.planned, *damage.outcomes, 2**62)
@@ -54,10 +54,6 @@ def _check_ledger_intact(ledger: Ledger) -> None:
             "the ledger in which the images of this folder were recorded",
             f"restore it from a copy; or remove it, to score the images of {ledger.path.parent} without their prompts",
         )
-
-
-def _ledger_rows(ledger: Ledger) -> Iterator[dict[str, Any]]:
-    _check_ledger_intact(ledger)
     counts = ledger.counts()
     missing = counts["planned"] - counts["done"]
     if missing:
@@ -68,7 +64,7 @@ def _ledger_rows(ledger: Ledger) -> Iterator[dict[str, Any]]:
 
 
 def _metadata_rows(folder: Path) -> Iterator[dict[str, Any]]:
-    """Of a folder that several processes shared: its lines are the images that are done, its summary says of how many."""
+    """Of a folder that several processes shared: the metadata has the images that are done, the summary how many are planned."""
     summary = read_json_with_digest(folder / SUMMARY_FILE) if (folder / SUMMARY_FILE).is_file() else {}
     if not is_metadata_intact(folder):
         raise InputError(
@@ -163,13 +159,16 @@ def match_prompts(files: ImageFiles, prompts: str, seed_start: int) -> ImageFile
         shown = ", ".join(unmatched[:NUM_SHOWN]) + (" ..." if len(unmatched) > NUM_SHOWN else "")
         raise InputError(
             f"{len(unmatched)} of {len(files)} images cannot be matched to one prompt of {prompts}: {shown}",
-            "file names {image_id}_seed{seed}.png or {image_id}.png with ids of the list (six digits from 000001 where it has none)",
-            "give the list the images were drawn for and, where an id has several prompts, the --seed_start they were drawn with",
+            "file names {image_id}_seed{seed}.png or {image_id}.png with ids of the list "
+            "(six digits from 000001 where it has none)",
+            "give the list the images were drawn for and, where an id has several prompts, "
+            "the --seed_start they were drawn with",
         )
     if files.captions is not None and files.kind == "run" and tuple(captions) != files.captions:
         index = next(i for i, (one, other) in enumerate(zip(captions, files.captions, strict=True)) if one != other)
         raise InputError(
-            f"{files.names[index]} was drawn for {files.captions[index][:60]!r}, and {prompts} says {captions[index][:60]!r}",
+            f"{files.names[index]} was drawn for {files.captions[index][:60]!r}, "
+            f"and {prompts} says {captions[index][:60]!r}",
             "the list the images were drawn for",
             "leave --prompts out: the run has its own",
         )
@@ -182,7 +181,7 @@ def _possible_names(image_id: str) -> set[str]:
 
 
 def _find_ambiguous(names: Sequence[str], ids: Mapping[str, Mapping[str, str]]) -> set[str]:
-    """Images of ids with several prompts whose seeds are not the first ones of the list: drawn from another --seed_start, it seems."""
+    """Images of ids with several prompts whose seeds are not the first of the list: drawn with another --seed_start."""
     by_id: dict[str, set[str]] = {}
     for name in names:
         by_id.setdefault(_SEED_SUFFIX.sub("", Path(name).stem), set()).add(Path(name).stem)

@@ -1,4 +1,4 @@
-"""Sources of images to score, by index: files below a folder, street scenes, images of a training."""
+"""Sources of images to score, by index: files, street scenes, images of a training."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class LoadedImage(NamedTuple):
 
 
 class ImageFileRef(NamedTuple):
-    """An image file, the SHA-256 that a ledger promises of it, if one does, and the folder that links may not lead out of."""
+    """An image file, the SHA-256 that a ledger names, and the folder that links may not lead out of."""
 
     path: str
     sha256: str | None
@@ -69,7 +69,7 @@ class ImageSource(Protocol):
         """What a result says of it."""
 
     def name(self, index: int) -> str:
-        """How a person finds image `index`."""
+        """How users find image `index`."""
 
     @property
     def loader(self) -> Callable[[Any], LoadedImage]:
@@ -242,12 +242,20 @@ def with_digest(pixels: npt.NDArray[np.uint8]) -> LoadedImage:
 
 
 def find_image_files(folder: Path, flag: str, *, captions: bool = True) -> ImageFiles:
-    """Every image of a folder and below it, by name; captions where they are wanted and a metadata file beside them has some."""
+    """Every image below a folder, by name, with the captions of a metadata file beside them where they are wanted."""
     if not folder.is_dir():
         why = f"{folder} is a file" if folder.exists() else f"there is no folder {folder}"
         raise InputError(f"{flag}: {why}", "a folder of PNG, JPEG or WebP images", f"check {flag}")
     listed = sorted(_walk_files(folder, flag))
-    supported = [name for name in listed if name.lower().endswith(SUFFIXES) and not _is_sample_grid(folder / name)]
+    # The grid that samples and watched checkpoints have beside their images is not one of them.
+    indexes = ("samples.json", "evaluation.json")
+    grids = {
+        name
+        for name in listed
+        if name.endswith("grid.png")
+        and any(os.path.isfile(folder / (name.removesuffix("grid.png") + index)) for index in indexes)
+    }
+    supported = [name for name in listed if name.lower().endswith(SUFFIXES) and name not in grids]
     unsupported = [name for name in listed if name.lower().endswith(UNSUPPORTED_SUFFIXES)]
     if not supported:
         others = f" ({left_out_message(unsupported)})" if unsupported else ""
@@ -269,16 +277,11 @@ def find_image_files(folder: Path, flag: str, *, captions: bool = True) -> Image
     )
 
 
-def _is_sample_grid(path: Path) -> bool:
-    """The overview that samples and watched checkpoints have beside their images."""
-    return path.name.endswith("grid.png") and any(
-        path.with_name(path.name.removesuffix("grid.png") + name).is_file()
-        for name in ("samples.json", "evaluation.json")
-    )
-
-
 def _walk_files(folder: Path, flag: str) -> Iterator[str]:
-    """Files below a folder, linked folders too; one that cannot be read is no folder to leave out."""
+    """Files below a folder and in linked folders, but a link that leads out of the data folder is refused.
+
+    What lies behind it may be anything, and without end.
+    """
 
     def raise_unreadable(error: OSError) -> None:
         raise InputError(f"{flag}: {error.filename}: {error.strerror}", "folders that can be read", f"check {flag}")
@@ -288,21 +291,17 @@ def _walk_files(folder: Path, flag: str) -> Iterator[str]:
     for current, subfolders, files in walk:
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
         for name in subfolders:
-            _check_link_stays(os.path.join(current, name), within, flag)
+            path = os.path.join(current, name)
+            if within is None or not os.path.islink(path):
+                continue
+            if not os.path.join(os.path.realpath(path), "").startswith(os.path.join(within, "")):
+                raise InputError(
+                    f"{flag}: {path} is a link that leads out of {within}",
+                    "links to places in that folder",
+                    "copy what it leads to into the folder, or give --follow_links",
+                )
         relative = Path(current).relative_to(folder)
         yield from ((relative / name).as_posix() for name in files if not name.startswith("."))
-
-
-def _check_link_stays(folder: str, within: str | None, flag: str) -> None:
-    """Refuse a folder that is a link out of `within`: what lies behind it may be anything, and without end."""
-    if within is None or not os.path.islink(folder):
-        return
-    if not os.path.join(os.path.realpath(folder), "").startswith(os.path.join(within, "")):
-        raise InputError(
-            f"{flag}: {folder} is a link that leads out of {within}",
-            "links to places in that folder",
-            "copy what it leads to into the folder, or give --follow_links",
-        )
 
 
 def read_stamps(folder: Path, names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
@@ -312,7 +311,7 @@ def read_stamps(folder: Path, names: Sequence[str]) -> tuple[tuple[int, ...], ..
         raise InputError(
             f"{error.filename} is a link to nothing, or was removed just now",
             "images that are there",
-            "mend or remove the link",
+            "repair or remove the link",
         ) from error
     return tuple((one.st_size, one.st_mtime_ns, one.st_ctime_ns, one.st_ino) for one in stats)
 

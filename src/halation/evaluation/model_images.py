@@ -1,4 +1,4 @@
-"""Images that a model draws for scoring alone: they go to the extractors of the same rank and never to the disk."""
+"""Images that a model draws to be scored; they never touch the disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saved statistics of a set of images: ours with provenance in safetensors, and the .npz files of pytorch-fid and ADM."""
+"""Saved statistics of images: safetensors of ours, .npz of pytorch-fid and ADM."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class SavedStatistics:
 
 
 def read_statistics(paths: Sequence[Path], extractor_facts: Mapping[str, Any]) -> SavedStatistics:
-    """One file, or several of ours as the statistics of all their images; made by another extractor they are refused."""
+    """One file, or several of ours merged; those of another extractor are refused."""
     found = [_read_file(path) for path in paths]
     for one in found:
         _check_compatible(one, extractor_facts)
@@ -93,7 +93,7 @@ def read_extractor_name(path: str) -> str:
     """The extractor that made a file of statistics, as far as it says; other tools' are of Inception."""
     if path.endswith(".safetensors") and Path(path).is_file():
         name = _read_file(Path(path)).facts.get("extractor")
-        if name in ("dinov2", "clip", "streets"):  # the name of somebody's folder says nothing of where it is
+        if name in ("dinov2", "clip", "streets"):  # another name is that of a folder, whose path is unknown
             return str(name)
     return "inception"
 
@@ -154,7 +154,8 @@ def _read_npz(path: Path, digest: str) -> SavedStatistics:
                 raise InputError(
                     f"{path} holds {format_names(names) or 'nothing'}",
                     "the arrays mu and sigma, as pytorch-fid and ADM write them",
-                    "make statistics of those images: halation evaluate --generated FOLDER --save_statistics F.safetensors",
+                    "make statistics of those images: "
+                    "halation evaluate --generated FOLDER --save_statistics F.safetensors",
                 )
             mean, covariance = _read_array(file, "mu"), _read_array(file, "sigma")
     except _ZIP_ERRORS as error:

@@ -1,4 +1,4 @@
-"""One rank of `halation evaluate`: the sources it compares, what is checked before long work, and the report."""
+"""One rank of `halation evaluate`: its image sources, early checks, and the report."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from halation.distributed.launcher import describe_device
 from halation.distributed.stop_signals import StopSignals, exit_code
 from halation.distributed.world import World, run_on_rank_zero
 from halation.errors import HalationError, InputError, Interrupted
-from halation.evaluation.config import EvaluateConfig
+from halation.evaluation.config import EvaluateConfig, check_reference, fid_conflict
 from halation.evaluation.drawn_images import SampledImages
 from halation.evaluation.evaluator import (
     EvaluatedImages,
@@ -30,6 +30,7 @@ from halation.evaluation.evaluator import (
     extractor_facts,
     first_image_size,
     library_versions,
+    metric_settings,
     plan_extractors,
     without_paths,
 )
@@ -37,10 +38,18 @@ from halation.evaluation.extractors.extractor import Extractor
 from halation.evaluation.generated_folder import match_prompts, open_generated
 from halation.evaluation.image_sources import ImageFiles, ImageSource, StreetImages, find_image_files
 from halation.evaluation.metrics import metric_computation
+from halation.evaluation.metrics.caption_agreement import has_street_captions
 from halation.evaluation.metrics.nearest_neighbors import find_extremes
 from halation.evaluation.model_images import ModelImages, open_model_images
-from halation.evaluation.saved_statistics import SUFFIXES, SavedStatistics, read_statistics, write_statistics
+from halation.evaluation.saved_statistics import (
+    SUFFIXES,
+    SavedStatistics,
+    read_extractor_name,
+    read_statistics,
+    write_statistics,
+)
 from halation.models.dit.tokenizer import find_prompt_warnings
+from halation.prompt_files import PromptFile
 from halation.runs.run_folder import hash_json
 
 log = logging.getLogger(__name__)
@@ -285,3 +294,82 @@ def open_images(config: EvaluateConfig) -> ImageFiles | ModelImages:
             "leave --num_samples out to score all of them",
         )
     return files.first(config.num_samples) if config.num_samples else files
+
+
+def choose_extractor(config: EvaluateConfig) -> str:
+    """The one that was asked for, that made the reference's statistics, or the usual one."""
+    if config.extractor:
+        return config.extractor
+    if config.reference == ("streets",):
+        return "streets"
+    return read_extractor_name(config.reference[0]) if config.reference else "inception"
+
+
+def resolve_config(config: EvaluateConfig, source: ImageFiles | ModelImages) -> EvaluateConfig:
+    """The config with the extractor and the metrics written out, and what does not go together refused."""
+    extractor = choose_extractor(config)
+    config = replace(config, extractor=extractor)
+    metrics: Any = config.metrics
+    if not metrics and (config.save_statistics is None or config.reference):
+        has_captions = extractor == "streets" and source.captions is not None and has_street_captions(source.captions)
+        metrics = ("fd", "kid", "prdc", *(("agreement",) if has_captions else ()))
+        if extractor == "inception":
+            metrics = ("fid", "kid")
+    config = replace(config, metrics=tuple(dict.fromkeys(metrics)))
+    fid_conflict().check(config)
+    check_reference(config, [metric for metric in metrics if metric in metric_computation.NEEDS_REFERENCE])
+    caption_metrics = [metric for metric in metrics if metric in metric_computation.NEEDS_CAPTIONS]
+    if caption_metrics and source.captions is None:
+        why = getattr(source, "no_captions", "")
+        raise InputError(
+            f"no prompts for {', '.join(caption_metrics)}" + (f" ({why})" if why else ""),
+            "the prompt of every image",
+            "give --prompts FILE, or the folder of a `halation generate`",
+        )
+    for metric in metrics:  # before weights are looked for, or fetched
+        metric_computation.check_num_images(metric, 0, {"generated": len(source)}, metric_settings(config, "cpu"))
+    return config
+
+
+def dry_run(config: EvaluateConfig) -> list[dict[str, Any]]:
+    """Open what an evaluation needs besides the images, without scoring anything; the facts of its extractors."""
+    config = replace(config, extractor=choose_extractor(config))
+    plan = plan_extractors(replace(config, metrics=config.metrics or ("fd", "kid")))
+    fid_conflict().check(config)
+    check_reference(config, plan.reference_labels)
+    facts, errors = {}, []
+    for label in plan.extractors:
+        try:
+            extractor = plan.open_extractor(label, config, "cpu")
+            facts[label] = extractor_facts(extractor)
+            if label == plan.metric_labels.get("clip"):
+                extractor.embed_texts(("a prompt",))  # the text encoder is another part of the model
+        except InputError as error:
+            errors.append(error)
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise InputError(
+            "; ".join(error.found for error in errors),
+            "; ".join(error.expected for error in errors),
+            "; ".join(error.action for error in errors),
+        )
+    num_reference: int | None = config.num_reference
+    statistics = read_saved_reference(config, plan, facts)
+    if statistics is not None:
+        num_reference = statistics.num
+    elif plan.reference_labels and config.reference != ("streets",):
+        num_reference = len(find_image_files(Path(config.reference[0]), "--reference", captions=False))
+    num_generated: dict[str, int | None] = {}
+    if config.prompts:
+        num_rows = sum(1 for _row in PromptFile.open(config.prompts).rows())
+        num_generated = {"generated": min(config.num_samples or num_rows, num_rows)}
+    for metric, label in plan.metric_labels.items():
+        num_images: dict[str, int | None] = {
+            **num_generated,
+            **({"reference": num_reference} if metric in metric_computation.NEEDS_REFERENCE else {}),
+        }
+        metric_computation.check_num_images(
+            metric, facts[label]["num_features"], num_images, metric_settings(config, "cpu")
+        )
+    return list(facts.values())

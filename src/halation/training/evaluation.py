@@ -1,4 +1,4 @@
-"""Evaluations in training: what is compared with what, when a report is still valid, and where its numbers go."""
+"""Evaluations in training: reference and prompts, reports by step, metrics and plot."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
@@ -66,30 +66,21 @@ class EvaluationData:
 
 def open_evaluation_data(config: TrainConfig, source: ImageDataset, run: runs.RunFolder) -> EvaluationData:
     """Validation scenes, or the training images of a folder; metrics that this data cannot serve are refused."""
-    if config.data == "streets":
-        height, _width = config.image_size
-        reference: ImageSource = StreetImages(size=height, num=config.eval_reference)
-        prompts = [caption(scene("heldout", index)) for index in range(min(config.eval_images, config.eval_reference))]
-    else:
-        folder = _open_image_folder(config, source, run)
-        reference = TrainingImages(image_folder=folder, num_images=min(config.eval_reference, folder.num_train))
-        prompts = [folder.prompt(index) for index in range(min(config.eval_images, len(reference)))]
-        _check_metrics_supported(config, folder, prompts)
-    return EvaluationData(reference=reference, prompts=tuple(prompts))
-
-
-def _open_image_folder(config: TrainConfig, source: ImageDataset, run: runs.RunFolder) -> ImageFolder:
-    """The images themselves at one size, also where the run trains on what a cache made of them, or in buckets."""
-    if isinstance(source, ImageFolder) and not config.aspect_buckets:
-        return source
     height, width = config.image_size
-    folder = open_dataset(config.data, height, width, config.validation_images, max_images=config.max_images)
-    check_dataset(folder, Path(config.cache_dir) if config.cache_dir else run.folder / "cache", quiet=True)
+    if config.data == "streets":
+        num_prompts = min(config.eval_images, config.eval_reference)
+        return EvaluationData(
+            reference=StreetImages(size=height, num=config.eval_reference),
+            prompts=tuple(caption(scene("heldout", index)) for index in range(num_prompts)),
+        )
+    folder = source
+    if not isinstance(folder, ImageFolder) or config.aspect_buckets:
+        # The run trains on what a cache made of the images, or in buckets: open them at one size.
+        folder = open_dataset(config.data, height, width, config.validation_images, max_images=config.max_images)
+        check_dataset(folder, Path(config.cache_dir) if config.cache_dir else run.folder / "cache", quiet=True)
     assert isinstance(folder, ImageFolder)
-    return folder
-
-
-def _check_metrics_supported(config: TrainConfig, folder: ImageFolder, prompts: list[str]) -> None:
+    reference = TrainingImages(image_folder=folder, num_images=min(config.eval_reference, folder.num_train))
+    prompts = tuple(folder.prompt(index) for index in range(min(config.eval_images, len(reference))))
     if folder.num_train < MIN_REFERENCE_IMAGES:
         raise InputError(
             f"--eval_every with {folder.num_train} images in {folder.name}",
@@ -109,6 +100,7 @@ def _check_metrics_supported(config: TrainConfig, folder: ImageFolder, prompts: 
             "captions in the words of the embedded street scenes",
             "ask for clip instead",
         )
+    return EvaluationData(reference=reference, prompts=prompts)
 
 
 def evaluation_settings(
@@ -162,9 +154,12 @@ class TrainingEvaluator:
         )
 
     def _check_extractors(self, heartbeat: Heartbeat) -> dict[str, dict[str, Any]]:
-        """Open every extractor once, to report what is missing and download what is needed; keep none."""
+        """Open every extractor once, to report what is missing and download what is needed; keep none.
+
+        Building a network draws its first weights; the random states of the run must not change.
+        """
         facts = {}
-        with self._preserve_rng():
+        with rng.fork_rng():
             for label in self.plan.extractors:
                 try:
                     facts[label] = extractor_facts(self.plan.open_extractor(label, self.evaluate_config, "cpu"))
@@ -172,15 +167,6 @@ class TrainingEvaluator:
                     raise _rename_flags(error) from error
                 heartbeat()
         return facts
-
-    @contextmanager
-    def _preserve_rng(self) -> Iterator[None]:
-        """Building a network draws its first weights; the random states of the run must not change."""
-        rng_state = rng.capture(self.world.device)
-        try:
-            yield
-        finally:
-            rng.restore(rng_state, self.world.device)
 
     @property
     def key(self) -> str:
@@ -219,7 +205,7 @@ class TrainingEvaluator:
         extractors: dict[str, Extractor] = {}
 
         def open_extractors(heartbeat: Heartbeat) -> None:
-            with self._preserve_rng():
+            with rng.fork_rng():
                 for label in self.plan.extractors:
                     extractors[label] = self.plan.open_extractor(label, self.evaluate_config, str(self.world.device))
                     heartbeat()

@@ -14,8 +14,7 @@ from halation.data.streets import caption, scene
 from halation.distributed import launcher
 from halation.distributed.stop_signals import StopSignals
 from halation.errors import InputError
-from halation.evaluation.command import check_reference
-from halation.evaluation.config import EvaluateConfig
+from halation.evaluation.config import EvaluateConfig, check_reference
 from halation.models.model_folder import bundled_folder
 from halation.progress import WatchProgress
 from halation.prompt_files import PromptFile

@@ -1,6 +1,7 @@
 """Networks that turn images into features: Inception, DINOv2, CLIP, street scenes.
 
-The processes that decode images import `resize` from here, so torch and the networks are imported only when one is opened.
+The processes that decode images import `resize` from here, so torch and the networks are imported only when one is
+opened.
 """
 
 from __future__ import annotations

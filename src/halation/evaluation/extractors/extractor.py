@@ -24,7 +24,7 @@ class Extractor(ABC):
     name: str
     """`inception`, `dinov2`, `clip`, `streets`, or the folder's name."""
     fd_title: str
-    """What a Frechet distance of these features is called: `FID` for the pinned Inception weights and for nothing else."""
+    """What a Frechet distance of these features is called: `FID` for the pinned Inception weights alone."""
     kid_title: str
     """What a kernel distance of these features is called: `KID`, `KID-streets`, ..."""
     num_features: int
@@ -34,7 +34,7 @@ class Extractor(ABC):
     device: torch.device
 
     def __call__(self, batch: Tensor) -> dict[str, Tensor]:
-        """Stacked results of `transform`, on the device, to float32 `features` (B, D) and what else the network gives."""
+        """Stacked results of `transform`, on the device, to float32 `features` (B, D) and other outputs by name."""
         assert tuple(batch.shape[1:]) == self.transform.shape, f"{tuple(batch.shape)} is no batch of {self.name}"
         with torch.inference_mode(), full_precision():
             return {name: output.float() for name, output in self._outputs(batch).items()}
@@ -56,7 +56,7 @@ class Extractor(ABC):
 def full_precision() -> Iterator[None]:
     """float32 means float32, and the same kernels every time; the process's own settings come back afterwards.
 
-    cuDNN rounds the inputs of float32 convolutions to 10 bits unless it is told otherwise, which moves features by 1e-3.
+    cuDNN rounds the inputs of float32 convolutions to 10 bits by default, which moves features by 1e-3.
     """
     cudnn: Any = torch.backends.cudnn
     switches = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)  # cuDNN wants its two to agree

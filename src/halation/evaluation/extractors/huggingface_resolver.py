@@ -1,4 +1,4 @@
-"""Where a DINOv2 or CLIP model lies: a local folder or a hub name, checked before transformers opens it, and how CLIP wants its images."""
+"""Find and check the folder of a DINOv2 or CLIP model; read how CLIP prepares images."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ModelFolder:
 
     path: Path
     name_or_path: str
-    """The folder or hub name a person gave."""
+    """The folder or hub name that was given."""
     config: Mapping[str, Any]
 
     @property
@@ -48,7 +48,7 @@ class ModelFolder:
         return file_sha256(*_weight_files(self.path))
 
     def model_sha256(self) -> str:
-        """Over what makes a network, and a text's tokens, of the weights: names and contents, in the order of the names."""
+        """The hash of the files beside the weights: configuration and tokenizer, by name and content."""
         digest = hashlib.sha256()
         for name in ("config.json", *(TOKENIZER_FILES if self.model_type == "clip" else ())):
             if (self.path / name).is_file():
@@ -76,7 +76,8 @@ def find_model_folder(name_or_path: str, flag: str = "--weights") -> ModelFolder
         raise InputError(
             f"{path} has {found}",
             "safetensors files beside config.json",
-            "use a copy with safetensors, or convert it where you trust the file: AutoModel.from_pretrained(...).save_pretrained(...)",
+            "use a copy with safetensors, or convert it where you trust the file: "
+            "AutoModel.from_pretrained(...).save_pretrained(...)",
         )
     check_model_sizes(path)
     return ModelFolder(path=path, name_or_path=name_or_path, config=config)
@@ -108,7 +109,8 @@ def _download_from_hub(name: str, flag: str) -> Path:
     raise InputError(
         f"the model {name!r} is neither a folder nor to be had from the hub: {why}",
         "a local folder, or a name on the Hugging Face hub that can be reached",
-        f"on a machine with a network: `hf download {name} --local-dir FOLDER`, copy the folder here and give it by {flag} FOLDER",
+        f"on a machine with a network: `hf download {name} --local-dir FOLDER`, "
+        f"copy the folder here and give it by {flag} FOLDER",
     ) from None
 
 
@@ -129,7 +131,7 @@ class ClipPreprocessing:
 
 
 def read_clip_preprocessing(folder: ModelFolder) -> ClipPreprocessing:
-    """CLIP's own preparation, from preprocessor_config.json or, as newer releases write it, inside processor_config.json."""
+    """CLIP's own preparation, from preprocessor_config.json or, in newer releases, processor_config.json."""
     file, values = _read_processor_config(folder.path)
     try:
         transform = _parse_transform(values)
@@ -143,7 +145,8 @@ def read_clip_preprocessing(folder: ModelFolder) -> ClipPreprocessing:
     except (TypeError, ValueError, KeyError, OverflowError) as error:
         raise InputError(
             f"{file} describes no preparation of images that is known: {type(error).__name__}: {error}",
-            "CLIP's: a resize to a shortest edge or a height and width, a crop of the middle, mean and standard deviation",
+            "CLIP's: a resize to a shortest edge or a height and width, a crop of the middle, "
+            "mean and standard deviation",
             "copy the model again, or use another",
         ) from error
 

@@ -1,4 +1,4 @@
-"""FID's Inception as an extractor: which weights it has, how each resize rule's reference scales its input, and what its distances are called."""
+"""FID's Inception network as an extractor."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ NUM_FEATURES = 2048
 NUM_CLASSES = 1008
 _PADDING_1X7, _PADDING_7X1 = (0, 3), (3, 0)  # padding of a 1x7 and of a 7x1 kernel
 NORMALISATION: dict[ResizeRule, str] = {"clean": "(x-128)/128", "tf": "(x-128)/128", "torch": "2*(x/255)-1"}
-"""What each rule's reference does with 0..255: clean-fid and torch-fidelity as TensorFlow's graph did, pytorch-fid by its unit range."""
+"""How the reference of each rule scales 0..255: clean-fid and torch-fidelity as TensorFlow, pytorch-fid from 0..1."""
 
 
 class BasicConv2d(nn.Module):
-    """Convolution, batch normalisation, ReLU; `fold_batch_norm` makes one operation of the first two, with channels last in memory."""
+    """Convolution, batch normalisation, ReLU; `fold_batch_norm` makes one channels-last operation of the first two."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class InceptionD(nn.Module):
 
 
 class InceptionE(nn.Module):
-    """8 x 8: convolutions that fork into a row and a column; the last of the two pools by maximum, as the TensorFlow graph does."""
+    """8 x 8: convolutions that fork into a row and a column; the last block pools by maximum, as in TensorFlow."""
 
     def __init__(self, num_in: int, *, use_max_pool: bool) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class InceptionE(nn.Module):
 
 
 class InceptionV3(nn.Module):
-    """(B, 3, 299, 299) between -1 and 1 to pooled features (B, 2048) and logits without bias (B, 1008), both float32."""
+    """(B, 3, 299, 299) in -1..1 to float32 pooled features (B, 2048) and logits without bias (B, 1008)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,11 +217,12 @@ def find_weight_mismatch(tensors: Mapping[str, Tensor]) -> str:
     if not different:
         return ""
     name = different[0]
-    return f"{len(different)} tensors differ, first {name}: {found.get(name, 'missing')} where {expected.get(name, 'nothing')} is expected"
+    wanted = expected.get(name, "nothing")
+    return f"{len(different)} tensors differ, first {name}: {found.get(name, 'missing')} where {wanted} is expected"
 
 
 def build_inception(tensors: Mapping[str, Tensor]) -> InceptionV3:
-    """The network with these weights, in float32, folded, ready to infer; `find_weight_mismatch` says beforehand whether they fit."""
+    """The folded float32 network with these weights, which `find_weight_mismatch` has accepted."""
     with torch.device("meta"):
         network = InceptionV3()
     network.to_empty(device="cpu")

@@ -1,4 +1,4 @@
-"""Images to the square size a feature extractor wants, by the rule of a reference implementation; numpy and Pillow, no torch.
+"""Resize images for feature extractors by the rules of reference implementations.
 
 The rules differ enough to move a Frechet distance by whole points, so a result always names the one it was made with:
 
@@ -179,7 +179,7 @@ class _CropWindow(NamedTuple):
     first: int
     end: int
     low: float
-    """Where the middle begins, counted from `first`: Pillow keeps it in float32, too coarse to count from a far edge."""
+    """Where the middle begins, counted from `first`: Pillow's float32 is too coarse to count from a far edge."""
     high: float
     num: int
     """Pixels of the result."""

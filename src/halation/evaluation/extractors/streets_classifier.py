@@ -1,4 +1,4 @@
-"""The network that ships with Halation as an extractor: features of street scenes, and what is in them; it needs no download."""
+"""The extractor that ships with Halation: features of street scenes, and what is in them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class StreetsNetRecord:
     accuracy: dict[str, dict[str, float]]
     """Share of validation scenes an attribute is found in: by the size they are drawn at, then by attribute."""
     agreement: float
-    """Share of what their own captions say that is found in real validation images at 64 pixels: no image can be asked for more."""
+    """Caption agreement of real validation images at 64 pixels: the most that a model can reach."""
     agreement_by_attribute: dict[str, float | None]
 
     def as_json(self) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def read_record(path: Path = WEIGHTS_FILE) -> StreetsNetRecord:
 
 
 class StreetsExtractor(Extractor):
-    """Features, and the logits of each attribute's head; images are always resized by the clean rule it was trained with."""
+    """Features and logits of each attribute; images are always resized by the clean rule it was trained with."""
 
     def __init__(self, *, device: str, dtype: str) -> None:
         from halation.evaluation.extractors import streets_classifier

@@ -33,7 +33,7 @@ _TITLES = {"dinov2": "DINOv2", "clip": "CLIP"}
 
 
 class TextEmbedder:
-    """A CLIP model's text tower with its tokenizer; a text's embedding does not depend on its neighbours or their number."""
+    """A CLIP model's text tower with its tokenizer; an embedding does not depend on other texts of the batch."""
 
     def __init__(self, model: Any, folder: Path) -> None:
         self._model = model
@@ -56,7 +56,7 @@ class TextEmbedder:
         return [index for index, ids in enumerate(tokens) if len(ids) > self.max_tokens]
 
     def _embed_batch(self, texts: Sequence[str]) -> Tensor:
-        # Always the same number of rows: other shapes may take other kernels, and then a text would depend on its neighbours.
+        # Always the same number of rows: other shapes may take other kernels, which changes the last bits.
         padded = [*texts, *[""] * (self._batch_size - len(texts))]
         # A text alone has none, so nothing is padded there: a third of the time.
         padding = "max_length" if self._batch_size > 1 else False
@@ -104,7 +104,7 @@ def _open_tokenizer(folder: Path, *, vocab_size: int) -> Any:
 def open_transformers_extractor(
     name: str, weights: str, *, device: str, dtype: str, rule: ResizeRule, flag: str
 ) -> Extractor:
-    """`name` is dinov2, clip, or a folder of either family; `weights` a folder or hub name given by `flag` instead of the default."""
+    """`name` is dinov2, clip, or a folder of either family; `weights` a folder or hub name that replaces the default."""
     default_model = DEFAULT_MODELS.get(name)
     if default_model is None and weights:
         raise InputError(f"--extractor {name} and {flag} {weights}", "one of them names the model", f"leave out {flag}")
@@ -148,7 +148,7 @@ class _TransformerExtractor(Extractor):
         }
 
     def _outputs(self, batch: Tensor) -> dict[str, Tensor]:
-        """One image at a time on a CPU: its matrix products round a row by where it stands among the others, a GPU's do not."""
+        """One image at a time on a CPU, whose matrix products round a row by its place in the batch."""
         parts = batch.split(1 if self.device.type == "cpu" else len(batch))
         return {"features": torch.cat([self._features(part) for part in parts])}
 
@@ -167,7 +167,7 @@ class _TransformerExtractor(Extractor):
 
 
 class Dinov2Extractor(_TransformerExtractor):
-    """The class token after the last layer norm, as the FD-DINOv2 of dgm-eval: 224 x 224 by the resize rule, ImageNet's mean and std.
+    """The class token after the last layer norm, as FD-DINOv2 of dgm-eval: 224 x 224, ImageNet's mean and std.
 
     dgm-eval runs the original code, which stretches the position embeddings (made for 518 x 518) by a factor that is rounded
     otherwise than transformers': compare distances with others made by transformers.
@@ -198,7 +198,7 @@ class Dinov2RegistersExtractor(Dinov2Extractor):
 
 
 class ClipExtractor(_TransformerExtractor):
-    """CLIP's projected image embeddings, not normalised; images are prepared as the model's own preprocessor_config.json says."""
+    """CLIP's projected image embeddings, not normalised; images are prepared as preprocessor_config.json says."""
 
     family = "clip"
     model_class = transformers.CLIPModel
@@ -228,7 +228,7 @@ class ClipExtractor(_TransformerExtractor):
         return self._normalize(self._rescale_table[batch.int()], self._preprocessing.mean, self._preprocessing.std)
 
     def embed_texts(self, texts: Sequence[str]) -> Tensor:
-        """(N, D) float32 on the CPU, projected and not normalised; a text that is too long loses its end (see `find_truncated`)."""
+        """(N, D) float32 on the CPU, projected and not normalised; the end of a text that is too long is cut."""
         return self._text_embedder().embed_texts(texts)
 
     def find_truncated(self, texts: Sequence[str]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Weight files of feature extractors: the user's cache, a download whose hash is checked, safe reading, and the hash that results carry."""
+"""Weight files of feature extractors: download, check of the hash, safe reading."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FID_URL = f"https://github.com/mseitzer/pytorch-fid/releases/download/fid_weight
 FID_SHA256 = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
 _BLOCK_BYTES = 1 << 20
 _NUM_OLD_PICKLES = 5
-"""One after the other before torch 1.6: a magic number, a version, the machine, the tensors, the names of their bytes."""
+"""In a file from before torch 1.6: magic number, version, machine, tensors, names of their bytes."""
 _READ_TIMEOUT_S = 60.0
 _LOG_INTERVAL_S = 5.0
 
@@ -52,7 +52,7 @@ def fetch_fid_weights(flag: str = "--weights") -> Path:
 
 
 def fetch_file(url: str, file: Path, sha256: str, flag: str = "--weights") -> Path:
-    """`file`, downloaded from `url` unless it is there; an InputError unless its hash is `sha256`; `flag` gives another file."""
+    """`file`, downloaded from `url` unless it is there; an InputError where its hash is another one."""
     if not file.is_file():
         if is_offline():
             raise _download_error(url, file, sha256, flag, "the environment says to stay offline (HF_HUB_OFFLINE)")
@@ -110,7 +110,8 @@ def _download(url: str, file: Path, sha256: str, flag: str) -> None:
                 raise InputError(
                     f"{url} gave {num_bytes} bytes with the SHA-256 {found}",
                     sha256,
-                    f"try again; if it stays so, get the file elsewhere and copy it to {file}, or give its place by {flag} FILE",
+                    f"try again; if it stays so, get the file elsewhere and copy it to {file}, "
+                    f"or give its place by {flag} FILE",
                 )
     except urllib.error.HTTPError as error:
         with error:  # it is also the answer, with an open connection
@@ -137,7 +138,7 @@ def _copy_response(response: http.client.HTTPResponse, target: BinaryIO) -> tupl
 
 
 def _check_pickles(file: Path) -> None:
-    """Refuse a .pth file that would take more memory than it has bytes: what is packed, and buffers that are made by a number."""
+    """Refuse a .pth file that would take more memory than it has bytes: packed members, and bytearrays by length."""
     with open_regular_file(file) as stream:
         if not zipfile.is_zipfile(stream):
             stream.seek(0)

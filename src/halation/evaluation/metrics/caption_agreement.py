@@ -1,4 +1,4 @@
-"""Prompt agreement: how much of what captions of street scenes say is found in their images."""
+"""Prompt agreement: how much of street captions is found in their images."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def has_street_captions(captions: Sequence[str]) -> bool:
 
 
 def caption_agreement(outputs: Mapping[str, npt.NDArray[Any]], captions: Sequence[str]) -> CaptionAgreement:
-    """The agreement of images with their captions; `outputs` are the logits of the streets extractor, a row an image."""
+    """The agreement of images with their captions; `outputs` are logits of the streets extractor, a row an image."""
     predicted = {attribute: _predicted_columns(outputs, attribute, len(captions)) for attribute in _EXPECTED_COLUMNS}
     mentions = [mentioned(caption) for caption in captions]
     hits: dict[str, list[bool]] = {attribute: [] for attribute in _EXPECTED_COLUMNS}
@@ -57,8 +57,10 @@ def caption_agreement(outputs: Mapping[str, npt.NDArray[Any]], captions: Sequenc
         example = f", such as {captions[0][:80]!r}" if captions else ""
         raise InputError(
             f"none of {len(captions)} captions names a place, a time, a weather or a number of cars{example}",
-            'captions in the words of the embedded street scenes, such as "A rural road with dry roads and two cars at night"',
-            "leave out the prompt agreement, which is for the embedded street captions; for other prompts ask for the CLIP score",
+            "captions in the words of the embedded street scenes, "
+            'such as "A rural road with dry roads and two cars at night"',
+            "leave out the prompt agreement, which is for the embedded street captions; "
+            "for other prompts ask for the CLIP score",
         )
     return CaptionAgreement(
         value=sum(map(sum, hits.values())) / sum(num_mentioned.values()),

@@ -1,12 +1,14 @@
-"""The Frechet distance between two Gaussians, which FID reports, and its bootstrap interval.
+"""The Frechet distance between two Gaussians, as FID reports it, and its bootstrap.
 
 The formula is that of Dowson and Landau 1982:
-d^2 = |m1 - m2|^2 + tr S1 + tr S2 - 2 tr (S1 S2)^(1/2). The product S1 S2 is not symmetric, but with S1 = L1 L1' and S2 = L2 L2' its
-eigenvalues are those of the symmetric C'C with C = L1' L2. The trace of its root is therefore the sum of the roots of the eigenvalues of
-C'C, or the sum of the singular values of C: two Cholesky factors and one `eigvalsh` instead of a general matrix root.
+d^2 = |m1 - m2|^2 + tr S1 + tr S2 - 2 tr (S1 S2)^(1/2). The product S1 S2 is not symmetric, but with S1 = L1 L1' and
+S2 = L2 L2' its eigenvalues are those of the symmetric C'C with C = L1' L2. The trace of its root is therefore the sum of
+the roots of the eigenvalues of C'C, or the sum of the singular values of C: two Cholesky factors and one `eigvalsh`
+instead of a general matrix root.
 
-An eigenvalue is known to about 1e-16 of the largest, its root to 1e-8 only. That is nothing for a few small ones and too much for a
-thousand zeros, so where a covariance is singular its null space is cut off and singular values are taken, which have no such root.
+An eigenvalue is known to about 1e-16 of the largest, its root to 1e-8 only. That is nothing for a few small ones and too
+much for a thousand zeros, so where a covariance is singular its null space is cut off and singular values are taken,
+which have no such root.
 
 The bootstrap resamples one side. The distance of a resampled set needs its own covariance S1 each time, but the other
 side S2 = L L' stays. With centred rows X of the resampled set the trace of the root of S1 S2 is the sum of the singular
@@ -32,7 +34,7 @@ MIN_EIGENVALUE_RATIO = 1e-4
 
 
 class GaussianStatistics(Protocol):
-    """A mean and a covariance: `Moments`, or `Gaussian` where somebody else saved them."""
+    """A mean and a covariance: `Moments`, or `Gaussian` where another tool saved them."""
 
     @property
     def mean(self) -> FloatArray: ...
@@ -42,7 +44,7 @@ class GaussianStatistics(Protocol):
 
 
 def frechet_distance(one: GaussianStatistics, other: GaussianStatistics, *, device: str = "cpu") -> float:
-    """Singular covariances are fine; numbers that are not finite, and matrices that are no covariances, are a ValueError."""
+    """Singular covariances are fine; numbers that are not finite, and no covariances, are a ValueError."""
     means = [_tensor(each.mean, device) for each in (one, other)]
     covariances = [_tensor(each.covariance, device) for each in (one, other)]
     for mean, covariance in zip(means, covariances, strict=True):
@@ -58,7 +60,8 @@ def frechet_distance(one: GaussianStatistics, other: GaussianStatistics, *, devi
 def frechet_distance_from_features(one: Features, other: Features, *, device: str = "cpu") -> float:
     """From features that are fewer than their dimensions: no matrix larger than the number of rows is made.
 
-    With centred rows X and S = X'X / (n - 1), the trace of the root of S1 S2 is the sum of the singular values of X1 X2', scaled.
+    With centred rows X and S = X'X / (n - 1), the trace of the root of S1 S2 is the sum of the singular values of
+    X1 X2', scaled.
     """
     if one.shape[1:] != other.shape[1:]:
         raise ValueError(f"features of shapes {one.shape} and {other.shape}")
@@ -103,7 +106,7 @@ def covariance_factor(covariance: torch.Tensor) -> torch.Tensor:
 
 
 def _cholesky(covariance: torch.Tensor) -> torch.Tensor | None:
-    """A lower triangle, or None where the matrix is singular: what is left of a column is then rounding, not a pivot."""
+    """A lower triangle, or None where the matrix is singular: the rest of a column is then rounding, not a pivot."""
     triangle, failed = torch.linalg.cholesky_ex(covariance)
     if failed:
         return None
@@ -150,10 +153,10 @@ def _distance(mean_1: torch.Tensor, mean_2: torch.Tensor, traces: float, root_tr
 class BootstrapInterval:
     """Percentiles of the distance over resampled sets.
 
-    A Frechet distance is biased upwards, the more so the fewer different rows a set has, and a resampled set has about 63 % of them. So all
-    draws lie higher than the distance itself, by `bias` on average, and where rows are not many times the dimensions `low` may
-    lie above `estimate`. The width is what to trust; `bias_corrected` is the interval with that bias taken off. Only one side is resampled: the
-    interval says nothing about another reference.
+    A Frechet distance is biased upwards, the more so the fewer different rows a set has, and a resampled set has about
+    63 % of them. So all draws lie higher than the distance itself, by `bias` on average, and where rows are not many
+    times the dimensions `low` may lie above `estimate`. The width is what to trust; `bias_corrected` is the interval
+    without that bias. Only one side is resampled: the interval says nothing about another reference.
     """
 
     estimate: float
@@ -178,7 +181,10 @@ def frechet_interval(
     level: float = 0.95,
     device: str = "cpu",
 ) -> BootstrapInterval:
-    """Rows of `features` are drawn with replacement, as many as there are; a draw is a function of the seed and its number alone."""
+    """Rows of `features` are drawn with replacement, as many as there are.
+
+    A draw is a function of the seed and its number alone.
+    """
     if num_draws < 1 or not 0.0 < level < 1.0:
         raise ValueError(f"an interval of level {level} from {num_draws} draws")
     if len(features) < 2:
@@ -186,7 +192,12 @@ def frechet_interval(
     with single_thread():
         resampler = _FrechetResampler(check_features(features), other, device)
         estimate = resampler.distance(np.ones(len(features), dtype=np.int64))
-        distances = [resampler.distance(_resample_counts(len(features), seed, number)) for number in range(num_draws)]
+        distances = []
+        num = len(features)
+        for number in range(num_draws):
+            generator = np.random.Generator(np.random.Philox(key=np.array([seed, number], dtype=np.uint64)))
+            counts = np.bincount(generator.integers(num, size=num), minlength=num)
+            distances.append(resampler.distance(counts))
     tail = (1.0 - level) / 2.0
     low, high = (float(value) for value in np.quantile(distances, [tail, 1.0 - tail]))
     bias = float(np.mean(distances)) - estimate
@@ -195,14 +206,8 @@ def frechet_interval(
     )
 
 
-def _resample_counts(num: int, seed: int, number: int) -> Counts:
-    """How often each row is drawn."""
-    generator = np.random.Generator(np.random.Philox(key=np.array([seed, number], dtype=np.uint64)))
-    return np.bincount(generator.integers(num, size=num), minlength=num)
-
-
 class _FrechetResampler:
-    """Rows relative to the other side's mean: as they are for the mean and the trace, and in coordinates in which the other is round."""
+    """Rows relative to the other side's mean, also in coordinates in which the other covariance is the identity."""
 
     def __init__(self, features: Features, other: GaussianStatistics, device: str) -> None:
         mean, covariance = (

@@ -1,7 +1,8 @@
-"""Kernel Inception Distance: the squared maximum mean discrepancy with a cubic kernel, over random subsets (Binkowski et al. 2018).
+"""Kernel Inception Distance: the squared MMD with a cubic kernel over random subsets.
 
-The sum of a kernel matrix over a subset is s' K s with the subset's indicator s. Where the sets are small a row is in many subsets, and the
-kernel of every pair is taken once for all of them, in blocks; where they are large each subset takes the kernel of its own pairs.
+(Binkowski et al. 2018.) The sum of a kernel matrix over a subset is s' K s with the subset's indicator s. Where the sets
+are small a row is in many subsets, and the kernel of every pair is taken once for all of them, in blocks; where they are
+large each subset takes the kernel of its own pairs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ BLOCK_SIZE, PANEL_SIZE = 1024, 250
 
 @dataclass(frozen=True, kw_only=True)
 class KernelDistance:
-    """The mean over subsets, and how far subsets differ from each other: less than 0 is possible, and means that nothing was found."""
+    """The mean over subsets and their standard deviation; a mean below 0 is possible and means no difference."""
 
     mean: float
     std: float
@@ -37,7 +38,7 @@ def kernel_distance(
     seed: int = SEED,
     device: str = "cpu",
 ) -> KernelDistance:
-    """Subsets are drawn without replacement, one's before the other's, by the generator and the seed that other tools use too."""
+    """Subsets are drawn without replacement, by the generator, the seed and in the order that other tools use."""
     if one.shape[1:] != other.shape[1:]:
         raise ValueError(f"features of shapes {one.shape} and {other.shape}")
     if num_subsets < 1 or not 2 <= subset_size <= min(len(one), len(other)):

@@ -1,4 +1,4 @@
-"""From features of both sides to metrics with their provenance and a note where there were too few images."""
+"""From features of both sides to metrics with their provenance."""
 
 from __future__ import annotations
 
@@ -97,12 +97,23 @@ def compute_metric(inputs: MetricInputs, settings: MetricSettings) -> dict[str, 
 
 
 def _metric_record(key: str, value: MetricValue, inputs: MetricInputs, note: str, seconds: float) -> dict[str, Any]:
-    """Everything a number needs to be compared with another one."""
+    """Everything a number needs to be compared with another one.
+
+    It is called FID or KID only where it is what these words mean everywhere.
+    """
     extractor = inputs.extractor
     reference = inputs.reference
+    titles = {
+        "fid": extractor["fd_title"],
+        "fd": extractor["fd_title"],
+        "kid": extractor["kid_title"],
+        "is": "Inception score",
+        "clip": "CLIP score",
+        "agreement": "prompt agreement",
+    }
     return {
         "metric": key,
-        "name": display_name(key, extractor),
+        "name": titles.get(key) or f"{key} ({extractor['extractor']})",
         "value": value.value,
         "std": value.std,
         "better": "lower" if key in LOWER_IS_BETTER else "higher",
@@ -120,19 +131,6 @@ def _metric_record(key: str, value: MetricValue, inputs: MetricInputs, note: str
         "seconds": seconds,
         **value.details,
     }
-
-
-def display_name(key: str, extractor: Mapping[str, Any]) -> str:
-    """How the number is called: FID and KID only where they are what everybody means by these words."""
-    titles = {
-        "fid": extractor["fd_title"],
-        "fd": extractor["fd_title"],
-        "kid": extractor["kid_title"],
-        "is": "Inception score",
-        "clip": "CLIP score",
-        "agreement": "prompt agreement",
-    }
-    return titles.get(key) or f"{key} ({extractor['extractor']})"
 
 
 def min_num_images(metric: str, num_features: int, settings: MetricSettings) -> int:
@@ -153,7 +151,10 @@ def min_num_images(metric: str, num_features: int, settings: MetricSettings) -> 
 def check_num_images(
     metric: str, num_features: int, num_images: Mapping[str, int | None], settings: MetricSettings
 ) -> str:
-    """Empty, or why the number is marked; without --allow_few that is an error. `num_images` are numbers of images, where they are known."""
+    """Empty, or why the number is marked; without --allow_few that is an error.
+
+    `num_images` has the number of images of each side, where it is known.
+    """
     minimum = min_num_images(metric, num_features, settings)
     too_few = {side: num for side, num in num_images.items() if num is not None and num < minimum}
     if not too_few:
@@ -179,11 +180,15 @@ def _frechet(inputs: MetricInputs, settings: MetricSettings) -> dict[str, Metric
     assert other is not None
     assert one.moments is not None
     assert other.moments is not None
-    if one.features is not None and other.features is not None and _are_rank_deficient(one.features, other.features):
-        value = frechet_distance_from_features(one.features, other.features, device=settings.device)
+    known = [features for features in (one.features, other.features) if features is not None]
+    if len(known) == 2 and all(len(features) <= features.shape[1] for features in known):
+        value = frechet_distance_from_features(*known, device=settings.device)
     else:
         value = frechet_distance(one.moments, other.moments, device=settings.device)
-    details: dict[str, Any] = {"rank_deficient": any(_is_rank_deficient(side) for side in (one, other))}
+    # So few images that a covariance has no inverse.
+    num_features = len(one.moments.mean)
+    is_deficient = any(side.num is not None and side.num <= num_features for side in (one, other))
+    details: dict[str, Any] = {"rank_deficient": is_deficient}
     if settings.bootstrap:
         if one.features is None:
             raise InputError(
@@ -200,22 +205,11 @@ def _frechet(inputs: MetricInputs, settings: MetricSettings) -> dict[str, Metric
     return {inputs.metric: MetricValue(value=value, details=details)}
 
 
-def _is_rank_deficient(feature_set: FeatureSet) -> bool:
-    """Whether there are so few images that the covariance has no inverse."""
-    assert feature_set.moments is not None
-    return feature_set.num is not None and feature_set.num <= len(feature_set.moments.mean)
-
-
-def _are_rank_deficient(*feature_arrays: Features) -> bool:
-    return all(len(features) <= features.shape[1] for features in feature_arrays)
-
-
 def _kid(inputs: MetricInputs, settings: MetricSettings) -> dict[str, MetricValue]:
     one, other = _require_features(inputs)
     least = min(len(one), len(other))
-    size = (
-        settings.kid_subset_size if least >= settings.kid_subset_size else max(2, least // 2)
-    )  # subsets of all would not differ
+    # Subsets of all images would not differ.
+    size = settings.kid_subset_size if least >= settings.kid_subset_size else max(2, least // 2)
     found = kernel_distance(one, other, num_subsets=settings.kid_subsets, subset_size=size, device=settings.device)
     details = {"subsets": found.num_subsets, "subset_size": found.subset_size}
     return {"kid": MetricValue(value=found.mean, std=found.std, details=details)}

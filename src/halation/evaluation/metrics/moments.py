@@ -1,8 +1,8 @@
-"""Mean and covariance of features in float64, the same bits however many processes computed the features.
+"""Mean and covariance of features in float64, with the same bits on any number of ranks.
 
-Features are summed in blocks of a fixed size by index, and blocks are merged in order, so the result is a function of the features alone:
-they may come as one array or as a stream of arrays of any sizes. Parts that were summed apart can be merged too; that agrees with the
-whole to rounding, not to the bit.
+Features are summed in blocks of a fixed size by index, and blocks are merged in order, so the result is a function of
+the features alone: they may come as one array or as a stream of arrays of any sizes. Parts that were summed apart can be
+merged too; that agrees with the whole to rounding, not to the bit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BLOCK_SIZE = 1024
 
 @contextmanager
 def single_thread() -> Iterator[None]:
-    """The number of threads changes the last bits of torch's sums, and ranks of a group have another number than a process alone."""
+    """The number of threads changes the last bits of torch's sums, and it depends on the number of ranks."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -50,7 +50,7 @@ class Moments:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Gaussian:
-    """Statistics that somebody else saved: nobody knows of how many rows, so they can be compared and not merged."""
+    """Statistics that another tool saved: their number of rows is unknown, so they can be compared and not merged."""
 
     mean: FloatArray
     covariance: FloatArray

@@ -1,10 +1,10 @@
-"""Nearest neighbours between two sets of features: precision and recall, and the most and least similar images.
+"""Nearest neighbours of features: precision and recall, most and least similar images.
 
 Precision, recall, density and coverage are those of Kynkaanniemi et al. 2019 and Naeem et al. 2020. An image's ball
 reaches to its k-th nearest neighbour in its own set. Precision: the share of generated images in some ball of the
 reference; recall: the share of the reference in some ball of the generated; density: how many balls of the reference a
-generated image lies in, on average, divided by k; coverage: the share of reference balls with a generated image in them.
-The border belongs to the ball.
+generated image lies in, on average, divided by k; coverage: the share of reference balls with a generated image in
+them. The border belongs to the ball.
 
 Distances are made a tile at a time in float64, so that fifty thousand images need no more memory than a thousand.
 """
