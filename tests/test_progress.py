@@ -345,6 +345,28 @@ def test_many_threads_may_tell_at_once_while_the_bars_are_drawn(monkeypatch: pyt
     assert sum(line.startswith("all ") for line in written) > 16
 
 
+@pytest.mark.parametrize("kind", ["json", "plain"])
+def test_workers_may_join_while_other_threads_write_lines(kind: str) -> None:
+    stream, errors = io.StringIO(), []
+    with GenerationProgress(kind, [], num_planned=400, num_done=0, stream=stream) as progress:
+
+        def join_and_tell(part: int) -> None:
+            try:
+                for number in range(100):
+                    progress.add_images(f"GPU {part}-{number}", 1, 0)
+                    progress.print_line("one more")
+            except RuntimeError as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=join_and_tell, args=(part,)) for part in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+    assert not errors
+    assert sum("one more" in line for line in stream.getvalue().splitlines()) == 400
+
+
 def test_telling_a_step_is_cheap() -> None:
     progress = GenerationProgress("none", ["GPU 0"], num_planned=10, num_done=0)
     began = time.process_time()

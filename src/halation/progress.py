@@ -379,14 +379,15 @@ class GenerationProgress(ProgressDisplay):
         self._finished.set()
         if self._thread.ident is not None:
             self._thread.join()
-        now = self.clock()
-        for bar in self.workers.values():
-            bar.end_time = bar.end_time or now
-            if bar.is_drawing:  # what is shown now stays on the screen
-                bar.state = "finished" if bar.num_finished >= bar.total else "stopped"
-        if self.kind != "rich":
-            text = self._format_counts(f"in {format_duration(now - self.start_time)}")
-            self.show_line(text, self._json_object("end"))
+        with self.lock:
+            now = self.clock()
+            for bar in self.workers.values():
+                bar.end_time = bar.end_time or now
+                if bar.is_drawing:  # what is shown now stays on the screen
+                    bar.state = "finished" if bar.num_finished >= bar.total else "stopped"
+            if self.kind != "rich":
+                text = self._format_counts(f"in {format_duration(now - self.start_time)}")
+                self.show_line(text, self._json_object("end"))
         super().finish()
 
     def overall(self) -> Bar:
@@ -480,24 +481,25 @@ class GenerationProgress(ProgressDisplay):
         return ", ".join(part for part in parts if part) + (f" ({by_worker})" if by_worker else "")
 
     def _json_object(self, event: str, **facts: str) -> dict[str, Any]:
-        bar, now = self.overall(), self.clock()
-        per_s, left_s = bar.per_s(now), bar.remaining_s(now)
-        return {
-            "event": event,
-            **facts,
-            "time_s": round(now - self.start_time, 3),
-            "planned": bar.total,
-            "done": bar.num_succeeded,
-            "failed": bar.num_failed,
-            "per_s": None if per_s is None else round(per_s, 3),
-            "left_s": None if left_s is None else round(left_s, 3),
-            "workers": {
-                each.label: {
-                    "success": each.num_succeeded,
-                    "failed": each.num_failed,
-                    "share": each.total,
-                    "state": each.state,
-                }
-                for each in self.workers.values()
-            },
-        }
+        with self.lock:
+            bar, now = self.overall(), self.clock()
+            per_s, left_s = bar.per_s(now), bar.remaining_s(now)
+            return {
+                "event": event,
+                **facts,
+                "time_s": round(now - self.start_time, 3),
+                "planned": bar.total,
+                "done": bar.num_succeeded,
+                "failed": bar.num_failed,
+                "per_s": None if per_s is None else round(per_s, 3),
+                "left_s": None if left_s is None else round(left_s, 3),
+                "workers": {
+                    each.label: {
+                        "success": each.num_succeeded,
+                        "failed": each.num_failed,
+                        "share": each.total,
+                        "state": each.state,
+                    }
+                    for each in self.workers.values()
+                },
+            }
