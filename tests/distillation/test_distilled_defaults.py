@@ -65,8 +65,10 @@ def test_the_steps_of_a_student_are_the_default_of_generating_scoring_and_sampli
     assert (steps_of(folder, None), steps_of(folder, 9)) == (4, 9)
     subject = resolve_model(str(folder), raw=False)
     assert subject.guidance_scale == 1.0
-    assert subject.step_warning(4) == ""
-    assert "9 steps, but the model was distilled (trajectory) to draw in 4" in subject.step_warning(9)
+    assert list(subject.warnings(4, 1.0, ())) == list(subject.warnings(None, None, ())) == []
+    steps, guidance = subject.warnings(9, 3.0, ())
+    assert "--num_inference_steps: 9 steps, but the model was distilled (trajectory) to draw in 4" in steps
+    assert "--guidance_scale 3, but the model was distilled to be drawn with 1" in guidance
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
     for asked, steps in ((None, 4), (9, 9)):
         scored = EvaluateConfig(
@@ -83,7 +85,7 @@ def test_models_that_learned_no_number_of_steps_are_drawn_in_the_usual_ones(
 ) -> None:
     folder = student(tmp_path, "export", {**SAMPLING, "distilled": distilled})
     assert (steps_of(folder, None), steps_of(folder, 9)) == (DEFAULT_STEPS, 9)
-    assert resolve_model(str(folder), raw=False).step_warning(9) == ""
+    assert list(resolve_model(str(folder), raw=False).warnings(9, None, ())) == []
 
 
 @pytest.mark.parametrize("distilled", [3, {"steps": "few"}])

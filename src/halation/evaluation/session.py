@@ -48,7 +48,6 @@ from halation.evaluation.saved_statistics import (
     read_statistics,
     write_statistics,
 )
-from halation.models.dit.tokenizer import find_prompt_warnings
 from halation.prompt_files import PromptFile
 from halation.runs.run_folder import hash_json
 
@@ -72,7 +71,10 @@ class EvaluationSession:
         if isinstance(self.generated, ModelImages):
             self.generated = replace(self.generated, config=config, device=self.device_name)
             if world.is_rank_zero:
-                self._log_model_warnings(self.generated)
+                captions = (spec.prompt for spec in self.generated.specs)
+                model_ref = self.generated.model_ref
+                for warning in model_ref.warnings(config.num_inference_steps, config.guidance_scale, captions):
+                    log.warning("%s", warning)
         if len(set(world.all_gather_object(self.generated.key))) > 1:
             raise HalationError(
                 "the ranks see different images: the folder changes, or is another one on other machines"
@@ -81,17 +83,6 @@ class EvaluationSession:
         self.facts = {label: extractor_facts(extractor) for label, extractor in self.extractors.items()}
         self.saved_reference = read_saved_reference(config, self.plan, self.facts)
         self.evaluator = Evaluator(world, config, self.plan, self.extractors, self.facts, self._feature_folder)
-
-    def _log_model_warnings(self, images: ModelImages) -> None:
-        config, model_ref = self.config, images.model_ref
-        if step_warning := model_ref.step_warning(config.num_inference_steps or model_ref.steps):
-            log.warning("--num_inference_steps: %s", step_warning)
-        if config.guidance_scale is not None and (warning := model_ref.guidance_warning(config.guidance_scale)):
-            log.warning("--guidance_scale %s", warning)
-        if model_ref.load_args["kind"] == "checkpoint":
-            captions = (spec.prompt for spec in images.specs)
-            for warning in find_prompt_warnings(Path(model_ref.load_args["path"]), model_ref.name, captions):
-                log.warning("%s", warning)
 
     def _open_extractors(self) -> dict[str, Extractor]:
         """Rank 0 first: what has to be downloaded is downloaded once."""

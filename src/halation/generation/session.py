@@ -26,7 +26,6 @@ from halation.generation.supervisor import RangeClaims, RunStats, Supervisor, Su
 from halation.generation.workers.local_pool import WorkerPool, WorkerSlot
 from halation.images import png_codec
 from halation.logging_setup import ConsoleWarningHandler
-from halation.models.dit.tokenizer import find_prompt_warnings
 from halation.models.model_path_resolver import ModelRef
 from halation.progress import GenerationProgress, StepProgress
 from halation.prompt_files import PromptFile
@@ -123,13 +122,6 @@ class GenerationSession:
         )
         if truncation_step is not None and truncation_step >= steps:
             log.warning("--cfg_truncation_step %d changes nothing: there are %d steps", truncation_step, steps)
-        step_warning = self.model_ref.step_warning(steps)
-        if step_warning:
-            log.warning("--num_inference_steps: %s", step_warning)
-        guidance = self.config.guidance_scale
-        guidance_warning = self.model_ref.guidance_warning(guidance) if guidance is not None else ""
-        if guidance_warning:
-            log.warning("--guidance_scale %s", guidance_warning)
         if prompts.ignored_columns:
             log.warning("%s: columns that are not read: %s", prompts.name, ", ".join(prompts.ignored_columns))
         self._check_ledger(prompts)
@@ -150,7 +142,10 @@ class GenerationSession:
             raise
         self._reopen_damaged()
         self._check_unrecorded_images()
-        self._warn_about_prompts(prompts)
+        counts = self.ledger.counts()
+        rows = islice(prompts.rows(), self.config.num_samples or None) if counts["done"] < counts["planned"] else ()
+        for warning in self.model_ref.warnings(steps, self.config.guidance_scale, (row.prompt for row in rows)):
+            log.warning("%s", warning)
 
     def _check_ledger(self, prompts: PromptFile) -> None:
         """Repair damaged rows; a ledger without rows beside results is not the one they were recorded in."""
@@ -160,15 +155,6 @@ class GenerationSession:
             raise lost_ledger_error(self.folder, found, self.ledger.path.name)
         if found := metadata_and_summary.find_image_of_another_run(self.folder, self.ledger.sample_done()):
             raise lost_ledger_error(self.folder, found, self.ledger.path.name, "is the ledger of another run")
-
-    def _warn_about_prompts(self, prompts: PromptFile) -> None:
-        """What the model cannot read of its prompts, if any are still to be drawn."""
-        counts, load_args = self.ledger.counts(), self.model_ref.load_args
-        if load_args["kind"] != "checkpoint" or counts["done"] == counts["planned"]:
-            return
-        rows = islice(prompts.rows(), self.config.num_samples or None)
-        for words in find_prompt_warnings(Path(load_args["path"]), self.model_ref.name, (row.prompt for row in rows)):
-            log.warning("%s", words)
 
     def _fixed_settings(self, slots: Sequence[WorkerSlot]) -> dict[str, Any]:
         """What a later call must not change."""

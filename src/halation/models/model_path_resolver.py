@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from halation.errors import InputError
 from halation.input_files import read_json
+from halation.models.dit.tokenizer import find_prompt_warnings
 from halation.models.model_folder import (
     EXPORT_FILE,
     bundled_name,
@@ -44,25 +45,53 @@ class ModelRef:
     is_distilled: bool = False
     """Whether it was distilled, with guidance in it or none to be drawn with."""
 
-    def step_warning(self, num_steps: int) -> str:
-        """What there is to say to another number of steps than a model was distilled for."""
-        if not self.distillation_objective or num_steps == self.steps:
-            return ""
-        return format_step_warning(num_steps, self.steps, self.distillation_objective)
+    @classmethod
+    def of_checkpoint(cls, folder: Path, sampling: Mapping[str, Any], *, name: str, digest: str = "") -> ModelRef:
+        """A checkpoint or an export of Halation, with the settings that its run drew samples with."""
+        load_args = {
+            "kind": "checkpoint",
+            "path": str(folder.resolve()),
+            "embedded": bundled_name(folder),
+            "sampler": sampling["sampler"],
+            "time_shift": sampling.get("time_shift", 1.0),
+        }
+        # A model of the package comes with the settings that its card was measured with; of others the steps of
+        # previews say little.
+        own_steps = {"steps": int(sampling["steps"])} if bundled_name(folder) else {}
+        return cls(
+            load_args=load_args,
+            name=name,
+            digest=digest,
+            height=sampling["height"],
+            width=sampling["width"],
+            guidance_scale=sampling["guidance_scale"],
+            is_distilled=bool(sampling.get("distilled")),
+            **own_steps | distillation_settings(sampling),
+        )
 
-    def guidance_warning(self, guidance_scale: float) -> str:
-        """What there is to say to another guidance than a student is drawn with."""
-        if not self.is_distilled or guidance_scale == self.guidance_scale:
-            return ""
-        return format_guidance_warning(guidance_scale, self.guidance_scale)
+    def warnings(
+        self,
+        steps: int | None,
+        guidance_scale: float | None,
+        prompts: Iterable[str],
+        *,
+        steps_flag: str = "num_inference_steps",
+        check_lengths: bool = True,
+    ) -> Iterator[str]:
+        """What to expect of a student drawn otherwise than it learned, and of words that the model does not know.
 
-
-def format_guidance_warning(asked: float, learned: float) -> str:
-    return f"{asked:g}, but the model was distilled to be drawn with {learned:g}; expect worse images"
-
-
-def format_step_warning(num_steps: int, learned: int, objective: str) -> str:
-    return f"{num_steps} steps, but the model was distilled ({objective}) to draw in {learned}; expect worse images"
+        None for a setting is the model's own. `check_lengths` also warns about prompts that are too long.
+        """
+        if self.distillation_objective and steps not in (None, self.steps):
+            learned = f"the model was distilled ({self.distillation_objective}) to draw in {self.steps}"
+            yield f"--{steps_flag}: {steps} steps, but {learned}; expect worse images"
+        if self.is_distilled and guidance_scale not in (None, self.guidance_scale):
+            learned = f"the model was distilled to be drawn with {self.guidance_scale:g}"
+            yield f"--guidance_scale {guidance_scale:g}, but {learned}; expect worse images"
+        if self.load_args["kind"] == "checkpoint":
+            yield from find_prompt_warnings(
+                Path(self.load_args["path"]), self.name, prompts, check_lengths=check_lengths
+            )
 
 
 def resolve_model(model_path: str, *, raw: bool) -> ModelRef:
@@ -133,25 +162,7 @@ def _resolve_checkpoint(folder: Path, raw: bool) -> ModelRef:
         raise _not_a_model_error(folder, "it does not say how it is sampled; part of a pipeline, perhaps")
     check_base_exists(found)
     check_model(found, raw=raw)
-    load_args = {
-        "kind": "checkpoint",
-        "path": str(found.resolve()),
-        "embedded": bundled_name(found),
-        "sampler": sampling["sampler"],
-        "time_shift": sampling.get("time_shift", 1.0),
-    }
-    # A model of the package comes with the settings that its card was measured with; of others the steps of previews say little.
-    own_steps = {"steps": int(sampling["steps"])} if bundled_name(found) else {}
-    return ModelRef(
-        load_args=load_args,
-        name=folder.resolve().name,
-        digest=weights_digest(found, raw=raw),
-        height=sampling["height"],
-        width=sampling["width"],
-        guidance_scale=sampling["guidance_scale"],
-        is_distilled=bool(sampling.get("distilled")),
-        **own_steps | distillation_settings(sampling),
-    )
+    return ModelRef.of_checkpoint(found, sampling, name=folder.resolve().name, digest=weights_digest(found, raw=raw))
 
 
 def _not_a_model_error(folder: Path, why: str) -> InputError:

@@ -15,8 +15,8 @@ from halation.distributed import launcher
 from halation.distributed.stop_signals import exit_code
 from halation.errors import HalationError, InputError, Interrupted
 from halation.input_files import read_bytes
-from halation.models.dit.tokenizer import find_prompt_warnings
 from halation.models.model_folder import bundled_names, portable_name, resolve_model_path, suggest_model
+from halation.models.model_path_resolver import ModelRef
 from halation.progress import StepProgress
 from halation.runs import lock
 from halation.runs import run_folder as runs
@@ -152,23 +152,18 @@ def _draw_samples(world: World, config: SampleConfig, folder: Path) -> None:
     from halation.distributed.stop_signals import StopSignals
     from halation.models.checkpoint_loading import load_denoiser, read_sampling_settings
     from halation.models.denoiser import compile_blocks
-    from halation.models.model_path_resolver import distillation_settings, format_guidance_warning, format_step_warning
     from halation.sampling.denoiser_sampler import DenoiserSampler, SampleSettings
     from halation.sampling.sample_folder import SampleFolder, publish_index
 
     checkpoint = Path(config.checkpoint)
     recorded = read_sampling_settings(checkpoint)
     settings = SampleSettings.from_json(_merge_settings(config, recorded))
-    distilled = distillation_settings(recorded)
-    if distilled and settings.steps != distilled["steps"] and world.is_rank_zero:
-        words = format_step_warning(settings.steps, distilled["steps"], distilled["distillation_objective"])
-        sys.stderr.write(f"halation: --sample_steps: {words}\n")
-    if recorded.get("distilled") and settings.guidance_scale != recorded["guidance_scale"] and world.is_rank_zero:
-        words = format_guidance_warning(settings.guidance_scale, recorded["guidance_scale"])
-        sys.stderr.write(f"halation: --guidance_scale {words}\n")
     if world.is_rank_zero:
-        for words in find_prompt_warnings(checkpoint, portable_name(checkpoint), settings.prompts, check_lengths=False):
-            sys.stderr.write(f"halation: {words}\n")
+        model_ref = ModelRef.of_checkpoint(checkpoint, recorded, name=portable_name(checkpoint))
+        for warning in model_ref.warnings(
+            settings.steps, settings.guidance_scale, settings.prompts, steps_flag="sample_steps", check_lengths=False
+        ):
+            sys.stderr.write(f"halation: {warning}\n")
     if settings.deterministic:  # read by cuBLAS when it is first used
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.set_num_threads(settings.threads)
