@@ -20,6 +20,7 @@ import tyro
 import halation
 from halation import cli, errors
 from halation.cli import COMMANDS
+from halation.config import format_range
 from halation.tools import doctor
 
 PAGE = Path(__file__).with_name("api.md")
@@ -130,7 +131,7 @@ def settings(config_type: type) -> Iterator[Setting]:
             name=name,
             flag=flag(name, hint, marks),
             default="**required**" if default is dataclasses.MISSING else shown(default),
-            meaning=in_cell(sentence) + choices(hint),
+            meaning=in_cell(sentence) + choices(hint) + limits(fields[name]),
             later=LATER[fields[name].metadata.get("change", "refused")],
             section=section,
         )
@@ -164,6 +165,12 @@ def choices(hint: Any, word: str = "One") -> str:
         return f" {word} of " + ", ".join(f"`{one}`" for one in typing.get_args(hint) if one != "") + "."
     word = "Any" if typing.get_origin(hint) is tuple else word
     return next((said for part in typing.get_args(hint) if (said := choices(part, word))), "")
+
+
+def limits(field: dataclasses.Field[Any]) -> str:
+    """The range of a number, as a sentence."""
+    text = format_range(field)
+    return f" {text[0].upper()}{text[1:]}." if text else ""
 
 
 def shown(default: Any) -> str:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import importlib
 import logging
 import os
 import sys
 import traceback
-import types
 import typing
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from halation.config import RENAMED_SETTINGS, to_current_names
+from halation import __version__
+from halation.config import RENAMED_SETTINGS, load_settings, to_current_names
 from halation.distributed import launcher, stop_signals
 from halation.errors import HalationError, InputError, os_error_message
 from halation.input_files import RefusedFileError, use_limits
@@ -76,8 +77,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_usage_text())
         return 0 if args else 2
     if args[0] in ("-V", "--version", "version"):
-        from halation import __version__
-
         print(f"halation {__version__}")
         return 0
     return run(args[0], args[1:])
@@ -140,40 +139,31 @@ def parse(
     """The command's config: defaults, below `--config FILE`, below flags."""
     import tyro
 
-    from halation.config import load_settings
-
     config_class = config_type(command)
     file, rest = _pop_config_flag(args)
     if hasattr(config_class, "check_words"):
         config_class.check_words(rest)
-    settings = {**(defaults or {}), **(load_settings(config_class, file) if file else {})}
-    return parse_flags(tyro, config_class, settings, rest, prog=prog or f"halation {command}")
+    settings = to_current_names({**(defaults or {}), **(load_settings(config_class, file) if file else {})})
+    required = [
+        f.name for f in dataclasses.fields(config_class) if f.default is f.default_factory is dataclasses.MISSING
+    ]
+    default = {} if any(name not in settings for name in required) else {"default": config_class(**settings)}
+    if not default and settings:  # flags must give the rest; put the file's settings in front of them
+        rest = [*_as_flags(settings), *rest]
+    return tyro.cli(
+        config_class,
+        prog=prog or f"halation {command}",
+        args=normalize_args(config_class, rest),
+        use_underscores=True,
+        config=(tyro.conf.AvoidSubcommands,),
+        **default,
+    )
 
 
 def config_type(command: str) -> Any:
     """The dataclass of a command's flags."""
     package = COMMANDS[command].module.rpartition(".")[0]
     return getattr(importlib.import_module(f"halation.{package}.config"), COMMANDS[command].config)
-
-
-def parse_flags(
-    tyro: types.ModuleType, config_type: Any, settings: dict[str, Any], args: Sequence[str], prog: str
-) -> Any:
-    required = [
-        f.name for f in dataclasses.fields(config_type) if f.default is f.default_factory is dataclasses.MISSING
-    ]
-    settings = to_current_names(settings)
-    default = {} if any(name not in settings for name in required) else {"default": config_type(**settings)}
-    if not default and settings:  # flags must give the rest; put the file's settings in front of them
-        args = [*_as_flags(settings), *args]
-    return tyro.cli(
-        config_type,
-        prog=prog,
-        args=normalize_args(config_type, args),
-        use_underscores=True,
-        config=(tyro.conf.AvoidSubcommands,),
-        **default,
-    )
 
 
 def normalize_args(config_type: Any, args: Sequence[str]) -> list[str]:
@@ -307,8 +297,6 @@ def _usage_text() -> str:
 
 
 def _suggest_command(command: str) -> str:
-    import difflib
-
     near = difflib.get_close_matches(command, COMMANDS, n=1, cutoff=0.5)
     return f"did you mean `halation {near[0]}`?" if near else "run `halation --help`"
 

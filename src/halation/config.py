@@ -97,25 +97,28 @@ def _format_flag(name: str, value: Any) -> str:
     return " ".join([f"--{name}", *(str(each) or '""' for each in (value if isinstance(value, tuple) else (value,)))])
 
 
+def format_range(field: dataclasses.Field[Any]) -> str:
+    """The range of a number in words; nothing for a setting without one."""
+    low, high = field.metadata.get("low", -math.inf), field.metadata.get("high", math.inf)
+    if low == -math.inf:
+        return ""
+    most = ", below 1" if high == BELOW_ONE else f", at most {high}" if high < 1e30 else ""
+    return ("above 0" if low == ABOVE_ZERO else f"from {low} on") + most
+
+
 def check_settings(config: Any) -> None:
     """Refuse numbers out of their range, and settings that do not go together."""
     for field in dataclasses.fields(config):
-        low, high = field.metadata.get("low", -math.inf), field.metadata.get("high", math.inf)
-        value = getattr(config, field.name)
-        # Not a number is in no range.
-        if (
-            low == -math.inf
-            or value is None
-            or all(low <= n <= high for n in (value if isinstance(value, tuple) else (value,)))
-        ):
-            continue
-        least = "above 0" if low == ABOVE_ZERO else f"from {low} on"
-        most = ", below 1" if high == BELOW_ONE else f", at most {high}" if high < 1e30 else ""
-        raise InputError(
-            _format_flag(field.name, value),
-            f"a number {least}{most}",
-            f"change --{field.name}; --help says what it means",
-        )
+        value, range_text = getattr(config, field.name), format_range(field)
+        numbers = () if value is None or not range_text else value if isinstance(value, tuple) else (value,)
+        if not all(
+            field.metadata["low"] <= number <= field.metadata["high"] for number in numbers
+        ):  # NaN is in no range
+            raise InputError(
+                _format_flag(field.name, value),
+                f"a number {range_text}",
+                f"change --{field.name}; --help says what it means",
+            )
     for conflict in getattr(config, "CONFLICTS", ()):
         conflict.check(config)
 

@@ -52,7 +52,7 @@ class Example:
     # -- how
     kind: Literal["", "round", "square"] = setting("")
     """What it is, with --place too."""
-    sizes: tuple[int, ...] = free_setting((3, 4))
+    sizes: tuple[int, ...] = free_setting((3, 4), low=1)
     """How
     large."""
     number: Annotated[int | None, tyro.conf.arg(aliases=["--count"])] = setting(None, change="grows")
@@ -66,7 +66,7 @@ def test_a_setting_is_told_with_its_default_its_choices_and_what_a_later_call_ma
     assert rows == [
         ("", "`--place PATH`", "**required**", "Where it is: a\\|b.", "no"),
         ("how", "`--kind CHOICE`", "", "What it is, with `--place` too. One of `round`, `square`.", "no"),
-        ("how", "`--sizes N ...`", "`3 4`", "How large.", "yes"),
+        ("how", "`--sizes N ...`", "`3 4`", "How large. From 1 on.", "yes"),
         ("how", "`--number N`, `--count N`", "", "How many.", "may grow"),
     ]
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from halation import __version__
-from halation.config import to_stored_names
+from halation.config import check_settings, to_stored_names
 from halation.distillation.config import DistillConfig
 from halation.errors import InputError
 from halation.gallery import html_export
@@ -55,6 +55,7 @@ HOST_WARNING = (
 
 def run(config: GalleryConfig) -> int:
     """Serve until Ctrl+C, or write the export; returns the exit code."""
+    check_settings(config)
     for folder in config.dirs:
         _check_readable(folder)
     if config.export is not None:
@@ -130,8 +131,6 @@ def _serve(config: GalleryConfig) -> int:
 
 
 def _export(config: GalleryConfig, file: Path) -> int:
-    if config.export_images < 0:
-        raise InputError(f"--export_images {config.export_images}", "0 or more", "leave it away for the default")
     html_export.check_export_path(file)
     catalog = build_catalog(config.dirs)
     scores = ScoreIndex(catalog)

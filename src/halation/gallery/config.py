@@ -33,5 +33,5 @@ class GalleryConfig:
     """Let the page ask a running training to sample, save or stop."""
     export: Path | None = free_setting(None)
     """Write the run in each DIR into one page (.html), to mail or to keep, instead of serving."""
-    export_images: int = free_setting(400)
+    export_images: int = free_setting(400, low=0)
     """At most so many thumbnails in an export, spread evenly."""

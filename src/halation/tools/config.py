@@ -10,7 +10,7 @@ from typing import Annotated, Literal, get_args
 
 import tyro
 
-from halation.config import free_setting
+from halation.config import free_setting, setting
 from halation.errors import InputError
 
 Action = Literal["sample", "save", "stop"]
@@ -26,7 +26,7 @@ class CtlConfig:
     """Folder of the run."""
     action: Annotated[Action, tyro.conf.Positional] = dataclasses.field(metadata={"change": "free"})
     """sample: draw the prompts now; save: a checkpoint now; stop: save and end, the same command goes on later."""
-    wait_s: float = free_setting(30.0)
+    wait_s: float = free_setting(30.0, low=0)
     """Seconds to wait for the run to take it; 0 does not wait."""
 
     @staticmethod
@@ -60,7 +60,7 @@ class DemoConfig:
 class DoctorConfig:
     """Show devices, versions, backends, free memory and disk, what each extra lacks, and whether ranks can talk."""
 
-    nproc: int | None = None
+    nproc: int | None = setting(None, low=1)
     """Ranks of the communication check; all GPUs by default, two on a machine without any."""
 
     json: bool = False

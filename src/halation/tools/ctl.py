@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import time
 
-from halation.errors import InputError
+from halation.config import check_settings
 from halation.runs import control_requests
 from halation.tools.config import CtlConfig
 
@@ -14,8 +13,7 @@ POLL_S = 0.1
 
 def run(config: CtlConfig) -> int:
     """Exit code 0 when the run has taken it (or --wait_s is 0), 1 when it has not; what was not taken is withdrawn."""
-    if not 0 <= config.wait_s < math.inf:
-        raise InputError(f"--wait_s {config.wait_s}", "seconds, or 0 not to wait", "give a number that is not negative")
+    check_settings(config)
     deadline = time.monotonic() + config.wait_s
     while control_requests.is_starting(config.run) and time.monotonic() < deadline:
         time.sleep(POLL_S)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from halation import __version__
+from halation.config import check_settings
 from halation.distributed.child_process import wait_or_kill
 from halation.distributed.launcher import DEVICE_ENV, RENDEZVOUS_ENV, start_ranks
 from halation.errors import HalationError, InputError
@@ -51,8 +52,7 @@ NUM_REPEATS = 5
 
 def run(config: DoctorConfig) -> int:
     """Look at everything, print it, and return 0, or 1 where ranks cannot communicate."""
-    if config.nproc is not None and config.nproc < 1:
-        raise InputError(f"--nproc {config.nproc}", "1 or more ranks", "leave --nproc away for the default")
+    check_settings(config)
     try:
         devices = _devices()
     except ImportError as error:

@@ -52,20 +52,24 @@ def launch(
         run_rank(config, None, job, open_record, new_task)
         return 0
     devices = launcher.select_devices(config.nproc, config.gpu_ids, config.oversubscribe)
-    folder = RunFolder(config.output_dir)
-    runs.make_folder(folder.folder)
-    with (
-        lock.lock_folder(folder.folder, job) as monitor,
-        runs.restore_record_on_failure(folder, config.accept_changes),
-    ):
-        runs.remove_temporaries(folder.folder)
-        open_record(config, devices[0])
+    with _open_run(config, job, open_record, devices[0]) as monitor:
         if len(devices) == 1:
             os.environ[launcher.DEVICE_ENV] = devices[0]
             run_rank(config, monitor, job, open_record, new_task)
         else:
-            launcher.Launcher(started_rank, config, devices, config.max_restarts, folder.folder, monitor).run()
+            launcher.Launcher(started_rank, config, devices, config.max_restarts, config.output_dir, monitor).run()
     return 0
+
+
+@contextlib.contextmanager
+def _open_run(config: TrainConfig, job: str, open_record: OpenRecord, device: str) -> Iterator[FolderMonitor]:
+    """Hold the folder and open its record."""
+    run = RunFolder(config.output_dir)
+    runs.make_folder(run.folder)
+    with lock.lock_folder(run.folder, job) as monitor, runs.restore_record_on_failure(run, config.accept_changes):
+        runs.remove_temporaries(run.folder)
+        open_record(config, device)
+        yield monitor
 
 
 def resolve_config(config: TrainConfig) -> TrainConfig:
@@ -178,42 +182,23 @@ def run_rank(
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     launcher.tie_rank_to_launcher()
-    from halation.distributed.world import init_world
+    from halation.distributed.world import init_world, run_on_rank_zero
     from halation.training.session import TrainingSession
 
     world = init_world(config.gpu_ids, config.oversubscribe, config.dist_timeout_s, config.threads)
-    has_lock = monitor is not None or launcher.RENDEZVOUS_ENV in os.environ
-    with (
-        world.close_on_success(),
-        _lock_run_folder(config, world, has_lock, job, open_record) as own_monitor,
-        TrainingSession(world, config, new_task, monitor or own_monitor) as session,
-    ):
+    with world.close_on_success(), contextlib.ExitStack() as stack:
+        if monitor is None and launcher.RENDEZVOUS_ENV not in os.environ:
+
+            def open_run(_heartbeat: Any) -> None:
+                nonlocal monitor
+                monitor = stack.enter_context(_open_run(config, job, open_record, str(world.device)))
+
+            run_on_rank_zero(world, "opening the run", open_run, config.dist_timeout_s)
+        session = stack.enter_context(TrainingSession(world, config, new_task, monitor))
         session.prepare()
         session.run()
         if world.is_rank_zero:
             _print_summary(config, session)
-
-
-@contextlib.contextmanager
-def _lock_run_folder(
-    config: TrainConfig, world: Any, has_lock: bool, job: str = "train", open_record: OpenRecord = open_record
-) -> Iterator[FolderMonitor | None]:
-    """Hold the folder, on rank 0 of ranks that nobody of ours started; only there is a monitor of it."""
-    from halation.distributed.world import run_on_rank_zero
-
-    monitors: list[FolderMonitor] = []
-    with contextlib.ExitStack() as stack:
-
-        def open_run(_heartbeat: Any) -> None:
-            runs.make_folder(config.output_dir)
-            monitors.append(stack.enter_context(lock.lock_folder(config.output_dir, job)))
-            stack.enter_context(runs.restore_record_on_failure(RunFolder(config.output_dir), config.accept_changes))
-            runs.remove_temporaries(config.output_dir)
-            open_record(config, str(world.device))
-
-        if not has_lock:
-            run_on_rank_zero(world, "opening the run", open_run, config.dist_timeout_s)
-        yield monitors[0] if monitors else None
 
 
 def _print_summary(config: TrainConfig, session: TrainingSession) -> None:
