@@ -348,6 +348,8 @@ def test_many_threads_may_tell_at_once_while_the_bars_are_drawn(monkeypatch: pyt
 @pytest.mark.parametrize("kind", ["json", "plain"])
 def test_workers_may_join_while_other_threads_write_lines(kind: str) -> None:
     stream, errors = io.StringIO(), []
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # threads take turns in the middle of a line
     with GenerationProgress(kind, [], num_planned=400, num_done=0, stream=stream) as progress:
 
         def join_and_tell(part: int) -> None:
@@ -363,6 +365,7 @@ def test_workers_may_join_while_other_threads_write_lines(kind: str) -> None:
             thread.start()
         for thread in threads:
             thread.join(30)
+    sys.setswitchinterval(interval_s)
     assert not errors
     assert sum("one more" in line for line in stream.getvalue().splitlines()) == 400
 
