@@ -1,4 +1,4 @@
-"""From the words a person gives to a source of images."""
+"""From the value of --data to a dataset."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def open_dataset(
 ) -> ImageDataset:
     """`streets`, a folder of images or a CSV file; the first `max_images` of the train part where that is not 0.
 
-    `bucket_multiple` sorts a folder's train images into shapes whose sides are multiples of it, and 0 does not. Streets are
-    square, so they need no buckets; few of them come with few validation ones, or those would be most of a cache.
+    `bucket_multiple` sorts a folder's train images into shapes whose sides are multiples of it, and 0 does not. Streets
+    are square, so they need no buckets; few of them come with few validation ones, or those would be most of a cache.
     """
     if max_images < 0:
         raise InputError(f"--max_images {max_images}", "a number of images, or 0 for all", "give another number")

@@ -1,4 +1,4 @@
-"""What a source of images is, whatever its kind; it knows no files, no tensors and no model."""
+"""The dataset protocol: images with captions or classes, one by one and in batches."""
 
 from __future__ import annotations
 

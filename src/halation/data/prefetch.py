@@ -1,4 +1,4 @@
-"""Background prefetch: positions in, stacked images out, in order, while the device is busy with the batch before."""
+"""Background prefetch: positions in, batches of images out, in order, ahead of the device."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ Batch = dict[str, Any]
 
 
 class BatchPrefetcher:
-    """Iterates over {"step", "positions", "indices", "pixels", "captions", "labels", "originals"}, a dict for each (step, positions)
-    given; `indices` are the images that the order has at those positions.
+    """Iterates over batches, one for each (step, positions) given.
+
+    A batch is a dict with the keys "step", "positions", "indices", "pixels", "captions", "labels" and "originals";
+    `indices` are the images that the order has at those positions.
 
     `num_threads` threads fetch up to `depth` batches ahead, in the order given. `positions` is read ahead of what is
     delivered, so a saved position is that of the last batch delivered, not of the iterator. With `num_workers` the

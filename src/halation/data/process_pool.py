@@ -1,7 +1,7 @@
-"""Spawned processes that make images: decoding holds the interpreter lock and may crash. They end with their parent.
+"""A pool of spawned processes for decoding, which may crash; they end with their parent.
 
-`concurrent.futures.ProcessPoolExecutor` is not enough here: its workers share one pipe for results, so one that is killed while
-it writes leaves the parent waiting for ever, and nothing says which call it had (decision 25).
+`concurrent.futures.ProcessPoolExecutor` is not enough here: its workers share one pipe for results, so one that is
+killed while it writes leaves the parent waiting for ever, and nothing says which call it had (decision 25).
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ class WorkerDied(HalationError):
 class ProcessPool(Generic[Result]):
     """A fixed number of processes, each with its own copy of `function`, its own pipe and a thread that hands it calls.
 
-    A pipe has one process at its end, so a death is an end of file, even in the middle of an answer. The first death ends all
-    processes, and every call that is waiting or made later raises it. The pool lives as long as the thread that made it.
+    A pipe has one process at its end, so a death is an end of file, even in the middle of an answer. The first death
+    ends all processes, and every call that is waiting or made later raises it. It lives as long as the thread that made
+    it.
     """
 
     def __init__(self, function: Callable[..., Result], num_workers: int) -> None:
@@ -62,7 +63,7 @@ class ProcessPool(Generic[Result]):
         atexit.register(self.close)
         try:
             for _ in range(num_workers):
-                # In this thread: the kernel ends a child with the thread that started it, and a prefetching thread ends early.
+                # In this thread: the kernel ends a child with the thread that started it.
                 pipe, child_pipe = context.Pipe()
                 with child_pipe:
                     process = context.Process(target=_worker_main, args=(child_pipe, os.getpid()), daemon=True)

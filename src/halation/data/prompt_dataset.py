@@ -1,4 +1,4 @@
-"""A file of prompts as a source without images, and how it is told from images: what a teacher draws from, item by item."""
+"""A file of prompts as a dataset without images, for a teacher to draw from."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_CAPTIONS = 100_000
 
 
 def has_images(data: str) -> bool:
-    """Whether these words name images, and not a file of prompts; a CSV file has them where a column could be one of images."""
+    """Whether a path names images and not prompts; a CSV file has images where a column could be one of them."""
     path = Path(data)
     if data == "streets" or path.is_dir():
         return True

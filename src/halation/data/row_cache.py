@@ -1,8 +1,8 @@
-"""What all caches of tensors are made of: a manifest, memory-mapped safetensors shards with a note each, rows by key.
+"""Caches of tensors: a manifest, memory-mapped safetensors shards, rows by key.
 
-The manifest says what the rows were made from. A shard counts when its note is there, with its size and SHA-256. Latents lie in
-planned shards (`latent_cache`); a `RowFolder` holds rows by key in shards `KIND-*.safetensors`, with the keys in the notes, and
-may grow. Nothing here knows what a key or a row stands for.
+The manifest says what the rows were made from. A shard counts when its note is there, with its size and SHA-256.
+Latents lie in planned shards (`latent_cache`); a `RowFolder` holds rows by key in shards `KIND-*.safetensors`, with the
+keys in the notes, and may grow. Nothing here knows what a key or a row stands for.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _find_differences(cached: Mapping[str, Any], expected: Mapping[str, Any]) ->
 
 
 def _shorten_hashes(value: Any) -> str:
-    """A value as people can compare it: a hash by its beginning."""
+    """A value for a message: a hash by its beginning."""
     return re.sub(r"\b[0-9a-f]{32,}\b", lambda found: f"{found[0][:12]}...", repr(value))
 
 
@@ -120,7 +120,7 @@ def publish_shard(path: Path, content: bytes, notes: Mapping[str, Any]) -> None:
 
 
 def read_commit(path: Path, *, verify: bool) -> dict[str, Any] | None:
-    """What is written beside a shard, or None where shard or note are missing, cut or changed; `verify` reads all of it."""
+    """The note of a shard, or None where shard or note are missing, cut or changed; `verify` reads all of it."""
     try:
         commit = read_json(path.with_suffix(".json"))
         size = path.stat().st_size
@@ -245,7 +245,8 @@ class RowFolder:
     def open(self, fingerprint: Mapping[str, JSON], verify: bool = True) -> CachedRows:
         """Map all shards; refused if something else made them or one is damaged.
 
-        `verify` reads everything once to compare the SHA-256s (one rank of a machine is enough); sizes are compared always.
+        `verify` reads everything once to compare the SHA-256s (one rank of a machine is enough); sizes are compared
+        always.
         """
         self.check_fingerprint(fingerprint)
         paths = self._shard_paths()
@@ -259,7 +260,7 @@ class RowFolder:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRows:
-    """What a writer will have written in the end, of all ranks together: the first rows tell whether there is room for it."""
+    """What all ranks together will write; the first rows tell whether there is room for it."""
 
     num_rows: int
     name: str
@@ -270,7 +271,7 @@ class PlannedRows:
 
 
 class RowCacheWriter:
-    """Gathers rows and publishes them as a shard when there are `shard_size`, when they are large, or have waited long."""
+    """Gathers rows and publishes a shard when there are `shard_size`, when they are large, or have waited long."""
 
     def __init__(
         self, folder: RowFolder, shard_size: int, planned: PlannedRows | None = None, max_wait_s: float = math.inf
@@ -312,7 +313,8 @@ class RowCacheWriter:
         needed, folder = planned.num_rows * row_bytes, self._folder.path
         if needed > self._free_bytes:
             raise InputError(
-                f"{planned.name} take {needed / _GIB:.1f} GiB, and {self._free_bytes / _GIB:.1f} GiB are free in {folder}",
+                f"{planned.name} take {needed / _GIB:.1f} GiB, "
+                f"and {self._free_bytes / _GIB:.1f} GiB are free in {folder}",
                 "room for all of them",
                 f"make room there, or name a folder on a larger disk by --cache_dir, or {planned.action}",
             )

@@ -1,4 +1,4 @@
-"""The order in which images are seen: a pure function of seed and position that knows no ranks."""
+"""The order of images: a pure function of seed and position that knows no ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _STREAM_STRIDE = 2**40  # more epochs than any run has
 
 
 class ShuffledOrder:
-    """Position p in [0, inf) is image `permutation(seed, p // num)[p % num]`, whoever asks and however batched."""
+    """Position p in [0, inf) is image `permutation(seed, p // num)[p % num]`, on any rank and in any batch."""
 
     def __init__(self, seed: int, num_images: int) -> None:
         if num_images < 1:

@@ -1,7 +1,7 @@
-"""A cache of text embeddings of captions and prompts: encoded once by all ranks, resumable, memory-mapped.
+"""A cache of text embeddings: encoded once by all ranks, resumable, memory-mapped.
 
-A folder holds `texts.json` (which encoders), and shards of rows of tensors with the texts they belong to. It may grow: what
-is there already is not encoded again, whoever asks for it.
+A folder holds `texts.json` (which encoders), and shards of rows of tensors with the texts they belong to. It may grow:
+texts that are there already are not encoded again.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def build(
     encode_size: int = 8,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Encode those texts of rank `part[0]` of `part[1]` that are not there yet; the caller waits for the other ranks.
+    """Encode the texts of this rank that are not there yet; the caller waits for the other ranks.
 
-    `encode` always gets exactly `encode_size` texts, the last ones filled up by repetition, and gives tensors with a row for each,
-    of the same shapes and kinds every time. A shard is closed with `shard_size` texts, or when it is large.
-    `on_progress(done, total)` counts this rank's different texts.
+    `encode` always gets exactly `encode_size` texts, the last ones filled up by repetition, and gives tensors with a
+    row for each, of the same shapes and kinds every time. A shard is closed with `shard_size` texts, or when it is
+    large. `on_progress(done, total)` counts this rank's different texts.
     """
     if shard_size < 1 or encode_size < 1:
         raise ValueError(f"shards of {shard_size} and batches of {encode_size} texts; expected at least 1")

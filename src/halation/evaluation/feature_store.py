@@ -1,4 +1,4 @@
-"""Features on disk, a file for each chunk of images: what is there and whole need not be computed again, and is read back by index."""
+"""Features on disk, a file for each chunk of images; whole chunks are not computed again."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class FeatureStore:
         return [chunk for chunk in range(self.num_chunks) if self._chunk_path(chunk).name not in present]
 
     def clean_up(self) -> list[int]:
-        """Remove damaged chunks and what killed writers left; returns the missing ones. For one process, before others begin."""
+        """Remove damaged chunks and what killed writers left; returns the missing ones. One process does it first."""
         missing = self.missing_chunks()
         for chunk in sorted(set(range(self.num_chunks)) - set(missing)):
             try:

@@ -1,4 +1,4 @@
-"""Images prepared for extractors in processes of their own, so that a decoder's crash stays there."""
+"""Images prepared for extractors, in processes so that a decoder's crash stays there."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def concatenate_batches(batches: Sequence[PreparedBatch]) -> PreparedBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class PreprocessWorker:
-    """What travels to a process once: how an image is had, and how each extractor wants it; which ones comes with each request."""
+    """What is pickled to a process once: how to load an image, and the transform of each extractor."""
 
     load: Callable[[Any], LoadedImage]
     transforms: Mapping[str, TransformFn]
@@ -130,7 +130,7 @@ class ExtractorBatch(NamedTuple):
 
 
 class PreprocessPool:
-    """Batches in, prepared batches out, in order and ahead of who takes them; without processes they are made when asked for."""
+    """Batches in, prepared batches out, in order and ahead; without processes each is made when it is taken."""
 
     def __init__(self, preprocessor: SourcePreprocessor, num_workers: int) -> None:
         self.preprocessor = preprocessor
@@ -176,6 +176,6 @@ class PreprocessPool:
         return HalationError(
             f"a process that decodes images {error.exit_reason} while it had these in hand:\n{names}\n"
             "  expected: processes that last: a decoder crashed on one of these images, or memory ran out\n"
-            "  to do:    remove the one that cannot be decoded, or use fewer processes (--decode_workers, in training --num_workers); "
-            "then run the same command again"
+            "  to do:    remove the one that cannot be decoded, or use fewer processes (--decode_workers, in training "
+            "--num_workers); then run the same command again"
         )

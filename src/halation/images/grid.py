@@ -1,6 +1,6 @@
 """Many images in one: grids with captions, and the progress of a training.
 
-It knows pixels and text alone: no model, no run folder, no torch. Files are the affair of `halation.images.png_codec` and `halation.runs.run_folder`.
+It knows pixels and text alone: no files, no model, no run folder, no torch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Numbers over steps as line plots, drawn by matplotlib: the panels of metrics.png, and a loss curve.
+"""Line plots by matplotlib: the panels of metrics.png, and a loss curve.
 
-The same input gives the same pixels: font, style and size are fixed here, and settings of the user's matplotlibrc do not count.
+The same input gives the same pixels: font, style and size are fixed here, and the user's matplotlibrc does not count.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ def best_direction(metric: str, better: object = None) -> BestDirection:
 def metric_panels(lines: Iterable[Mapping[str, Any]]) -> list[PlotPanel]:
     """A panel for each metric of a metrics.jsonl, in the order they first appear.
 
-    Other lines, and values that are no finite number, are left out. Of two lines for a step the later counts: the step was done
-    again. A line may have a `name` to show, and say which numbers are `better`: lower or higher.
+    Other lines, and values that are no finite number, are left out. Of two lines for a step the later counts: the step
+    was done again. A line may have a `name` to show, and say which numbers are `better`: lower or higher.
     """
     titles: dict[str, str] = {}
     better: dict[str, Any] = {}
@@ -161,7 +161,7 @@ def draw_panels(panels: Sequence[PlotPanel], title: str = "") -> Pixels:
 
 
 def _draw_panel(axes: Axes, panel: PlotPanel) -> None:
-    """One panel; the label of the best point stands below the lowest one or above the highest, where there is no line."""
+    """One panel; the label of the best point stands below the lowest or above the highest, where there is no line."""
     points = _finite_points(panel)
     first, last = min(point.step for point in points), max(point.step for point in points)
     _shorten(axes.set_title(_printable(panel.title), pad=10), PANEL_WIDTH - 90)

@@ -1,6 +1,6 @@
 """PNG files: fast lossless bytes with text, and strict reading.
 
-It knows pixels and text alone: no model, no run folder, no torch. Publishing the bytes is `halation.runs.run_folder`' affair.
+It knows pixels and text alone: no model, no run folder, no torch.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ def deflate(residuals: memoryview) -> bytes:
 def igzip(residuals: memoryview) -> bytes:
     """A zlib stream by ISA-L, three to six times as fast as `deflate`; needs the `isal` wheel.
 
-    A window of two bytes leaves it the entropy coder and runs. The matches that it finds in a wider one are short and far
-    away in a photograph: they cost twice the time and make the file a tenth larger.
+    A window of two bytes leaves it the entropy coder and runs. The matches that it finds in a wider one are short and
+    far away in a photograph: they cost twice the time and make the file a tenth larger.
     """
     from isal import igzip_lib
 
     stream: bytes = igzip_lib.compress(residuals, 1, igzip_lib.COMP_ZLIB, igzip_lib.MEM_LEVEL_DEFAULT, 1)
-    # It leaves the upper halves of the vector registers in use, and until somebody frees them all older vector code of this
+    # It leaves the upper halves of the vector registers in use, and until they are freed all older vector code of this
     # thread runs at half its speed: zlib, Pillow, copying. numpy frees them at the end of its own vector loops.
     np.exp(_ONES)
     # Its header promises a window of 256 bytes, which is right but rare; the usual one is read by everything.
@@ -162,8 +162,8 @@ def _subtract_average(rows: Pixels, above: Pixels, out: Pixels, scratch: Pixels)
 def _subtract_paeth(rows: Pixels, above: Pixels, out: Pixels, scratch: Pixels) -> None:
     """Each byte less the one of left, up and corner that is nearest to left + up - corner.
 
-    With the corner clipped to [low, high] of left and up, that is low where 2 (high - corner) <= corner - low, high where
-    2 (corner - low) <= high - corner, and else the corner: all of it fits into uint8.
+    With the corner clipped to [low, high] of left and up, that is low where 2 (high - corner) <= corner - low, high
+    where 2 (corner - low) <= high - corner, and else the corner: all of it fits into uint8.
     """
     left, up, corner = rows[:, :-3], above[:, 3:], above[:, :-3]
     to_low, to_high, middle, chosen = scratch

@@ -1,4 +1,4 @@
-"""A canvas in unit coordinates under the light of the hour, and the camera that looks along a road."""
+"""A canvas in unit coordinates with the light of the hour, and a camera along a road."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Captions of street scenes in the words of the driving prompts, true of their scene, and what a caption says."""
+"""Captions of street scenes in the words of the driving prompts, and their parsing."""
 
 from __future__ import annotations
 

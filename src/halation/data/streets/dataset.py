@@ -1,4 +1,4 @@
-"""The embedded data set: little street scenes with captions, drawn on the fly from their number, without files or torch."""
+"""The embedded dataset: small street scenes with captions, drawn from their number alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The things that stand in a street, each drawn where its foot touches the ground; they know no place."""
+"""The objects of a street, each drawn where its foot touches the ground."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def draw_conifer(canvas: Canvas, x: float, y: float, height: float, green: Rgb) 
 
 
 def window_paint(canvas: Canvas, lit: bool) -> Paint:
-    """A pane: warm where somebody is in and it is dark outside."""
+    """A pane: warm where the room is lit and it is dark outside."""
     if canvas.is_dark and lit:
         return (255, 214, 120, 255)
     return (112, 150, 182)

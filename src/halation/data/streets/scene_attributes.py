@@ -1,4 +1,4 @@
-"""Which street scene has which number: the attributes of scene k, a pure function of the part and k, without a pixel."""
+"""The attributes of street scene k, a pure function of the split and k."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The eight places: how each is laid out, so that every one can be told at a glance; `draw` makes the image."""
+"""The eight kinds of places and how each is laid out; `draw` makes the image."""
 
 from __future__ import annotations
 
