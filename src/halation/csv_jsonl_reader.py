@@ -318,12 +318,10 @@ def _check_records(name: str, header: Sequence[str], records: Iterator[CsvRecord
 
 
 def json_rows(name: str, text: Text) -> Iterator[TableRow]:
-    """One JSON object a line; blank lines are skipped."""
+    """One JSON object a line; blank lines are skipped. `check_num_lines` counts rows before any of them is parsed."""
     expected, action = "one JSON object a line", "correct the line"
-    max_rows, max_chars = input_files.limit(input_files.MAX_TABLE_ROWS), input_files.limit(input_files.MAX_FIELD_CHARS)
-    for num_rows, (number, line) in enumerate(iter_lines(name, text), start=1):
-        if num_rows > max_rows:
-            check_num_rows(name, number, num_rows)
+    max_chars = input_files.limit(input_files.MAX_FIELD_CHARS)
+    for number, line in iter_lines(name, text):
         try:
             values = _JSON.decode(line)
         except json.JSONDecodeError as error:

@@ -193,10 +193,9 @@ def _read_bytes(path: str | Path, name: str) -> bytes:
 
 
 def _read_txt(name: str, data: bytes) -> Iterator[PromptRow]:
-    max_rows, max_chars = input_files.limit(input_files.MAX_TABLE_ROWS), input_files.limit(input_files.MAX_FIELD_CHARS)
-    for num_rows, (number, line) in enumerate(iter_lines(name, decode_blocks(data)), start=1):
-        if num_rows > max_rows or len(line) > max_chars:
-            check_num_rows(name, number, num_rows)
+    max_chars = input_files.limit(input_files.MAX_FIELD_CHARS)
+    for number, line in iter_lines(name, decode_blocks(data)):
+        if len(line) > max_chars:
             check_field(name, number, "prompt", line)
         yield PromptRow(prompt=line, line=number)
 

@@ -130,13 +130,9 @@ def write_failures(folder: Path, workers: Sequence[str], rows: Iterable[LedgerRo
                 worker = row.worker or (workers[0] if workers else "0")
                 if worker not in lists:
                     lists[worker] = open_list(worker)
-                lists[worker].write(_failure_line(row))
-
-
-def _failure_line(row: LedgerRow) -> bytes:
-    spec = row.request.spec
-    cells = (str(spec.index), _escape(spec.id), str(spec.seed), _escape(spec.prompt), _escape(row.reason))
-    return ("\t".join(cells) + "\n").encode()
+                spec = row.request.spec
+                cells = (str(spec.index), _escape(spec.id), str(spec.seed), _escape(spec.prompt), _escape(row.reason))
+                lists[worker].write(("\t".join(cells) + "\n").encode())
 
 
 def _escape(text: str) -> str:

@@ -201,7 +201,9 @@ class Supervisor:
                 case "rehearsed":
                     self._handle_dry_run(event)
                 case "refused":
-                    raise _worker_error(event.body["message"], event.body["exit_code"])
+                    error = HalationError(event.body["message"])
+                    error.exit_code = event.body["exit_code"]
+                    raise error
                 case "said":
                     self._warn_once(state, event.body["words"])
                 case "step":
@@ -424,7 +426,9 @@ class Supervisor:
         if self.is_stopping or not self.has_dry_run_passed:
             return
         for worker, state in enumerate(self.workers):
-            while state.status == "ready" and len(state.in_flight) < QUEUE_DEPTH and not _has_suspect(state):
+            while state.status == "ready" and len(state.in_flight) < QUEUE_DEPTH:
+                if any(work.is_suspect for work in state.in_flight.values()):
+                    break
                 work = self.work_queue.next_item(worker)
                 if work is None:
                     break
@@ -438,14 +442,3 @@ class Supervisor:
         state.in_flight[number] = work
         work.holders.add(worker)
         self.pool.submit(worker, work.task)
-
-
-def _has_suspect(state: WorkerState) -> bool:
-    return any(work.is_suspect for work in state.in_flight.values())
-
-
-def _worker_error(message: str, exit_code: int) -> HalationError:
-    """What a worker could not begin with, with the exit code it means."""
-    error = HalationError(message)
-    error.exit_code = exit_code
-    return error

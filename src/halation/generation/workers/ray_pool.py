@@ -526,7 +526,9 @@ class RayWorkerPool:
             return [self._remove_worker(worker, f"failed: {words.splitlines()[-1]}", code=1)]
         if isinstance(error, ActorUnschedulableError):
             return [self._remove_worker(worker, "is gone with its node")]
-        return [self._remove_worker(worker, f"is lost to the cluster ({_first_line(words)})")]
+        # The first line of Ray's message, which goes on for a page.
+        first_line = next((line.strip() for line in words.splitlines() if line.strip()), "no reason given")[:200]
+        return [self._remove_worker(worker, f"is lost to the cluster ({first_line})")]
 
     def _remove_worker(self, worker: int, reason: str, code: int = -signal.SIGKILL) -> WorkerEvent:
         self._start_deadlines.pop(worker, None)
@@ -585,8 +587,3 @@ class RayWorkerPool:
         self._start_deadlines.clear()
         # Images that were not reported are not recorded, so they need not be written either.
         self._store_threads.shutdown(wait=True, cancel_futures=True)
-
-
-def _first_line(words: str) -> str:
-    """The first sentence of what Ray says, which goes on for a page."""
-    return next((line.strip() for line in words.splitlines() if line.strip()), "no reason given")[:200]

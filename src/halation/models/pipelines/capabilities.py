@@ -371,12 +371,14 @@ class PipelineChecker:
                 "a number of steps the scheduler can make",
                 "use fewer or more steps, or another --scheduler",
             ) from error
-        if spec.steps == 1 and self.family.one_step_needs_pred_original and not _predicts_original(scheduler):
-            raise InputError(
-                f"one step with {type(self.pipe).__name__} and {name}",
-                "at least 2 steps, or a scheduler that predicts the image itself (lcm, ddpm, ddim)",
-                "use --num_inference_steps 2",
-            )
+        if spec.steps == 1 and self.family.one_step_needs_pred_original:
+            sample = torch.zeros(1, 1, 2, 2)
+            if len(scheduler.step(sample, scheduler.timesteps[0], sample, return_dict=False)) == 1:
+                raise InputError(
+                    f"one step with {type(self.pipe).__name__} and {name}",
+                    "at least 2 steps, or a scheduler that predicts the image itself (lcm, ddpm, ddim)",
+                    "use --num_inference_steps 2",
+                )
 
     def _check_guidance(self, spec: SampleSpec) -> None:
         name = type(self.pipe).__name__
@@ -437,8 +439,3 @@ class PipelineChecker:
             "arguments": {**self.default_arguments, **options.arguments},
             "options": classes,
         }
-
-
-def _predicts_original(scheduler: Any) -> bool:
-    sample = torch.zeros(1, 1, 2, 2)
-    return len(scheduler.step(sample, scheduler.timesteps[0], sample, return_dict=False)) > 1
