@@ -1,4 +1,4 @@
-"""What a model hands on: the pixels of a few images, perhaps still being computed, and a way to wait for them."""
+"""Images that a model has drawn, perhaps still on their way from the device."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class NonFiniteImageError(ImageError):
 class PendingImages:
     """Drawn specs whose pixels may still be on their way from the device.
 
-    `collect` waits and returns, for each spec, its frames or why there are none. It may be called from another thread than the
-    one that drew, while the next batch is being drawn. `decode_in_float32`, called on the drawing thread with the rows that came
-    back as NotFinite, decodes these rows again in float32; it is None where there is nothing better to try.
+    `collect` waits and returns, for each spec, its frames or why there are none. It may be called from another thread
+    than the one that drew, while the next batch is being drawn. `decode_in_float32`, called on the drawing thread with
+    the rows that came back as NonFiniteImageError, decodes these rows again in float32; None where that is no use.
     """
 
     collect: Callable[[], list[Frames | ImageError]]

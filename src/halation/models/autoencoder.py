@@ -1,4 +1,4 @@
-"""The space a denoiser works in: pixels as they are, or the latents of a diffusers autoencoder."""
+"""The space a denoiser works in: pixels, or the latents of a diffusers autoencoder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def normalize_images(pixels: Tensor) -> Tensor:
 
 
 def denormalize_images(x: Tensor) -> Tensor:
-    """Float NCHW in [-1, 1] to uint8 NHWC: clamp, scale, round half to even; a NaN is refused rather than drawn black."""
+    """Float NCHW in [-1, 1] to uint8 NHWC: clamp, scale, round half to even; raises for NaN."""
     rows = non_finite_rows(x)
     if rows:
         raise NonFiniteRowsError(f"images {', '.join(map(str, rows))} of the batch are not finite", rows)
@@ -131,7 +131,7 @@ class LatentSpace:
 
     @torch.no_grad()
     def decode(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Half precision on a GPU and float32 on a CPU unless `dtype` says otherwise; what overflows is decoded again in float32.
+        """Half precision on a GPU and float32 on a CPU unless `dtype` is given; overflows are decoded again in float32.
 
         The second attempt takes one image at a time, so that it does not depend on which neighbours overflowed.
         """
@@ -192,7 +192,7 @@ class LatentSpace:
 
 
 def _check_vae_config(file: Path) -> None:
-    """Refuse what the latents are made with where it is no number; the rest of a config is the library's affair."""
+    """Refuse what the latents are made with where it is no number; the rest of a config is left to the library."""
     config = read_json(file)
     if not isinstance(config, dict):
         raise InputError(f"{file} holds no JSON object", "an autoencoder's config", "copy the model again")
@@ -224,7 +224,7 @@ def load_space(description: dict[str, Any], folder: Path | None = None) -> Image
 
 
 class WanLatentSpace(LatentSpace):
-    """Mean latents of one frame by Wan's causal autoencoder, each channel normalised by the mean and deviation of its config."""
+    """Mean latents of one frame by Wan's causal autoencoder, normalised by the mean and deviation of its config."""
 
     kind: ClassVar[str] = "autoencoder_kl_wan"
     scaling: Tensor

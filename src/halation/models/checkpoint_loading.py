@@ -1,4 +1,4 @@
-"""From what a person names to a model: a run (its newest good checkpoint), a checkpoint, an export, or a model of the package."""
+"""Loads the model of a run (its newest good checkpoint), a checkpoint or an export."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from halation.models.pipelines.folder_safety_check import check_not_only_pickles
 
 
 def build_denoiser(description: Mapping[str, Any]) -> Denoiser:
-    """The denoiser a description names: a DiT with nothing in it yet, or the pipeline that was fine-tuned, as it was before."""
+    """The denoiser of a description: a DiT without weights, or the pipeline as it was before fine-tuning."""
     if description.get("family") == "pipeline":
         # diffusers takes seconds to import, and a DiT does without
         from halation.models.pipelines.training.denoiser import PipelineDenoiser
@@ -45,7 +45,7 @@ def build_dit(
 ) -> DiTDenoiser:
     """The DiT a description names, with memory for its weights and nothing in it yet.
 
-    `folder` is where a relative autoencoder path starts; a `space` that is already loaded is used instead of the described one.
+    `folder` is where a relative autoencoder path starts; a `space` that is loaded replaces the described one.
     Weights that are `stored` and do not fit are refused before there is memory for them.
     """
     if description.get("family") != "dit" or description.get("version") != 1:
@@ -111,7 +111,8 @@ def _check_shapes(module: nn.Module, stored: StoredShapes) -> None:
     if different:
         name = different[0]
         raise InputError(
-            f"{source} does not fit the model: {len(different)} tensors differ, first {name}: {found.get(name, 'missing')}",
+            f"{source} does not fit the model: {len(different)} tensors differ, "
+            f"first {name}: {found.get(name, 'missing')}",
             f"{name}: {expected.get(name, 'no such tensor')}",
             "use the config.json that was written with these weights",
         )
@@ -148,7 +149,7 @@ def _read_stored_shapes(file: Path) -> StoredShapes:
 
 
 def check_model(folder: Path, *, raw: bool) -> None:
-    """Refuse a DiT that does not hold together, before a worker is started for it; other models are for their loader to refuse."""
+    """Refuse a DiT whose files do not fit, before a worker is started; other models are left to their loader."""
     is_checkpoint = (folder / COMMIT_FILE).exists()
     weights = folder / ("model_raw.safetensors" if raw else "model.safetensors")
     try:
@@ -250,7 +251,7 @@ def _missing_base_error(folder: Path, base: Path, why: str) -> InputError:
 
 
 def load_denoiser(folder: Path, *, raw: bool, checked: bool = False) -> Denoiser:
-    """The model, on the CPU: its averaged weights, or the raw ones. `checked` says that `find_checkpoint` gave this folder already."""
+    """The model, on the CPU: its averaged weights, or the raw ones. `checked`: the folder is from `find_checkpoint`."""
     folder = folder if checked else find_checkpoint(folder)
     if not (folder / COMMIT_FILE).exists():
         return load_export(folder, "model_raw.safetensors" if raw else "model.safetensors")
