@@ -129,9 +129,9 @@ class AccessMiddleware:
         refusal = self._refusal(scope)
         if refusal is not None:
             status, sentence = refusal
-            await _send_response(
-                send, status, json.dumps({"error": sentence}), "application/json", self._allow_header(status, scope)
-            )
+            methods = b"POST" if self._is_control(scope) else b"GET, HEAD"
+            headers = [(b"allow", methods)] if status == 405 else []
+            await _send_response(send, status, json.dumps({"error": sentence}), "application/json", headers)
         elif scope["path"] == "/" and _query_values(scope, "token"):
             await self._log_in(scope, send)
         elif self._has_cookie(scope):
@@ -151,8 +151,8 @@ class AccessMiddleware:
             return 403, "this page is not served by that name; open the link as it was printed"
         if any(not _is_same_origin(origin, hosts[0]) for origin in origins):
             return 403, "another page asked for this"
-        method, is_control = scope["method"], self.allow_control and CONTROL_PATH.fullmatch(scope["path"]) is not None
-        if method not in ("GET", "HEAD") and not (method == "POST" and is_control):
+        method = scope["method"]
+        if method not in ("GET", "HEAD") and not (method == "POST" and self._is_control(scope)):
             return 405, "this page is only looked at"
         if method == "POST" and not origins:
             return 403, "a request that changes something has to say which page made it"
@@ -160,11 +160,8 @@ class AccessMiddleware:
             return 403, "another page asked for this"
         return None
 
-    def _allow_header(self, status: int, scope: Scope) -> list[tuple[bytes, bytes]]:
-        if status != 405:
-            return []
-        is_control = self.allow_control and CONTROL_PATH.fullmatch(scope["path"]) is not None
-        return [(b"allow", b"POST" if is_control else b"GET, HEAD")]
+    def _is_control(self, scope: Scope) -> bool:
+        return self.allow_control and CONTROL_PATH.fullmatch(scope["path"]) is not None
 
     async def _log_in(self, scope: Scope, send: Send) -> None:
         given = _query_values(scope, "token")

@@ -30,6 +30,7 @@ EVICT_TO_FRACTION = 0.9
 """A sweep removes a little more than it must, so that the next one is not due at once."""
 STALE_TEMPORARY_S = 3600.0
 NUM_DECODERS = 2
+NUM_NAME_LOCKS = 256
 
 
 def default_folder() -> Path:
@@ -44,7 +45,7 @@ class ThumbnailCache:
         self.max_bytes = max_bytes
         self._decoders = threading.BoundedSemaphore(NUM_DECODERS)
         self._lock = threading.Lock()
-        self._name_locks: dict[str, tuple[threading.Lock, int]] = {}
+        self._name_locks = [threading.Lock() for _ in range(NUM_NAME_LOCKS)]
         # Due at the first write: earlier processes may have left too many.
         self._num_written = EVICT_EVERY - 1
 
@@ -60,7 +61,7 @@ class ThumbnailCache:
         data = _read_cached(cached_path)
         if data is not None:
             return data
-        with self._lock_name(name):
+        with self._name_locks[int(name, 16) % NUM_NAME_LOCKS]:  # one thread makes it, the others find it made
             data = _read_cached(cached_path)
             if data is not None:
                 return data
@@ -69,23 +70,6 @@ class ThumbnailCache:
             if data is not None:
                 self._write_cached(cached_path, data)
         return data
-
-    @contextlib.contextmanager
-    def _lock_name(self, name: str) -> Iterator[None]:
-        """One thread at a time for each image; the others find it made."""
-        with self._lock:
-            lock, num_waiting = self._name_locks.get(name, (threading.Lock(), 0))
-            self._name_locks[name] = (lock, num_waiting + 1)
-        try:
-            with lock:
-                yield
-        finally:
-            with self._lock:
-                lock, num_waiting = self._name_locks[name]
-                if num_waiting == 1:
-                    del self._name_locks[name]
-                else:
-                    self._name_locks[name] = (lock, num_waiting - 1)
 
     def _write_cached(self, cached_path: Path, data: bytes) -> None:
         """A thumbnail that cannot be cached is still shown. Not durable: it can be made again."""
