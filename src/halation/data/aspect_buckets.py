@@ -1,4 +1,4 @@
-"""Aspect buckets: a few shapes of about one area, so that an image keeps near its own proportions and a batch has one shape."""
+"""Aspect buckets: a few shapes of about one area, so that images are cropped little."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ def buckets_of(source: ImageDataset) -> BucketAssignment | None:
 
 
 def bucket_shapes(height: int, width: int, multiple: int) -> tuple[ImageShape, ...]:
-    """Shapes of at most the area height x width whose sides are multiples, from 1:2 to 2:1, none inside another; tall ones first."""
+    """Shapes of at most this area whose sides are multiples, from 1:2 to 2:1, none inside another; tall first."""
     area = height * width
     sides = range(multiple, math.isqrt(int(MAX_ASPECT_RATIO * area)) + 1, multiple)
-    found = {shape for side in sides for shape in _largest_shapes(side, area, multiple)}
-    found = {(high, wide) for high, wide in found if max(high, wide) <= MAX_ASPECT_RATIO * min(high, wide)}
+    pairs = [(side, area // side // multiple * multiple) for side in sides]
+    shapes = {shape for one, other in pairs if other for shape in ((one, other), (other, one))}
+    found = {(high, wide) for high, wide in shapes if max(high, wide) <= MAX_ASPECT_RATIO * min(high, wide)}
     if height % multiple == 0 and width % multiple == 0:
         found.add((height, width))
     if not found:
@@ -44,24 +45,29 @@ def bucket_shapes(height: int, width: int, multiple: int) -> tuple[ImageShape, .
             f"room for an image of {multiple} x {multiple} at least",
             "give a larger --image_size, or leave --aspect_buckets out",
         )
-    maximal = [shape for shape in found if not any(_fits_inside(shape, other) for other in found)]
+    maximal = [
+        (high, wide)
+        for high, wide in found
+        if not any((high, wide) != other and high <= other[0] and wide <= other[1] for other in found)
+    ]
     return tuple(sorted(maximal, key=lambda shape: shape[1] / shape[0]))
 
 
 def describe_buckets(source: ImageDataset, multiple: int) -> list[str]:
-    """For people: which shapes there are and how many images have them; and where that comes to one, why."""
+    """Lines for the log: which shapes there are and how many images have them; where there is only one, why."""
     buckets = buckets_of(source)
     if buckets is None:
         return []
     counts = np.bincount(buckets.bucket_indices, minlength=len(buckets.shapes)).tolist()
     descriptions = [f"{high} x {wide}: {num}" for (high, wide), num in zip(buckets.shapes, counts, strict=True) if num]
-    lines = [
-        f"{len(descriptions)} bucket{'s' * (len(descriptions) != 1)} (height x width: images): {', '.join(descriptions)}"
-    ]
+    noun = "bucket" if len(descriptions) == 1 else "buckets"
+    lines = [f"{len(descriptions)} {noun} (height x width: images): {', '.join(descriptions)}"]
     possible_shapes = bucket_shapes(source.height, source.width, multiple)
     if len(possible_shapes) == 1:
-        reason = f"with sides that are multiples of {multiple} this area has room for one shape; a larger --image_size has more"
-        lines.append(f"--aspect_buckets does nothing here: {reason}")
+        lines.append(
+            f"--aspect_buckets does nothing here: with sides that are multiples of {multiple} this area has room for "
+            "one shape; a larger --image_size has more"
+        )
     elif len(descriptions) == 1:
         lines.append(
             f"--aspect_buckets does nothing here: of {len(possible_shapes)} shapes, one is the nearest to all images"
@@ -78,12 +84,3 @@ def nearest_shape_indices(sizes: np.ndarray, shapes: Sequence[ImageShape]) -> np
     own = np.log(sizes[:, 1] / sizes[:, 0])
     # Rounded, or the last bit of a logarithm would decide between two shapes that are equally near.
     return np.stack([np.round(np.abs(own - ratio), 9) for ratio in ratios]).argmin(0)
-
-
-def _largest_shapes(side: int, area: int, multiple: int) -> tuple[ImageShape, ...]:
-    other = area // side // multiple * multiple
-    return ((side, other), (other, side)) if other else ()
-
-
-def _fits_inside(shape: ImageShape, other: ImageShape) -> bool:
-    return shape != other and shape[0] <= other[0] and shape[1] <= other[1]

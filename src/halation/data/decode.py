@@ -1,4 +1,4 @@
-"""One image file to pixels, of a given size or its own: PNG, JPEG and WebP by content, bounded before anything is decoded."""
+"""PNG, JPEG and WebP files to pixels, with limits that are checked before decoding."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class BrokenImageError(Exception):
 
 
 class _Gate:
-    """Lets threads in while what they hold together is within a limit; one that wants more than the limit is let in alone."""
+    """Lets threads in while what they hold together is within a limit; one that wants more is let in alone."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -104,60 +104,54 @@ def decode(path: Path, height: int, width: int, within: str | None = None) -> np
 
 def decode_with_size(path: Path, height: int, width: int, within: str | None = None) -> DecodedFile:
     """What `decode` gives, with the size it had before."""
+    with _as_broken_image(), _open_file(path, within) as file, _open_image(file) as image:
+        across, down = image.size
+        # JPEG can decode at 1/2, 1/4, 1/8 for a fraction of the time; twice the final size keeps the filter honest.
+        image.draft(None, (2 * max(height, width),) * 2)
+        # A progressive one is held at its full size all the same.
+        with _hold_pixels(image, across * down if "progressive" in image.info else image.width * image.height):
+            if image.getexif().get(ExifTags.Base.Orientation) in _ROTATED_ORIENTATIONS:
+                across, down = down, across
+            ImageOps.exif_transpose(image, in_place=True)
+            pixels = np.asarray(_crop_and_resize(_to_rgb(image), height, width))
+        return DecodedFile(pixels, (down, across))
+
+
+@contextlib.contextmanager
+def _as_broken_image() -> Iterator[None]:
+    """Raise what Pillow raises for a damaged file as a BrokenImageError."""
     try:
-        with _open_file(path, within) as file, _open_image(file) as image:
-            across, down = image.size
-            # JPEG can decode at 1/2, 1/4, 1/8 for a fraction of the time; twice the final size keeps the filter honest.
-            image.draft(None, (2 * max(height, width),) * 2)
-            # A progressive one is held at its full size all the same.
-            with _hold_pixels(image, across * down if "progressive" in image.info else image.width * image.height):
-                if image.getexif().get(ExifTags.Base.Orientation) in _ROTATED_ORIENTATIONS:
-                    across, down = down, across
-                ImageOps.exif_transpose(image, in_place=True)
-                pixels = np.asarray(_crop_and_resize(_to_rgb(image), height, width))
-            return DecodedFile(pixels, (down, across))
-    except BrokenImageError:
-        raise
+        yield
     except _DECODE_ERRORS as error:
         raise BrokenImageError(str(error) or type(error).__name__) from None
 
 
 def read_upright_size(path: Path, within: str | None = None) -> tuple[int, int]:
     """Height and width as its EXIF turns it, mostly from the file's first bytes alone."""
-    try:
-        with _open_file(path, within) as file, _open_image(file) as image:
-            across, down = image.size
-            with _hold_pixels(image, across * down):  # the EXIF of a PNG may stand after its pixels
-                is_rotated = image.getexif().get(ExifTags.Base.Orientation) in _ROTATED_ORIENTATIONS
-            return (across, down) if is_rotated else (down, across)
-    except _DECODE_ERRORS as error:
-        raise BrokenImageError(str(error) or type(error).__name__) from None
+    with _as_broken_image(), _open_file(path, within) as file, _open_image(file) as image:
+        across, down = image.size
+        with _hold_pixels(image, across * down):  # the EXIF of a PNG may stand after its pixels
+            is_rotated = image.getexif().get(ExifTags.Base.Orientation) in _ROTATED_ORIENTATIONS
+        return (across, down) if is_rotated else (down, across)
 
 
 def verify_image(path: Path, height: int, width: int, within: str | None = None) -> tuple[int, int]:
     """Its upright height and width, or BrokenImageError unless it is whole; `decode` takes a PNG that lacks its end."""
     original_size = decode_with_size(path, height, width, within).original_size
-    try:
-        with _open_file(path, within) as file, _open_image(file) as image:
-            image.verify()
-    except _DECODE_ERRORS as error:
-        raise BrokenImageError(str(error) or type(error).__name__) from None
+    with _as_broken_image(), _open_file(path, within) as file, _open_image(file) as image:
+        image.verify()
     return original_size
 
 
 def decode_full_size(data: bytes) -> np.ndarray:
-    """(height, width, 3) uint8 of a file's bytes at its own size: turned as its EXIF says, over white; damage anywhere is found."""
-    try:
+    """(height, width, 3) uint8 at the file's own size, turned as its EXIF says, over white; finds any damage."""
+    with _as_broken_image():
         with _open_image(io.BytesIO(data)) as image, _hold_pixels(image, image.width * image.height):
             ImageOps.exif_transpose(image, in_place=True)
             pixels = np.asarray(_to_rgb(image))
         with _open_image(io.BytesIO(data)) as image:
             image.verify()  # a PNG that lacks its end is decoded without a word
         return pixels
-    except BrokenImageError:
-        raise
-    except _DECODE_ERRORS as error:
-        raise BrokenImageError(str(error) or type(error).__name__) from None
 
 
 def read_image_bytes(path: str | Path, within: str | None = None) -> bytes:

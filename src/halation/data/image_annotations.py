@@ -1,4 +1,4 @@
-"""What a folder or a table says of its images: file names with captions or classes, by columns or by subfolders."""
+"""File names of images with their captions or classes, from a table or from subfolders."""
 
 from __future__ import annotations
 
@@ -60,15 +60,21 @@ class FolderListing:
 
 
 def read_folder(folder: Path) -> FolderListing:
-    """List a folder with metadata, or with one folder per class, itself or in `train/` (with `validation/` or `test/`)."""
+    """List a folder with metadata or one folder per class, itself or in `train/` (with `validation/` or `test/`)."""
     if not folder.exists():
         raise InputError(f"no such folder: {folder}", "a folder with images", "check the path")
     if not folder.is_dir():
         raise InputError(f"{folder} is a file", "a folder with images", "name the folder the images are in")
     if not any(folder.iterdir()):
         raise InputError(f"{folder} is empty", "a folder with images", _LAYOUT_ADVICE)
-    has_splits = _has_split(folder)
-    top = folder / "train" if has_splits else folder
+    # A `train/` with metadata or classes in it is a split; one with bare images is a class of trains.
+    train_folder = folder / "train"
+    has_splits = (
+        _find_metadata(folder) is None
+        and train_folder.is_dir()
+        and (_find_metadata(train_folder) is not None or any(path.is_dir() for path in train_folder.iterdir()))
+    )
+    top = train_folder if has_splits else folder
     names: tuple[str, ...] = ()
     if _find_metadata(top) is not None:
         train = _read_metadata(folder, top)
@@ -147,14 +153,6 @@ def _matching_columns(names: Sequence[str], header: Sequence[str]) -> list[str]:
     return [column for column in header if re.sub(r"[\s_-]", "", column.lower()) in plain]
 
 
-def _has_split(folder: Path) -> bool:
-    """A `train/` with metadata or classes in it is a split; one with bare images is a class of trains."""
-    train = folder / "train"
-    if _find_metadata(folder) is not None or not train.is_dir():
-        return False
-    return _find_metadata(train) is not None or any(path.is_dir() for path in train.iterdir())
-
-
 def _list_validation(folder: Path, other: Path, names: tuple[str, ...]) -> tuple[ImageEntry, ...]:
     if not names:
         return _read_metadata(folder, other)
@@ -185,7 +183,7 @@ def _find_metadata(folder: Path) -> Path | None:
 
 def _list_classes(folder: Path, top: Path) -> tuple[tuple[ImageEntry, ...], tuple[str, ...]]:
     folders = sorted(path for path in top.iterdir() if path.is_dir() and not path.name.startswith("."))
-    found = {path.name: _find_images(path) for path in folders}
+    found = {path.name: [image for image in _list_files(path) if image.suffix.lower() in SUFFIXES] for path in folders}
     names = tuple(name for name, images in found.items() if images)
     bare_splits = bool(names) and set(names) <= {"train", *VALIDATION_SPLITS}
     if not names or bare_splits:
@@ -205,10 +203,6 @@ def _list_classes(folder: Path, top: Path) -> tuple[tuple[ImageEntry, ...], tupl
         for path in found[name]
     ]
     return tuple(entries), names
-
-
-def _find_images(folder: Path) -> list[Path]:
-    return [path for path in _list_files(folder) if path.suffix.lower() in SUFFIXES]
 
 
 def _list_files(folder: Path) -> list[Path]:
@@ -241,13 +235,6 @@ def _read_entries(folder: Path, table: Path, rows: Iterable[TableRow], columns: 
             continue
         name = path.relative_to(folder).as_posix()
         entries.append(ImageEntry(name=name, num_bytes=num_bytes, caption=_parse_caption(table, row, columns)))
-    _check_files_exist(table, missing, num_missing, columns)
-    if not entries:
-        raise InputError(f"{table} lists no images", "one line for each image", _LAYOUT_ADVICE)
-    return tuple(entries)
-
-
-def _check_files_exist(table: Path, missing: Sequence[TableRow], num_missing: int, columns: _Columns) -> None:
     if missing:
         names = ", ".join(f"{shorten(row.values[columns.file], MAX_PATH_SHOWN)} (line {row.line})" for row in missing)
         raise InputError(
@@ -255,6 +242,9 @@ def _check_files_exist(table: Path, missing: Sequence[TableRow], num_missing: in
             f"every {columns.file} to be a file in that folder",
             "add the files, or remove their lines",
         )
+    if not entries:
+        raise InputError(f"{table} lists no images", "one line for each image", _LAYOUT_ADVICE)
+    return tuple(entries)
 
 
 def _check_columns(metadata: Path, line: int, columns: Iterable[str]) -> None:
@@ -268,7 +258,8 @@ def _check_columns(metadata: Path, line: int, columns: Iterable[str]) -> None:
             hint = f"; the nearest is {format_value(guess)}" if guess else ""
             raise error_at(
                 str(metadata), line, 1, f"no column {expected!r} among {format_names(columns) or 'none'}{hint}",
-                "the columns file_name and text", f"rename {format_value(guess) if guess else 'the right one'} to {expected!r}",
+                "the columns file_name and text",
+                f"rename {format_value(guess) if guess else 'the right one'} to {expected!r}",
             )  # fmt: skip
 
 

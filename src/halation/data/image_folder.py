@@ -1,4 +1,4 @@
-"""A folder or table of somebody's images as a source: listed, checked once, cropped and resized when asked for."""
+"""A folder or table of images as a dataset: checked once, cropped and resized on access."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ class _CheckResult:
 
 
 class ImageFolder:
-    """The images of a folder, or of a CSV file, at one size; where there are `buckets`, the train part in the nearest of them.
+    """The images of a folder or CSV file at one size; with `buckets`, the train part in the nearest of them.
 
-    Held out is what a `validation/` or `test/` beside `train/` holds, else the images whose name hashes into the lowest 5 %, at
-    most `validation_images` of them, none below 20 images. So more images never make a validation one of one that
-    was trained on, and move none at all while there are fewer validation ones than allowed. `max_images` keeps the first ones
-    of the train part, by name.
+    Held out is what a `validation/` or `test/` beside `train/` holds, else the images whose name hashes into the lowest
+    5 %, at most `validation_images` of them, none below 20 images. So more images never make a validation one of one
+    that was trained on, and move none at all while there are fewer validation ones than allowed. `max_images` keeps the
+    first ones of the train part, by name.
     """
 
     def __init__(
@@ -208,8 +208,8 @@ class ImageFolder:
     ) -> CheckReport:
         """Decode every image once and leave the broken ones out; from 1 % on they are an InputError instead.
 
-        The result is remembered in the folder `cache_folder` under the names, sizes and times of the files, so that the next start
-        decodes nothing.
+        The result is remembered in the folder `cache_folder` under the names, sizes and times of the files, so that the
+        next start decodes nothing.
         """
         names = sorted({entry.name for entry in (*self._train, *self._validation)})
         cache_file = None if cache_folder is None else Path(cache_folder) / f"checked-{self._cache_key(names)}.json"
@@ -292,14 +292,10 @@ def split_validation(entries: Sequence[ImageEntry], max_validation: int) -> tupl
     """(train, held out), by a hash of each file's name alone."""
     if len(entries) < _MIN_IMAGES_TO_SPLIT:
         return list(entries), []
-    ranked = sorted({_hash_name(entry.name): entry.name for entry in entries}.items())
-    chosen = {name for rank, name in ranked[:max_validation] if rank < _VALIDATION_FRACTION * 2**64}
+    hashes = {int.from_bytes(hashlib.sha256(entry.name.encode()).digest()[:8], "big"): entry.name for entry in entries}
+    chosen = {name for rank, name in sorted(hashes.items())[:max_validation] if rank < _VALIDATION_FRACTION * 2**64}
     train = [entry for entry in entries if entry.name not in chosen]
     return train, [entry for entry in entries if entry.name in chosen]
-
-
-def _hash_name(name: str) -> int:
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
 
 
 def _digest_entries(entries: Sequence[ImageEntry]) -> str:

@@ -1,8 +1,8 @@
-"""A cache of pixels or latents: built by all ranks, resumable, fingerprinted, memory-mapped.
+"""A cache of pixels or latents: built by all ranks, resumable, memory-mapped.
 
 A folder holds `cache.json` (what was asked for), and for each shard `train-00000.safetensors` with one tensor "x" and
-`train-00000.json` with captions, labels, original sizes, size and SHA-256. A shard holds samples of one shape: where the
-source has buckets, the images of one of them, and its note says which.
+`train-00000.json` with captions, labels, original sizes, size and SHA-256. A shard holds samples of one shape: where
+the source has buckets, the images of one of them, and its note says which.
 """
 
 from __future__ import annotations
@@ -52,12 +52,13 @@ def build(
     num_workers: int = 0,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Write the shards of rank `part[0]` of `part[1]` that are not there yet; the caller waits for the other ranks.
+    """Write the shards of this rank that are not there yet; the caller waits for the other ranks.
 
-    Without `encode` pixels are kept (uint8, NHWC). `encode` always gets exactly `encode_size` images of one shape, a shard's
-    last batch filled up by repetition, so that a latent does not depend on the number of ranks; it gives float16 or float32.
-    A shard holds `shard_size` images; by default as many as in a cache that was begun, else by their number alone.
-    `num_workers` processes make the images; 0 makes them here. `on_progress(done, total)` counts this rank's images.
+    Without `encode` pixels are kept (uint8, NHWC). `encode` always gets exactly `encode_size` images of one shape, a
+    shard's last batch filled up by repetition, so that a latent does not depend on the number of ranks; it gives
+    float16 or float32. A shard holds `shard_size` images; by default as many as in a cache that was begun, else by
+    their number alone. `num_workers` processes make the images; 0 makes them here. `on_progress(done, total)` counts
+    this rank's images.
     """
     folder = Path(folder)
     rank, world_size = rank_and_size
@@ -226,7 +227,7 @@ class _Shard:
 
 
 class _SplitArrays:
-    """The mapped arrays of one part, and by image their place in them, captions, labels and original sizes in memory."""
+    """The mapped arrays of one split, and for each image its place in them, caption, label and original size."""
 
     def __init__(self, shards: Sequence[tuple[_Shard, dict[str, Any]]], folder: Path) -> None:
         self.arrays = []
@@ -317,7 +318,11 @@ def _load_shards(
         num_ahead = sum(shard.num_images for shard, _, _ in itertools.islice(pending, 1, None))
         if remaining and (not pending or num_ahead < MAX_SHARD_SIZE):
             shard = remaining.popleft()
-            indices = _shard_image_indices(source, shard)
+            images = np.arange(shard.start, shard.start + shard.num_images)
+            buckets = buckets_of(source) if shard.is_bucketed else None
+            if buckets is not None:
+                images = np.flatnonzero(buckets.bucket_indices == shard.bucket)[images]
+            indices = images.tolist()
             if pool is None:
                 yield shard, indices, load_images(source, shard.split, indices)
             else:
@@ -326,11 +331,3 @@ def _load_shards(
         else:
             shard, indices, futures = pending.popleft()
             yield shard, indices, concat_batches([piece.result() for piece in futures])
-
-
-def _shard_image_indices(source: ImageDataset, shard: _Shard) -> list[int]:
-    stop = shard.start + shard.num_images
-    buckets = buckets_of(source) if shard.is_bucketed else None
-    if buckets is None:
-        return list(range(shard.start, stop))
-    return np.flatnonzero(buckets.bucket_indices == shard.bucket)[shard.start : stop].tolist()

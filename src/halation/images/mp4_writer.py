@@ -1,4 +1,4 @@
-"""MP4 files: frames to H.264 bytes that play everywhere, with texts in the file's metadata."""
+"""MP4 files: frames to H.264 bytes that play everywhere, with texts in the metadata."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ CRF = "17"
 METADATA_KEYS = {"halation": "comment", "parameters": "description"}
 """Where the texts of an image stand in an MP4, which has names of its own for them."""
 ENCODER_OPTIONS = {"crf": CRF, "preset": "medium", "threads": "1", "x264-params": "mbtree=0"}
-"""One thread, because x264 cuts an image by their number. No macroblock tree: its vector code reads memory that nobody
-wrote, so that equal frames gave other bytes from one call to the next (seen with x264 165 in PyAV 18.1)."""
+"""One thread, because x264 cuts an image by their number. No macroblock tree: its vector code reads memory before it is
+written, so that equal frames gave other bytes from one call to the next (seen with x264 165 in PyAV 18.1)."""
 BT709 = 1
 """The colours of high definition, written into the file: players guess by its size where nothing is said."""
 
@@ -33,7 +33,10 @@ def encode_mp4(frames: Pixels, fps: int, text: Mapping[str, str]) -> bytes:
     if fps < 1:
         raise ValueError(f"a video shows one or more frames a second, not {fps}")
     av = _import_av()
-    metadata = {_metadata_key(key): sanitize_text(value) for key, value in text.items()}
+    unknown = text.keys() - METADATA_KEYS.keys()
+    if unknown:
+        raise ValueError(f"an MP4 has places for the texts {', '.join(METADATA_KEYS)}, not for {unknown.pop()!r}")
+    metadata = {METADATA_KEYS[key]: sanitize_text(value) for key, value in text.items()}
     even = np.pad(frames, ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0)), mode="edge")
     # The index goes to the front, so that playing begins before the end has arrived. Moving it there afterwards needs a
     # file with a name, so its place is kept free instead; a frame takes at most 32 bytes of it.
@@ -52,12 +55,6 @@ def encode_mp4(frames: Pixels, fps: int, text: Mapping[str, str]) -> bytes:
             container.mux(stream.encode(frame.reformat(format="yuv420p", dst_colorspace="ITU709")))
         container.mux(stream.encode())
     return file.getvalue()
-
-
-def _metadata_key(key: str) -> str:
-    if key not in METADATA_KEYS:
-        raise ValueError(f"an MP4 has places for the texts {', '.join(METADATA_KEYS)}, not for {key!r}")
-    return METADATA_KEYS[key]
 
 
 def require_pyav() -> None:
