@@ -100,7 +100,7 @@ def cached_latents(cache: Path) -> np.ndarray:
 
 def expected_first_loss(latents: np.ndarray, batch: int) -> float:
     """A fresh DiT answers zero, so its first loss is the mean square of noise - latent over the first batch of the order."""
-    from halation.data.shuffle import ShuffledOrder
+    from halation.data.prefetch import ShuffledOrder
     from halation.flow.seeded_noise import training_draw
 
     rows = ShuffledOrder(0, len(latents)).indices(0, batch)

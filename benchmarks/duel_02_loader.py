@@ -94,8 +94,7 @@ class Files:
 
 
 def ours(cache: Any, num_samples: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    from halation.data.prefetch import BatchPrefetcher
-    from halation.data.shuffle import ShuffledOrder
+    from halation.data.prefetch import BatchPrefetcher, ShuffledOrder
 
     positions = ((step, np.arange(step * BATCH, (step + 1) * BATCH)) for step in range(num_samples // BATCH))
     with BatchPrefetcher(cache, ShuffledOrder(seed, cache.num_train), positions, num_threads=NUM_CORES) as batches:
@@ -106,7 +105,7 @@ def ours(cache: Any, num_samples: int, seed: int) -> Iterator[tuple[np.ndarray, 
 def peer(files: Files, num_samples: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     from torch.utils.data import DataLoader
 
-    from halation.data.shuffle import ShuffledOrder
+    from halation.data.prefetch import ShuffledOrder
 
     order = ShuffledOrder(seed, files.num).indices(0, num_samples // BATCH * BATCH).tolist()
     with warnings.catch_warnings():
@@ -136,8 +135,7 @@ def behind_a_step(batches: Iterator[Any]) -> float:
 
 def prepared_rate(cache: Any, num_samples: int) -> float:
     """Our loader with everything a training batch needs besides: noise, times and dropped captions for every sample."""
-    from halation.data.prefetch import BatchPrefetcher
-    from halation.data.shuffle import ShuffledOrder
+    from halation.data.prefetch import BatchPrefetcher, ShuffledOrder
     from halation.flow.seeded_noise import training_draw
 
     def transform(batch: dict[str, Any]) -> dict[str, Any]:

@@ -78,7 +78,7 @@ class Preview:
             unit.compile(dynamic=False)
 
     def draw(self, num_images: int, batch_size: int) -> Path:
-        from halation.sampling.denoiser_sampler import DenoiserSampler, SampleSettings
+        from halation.sampling.all_rank_sampler import DenoiserSampler, SampleSettings
         from halation.sampling.sample_folder import SampleFolder
 
         setting = self.setting

@@ -138,7 +138,7 @@ class Patterns:
     """The two ways to draw the same specs in one world."""
 
     def __init__(self, setting: Setting, world: Any, solo: Any, denoiser: Any, place: Path) -> None:
-        from halation.sampling.denoiser_sampler import SampleSettings
+        from halation.sampling.all_rank_sampler import SampleSettings
 
         self.world, self.solo, self.denoiser, self.place = world, solo, denoiser, place
         self.number = 0
@@ -148,7 +148,7 @@ class Patterns:
         )  # fmt: skip
 
     def _draw(self, world: Any) -> None:
-        from halation.sampling.denoiser_sampler import DenoiserSampler
+        from halation.sampling.all_rank_sampler import DenoiserSampler
         from halation.sampling.sample_folder import SampleFolder
 
         drawing = DenoiserSampler(world, self.denoiser, self.settings, sharded=False, timeout_s=600, stop=lambda: 0)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from halation.data.dataset_factory import open_dataset
 from halation.images.grid import make_grid
 from halation.images.png_codec import encode_png, read_png
+from halation.training.build_components import open_dataset
 
 
 def main() -> None:

@@ -79,7 +79,7 @@ class Drawings:
         import torch.distributed as dist
 
         from halation.distributed.world import World
-        from halation.sampling.denoiser_sampler import SampleSettings
+        from halation.sampling.all_rank_sampler import SampleSettings
 
         self.world, self.place, self.number = world, place, 0
         self.denoiser = make_model(setting)
@@ -105,7 +105,7 @@ class Drawings:
         """Seconds from when all ranks of this world begin until all of them know every image; others wait for them."""
         import torch.distributed as dist
 
-        from halation.sampling.denoiser_sampler import DenoiserSampler
+        from halation.sampling.all_rank_sampler import DenoiserSampler
         from halation.sampling.sample_folder import SampleFolder
 
         self.number += 1

@@ -23,7 +23,6 @@ from halation.generation.config import GenerateConfig
 from halation.models.pipelines.training.lora import LoraSettings, inject_lora
 from halation.tools import doctor
 from halation.training import command as train
-from halation.training import pipeline_finetuning
 from halation.training.config import TrainConfig
 
 EXTRAS = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -49,7 +48,7 @@ CASES: dict[str, tuple[str, str, Ask]] = {
     "adapters": (
         "peft",
         "train",
-        lambda folder: pipeline_finetuning.resolve_config(TrainConfig(model_path=str(folder), lora_rank=4)),
+        lambda folder: train.resolve_config(TrainConfig(model_path=str(folder), lora_rank=4)),
     ),
     "a student's adapters": ("peft", "train", _distill),
     "adapters of a checkpoint": (

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from halation.data.aspect_buckets import bucket_shapes, describe_buckets, nearest_shape_indices
-from halation.data.dataset_factory import check_dataset, open_dataset
 from halation.errors import InputError
+from halation.training.build_components import check_dataset, open_dataset
 
 multiples = st.sampled_from([8, 16, 32, 64])
 sides = st.integers(2, 24)

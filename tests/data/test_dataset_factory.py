@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from halation.data.dataset_factory import open_dataset
 from halation.data.image_folder import ImageFolder
 from halation.data.streets import Streets
 from halation.errors import InputError
+from halation.training.build_components import open_dataset
 
 
 def table(folder: Path, num: int) -> Path:

@@ -15,8 +15,7 @@ from safetensors.numpy import load_file
 
 from halation.data import latent_cache
 from halation.data.dataset_protocol import JSON, CaptionedImage
-from halation.data.prefetch import BatchPrefetcher
-from halation.data.shuffle import BucketOrder, ShuffledOrder
+from halation.data.prefetch import BatchPrefetcher, BucketOrder, ShuffledOrder
 from halation.errors import InputError
 
 FINGERPRINT: dict[str, JSON] = {"source": "drawn", "encoder": "thirds", "size": [8, 8]}

@@ -20,9 +20,8 @@ import numpy as np
 import pytest
 
 from halation.data.dataset_protocol import JSON, CaptionedImage, load_images
-from halation.data.prefetch import Batch, BatchPrefetcher
+from halation.data.prefetch import Batch, BatchPrefetcher, ShuffledOrder
 from halation.data.process_pool import ProcessPool, WorkerDied
-from halation.data.shuffle import ShuffledOrder
 from halation.errors import HalationError, InputError
 
 
@@ -190,7 +189,7 @@ def test_processes_are_gone_after_closing_and_die_with_a_killed_parent(tmp_path:
         f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "from test_prefetch import Counted, positions\n"
         "from halation.data.prefetch import BatchPrefetcher\n"
-        "from halation.data.shuffle import ShuffledOrder\n"
+        "from halation.data.prefetch import ShuffledOrder\n"
         "if __name__ == '__main__':\n"
         "    with BatchPrefetcher(Counted(), ShuffledOrder(0, 37), positions(2), num_workers=1) as batches:\n"
         "        list(batches)\n"

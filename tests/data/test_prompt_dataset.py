@@ -10,9 +10,8 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
-from halation.data.prefetch import BatchPrefetcher
+from halation.data.prefetch import BatchPrefetcher, ShuffledOrder
 from halation.data.prompt_dataset import PromptDataset, has_images
-from halation.data.shuffle import ShuffledOrder
 from halation.errors import InputError
 
 TEXTS = ["a car, red", "비 오는 거리", "  a tram at night"]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halation.data.shuffle import BucketOrder, ShuffledOrder, permutation
+from halation.data.prefetch import BucketOrder, ShuffledOrder, permutation
 
 seeds = st.integers(min_value=-(2**63), max_value=2**64)
 nums = st.integers(min_value=1, max_value=300)

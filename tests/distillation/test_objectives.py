@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from halation.distillation.objectives import FAKE, DistributionMatching, FeatureMatching, velocity_objective
+from halation.distillation.teacher import Teacher
 from halation.flow.paths import RectifiedFlowPath
 from halation.models.denoiser import null_condition
 from halation.models.dit.denoiser import DiTDenoiser, create_dit
-from halation.models.frozen_teacher import Teacher
 from halation.training.loop import MODEL, MicroBatch
 
 SIDE = 8

@@ -16,7 +16,8 @@ from halation.data.dataset_protocol import ImageDataset
 from halation.data.prompt_dataset import PromptDataset
 from halation.data.streets import Streets
 from halation.distillation import teacher_targets
-from halation.distillation.batches_with_targets import TeacherInputs
+from halation.distillation.objectives import TeacherInputs
+from halation.distillation.teacher import Teacher
 from halation.distillation.teacher_targets import TargetPlan, compute_targets
 from halation.errors import HalationError, InputError
 from halation.flow.paths import PREDICTION_TYPES, DDPMPath, RectifiedFlowPath
@@ -24,7 +25,6 @@ from halation.flow.paths import NoisePath as NoisePath
 from halation.flow.samplers import schedule
 from halation.models.denoiser import Condition, null_condition
 from halation.models.dit.denoiser import DiTDenoiser, create_dit
-from halation.models.frozen_teacher import Teacher
 
 CPU = torch.device("cpu")
 TEXTS = ("a red car", "a blue bus", "a tram at night", "snow")

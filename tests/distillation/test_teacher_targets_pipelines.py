@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from halation.data.prompt_dataset import PromptDataset
-from halation.distillation.batches_with_targets import TeacherInputs
+from halation.distillation.objectives import TeacherInputs
+from halation.distillation.teacher import Teacher
 from halation.distillation.teacher_targets import TargetPlan
+from halation.flow.samplers import solve
 from halation.flow.seeded_noise import noise_from_seed
-from halation.flow.trajectory_segments import solve
 from halation.models.denoiser import PIPELINE_SCHEDULER, SolverSettings
-from halation.models.frozen_teacher import Teacher
 from halation.models.students.build import open_student
 from halation.models.students.config import StudentConfig
 from halation.sample_specs import SampleBatch, SampleSpec

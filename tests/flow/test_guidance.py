@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from halation.flow.guidance import drop_conditions, guided_velocity
-from halation.flow.samplers import SAMPLERS, schedule
+from halation.flow.samplers import SAMPLERS, drop_conditions, guided_velocity, schedule
 
 
 class Recorder:

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from halation.flow.paths import PREDICTION_TYPES, DDPMPath, NoisePath, RectifiedFlowPath
-from halation.flow.samplers import euler, schedule
-from halation.flow.trajectory_segments import (
+from halation.flow.samplers import (
     ModelOutputFn,
     TrajectoryStep,
+    euler,
+    schedule,
     segments,
     select_steps,
     solve,

@@ -38,7 +38,7 @@ from halation.models.model_path_resolver import DEFAULT_STEPS, ModelRef, resolve
 from halation.sample_specs import SampleBatch, SampleSpec
 from halation.sampling import command as sample
 from halation.sampling.config import SampleConfig
-from halation.training import pipeline_finetuning
+from halation.training import command as train
 from halation.training.build_components import new_denoiser
 from halation.training.config import TrainConfig
 from halation.watcher import command as watch
@@ -240,7 +240,7 @@ def test_distill_with_two_teachers_is_refused() -> None:
 def test_to_fine_tune_it_the_other_flag_is_named() -> None:
     with pytest.raises(InputError, match=r"(?s)streets-64 is no diffusers pipeline.*--model streets-64"):
         resolve_pipeline_folder("streets-64")
-    assert pipeline_finetuning.resolve_config(TrainConfig(model="streets-64")).model == "streets-64"
+    assert train.resolve_config(TrainConfig(model="streets-64")).model == "streets-64"
 
 
 def test_watch_has_nothing_to_wait_for() -> None:

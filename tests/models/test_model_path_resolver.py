@@ -30,7 +30,6 @@ from halation.runs.run_folder import RunFolder
 from halation.sampling import command as sample
 from halation.sampling.config import SampleConfig
 from halation.training import command as train
-from halation.training import pipeline_finetuning
 from halation.training.config import TrainConfig
 from support import tiny_pipelines
 
@@ -79,7 +78,7 @@ def test_a_run_given_as_a_pipeline_is_answered_with_its_export(tmp_path: Path, i
     fine_tuned(tmp_path / "run", tmp_path / "base")
     for flag in ("model_path", "model"):
         with pytest.raises(InputError, match="fine-tuned a pipeline") as caught:
-            pipeline_finetuning.resolve_config(TrainConfig(**{flag: str(tmp_path / "run" / inside)}))
+            train.resolve_config(TrainConfig(**{flag: str(tmp_path / "run" / inside)}))
         assert f"--model_path {tmp_path / 'run/export'}, which is there once" in caught.value.action
     written(tmp_path / "run/export/model_index.json", {})
     with pytest.raises(InputError) as caught:
@@ -92,10 +91,10 @@ def test_a_pipeline_given_as_a_dit_is_answered_with_the_right_flag(
 ) -> None:
     written(tmp_path / "tiny/model_index.json", {})
     with pytest.raises(InputError, match="is a diffusers pipeline") as caught:
-        pipeline_finetuning.resolve_config(TrainConfig(model=str(tmp_path / "tiny")))
+        train.resolve_config(TrainConfig(model=str(tmp_path / "tiny")))
     assert f"--model_path {tmp_path / 'tiny'}" in caught.value.action
     monkeypatch.chdir(tmp_path)
-    assert pipeline_finetuning.resolve_config(TrainConfig(model="tiny")).model == "tiny", "a size, whatever lies here"
+    assert train.resolve_config(TrainConfig(model="tiny")).model == "tiny", "a size, whatever lies here"
 
 
 def test_a_run_whose_base_is_gone_says_so_and_names_its_export_before_anything_starts(tmp_path: Path) -> None:
@@ -131,10 +130,10 @@ def test_going_on_with_another_base_is_told_by_names(tmp_path: Path, recorded: s
     written(tmp_path / "config.json", record)
     config = TrainConfig(output_dir=tmp_path, model_path=asked)
     with pytest.raises(InputError) as caught:
-        pipeline_finetuning.check_same_base_model(config, RunFolder(tmp_path), "bb" if asked else "")
+        train.check_same_base_model(config, RunFolder(tmp_path), "bb" if asked else "")
     assert words in caught.value.found
     if asked and recorded:
-        pipeline_finetuning.check_same_base_model(config, RunFolder(tmp_path), "aa")  # moved, but the same
+        train.check_same_base_model(config, RunFolder(tmp_path), "aa")  # moved, but the same
 
 
 @pytest.mark.slow
@@ -171,10 +170,10 @@ def test_training_generating_from_the_run_and_from_its_export_draw_the_same_and_
 
 def test_a_pipeline_whose_configs_name_no_size_is_drawn_as_large_as_its_call_draws(tmp_path: Path) -> None:
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "WanPipeline"}))
-    assert pipeline_finetuning.native_size(tmp_path) == (480, 832)
+    assert train.native_size(tmp_path) == (480, 832)
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline"}))
     with pytest.raises(InputError, match="does not say what size"):
-        pipeline_finetuning.native_size(tmp_path)
+        train.native_size(tmp_path)
 
 
 def test_a_model_with_links_that_lead_back_has_a_digest(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ import pytest
 from halation.distributed import rng
 from halation.distributed.checkpoint.reader import CheckpointReader
 from halation.errors import HalationError
+from halation.sampling.all_rank_sampler import DenoiserSampler
 from halation.sampling.config import SampleConfig
-from halation.sampling.denoiser_sampler import DenoiserSampler
 from halation.sampling.sample_folder import SampleFolder, publish_index
 from halation.training import checkpoint_state
 from halation.training import command as job

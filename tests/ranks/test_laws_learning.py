@@ -11,9 +11,9 @@ import pytest
 from PIL import Image
 
 from halation.training import command as job
-from halation.training import validation_loss
+from halation.training import periodic_tasks
 from halation.training.config import TrainConfig
-from halation.training.objectives import denoising_objective
+from halation.training.loop import denoising_objective
 from halation.training.session import TrainingSession
 from support import rank_jobs, run_folders
 from support.rank_pool import RankPool
@@ -27,7 +27,7 @@ def measure(world: Any, config: TrainConfig) -> dict[str, float]:
         session.prepare()
         assert session._resume()
         with session.ema.swap_during():
-            losses = validation_loss.compute_validation_losses(
+            losses = periodic_tasks.compute_validation_losses(
                 world,
                 session.denoiser,
                 session.source,
@@ -37,7 +37,7 @@ def measure(world: Any, config: TrainConfig) -> dict[str, float]:
                 heartbeat=lambda: None,
             )
             session.engine.reshard()
-        return validation_loss.summarize_losses(world.all_gather_object(losses), config.validation_images)
+        return periodic_tasks.summarize_losses(world.all_gather_object(losses), config.validation_images)
 
 
 @pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])

@@ -16,8 +16,8 @@ import torch
 from halation.distributed import rng
 from halation.models.checkpoint_loading import find_checkpoint, load_denoiser, read_sampling_settings
 from halation.runs import run_folder as runs
+from halation.sampling.all_rank_sampler import DenoiserSampler, SampleSettings
 from halation.sampling.config import SampleConfig
-from halation.sampling.denoiser_sampler import DenoiserSampler, SampleSettings
 from halation.sampling.sample_folder import SampleFolder, publish_index
 from halation.training import command as job
 from halation.training.config import TrainConfig

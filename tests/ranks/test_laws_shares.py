@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from halation.models.checkpoint_loading import find_checkpoint, load_denoiser, read_sampling_settings
-from halation.sampling.denoiser_sampler import DenoiserSampler, SampleSettings
+from halation.sampling.all_rank_sampler import DenoiserSampler, SampleSettings
 from halation.sampling.sample_folder import RankNaming, SampleFolder, publish_index
 from halation.training import command as job
 from halation.training.config import TrainConfig

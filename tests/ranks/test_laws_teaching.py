@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from halation.distillation.config import DistillConfig
-from halation.distillation.teacher_setup import DEFAULT_TEACHER_BATCH_SIZE, default_batch_size
+from halation.distillation.teacher import DEFAULT_TEACHER_BATCH_SIZE, default_batch_size
 from support import teaching_jobs, tiny_teachers
 from support.rank_pool import RankPool
 

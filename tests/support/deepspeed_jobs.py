@@ -13,11 +13,11 @@ from torch import nn
 from halation.distributed.checkpoint.reader import CheckpointReader
 from halation.distributed.checkpoint.writer import CheckpointWriter
 from halation.distributed.engines.ddp_fsdp import EngineSettings
-from halation.distributed.engines.registry import build_engine
 from halation.distributed.world import World
 from halation.errors import InputError
 from halation.flow.ema import Ema
 from halation.training import checkpoint_state
+from halation.training.build_components import build_engine
 from halation.training.loop import (
     MODEL,
     MicroBatch,

@@ -115,7 +115,7 @@ def compiled_close_to_eager(world: Any, folder: Path) -> float:
 def partitioned_equals_whole(world: Any, folder: Path, rank_of_lora: int) -> list[bool]:
     """Whether forwards and samples under ZeRO-3 have the bits of the whole model, and a step changes them."""
     from halation.distributed.engines.ddp_fsdp import EngineSettings
-    from halation.distributed.engines.registry import build_engine
+    from halation.training.build_components import build_engine
 
     warnings.simplefilter("ignore")
     lora = LoraSettings(rank=rank_of_lora) if rank_of_lora else None

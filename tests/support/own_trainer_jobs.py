@@ -141,7 +141,7 @@ def drawn_sharded(world: World, out: str, prompts: tuple[str, ...], spoilt: str 
 def drawn_zero_3(world: World, out: str, prompts: tuple[str, ...]) -> tuple[list[Any], list[bytes]]:
     """The same from DeepSpeed's ZeRO-3, and the bits of its weights afterwards."""
     from halation.distributed.engines.ddp_fsdp import EngineSettings
-    from halation.distributed.engines.registry import build_engine
+    from halation.training.build_components import build_engine
 
     module = network()
     known = EngineSettings(zero_stage=3, global_batch=6, num_micro_batches=1, grad_clip=0.5)

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from halation import input_files
-from halation.distributed.engines.registry import build_engine
 from halation.distributed.world import HeartbeatMonitor, World, check_ranks_agree, run_on_rank_zero
 from halation.errors import HalationError, InputError, RankFailure
+from halation.training.build_components import build_engine
 
 WORDS: list[Any] = ["", "ä" * 1000, {"日本": [1, None, True]}, "🙂\u0000\n"]
 

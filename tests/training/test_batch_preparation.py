@@ -15,17 +15,16 @@ from hypothesis import strategies as st
 
 from halation import work_division as plan
 from halation.data.dataset_protocol import ImageDataset
-from halation.data.prefetch import BatchPrefetcher
+from halation.data.prefetch import BatchPrefetcher, ShuffledOrder
 from halation.data.prompt_dataset import PromptDataset
-from halation.data.shuffle import ShuffledOrder
 from halation.data.streets import Streets
 from halation.distillation import teacher_targets
-from halation.distillation.batches_with_targets import NoiseTransform, TeacherInputs, TeacherTargetTransform
+from halation.distillation.objectives import NoiseTransform, TeacherInputs, TeacherTargetTransform
 from halation.flow.seeded_noise import training_draw
 from halation.models.denoiser import null_condition
 from halation.models.dit.denoiser import DiTDenoiser, create_dit
-from halation.training.batch_preparation import BatchTransform, positions, to_micro_batches
 from halation.training.loop import MicroBatch
+from halation.training.training_task import BatchTransform, positions, to_micro_batches
 
 
 @given(

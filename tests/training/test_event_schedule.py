@@ -7,7 +7,7 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halation.training.event_schedule import CheckpointSchedule
+from halation.training.periodic_tasks import CheckpointSchedule
 
 CADENCES = st.builds(
     CheckpointSchedule,

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halation.distributed.engines.registry import build_engine
 from halation.flow.ema import Ema
+from halation.training.build_components import build_engine
 from halation.training.loop import MODEL, MicroBatch, StepReport, StepSettings, TrainedNetwork, TrainState, train_steps
 from support.rank_pool import RankPool, RanksFailed
 

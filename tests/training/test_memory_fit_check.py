@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from halation.models.dit.denoiser import DiTDenoiser, create_dit
-from halation.training import batch_preparation, memory_fit_check
-from halation.training.objectives import denoising_objective
+from halation.training import memory_fit_check, training_task
+from halation.training.loop import denoising_objective
 
 CPU = torch.device("cpu")
 
@@ -23,7 +23,7 @@ def kept_bytes(denoiser: DiTDenoiser, rows: int, size: int) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         losses = denoising_objective(denoiser)(
-            denoiser.module, batch_preparation.dummy_batch(denoiser, rows, (size, size), CPU)
+            denoiser.module, training_task.dummy_batch(denoiser, rows, (size, size), CPU)
         )
     assert losses.requires_grad
     return sum(seen.values())

@@ -19,12 +19,12 @@ from halation.errors import InputError
 from halation.evaluation.drawn_images import CallbackSink
 from halation.images.png_codec import read_png
 from halation.runs.run_folder import RunFolder
-from halation.sampling.denoiser_sampler import SampleSettings
+from halation.sampling.all_rank_sampler import SampleSettings
 from halation.training import command as job
 from halation.training import evaluation
 from halation.training.config import TrainConfig
 from halation.training.evaluation import evaluation_settings, open_evaluation_data
-from halation.training.event_schedule import CheckpointSchedule
+from halation.training.periodic_tasks import CheckpointSchedule, remove_reports_after
 from support import rank_jobs
 
 
@@ -179,7 +179,7 @@ def test_lines_plot_and_what_is_forgotten(tmp_path: Path) -> None:
         (folder / f"step_{step:07d}.json").write_text("{}")
     assert read_png(folder / "metrics.png")[0].ndim == 3
     (folder / "step_0000020").mkdir()
-    evaluation.remove_reports_after(run, 10)
+    remove_reports_after(run, 10)
     assert sorted(path.name for path in folder.iterdir()) == ["metrics.png", "reference", "step_0000010.json"]
-    evaluation.remove_reports_after(run, -1)
+    remove_reports_after(run, -1)
     assert sorted(path.name for path in folder.iterdir()) == ["metrics.png", "reference"]

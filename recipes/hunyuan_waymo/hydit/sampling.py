@@ -22,7 +22,7 @@ from halation.distributed.world import World
 from halation.models.denoiser import PIPELINE_SCHEDULER
 from halation.models.pipelines import load
 from halation.models.pipelines.folder_safety_check import PipelineFiles
-from halation.sampling.denoiser_sampler import DenoiserSampler, SampleSettings
+from halation.sampling.all_rank_sampler import DenoiserSampler, SampleSettings
 from halation.sampling.sample_folder import SampleFolder, SampleRow, publish_index
 
 load.filter_library_warnings()  # before the pipeline is imported, which is when some of it is said
@@ -107,7 +107,7 @@ def _unsaid(*beginnings: str) -> Iterator[None]:
     def wanted(record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith(beginnings)
 
-    words = logging.getLogger("halation.sampling.denoiser_sampler")
+    words = logging.getLogger("halation.sampling.all_rank_sampler")
     words.addFilter(wanted)
     try:
         yield

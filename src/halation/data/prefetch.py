@@ -1,4 +1,4 @@
-"""Background prefetch: positions in, batches of images out, in order, ahead of the device."""
+"""Order of the data, and prefetch of its batches in the background."""
 
 from __future__ import annotations
 
@@ -22,7 +22,198 @@ from halation.data.dataset_protocol import (
     unstack_images,
 )
 from halation.data.process_pool import ProcessPool
-from halation.data.shuffle import BucketOrder, ShuffledOrder
+
+_NUM_CACHED_EPOCHS = 2  # batches that are being fetched may straddle the end of an epoch
+_UINT64_RANGE = 2**64
+_STREAM_STRIDE = 2**40  # more epochs than any run has
+
+
+class ShuffledOrder:
+    """Position p in [0, inf) is image `permutation(seed, p // num)[p % num]`, on any rank and in any batch."""
+
+    def __init__(self, seed: int, num_images: int) -> None:
+        if num_images < 1:
+            raise ValueError(f"an order needs at least one image, not {num_images}")
+        self.seed = seed
+        self.num_images = num_images
+        self._permutations: dict[int, np.ndarray] = {}
+        self._lock = threading.Lock()
+
+    def epoch(self, position: int) -> int:
+        """Number of whole passes over the images before this position."""
+        _check_not_negative(position)
+        return position // self.num_images
+
+    def index_at(self, position: int) -> int:
+        """The image at one position."""
+        return int(self._permutation(self.epoch(position))[position % self.num_images])
+
+    def indices(self, start: int, stop: int) -> np.ndarray:
+        """The images at positions start..stop-1 as int64; the range may span any number of epochs."""
+        _check_not_negative(start)
+        pieces = [np.empty(0, np.int64)]
+        while start < stop:
+            epoch, offset = divmod(start, self.num_images)
+            length = min(stop - start, self.num_images - offset)
+            pieces.append(self._permutation(epoch)[offset : offset + length])
+            start += length
+        return np.concatenate(pieces)
+
+    def indices_at(self, positions: np.ndarray) -> np.ndarray:
+        """The images at any positions, as int64 of the same shape."""
+        positions = np.asarray(positions, np.int64)
+        epochs, offsets = np.divmod(positions, self.num_images)
+        found = np.empty_like(positions)
+        for epoch in np.unique(epochs):
+            _check_not_negative(int(epoch))
+            mask = epochs == epoch
+            found[mask] = self._permutation(int(epoch))[offsets[mask]]
+        return found
+
+    def _permutation(self, epoch: int) -> np.ndarray:
+        with self._lock:
+            if epoch not in self._permutations:
+                while len(self._permutations) >= _NUM_CACHED_EPOCHS:
+                    self._permutations.pop(next(iter(self._permutations)))
+                self._permutations[epoch] = permutation(self.seed, epoch, self.num_images)
+            return self._permutations[epoch]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ShuffledOrder, (self.seed, self.num_images)
+
+
+class BucketOrder:
+    """An order whose every global batch, positions [s * global_batch, (s + 1) * global_batch), lies in one bucket.
+
+    Each bucket's images come as an endless series of permutations, which its batches cut up one after the other, so no
+    image of a bucket is ever ahead of another by more than one. How many batches a bucket has had follows its share of
+    the images; within an epoch's worth of batches, which bucket comes when is shuffled.
+    """
+
+    def __init__(self, seed: int, bucket_of: np.ndarray, global_batch: int) -> None:
+        bucket_of = np.asarray(bucket_of, np.int64)
+        if len(bucket_of) < 1:
+            raise ValueError(f"an order needs at least one image, not {len(bucket_of)}")
+        if global_batch < 1 or bucket_of.min() < 0:
+            raise ValueError(
+                f"batches of {global_batch} and buckets from {bucket_of.min()}; expected from 1 and from 0"
+            )
+        self.seed = seed
+        self.num_images = len(bucket_of)
+        self.global_batch = global_batch
+        self._bucket_of = bucket_of
+        counts = np.bincount(bucket_of)
+        self._counts = counts
+        self._members = np.split(np.argsort(bucket_of, kind="stable"), np.cumsum(counts)[:-1])
+        self._bucket_cycle = _interleave_buckets(counts)
+        self._num_batches = -(-self.num_images // global_batch)
+        self._schedules: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._permutations: dict[int, dict[int, np.ndarray]] = {}
+        self._lock = threading.Lock()
+
+    def epoch(self, position: int) -> int:
+        """Number of passes before this position: as many images as there are, some buckets a batch ahead of others."""
+        _check_not_negative(position)
+        return position // self.num_images
+
+    def index_at(self, position: int) -> int:
+        """The image at one position."""
+        return int(self.indices_at(np.array([position]))[0])
+
+    def indices(self, start: int, stop: int) -> np.ndarray:
+        """The images at positions start..stop-1 as int64."""
+        _check_not_negative(start)
+        return self.indices_at(np.arange(start, stop))
+
+    def bucket_at(self, batch: int) -> int:
+        """The bucket of a global batch."""
+        _check_not_negative(batch)
+        epoch, turn = divmod(batch, self._num_batches)
+        return int(self._get_schedule(epoch)[0][turn])
+
+    def indices_at(self, positions: np.ndarray) -> np.ndarray:
+        """The images at any positions, as int64 of the same shape."""
+        positions = np.asarray(positions, np.int64)
+        batches, offsets = np.divmod(positions, self.global_batch)
+        found = np.empty_like(positions)
+        for batch in np.unique(batches):
+            _check_not_negative(int(batch))
+            epoch, turn = divmod(int(batch), self._num_batches)
+            buckets, numbers = self._get_schedule(epoch)
+            bucket, number = int(buckets[turn]), int(numbers[turn])
+            mask = batches == batch
+            found[mask] = self._bucket_images(bucket, number * self.global_batch + offsets[mask])
+        return found
+
+    def _bucket_images(self, bucket: int, positions: np.ndarray) -> np.ndarray:
+        """The images at these places of a bucket's endless series."""
+        epochs, offsets = np.divmod(positions, int(self._counts[bucket]))
+        found = np.empty_like(positions)
+        for epoch in np.unique(epochs).tolist():
+            mask = epochs == epoch
+            found[mask] = self._permutation(bucket, epoch)[offsets[mask]]
+        return self._members[bucket][found]
+
+    def _permutation(self, bucket: int, epoch: int) -> np.ndarray:
+        with self._lock:
+            permutations = self._permutations.setdefault(bucket, {})
+            if epoch not in permutations:
+                while len(permutations) >= _NUM_CACHED_EPOCHS:
+                    permutations.pop(next(iter(permutations)))
+                # One stream for each bucket; that below them all shuffles the batches.
+                permutations[epoch] = permutation(
+                    self.seed, epoch + (bucket + 1) * _STREAM_STRIDE, int(self._counts[bucket])
+                )
+            return permutations[epoch]
+
+    def _get_schedule(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """For each batch of an epoch its bucket, and how many batches that bucket has had before."""
+        with self._lock:
+            if epoch not in self._schedules:
+                while len(self._schedules) >= _NUM_CACHED_EPOCHS:
+                    self._schedules.pop(next(iter(self._schedules)))
+                self._schedules[epoch] = self._make_schedule(epoch)
+            return self._schedules[epoch]
+
+    def _make_schedule(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        rounds, turns = np.divmod(epoch * self._num_batches + np.arange(self._num_batches), self.num_images)
+        buckets = self._bucket_cycle[0][turns]
+        numbers = self._bucket_cycle[1][turns] + rounds * self._counts[buckets]
+        shuffled = buckets[permutation(self.seed, epoch, self._num_batches)]
+        # A bucket's batches keep their own order: only which bucket is next was shuffled.
+        in_order = np.empty_like(numbers)
+        in_order[np.argsort(shuffled, kind="stable")] = numbers[np.argsort(buckets, kind="stable")]
+        return shuffled, in_order
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BucketOrder, (self.seed, self._bucket_of, self.global_batch)
+
+
+def _interleave_buckets(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Whose batch is next, spread as evenly as whole batches allow: (bucket, how many it has had before) of each turn.
+
+    As many turns as there are images give every bucket as many as it has; from there on it repeats.
+    """
+    buckets = np.repeat(np.arange(len(counts)), counts)
+    numbers = np.arange(len(buckets)) - np.repeat(np.cumsum(counts) - counts, counts)
+    spread = np.argsort((numbers + 0.5) / counts[buckets], kind="stable")
+    return buckets[spread], numbers[spread]
+
+
+def permutation(seed: int, epoch: int, num: int) -> np.ndarray:
+    """The shuffle of one epoch as int64.
+
+    Sorted raw Philox words, and not Generator.permutation: numpy promises the words for all its versions, the shuffle
+    only until it finds a better one, and a run resumed after an upgrade must go on in the same order.
+    """
+    words = np.random.Philox(key=np.array([seed % _UINT64_RANGE, epoch % _UINT64_RANGE], np.uint64)).random_raw(num)
+    return np.argsort(words, kind="stable").astype(np.int64, copy=False)
+
+
+def _check_not_negative(position: int) -> None:
+    if position < 0:
+        raise ValueError(f"positions start at 0, not {position}")
+
 
 Batch = dict[str, Any]
 

@@ -22,7 +22,6 @@ from halation.models.model_path_resolver import (
 from halation.models.students.config import StudentConfig
 from halation.runs.run_folder import RunFolder
 from halation.training import command as train
-from halation.training import pipeline_finetuning
 from halation.training.config import ONLY_FOR_PIPELINES
 
 if TYPE_CHECKING:
@@ -113,7 +112,7 @@ def _check_prompt_data(config: DistillConfig) -> None:
 
 
 def _resolve_for_pipeline(config: DistillConfig) -> DistillConfig:
-    pipeline_finetuning.check_peft_installed(config)
+    train.check_peft_installed(config)
     folder = resolve_pipeline_folder(config.teacher_path, flag="teacher_path")
     output = config.output_dir.resolve()
     if output == folder.resolve() or folder.resolve() in output.parents:
@@ -126,7 +125,7 @@ def _resolve_for_pipeline(config: DistillConfig) -> DistillConfig:
     config = _apply_teacher_guidance(config, folder, sampling)
     size = (sampling.get("height", 1), sampling.get("width", 1))
     if not sampling and not config.image_size:
-        size = pipeline_finetuning.native_size(folder)
+        size = train.native_size(folder)
     config = train.resolve_common_settings(config, size)
     return dataclasses.replace(config, model_path=str(folder.resolve()), teacher_path=str(folder.resolve()))
 

@@ -1,4 +1,4 @@
-"""The task of learning from a teacher: student and prompts, what the teacher said once for all, and what it is asked at every step."""
+"""The task of a distillation: student, data, teacher targets, objectives."""
 
 from __future__ import annotations
 
@@ -13,11 +13,20 @@ from typing import Any
 
 from halation.data.dataset_protocol import ImageDataset
 from halation.data.prompt_dataset import PromptDataset, has_images
-from halation.distillation import objectives, teacher_setup
+from halation.distillation import objectives
+from halation.distillation import teacher as teachers
 from halation.distillation import teacher_targets as targets
-from halation.distillation.batches_with_targets import NoiseTransform, TeacherInputs, TeacherTargetTransform
 from halation.distillation.config import DistillConfig
-from halation.distillation.objectives import FAKE, PROJECTION, DistributionMatching, FeatureMatching
+from halation.distillation.objectives import (
+    FAKE,
+    PROJECTION,
+    DistributionMatching,
+    FeatureMatching,
+    NoiseTransform,
+    TeacherInputs,
+    TeacherTargetTransform,
+)
+from halation.distillation.teacher import Teacher
 from halation.distributed.engines.ddp_fsdp import Engine
 from halation.distributed.world import run_on_rank_zero, run_with_heartbeat
 from halation.errors import InputError
@@ -26,12 +35,11 @@ from halation.flow.samplers import schedule
 from halation.logging_setup import log_duration
 from halation.models.denoiser import PIPELINE_SCHEDULER, Denoiser, compile_blocks
 from halation.models.dit.denoiser import DiTDenoiser
-from halation.models.frozen_teacher import Teacher
 from halation.models.pipelines.training.lora import LoraSettings
 from halation.models.students.build import open_student
 from halation.models.students.config import StudentConfig
 from halation.runs import run_folder as runs
-from halation.sampling.denoiser_sampler import SampleSettings
+from halation.sampling.all_rank_sampler import SampleSettings
 from halation.sampling.sample_folder import SampleFolder
 from halation.training import build_components
 from halation.training.loop import MODEL, MicroBatch, Objective, TrainedNetwork
@@ -101,7 +109,7 @@ class DistillationTask(TrainingTask):
         if config.lora_rank and lora:
             adapters = LoraSettings(rank=config.lora_rank, alpha=config.lora_alpha, targets=config.lora_targets)
         return open_student(
-            Path(config.model_path) if config.model_path else teacher_setup.open_dit(config),
+            Path(config.model_path) if config.model_path else teachers.open_dit(config),
             shape,
             init=init,  # type: ignore[arg-type]
             seed=config.seed,
@@ -207,7 +215,7 @@ class DistillationTask(TrainingTask):
         has_missing_samples = teacher_samples is not None and teacher_samples.remove_outdated_and_find_missing()
         if missing or has_missing_samples or self._needs_teacher:
             with log_duration("opening the teacher"):
-                self.teacher = teacher_setup.open_teacher(world, config, self.denoiser, self.guidance)
+                self.teacher = teachers.open_teacher(world, config, self.denoiser, self.guidance)
         if missing and self.teacher is not None:
             plan, folder = self._target_plan, self._target_folder
             log.warning(
@@ -221,9 +229,7 @@ class DistillationTask(TrainingTask):
             inputs = TeacherInputs(self.denoiser, self.source, world.device, plan.dropout_mask)
             with (
                 log_duration("computing teacher targets"),
-                teacher_setup.build_together(
-                    world, config, self.teacher, len(inputs) - len(missing), len(inputs)
-                ) as build,
+                teachers.build_together(world, config, self.teacher, len(inputs) - len(missing), len(inputs)) as build,
             ):
                 build.num_written = targets.build(
                     plan,
@@ -238,7 +244,7 @@ class DistillationTask(TrainingTask):
                     device=world.device,
                     part=(world.rank, world.size),
                     encode_size=config.teacher_batch_size
-                    or teacher_setup.default_batch_size(self.teacher.device, world.device, config.batch_size),
+                    or teachers.default_batch_size(self.teacher.device, world.device, config.batch_size),
                     agree=build.agree,
                     on_progress=build.on_progress,
                     stop=build.stop,
@@ -253,10 +259,10 @@ class DistillationTask(TrainingTask):
             self.teacher_targets = targets.open_targets(self._target_folder, self._fingerprint, verify=False)
             if not self.has_images:
                 num_targets = len(self.teacher_targets) * self.teacher_targets.num_states
-                teacher_setup.warn_if_few_targets(num_targets, self._num_training_rows)
+                teachers.warn_if_few_targets(num_targets, self._num_training_rows)
         if not self._needs_teacher:
             self.teacher = None
-            teacher_setup.free_memory(world.device)
+            teachers.free_memory(world.device)
 
     @cached_property
     def _target_plan(self) -> targets.TargetPlan:
@@ -311,11 +317,11 @@ class DistillationTask(TrainingTask):
 
     # -- the teacher's own images
 
-    def _make_teacher_samples(self, settings: SampleSettings) -> teacher_setup.TeacherSamples | None:
+    def _make_teacher_samples(self, settings: SampleSettings) -> teachers.TeacherSamples | None:
         """Where the teacher's images go, and what they are made by; none where none are wanted."""
         if not (self.config.teacher_samples and self.config.sample and settings.prompts):
             return None
-        return teacher_setup.TeacherSamples(
+        return teachers.TeacherSamples(
             self.world,
             self.config,
             SampleFolder(folder=self.run.samples / "teacher", label="teacher"),

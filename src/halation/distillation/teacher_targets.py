@@ -1,4 +1,4 @@
-"""What a teacher says, asked once on all ranks and kept: states, times and the answers a student should give there.
+"""Teacher targets, computed once on all ranks and cached: states, times, predictions.
 
 An item is an image, or for a list of prompts a number that has one of them. Each has a few teacher targets; whoever trains then needs no
 teacher.
@@ -21,8 +21,8 @@ from halation.data.row_cache import CachedRows, PlannedRows, RowCacheWriter, Row
 from halation.errors import HalationError, InputError
 from halation.fault_injection import fault_point
 from halation.flow.paths import DDPMPath, NoisePath, TimeDistribution, times_from_uniform
+from halation.flow.samplers import segments, select_steps, solve, stratified_indices
 from halation.flow.seeded_noise import TrainingDraw, training_draw
-from halation.flow.trajectory_segments import segments, select_steps, solve, stratified_indices
 from halation.work_division import rank_range
 
 FIRST_STREAM = 2

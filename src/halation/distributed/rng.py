@@ -1,12 +1,16 @@
-"""Global random states of a rank, as JSON; Halation itself draws from none of them."""
+"""Global state of a rank: random states as JSON, and how torch computes.
+
+Halation draws from no global random state; what a user plugs in may.
+"""
 
 from __future__ import annotations
 
 import base64
 import contextlib
 import random
-from collections.abc import Iterator
-from typing import Any
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -81,3 +85,141 @@ def _decode(text: str) -> bytes:
 
 def _decode_tensor(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(_decode(text)), dtype=torch.uint8)
+
+
+# How torch computes
+
+_UNREADABLE = object()
+
+
+class _TorchSetting(NamedTuple):
+    """A state of torch that the whole process, or this thread, shares."""
+
+    read: Callable[[], Any]
+    write: Callable[[Any], object]
+
+
+def _attribute(owner: Any, name: str) -> _TorchSetting:
+    return _TorchSetting(lambda: getattr(owner, name), lambda value: setattr(owner, name, value))
+
+
+def _autocast_settings(kind: str) -> tuple[_TorchSetting, _TorchSetting]:
+    return (
+        _TorchSetting(lambda: torch.is_autocast_enabled(kind), lambda on: torch.set_autocast_enabled(kind, on)),
+        _TorchSetting(lambda: torch.get_autocast_dtype(kind), lambda dtype: torch.set_autocast_dtype(kind, dtype)),
+    )
+
+
+def _autocast_depth() -> int:
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+def _set_autocast_depth(depth: int) -> None:
+    """Regions that were entered and never left: torch would never again drop its casts of weights that steps change."""
+    while _autocast_depth() < depth:
+        torch.autocast_increment_nesting()
+    while _autocast_depth() > depth:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+
+
+def _set_autocast_cache(enabled: bool) -> None:
+    torch.clear_autocast_cache()  # with the other setting it may hold casts that were made without gradients
+    torch.set_autocast_cache_enabled(enabled)
+
+
+def _default_device() -> torch.device | None:
+    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    return None if context is None else context.device
+
+
+def _current_gpu() -> tuple[int, Any]:
+    return (torch.cuda.current_device(), torch.cuda.current_stream()) if torch.cuda.is_initialized() else (0, None)
+
+
+def _set_current_gpu(state: tuple[int, Any]) -> None:
+    device, stream = state
+    torch.cuda.set_device(device)
+    if stream is not None:
+        torch.cuda.set_stream(stream)
+
+
+def _flushes_denormals() -> bool:
+    smallest = sys.float_info.min
+    return smallest / 2 == 0.0
+
+
+def _torch_settings() -> list[_TorchSetting]:
+    """What a forward, a backward or a step of training may depend on besides weights, modes and random states."""
+    backends: Any = torch.backends
+    cudnn, mkldnn = backends.cudnn, backends.mkldnn
+    precisions = (backends, cudnn, backends.cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn)
+    return [
+        _TorchSetting(_default_device, torch.set_default_device),
+        _TorchSetting(torch.get_default_dtype, torch.set_default_dtype),
+        _TorchSetting(torch.get_num_threads, torch.set_num_threads),
+        _TorchSetting(_flushes_denormals, torch.set_flush_denormal),
+        *_autocast_settings("cpu"),
+        *_autocast_settings("cuda"),
+        _TorchSetting(torch.is_autocast_cache_enabled, _set_autocast_cache),
+        _TorchSetting(_autocast_depth, _set_autocast_depth),
+        _TorchSetting(
+            lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+            lambda state: torch.set_anomaly_enabled(*state),
+        ),
+        _TorchSetting(
+            lambda: (
+                torch.are_deterministic_algorithms_enabled(),
+                torch.is_deterministic_algorithms_warn_only_enabled(),
+            ),
+            lambda state: torch.use_deterministic_algorithms(state[0], warn_only=state[1]),
+        ),
+        _attribute(torch.utils.deterministic, "fill_uninitialized_memory"),
+        *(_attribute(cudnn, name) for name in ("enabled", "benchmark", "deterministic", "allow_tf32")),
+        *(_attribute(mkldnn, name) for name in ("enabled", "deterministic")),
+        _TorchSetting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+        *(
+            _attribute(backends.cuda.matmul, f"allow_{name}")
+            for name in (
+                "tf32",
+                "fp16_reduced_precision_reduction",
+                "bf16_reduced_precision_reduction",
+                "fp16_accumulation",
+            )
+        ),
+        # After the older names of the same numbers: setting those changes these.
+        *(_attribute(owner, "fp32_precision") for owner in precisions),
+        _TorchSetting(backends.cuda.flash_sdp_enabled, backends.cuda.enable_flash_sdp),
+        _TorchSetting(backends.cuda.mem_efficient_sdp_enabled, backends.cuda.enable_mem_efficient_sdp),
+        _TorchSetting(backends.cuda.math_sdp_enabled, backends.cuda.enable_math_sdp),
+        _TorchSetting(backends.cuda.cudnn_sdp_enabled, backends.cuda.enable_cudnn_sdp),
+        _TorchSetting(
+            backends.cuda.fp16_bf16_reduction_math_sdp_allowed, backends.cuda.allow_fp16_bf16_reduction_math_sdp
+        ),
+        _TorchSetting(backends.mha.get_fastpath_enabled, backends.mha.set_fastpath_enabled),
+        _TorchSetting(_current_gpu, _set_current_gpu),
+    ]
+
+
+def _read_setting(setting: _TorchSetting) -> Any:
+    """torch refuses the older name of a setting that was made by its newer name; that one is read too."""
+    try:
+        return setting.read()
+    except RuntimeError:
+        return _UNREADABLE
+
+
+@contextlib.contextmanager
+def preserve_torch_settings() -> Iterator[None]:
+    """Restore how torch computes: precision, threads, algorithms, autocast, default dtype, devices, gradients."""
+    before = [(setting, _read_setting(setting)) for setting in _torch_settings()]
+    has_gradients = torch.is_grad_enabled()
+    try:
+        with torch.inference_mode(torch.is_inference_mode_enabled()), torch.set_grad_enabled(has_gradients):
+            yield
+    finally:
+        for _ in range(2):  # older and newer names of one precision: writing the one may change what the other says
+            for setting, value in before:
+                if value is not _UNREADABLE and _read_setting(setting) != value:
+                    setting.write(value)

@@ -21,7 +21,7 @@ from halation.work_division import make_batches
 
 if TYPE_CHECKING:
     from halation.sample_specs import SampleBatch
-    from halation.sampling.denoiser_sampler import DenoiserSampler, SampleSettings
+    from halation.sampling.all_rank_sampler import DenoiserSampler, SampleSettings
     from halation.sampling.sample_folder import SampleRow
 
 OnBatch = Callable[[range, list[np.ndarray]], None]

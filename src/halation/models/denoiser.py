@@ -1,4 +1,4 @@
-"""A model family behind three protocols: the module that is trained, the encoding of prompts, sampling.
+"""A model family behind three protocols: trained module, prompt encoding, sampling.
 
 Sampling a batch has phases that a caller can survive one by one: prepare, sample, decode. Only `sample` runs the module, and
 how often depends on the steps of the batch and on the solver alone. A rank whose `prepare` failed, or that has no batch,

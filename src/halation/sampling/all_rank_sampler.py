@@ -1,4 +1,4 @@
-"""Batches of specs drawn by all ranks of a world, round by round; how one batch is drawn is a subclass's, never this file's.
+"""Sampling on all ranks: batches divided round by round, each drawn by a denoiser.
 
 No collective is open while ranks draw (unless the model is sharded, where every forward is one), so a slow sampler cannot run
 into a timeout, and a rank that fails tells the others in a word instead of leaving them at a barrier.
@@ -8,21 +8,32 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
+import time
 import traceback
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, NamedTuple, Protocol
+from dataclasses import MISSING, asdict, dataclass, fields
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 
 from halation import work_division
 from halation.distributed import rng
+from halation.distributed.launcher import is_lost_peer_message
 from halation.distributed.world import HeartbeatMonitor, World
+from halation.errors import RankFailure
+from halation.fault_injection import fault_point
+from halation.models.denoiser import (
+    MIXED_PRECISION_DTYPES,
+    DecodedImages,
+    SamplingInputs,
+    SamplingModel,
+    SolverSettings,
+    decode,
+)
 from halation.sample_specs import SampleBatch, SampleSpec
-from halation.sampling.sample_folder import SampleFolder, SampleRow, is_drawn
+from halation.sampling.sample_folder import SampleFolder, SampleRow, SampleWriter, is_drawn
 
 log = logging.getLogger(__name__)
 
@@ -77,142 +88,6 @@ class BatchClaims:
         return number
 
 
-_UNREADABLE = object()
-
-
-class _TorchSetting(NamedTuple):
-    """A state of torch that the whole process, or this thread, shares."""
-
-    read: Callable[[], Any]
-    write: Callable[[Any], object]
-
-
-def _attribute(owner: Any, name: str) -> _TorchSetting:
-    return _TorchSetting(lambda: getattr(owner, name), lambda value: setattr(owner, name, value))
-
-
-def _autocast_settings(kind: str) -> tuple[_TorchSetting, _TorchSetting]:
-    return (
-        _TorchSetting(lambda: torch.is_autocast_enabled(kind), lambda on: torch.set_autocast_enabled(kind, on)),
-        _TorchSetting(lambda: torch.get_autocast_dtype(kind), lambda dtype: torch.set_autocast_dtype(kind, dtype)),
-    )
-
-
-def _autocast_depth() -> int:
-    torch.autocast_increment_nesting()
-    return torch.autocast_decrement_nesting()
-
-
-def _set_autocast_depth(depth: int) -> None:
-    """Regions that were entered and never left: torch would never again drop its casts of weights that steps change."""
-    while _autocast_depth() < depth:
-        torch.autocast_increment_nesting()
-    while _autocast_depth() > depth:
-        if torch.autocast_decrement_nesting() == 0:
-            torch.clear_autocast_cache()
-
-
-def _set_autocast_cache(enabled: bool) -> None:
-    torch.clear_autocast_cache()  # with the other setting it may hold casts that were made without gradients
-    torch.set_autocast_cache_enabled(enabled)
-
-
-def _default_device() -> torch.device | None:
-    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
-    return None if context is None else context.device
-
-
-def _current_gpu() -> tuple[int, Any]:
-    return (torch.cuda.current_device(), torch.cuda.current_stream()) if torch.cuda.is_initialized() else (0, None)
-
-
-def _set_current_gpu(state: tuple[int, Any]) -> None:
-    device, stream = state
-    torch.cuda.set_device(device)
-    if stream is not None:
-        torch.cuda.set_stream(stream)
-
-
-def _flushes_denormals() -> bool:
-    smallest = sys.float_info.min
-    return smallest / 2 == 0.0
-
-
-def _torch_settings() -> list[_TorchSetting]:
-    """What a forward, a backward or a step of training may depend on besides weights, modes and random states."""
-    backends: Any = torch.backends
-    cudnn, mkldnn = backends.cudnn, backends.mkldnn
-    precisions = (backends, cudnn, backends.cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn)
-    return [
-        _TorchSetting(_default_device, torch.set_default_device),
-        _TorchSetting(torch.get_default_dtype, torch.set_default_dtype),
-        _TorchSetting(torch.get_num_threads, torch.set_num_threads),
-        _TorchSetting(_flushes_denormals, torch.set_flush_denormal),
-        *_autocast_settings("cpu"),
-        *_autocast_settings("cuda"),
-        _TorchSetting(torch.is_autocast_cache_enabled, _set_autocast_cache),
-        _TorchSetting(_autocast_depth, _set_autocast_depth),
-        _TorchSetting(
-            lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
-            lambda state: torch.set_anomaly_enabled(*state),
-        ),
-        _TorchSetting(
-            lambda: (
-                torch.are_deterministic_algorithms_enabled(),
-                torch.is_deterministic_algorithms_warn_only_enabled(),
-            ),
-            lambda state: torch.use_deterministic_algorithms(state[0], warn_only=state[1]),
-        ),
-        _attribute(torch.utils.deterministic, "fill_uninitialized_memory"),
-        *(_attribute(cudnn, name) for name in ("enabled", "benchmark", "deterministic", "allow_tf32")),
-        *(_attribute(mkldnn, name) for name in ("enabled", "deterministic")),
-        _TorchSetting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-        *(
-            _attribute(backends.cuda.matmul, f"allow_{name}")
-            for name in (
-                "tf32",
-                "fp16_reduced_precision_reduction",
-                "bf16_reduced_precision_reduction",
-                "fp16_accumulation",
-            )
-        ),
-        # After the older names of the same numbers: setting those changes these.
-        *(_attribute(owner, "fp32_precision") for owner in precisions),
-        _TorchSetting(backends.cuda.flash_sdp_enabled, backends.cuda.enable_flash_sdp),
-        _TorchSetting(backends.cuda.mem_efficient_sdp_enabled, backends.cuda.enable_mem_efficient_sdp),
-        _TorchSetting(backends.cuda.math_sdp_enabled, backends.cuda.enable_math_sdp),
-        _TorchSetting(backends.cuda.cudnn_sdp_enabled, backends.cuda.enable_cudnn_sdp),
-        _TorchSetting(
-            backends.cuda.fp16_bf16_reduction_math_sdp_allowed, backends.cuda.allow_fp16_bf16_reduction_math_sdp
-        ),
-        _TorchSetting(backends.mha.get_fastpath_enabled, backends.mha.set_fastpath_enabled),
-        _TorchSetting(_current_gpu, _set_current_gpu),
-    ]
-
-
-def _read_setting(setting: _TorchSetting) -> Any:
-    """torch refuses the older name of a setting that was made by its newer name; that one is read too."""
-    try:
-        return setting.read()
-    except RuntimeError:
-        return _UNREADABLE
-
-
-@contextlib.contextmanager
-def preserve_torch_settings() -> Iterator[None]:
-    """Restore how torch computes: precision, threads, algorithms, autocast, default dtype, devices, gradients."""
-    before = [(setting, _read_setting(setting)) for setting in _torch_settings()]
-    has_gradients = torch.is_grad_enabled()
-    try:
-        with torch.inference_mode(torch.is_inference_mode_enabled()), torch.set_grad_enabled(has_gradients):
-            yield
-    finally:
-        for _ in range(2):  # older and newer names of one precision: writing the one may change what the other says
-            for setting, value in before:
-                if value is not _UNREADABLE and _read_setting(setting) != value:
-                    setting.write(value)
-
-
 class ImageSink(Protocol):
     """Where the images of a batch go; what it raises costs that batch and nothing else."""
 
@@ -222,54 +97,41 @@ class ImageSink(Protocol):
     def finish(self) -> None: ...
 
 
-class SpecSampler(ABC):
-    """One drawing of a list of specs by all ranks of a world.
+class BatchDrawer(Protocol):
+    """How one rank draws one batch."""
 
-    Batches go round the ranks, or are shared out contiguously; then, unless every forward is a collective, a rank that is done takes
-    over what others have not begun.
-    """
-
-    def __init__(
-        self,
-        world: World,
-        *,
-        sharded: bool,
-        timeout_s: float,
-        stop: Callable[[], int],
-        share_mode: ShareMode = "round",
-    ) -> None:
-        self.world = world
-        self.sharded = sharded
-        self.timeout_s = timeout_s
-        self.stop = stop
-        self.share_mode = share_mode
-
-    @abstractmethod
-    def _draw_batch(
+    def draw_batch(
         self, batch: SampleBatch | None, template: SampleBatch, sink: ImageSink, monitor: HeartbeatMonitor
     ) -> list[SampleRow]:
-        """One batch, or the company that a rank without one keeps to the others, of the batch `template`'s shape."""
+        """Draw one batch. A rank without one runs a dummy batch of `template`'s shape, so that collectives match."""
 
-    @abstractmethod
-    def _preserve_training_state(self) -> AbstractContextManager[None]:
-        """What stands around the drawing, so that whoever trains does not notice it."""
+    def preserve_training_state(self) -> AbstractContextManager[None]:
+        """Entered around the drawing, so that the training does not notice it."""
 
-    def find_missing(self, sample_folder: SampleFolder, batches: Sequence[SampleBatch]) -> list[int]:
-        """The batches of which an image is not there, the same list on every rank."""
-        found: list[int] = self.world.broadcast_from_rank_zero(
-            self._find_missing(sample_folder, batches) if self.world.is_rank_zero else None
-        )
-        return found
+
+@dataclass(frozen=True, kw_only=True)
+class RankGroup:
+    """The ranks that draw batches together.
+
+    Batches go round the ranks, or are shared out contiguously; then, unless every forward is a collective, a rank that is done
+    takes over what others have not begun.
+    """
+
+    world: World
+    sharded: bool
+    timeout_s: float
+    stop: Callable[[], int]
+    share_mode: ShareMode = "round"
 
     def draw_batches(
-        self, batches: Sequence[SampleBatch], todo: Sequence[int], sink: ImageSink, label: str
+        self, drawer: BatchDrawer, batches: Sequence[SampleBatch], todo: Sequence[int], sink: ImageSink, label: str
     ) -> list[SampleRow]:
         """Draw these batches, the same list on every rank; every rank returns the rows of all images that were drawn or failed."""
         rows: list[SampleRow] = []
         with (
             HeartbeatMonitor(self.world, label, self.timeout_s) as monitor,
             rng.fork_rng(),
-            self._preserve_training_state(),
+            drawer.preserve_training_state(),
         ):
             try:
                 can_claim = self.share_mode == "contiguous" and not self.sharded
@@ -277,14 +139,12 @@ class SpecSampler(ABC):
                 for batch_index in turns:
                     monitor.check_peers()
                     batch = None if batch_index is None else batches[todo[batch_index]]
-                    with preserve_torch_settings():
-                        rows.extend(self._draw_batch(batch, batches[0], sink, monitor))
+                    with rng.preserve_torch_settings():
+                        rows.extend(drawer.draw_batch(batch, batches[0], sink, monitor))
             finally:
                 sink.finish()
             rows_by_rank = monitor.gather_results(rows)
-        rows = [row for word in rows_by_rank for row in word]
-        self._log_remote_failures([row for row in rows if row["state"] == "failed" and row["rank"] != self.world.rank])
-        return rows
+        return [row for rank_rows in rows_by_rank for row in rank_rows]
 
     def _iter_rounds(self, num_batches: int) -> Iterator[int | None]:
         """The batches of this rank, in rounds; sharded ranks take a filler where they have none, to keep the others company."""
@@ -308,39 +168,36 @@ class SpecSampler(ABC):
             if any(row["state"] == "failed" for row in rows):
                 claims.stop_stealing()
 
-    def _find_missing(self, sample_folder: SampleFolder, batches: Sequence[SampleBatch]) -> list[int]:
-        with contextlib.suppress(OSError):  # a disk that cannot be written costs the samples, not the training
-            sample_folder.create()
-        return [
-            number
-            for number, batch in enumerate(batches)
-            if not all(is_drawn(sample_folder, spec) for spec in batch.real_specs)
-        ]
-
     def _should_stop(self) -> bool:
         """Between batches a person's wish to stop is granted; sharded ranks must all grant it at once."""
         if not self.sharded:
             return self.stop() != 0
         return any(self.world.all_gather_object(self.stop()))
 
-    def _run_phase(self, rows: list[SampleRow], action: Callable[[], Any]) -> Any:
-        """Run one phase of one batch; an error costs this batch's images and nothing else."""
-        try:
-            return action()
-        except Exception as error:  # noqa: BLE001 - whatever an image dies of, the others are drawn
-            log.debug("while sampling:\n%s", traceback.format_exc())
-            self._mark_failed(rows, f"{type(error).__name__}: {error}")
-            return None
 
-    def _log_remote_failures(self, rows: Sequence[SampleRow]) -> None:
-        """What failed on other ranks, into this rank's log."""
-        for row in rows:
-            log.error("Error during sampling on GPU %d: %s", row["rank"], row["reason"])
+def find_missing_batches(world: World, sample_folder: SampleFolder, batches: Sequence[SampleBatch]) -> list[int]:
+    """The batches of which an image is not there, the same list on every rank."""
+    missing: list[int] = []
+    if world.is_rank_zero:
+        with contextlib.suppress(OSError):  # a disk that cannot be written costs the samples, not the training
+            sample_folder.create()
+        for number, batch in enumerate(batches):
+            if not all(is_drawn(sample_folder, spec) for spec in batch.real_specs):
+                missing.append(number)
+    found: list[int] = world.broadcast_from_rank_zero(missing if world.is_rank_zero else None)
+    return found
 
-    def _mark_failed(self, rows: list[SampleRow], reason: str) -> None:
-        log.error("Error during sampling on GPU %d: %s", self.world.rank, reason)
-        for row in rows:
-            row |= {"state": "failed", "reason": reason}
+
+def run_phase(
+    rows: list[SampleRow], action: Callable[[], Any], mark_failed: Callable[[list[SampleRow], str], None]
+) -> Any:
+    """Run one phase of one batch; an error costs this batch's images and nothing else."""
+    try:
+        return action()
+    except Exception as error:  # noqa: BLE001 - whatever an image dies of, the others are drawn
+        log.debug("while sampling:\n%s", traceback.format_exc())
+        mark_failed(rows, f"{type(error).__name__}: {error}")
+        return None
 
 
 def make_row(spec: SampleSpec, rank: int) -> SampleRow:
@@ -367,3 +224,227 @@ def complete_rows(
         }
         result.append(row | {"file": sample_folder.image_path(spec).name})
     return result
+
+
+_STORED_AS = {"batch_size": "sheet_size"}
+"""Names in files that differ from those in code."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleSettings:
+    """Everything besides the weights that decides a folder of samples."""
+
+    prompts: tuple[str, ...]
+    height: int
+    width: int
+    steps: int
+    seed: int
+    same_seed: bool
+    sampler: str
+    guidance_scale: float
+    batch_size: int
+    dtype: str
+    time_shift: float = 1.0
+    threads: int = 1
+    compile: bool = False
+    deterministic: bool = False
+    distilled: dict[str, Any] | None = None
+    """What a student was trained for: `objective` and `steps`. Drawn in other numbers of steps it is another model."""
+
+    def as_json(self) -> dict[str, Any]:
+        """The settings as checkpoints, exports and samples.json store them."""
+        return {_STORED_AS.get(name, name): value for name, value in asdict(self).items()}
+
+    @classmethod
+    def required_keys(cls) -> set[str]:
+        """Keys without which stored settings are not complete."""
+        return {_STORED_AS.get(each.name, each.name) for each in fields(cls) if each.default is MISSING}
+
+    @classmethod
+    def from_json(cls, stored: Mapping[str, Any]) -> SampleSettings:
+        """The settings that a checkpoint stores; keys of other versions are left out."""
+        names = {_STORED_AS.get(each.name, each.name): each.name for each in fields(cls)}
+        values = {names[key]: value for key, value in stored.items() if key in names}
+        return cls(**values | {"prompts": tuple(values["prompts"])})
+
+    def specs(self) -> list[SampleSpec]:
+        return [
+            SampleSpec(
+                index=index,
+                id=f"sample_{index:02d}",
+                prompt=prompt,
+                seed=self.seed if self.same_seed else self.seed + index,
+                height=self.height,
+                width=self.width,
+                steps=self.steps,
+                guidance_scale=self.guidance_scale,
+            )
+            for index, prompt in enumerate(self.prompts)
+        ]
+
+
+class DenoiserSampler:
+    """Draws samples of a denoiser on all ranks, each batch in phases: prepare, sample, decode."""
+
+    def __init__(
+        self,
+        world: World,
+        denoiser: SamplingModel,
+        settings: SampleSettings,
+        *,
+        sharded: bool,
+        timeout_s: float,
+        stop: Callable[[], int],
+        on_step: Callable[[int, int], None] | None = None,
+        share_mode: ShareMode = "round",
+    ) -> None:
+        self.world = world
+        self.ranks = RankGroup(world=world, sharded=sharded, timeout_s=timeout_s, stop=stop, share_mode=share_mode)
+        self.denoiser = denoiser
+        self.settings = settings
+        self.on_step = on_step
+        self.num_steps_done = self.num_steps_total = 0
+        self.uses_guidance = settings.guidance_scale != 1.0
+
+    def run(self, sample_folder: SampleFolder, label: str) -> list[SampleRow]:
+        """Draw what is missing in the folder; every rank returns the same rows, one a spec, done, failed or open."""
+        specs = self.settings.specs()
+        batches = work_division.make_batches(specs, self.settings.batch_size)
+        todo = find_missing_batches(self.world, sample_folder, batches)
+        log.info(
+            "Generating samples: %d of %d images on %d ranks (%s)",
+            sum(batches[i].num_real for i in todo),
+            len(specs),
+            self.world.size,
+            label,
+        )
+        rows = self.draw_batches(batches, todo, SampleWriter(sample_folder, self.settings.sampler), f"sampling {label}")
+        return complete_rows(specs, rows, sample_folder)
+
+    def draw_batches(
+        self, batches: Sequence[SampleBatch], todo: Sequence[int], sink: ImageSink, label: str
+    ) -> list[SampleRow]:
+        """Draw these batches, the same list on every rank; every rank returns the rows of all images."""
+        self.num_steps_done = 0
+        self.num_steps_total = work_division.num_rounds(len(todo), self.world.size) * self.settings.steps
+        rows = self.ranks.draw_batches(self, batches, todo, sink, label)
+        for row in rows:
+            if row["state"] == "failed" and row["rank"] != self.world.rank:
+                log.error("Error during sampling on GPU %d: %s", row["rank"], row["reason"])
+        return rows
+
+    @contextlib.contextmanager
+    def preserve_training_state(self) -> Iterator[None]:
+        """Evaluation mode inside, every module's own mode again afterwards."""
+        modes = [(module, module.training) for module in self.denoiser.module.modules()]
+        self.denoiser.module.eval()
+        try:
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
+
+    def draw_batch(
+        self, batch: SampleBatch | None, template: SampleBatch, sink: ImageSink, monitor: HeartbeatMonitor
+    ) -> list[SampleRow]:
+        """Only an error inside a sharded forward ends the rank; any other costs this batch's images."""
+        began = time.perf_counter()
+        rows = [make_row(spec, self.world.rank) for spec in batch.real_specs] if batch else []
+        inputs = run_phase(rows, lambda: self._prepare(batch), self._mark_failed) if batch else None
+        if inputs is None and not self.ranks.sharded:
+            return rows
+        if inputs is None:
+            inputs = self.denoiser.dummy_inputs(template, self.world.device)
+        x = self._forward(rows, inputs, monitor)
+        if batch is None or x is None or rows[0]["state"] == "failed":
+            return rows
+        decoded = run_phase(rows, lambda: self._decode(x, batch), self._mark_failed)
+        monitor.heartbeat()
+        if decoded is None:
+            return rows
+        for number, row in enumerate(rows):
+            row["seconds"] = round((time.perf_counter() - began) / batch.num_real, 3)
+            if number in decoded.failures:
+                self._mark_failed([row], str(decoded.failures[number]))
+        images = {number: decoded.pixels[number] for number in range(len(rows)) if number not in decoded.failures}
+        run_phase(rows, lambda: sink.put(batch, images, rows), self._mark_failed)
+        monitor.heartbeat()
+        return rows
+
+    def _prepare(self, batch: SampleBatch) -> SamplingInputs:
+        fault_point("sample.prepare")
+        inputs: SamplingInputs = self.denoiser.prepare(batch, self.world.device)
+        for spec, truncated in zip(batch.real_specs, inputs.truncated, strict=False):
+            if truncated:
+                log.warning(
+                    "prompt %d is longer than the model reads; its end has no effect: %s", spec.index, spec.prompt[:80]
+                )
+        return inputs
+
+    def _forward(self, rows: list[SampleRow], inputs: SamplingInputs, monitor: HeartbeatMonitor) -> torch.Tensor | None:
+        if not self.ranks.sharded:
+            latents: torch.Tensor | None = run_phase(
+                rows, lambda: self._denoise_or_halve(rows, inputs, monitor), self._mark_failed
+            )
+            return latents
+        try:
+            return self._denoise(inputs, monitor)
+        except Exception as error:
+            if isinstance(error, RuntimeError) and is_lost_peer_message(str(error)):
+                raise RankFailure(
+                    f"a sharded forward of the samples could not be completed: {monitor.explain_failure()}"
+                ) from error
+            monitor.report_failure(f"{type(error).__name__}: {error}")
+            raise RankFailure(
+                f"rank {self.world.rank} failed inside a sharded forward while sampling, which no rank can survive:\n{traceback.format_exc()}"
+            ) from error
+
+    def _denoise_or_halve(
+        self, rows: list[SampleRow], inputs: SamplingInputs, monitor: HeartbeatMonitor
+    ) -> torch.Tensor:
+        """The whole batch at once or, where memory runs out, half of it after the other; such images are marked."""
+        before = self.num_steps_done
+        try:
+            return self._denoise(inputs, monitor)
+        except torch.OutOfMemoryError:
+            if inputs.num_rows == 1:
+                raise
+        self.num_steps_done = before
+        if self.world.device.type == "cuda":
+            torch.cuda.empty_cache()
+        log.warning(
+            "out of memory while sampling %d images at once on GPU %d: trying half",
+            inputs.num_rows,
+            self.world.rank,
+        )
+        halves = [self._denoise_or_halve(rows, half, monitor) for half in inputs.halves()]
+        for row in rows:
+            row["micro_batch"] = min(row.get("micro_batch", inputs.num_rows), -(-inputs.num_rows // 2))
+        return torch.cat(halves)
+
+    def _denoise(self, inputs: SamplingInputs, monitor: HeartbeatMonitor) -> torch.Tensor:
+        settings = self.settings
+        solver = SolverSettings(
+            sampler=settings.sampler,
+            use_cfg=self.uses_guidance,
+            dtype=MIXED_PRECISION_DTYPES[settings.dtype] or torch.float32,
+            shift=settings.time_shift,
+        )
+
+        def on_step() -> None:
+            fault_point("sample.forward")
+            monitor.heartbeat()
+            self.num_steps_done += 1
+            if self.on_step is not None:
+                self.on_step(min(self.num_steps_done, self.num_steps_total), self.num_steps_total)
+
+        return self.denoiser.sample(inputs, solver, on_step)
+
+    def _decode(self, x: torch.Tensor, batch: SampleBatch) -> DecodedImages:
+        fault_point("sample.decode")
+        return decode(self.denoiser.space, x, batch)
+
+    def _mark_failed(self, rows: list[SampleRow], reason: str) -> None:
+        log.error("Error during sampling on GPU %d: %s", self.world.rank, reason)
+        for row in rows:
+            row |= {"state": "failed", "reason": reason}

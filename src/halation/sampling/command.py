@@ -152,7 +152,7 @@ def _draw_samples(world: World, config: SampleConfig, folder: Path) -> None:
     from halation.distributed.stop_signals import StopSignals
     from halation.models.checkpoint_loading import load_denoiser, read_sampling_settings
     from halation.models.denoiser import compile_blocks
-    from halation.sampling.denoiser_sampler import DenoiserSampler, SampleSettings
+    from halation.sampling.all_rank_sampler import DenoiserSampler, SampleSettings
     from halation.sampling.sample_folder import SampleFolder, publish_index
 
     checkpoint = Path(config.checkpoint)
@@ -208,7 +208,7 @@ def _draw_samples(world: World, config: SampleConfig, folder: Path) -> None:
 def _merge_settings(config: SampleConfig, recorded: dict[str, Any]) -> dict[str, Any]:
     """What the run used, with what was asked for on top."""
     from halation.prompt_files import collect_prompts
-    from halation.sampling.denoiser_sampler import SampleSettings
+    from halation.sampling.all_rank_sampler import SampleSettings
 
     if not SampleSettings.required_keys() <= recorded.keys():
         raise InputError(

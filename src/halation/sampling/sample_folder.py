@@ -1,4 +1,4 @@
-"""A folder of samples: how its files are called, which of them are there, and threads that write them while the next ones are drawn."""
+"""A folder of samples: file names, which images exist, and threads that write them."""
 
 from __future__ import annotations
 

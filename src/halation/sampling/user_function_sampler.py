@@ -1,4 +1,4 @@
-"""Images by somebody else's function: any model, any sampler, one image a call; what ranks owe each other is `SpecSampler`."""
+"""Sampling by a function of the caller's: any model, one image a call, on all ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from halation.distributed.world import HeartbeatMonitor, World
 from halation.errors import InputError, RankFailure
 from halation.fault_injection import fault_point
 from halation.sample_specs import SampleBatch, SampleSpec
-from halation.sampling.all_rank_sampler import ImageSink, SpecSampler, make_row
+from halation.sampling.all_rank_sampler import ImageSink, RankGroup, make_row, run_phase
 from halation.sampling.sample_folder import SampleRow
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class FunctionSpec(SampleSpec):
         }
 
 
-class FunctionSampler(SpecSampler):
+class FunctionSampler:
     """A drawing by a function of the caller's, whose model may be spread over the ranks in whatever way."""
 
     def __init__(
@@ -68,7 +68,9 @@ class FunctionSampler(SpecSampler):
         num_forwards: int | None = None,
     ) -> None:
         """`num_forwards`: how many a whole image takes, where an earlier drawing has told."""
-        super().__init__(world, sharded=sharded, timeout_s=timeout_s, stop=lambda: 0)
+        self.world = world
+        self.sharded = sharded
+        self.ranks = RankGroup(world=world, sharded=sharded, timeout_s=timeout_s, stop=lambda: 0)
         self.draw = draw
         self.filler_specs = (*specs, FunctionSpec(index=-1, id="", prompt="", seed=0, settings={}))
         self.modules = tuple(modules)
@@ -80,14 +82,14 @@ class FunctionSampler(SpecSampler):
     def draw_batches(
         self, batches: Sequence[SampleBatch], todo: Sequence[int], sink: ImageSink, label: str
     ) -> list[SampleRow]:
-        rows = super().draw_batches(batches, todo, sink, label)
+        rows = self.ranks.draw_batches(self, batches, todo, sink, label)
         failure = next((row for row in rows if row["state"] == "ended"), None)
         if failure is not None:
             raise RankFailure(f"rank {failure['rank']} failed: {failure['reason']}")
         return rows
 
     @contextlib.contextmanager
-    def _preserve_training_state(self) -> Iterator[None]:
+    def preserve_training_state(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(_disable_autocast())
@@ -126,7 +128,7 @@ class FunctionSampler(SpecSampler):
     def _on_forward_end(self, *_: Any) -> None:
         self._forward_depth -= 1
 
-    def _draw_batch(
+    def draw_batch(
         self, batch: SampleBatch | None, template: SampleBatch, sink: ImageSink, monitor: HeartbeatMonitor
     ) -> list[SampleRow]:
         began = time.perf_counter()
@@ -139,12 +141,12 @@ class FunctionSampler(SpecSampler):
         pixels = (
             self._draw_sharded(spec, rows, monitor)
             if self.sharded
-            else self._run_phase(rows, lambda: self._draw_pixels(spec))
+            else run_phase(rows, lambda: self._draw_pixels(spec), self._mark_failed)
         )
         monitor.heartbeat()
         if pixels is not None:
             rows[0]["seconds"] = round(time.perf_counter() - began, 3)
-            self._run_phase(rows, lambda: sink.put(batch, {0: pixels}, rows))
+            run_phase(rows, lambda: sink.put(batch, {0: pixels}, rows), self._mark_failed)
         return rows
 
     def _draw_pixels(self, spec: SampleSpec) -> np.ndarray:
@@ -218,9 +220,6 @@ class FunctionSampler(SpecSampler):
             what = f"prompt {row['index']} {row['prompt']!r} at step {self.step}"
             log.error("Error during sampling on rank %d: %s: %s", self.world.rank, what, reason)
             row |= {"state": "failed", "reason": reason}
-
-    def _log_remote_failures(self, rows: Sequence[SampleRow]) -> None:
-        """Ranks of one trainer write to one place as a rule: the rank that failed has said it."""
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Samples from every rank of a training loop that is not Halation's, under Halation's contracts: `RankSampler`."""
+"""`RankSampler`: samples from every rank of a training loop that is not Halation's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from halation.errors import InputError, RankFailure
 from halation.input_files import read_json
 from halation.runs.lock import hold_folder
 from halation.runs.run_folder import EXTERNAL_TRAINER, MetricsFile, RunFolder, write_json_with_digest
-from halation.sampling.all_rank_sampler import complete_rows, make_row
+from halation.sampling.all_rank_sampler import complete_rows, find_missing_batches, make_row
 from halation.sampling.sample_folder import SampleFolder, SampleRow, SampleWriter, publish_index, remove_samples_after
 from halation.sampling.user_function_sampler import Draw, FunctionSampler, FunctionSpec
 
@@ -193,7 +193,7 @@ class RankSampler:
             num_forwards=self._num_forwards,
         )
         batches = work_division.make_batches(specs, 1)
-        todo = sampler.find_missing(sample_folder, batches)
+        todo = find_missing_batches(world, sample_folder, batches)
         existing_rows: list[SampleRow] | None = world.broadcast_from_rank_zero(
             _read_complete_rows(sample_folder, specs) if world.is_rank_zero and not todo else None
         )

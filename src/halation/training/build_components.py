@@ -1,24 +1,28 @@
-"""The parts of a training run, each built from the config and checked before the next: world, data, model, prompts, global batch."""
+"""Builds the parts of a training run from its config: data, model, engine, settings."""
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from halation import work_division
 from halation.data import latent_cache
-from halation.data.aspect_buckets import describe_buckets
-from halation.data.dataset_factory import check_dataset, open_dataset
+from halation.data.aspect_buckets import bucket_shapes, describe_buckets
 from halation.data.dataset_protocol import ImageDataset
-from halation.data.shuffle import BucketOrder, ShuffledOrder
+from halation.data.image_folder import ImageFolder
+from halation.data.prefetch import BucketOrder, ShuffledOrder
 from halation.data.streets import DRIVING_PROMPTS, Streets
-from halation.distributed.engines.ddp_fsdp import EngineSettings
+from halation.data.streets.dataset import NUM_TRAIN, NUM_VALIDATION
+from halation.distributed.engines import deepspeed_config
+from halation.distributed.engines.ddp_fsdp import DDPEngine, Engine, EngineSettings, FSDPEngine
 from halation.distributed.launcher import describe_device
 from halation.distributed.world import HeartbeatMonitor, World, run_on_rank_zero
 from halation.errors import HalationError, InputError, os_error_message
@@ -87,8 +91,9 @@ def open_source(
     run_on_rank_zero(world, "reading the data", check_data, config.dist_timeout_s)
     source = open_data()
     check_dataset(source, cache, quiet=True)  # remembered by now, and told
-    for line in describe_buckets(source, bucket_multiple) if world.is_rank_zero else ():
-        log.warning("%s", line)
+    if bucket_multiple and world.is_rank_zero:
+        for line in describe_buckets(source, bucket_multiple):
+            log.warning("%s", line)
     return _build_cache(world, config, source, space, kind, cache) if kind in ("pixels", "latents") else source
 
 
@@ -267,3 +272,99 @@ def step_settings(config: TrainConfig, global_batch: int) -> StepSettings:
         dtype=config.dtype,
         nan_policy=config.nan_policy,
     )
+
+
+def build_engine(
+    name: str,
+    world: World,
+    module: nn.Module,
+    units: Sequence[nn.Module],
+    settings: EngineSettings = EngineSettings(),  # noqa: B008 - frozen
+) -> Engine:
+    """The engine of this name over this module; `auto` is ddp for several ranks and single for one."""
+    check_engine_settings(name, world, settings)
+    name = _resolve_name(name, world)
+    if name == "single":
+        return Engine(world, module)
+    if name == "ddp":
+        return DDPEngine(world, module) if dist.is_initialized() else Engine(world, module)
+    if name == "fsdp":
+        return FSDPEngine(world, module, units, settings.offload_optimizer)
+    from halation.distributed.engines.deepspeed import DeepSpeedEngine
+
+    unknown = deepspeed_config.find_unknown_keys(deepspeed_config.read_config(settings.deepspeed_config))
+    if unknown and world.is_rank_zero:
+        log.warning("--deepspeed_config: DeepSpeed may not know %s, and then ignores it", ", ".join(unknown))
+    return DeepSpeedEngine(world, module, settings)
+
+
+def _resolve_name(name: str, world: World) -> str:
+    if name != "auto":
+        return name
+    return "ddp" if world.size > 1 else "single"
+
+
+def check_engine_settings(name: str, world: World, settings: EngineSettings) -> None:
+    """Refuse what does not go together, before data and model cost anything."""
+    name = _resolve_name(name, world)
+    if name == "single" and world.size > 1:
+        raise InputError(
+            f"--engine single with {world.size} ranks",
+            "one rank",
+            "use --engine ddp or fsdp, or --nproc 1 (ranks would never meet)",
+        )
+    if settings.offload_optimizer and name in ("single", "ddp"):
+        raise InputError(
+            f"--offload_optimizer with --engine {name}",
+            "an engine that can keep the optimizer in host memory",
+            "use --engine fsdp or deepspeed, or leave the flag away",
+        )
+    if settings.deepspeed_config and name != "deepspeed":
+        raise InputError(
+            f"--deepspeed_config with --engine {name}", "--engine deepspeed", "add it, or leave the file away"
+        )
+    if settings.zero_stage != EngineSettings.zero_stage and name != "deepspeed":
+        raise InputError(
+            f"--zero_stage {settings.zero_stage} with --engine {name}",
+            "--engine deepspeed",
+            "add it, or leave the stage away",
+        )
+    if name == "deepspeed":
+        from halation.distributed.engines.deepspeed import build_config, import_deepspeed
+
+        import_deepspeed(world)
+        user_config = deepspeed_config.read_config(settings.deepspeed_config)
+        deepspeed_config.find_unknown_keys(user_config)
+        build_config(user_config, settings, pin_memory=False)
+
+
+def open_dataset(
+    data: str, height: int, width: int, validation_images: int, *, max_images: int = 0, bucket_multiple: int = 0
+) -> ImageDataset:
+    """`streets`, a folder of images or a CSV file; the first `max_images` of the train part where that is not 0.
+
+    `bucket_multiple` sorts a folder's train images into shapes whose sides are multiples of it, and 0 does not. Streets are
+    square, so they need no buckets; few of them come with few validation ones, or those would be most of a cache.
+    """
+    if max_images < 0:
+        raise InputError(f"--max_images {max_images}", "a number of images, or 0 for all", "give another number")
+    if data == "streets":
+        if not max_images:
+            return Streets(height, width)
+        return Streets(height, width, min(max_images, NUM_TRAIN), min(validation_images, NUM_VALIDATION))
+    return ImageFolder(
+        Path(data),
+        height,
+        width,
+        validation_images=validation_images,
+        max_images=max_images,
+        buckets=bucket_shapes(height, width, bucket_multiple) if bucket_multiple else (),
+    )
+
+
+def check_dataset(
+    source: ImageDataset, cache_folder: Path, on_progress: Callable[[int, int], None] | None = None, quiet: bool = False
+) -> None:
+    """Decode a folder once, so that a broken image is named now and not in the middle of the night."""
+    if isinstance(source, ImageFolder):
+        source.check(cache_folder, on_progress=on_progress, quiet=quiet)

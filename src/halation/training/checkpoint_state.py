@@ -1,8 +1,10 @@
-"""Everything a checkpoint of a training run holds, and putting it back on any number of ranks."""
+"""What a checkpoint of a training run holds: save, find, restore, export."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from halation.distributed.checkpoint.reader import CheckpointReader, TensorShard
+from halation.distributed.checkpoint.writer import CommittedCheckpoint, find_newest_valid
 from halation.distributed.engines.ddp_fsdp import Engine
 from halation.errors import InputError
 from halation.flow.ema import Ema
@@ -21,6 +24,8 @@ from halation.models.dit.denoiser import DiTDenoiser
 from halation.models.model_folder import EXPORT_FILE
 from halation.runs.run_folder import atomic_path, open_atomic, write_json_atomic
 from halation.training.loop import MODEL, TrainedNetwork, TrainState
+
+log = logging.getLogger(__name__)
 
 
 def checkpoint_parts(networks: Mapping[str, TrainedNetwork]) -> dict[str, dict[str, TensorShard]]:
@@ -36,6 +41,42 @@ def checkpoint_parts(networks: Mapping[str, TrainedNetwork]) -> dict[str, dict[s
             }
         result[f"{name_prefix}optimizer"] = pieces["optimizer"]
     return result
+
+
+def pinned_tensor_bytes(networks: Mapping[str, TrainedNetwork]) -> Iterator[int]:
+    """Bytes of the tensors of a checkpoint that are copied from a GPU: weights, averages, two moments of each weight."""
+    for network in networks.values():
+        pieces = [piece.local for piece in network.engine.state_shards()["model"].values()]
+        weights = [(local.numel(), local.element_size()) for local in pieces if local.is_cuda]
+        yield from (num * size for num, size in weights)
+        yield from (num * 4 for num, _ in weights if network.ema is not None)
+        yield from (num * size for num, size in weights for _ in range(2))
+
+
+def find_checkpoint(folder: Path, *, restart: bool) -> CommittedCheckpoint | None:
+    """The newest whole one, None for a new run; damaged ones get other names. Raises where there are only damaged ones."""
+    damaged: list[tuple[CommittedCheckpoint, str]] = []
+    found = find_newest_valid(folder, on_damage=lambda checkpoint, problem: damaged.append((checkpoint, problem)))
+    names = [checkpoint.folder.name for checkpoint, _ in damaged]
+    names += sorted(path.name for path in folder.glob("damaged_*"))
+    if found is None and names and not restart:
+        raise InputError(
+            f"no checkpoint in {folder} is whole; damaged: {', '.join(names)}",
+            "at least one whole checkpoint to go on from",
+            "restore one of them from a copy; or give --restart to start over at step 0 (damaged ones stay, under other names)",
+        )
+    for checkpoint, problem in damaged:
+        rename_damaged_checkpoint(checkpoint, problem)
+    if found is None and names:
+        log.warning("no checkpoint is whole: starting over at step 0, as --restart says")
+    return found
+
+
+def rename_damaged_checkpoint(checkpoint: CommittedCheckpoint, problem: str) -> None:
+    """A damaged checkpoint keeps its bytes under another name and no longer counts."""
+    target = checkpoint.folder.with_name(f"damaged_{checkpoint.folder.name}_{os.urandom(2).hex()}")
+    os.rename(checkpoint.folder, target)
+    log.error("set aside as %s (%s)", target, problem)
 
 
 def network_prefix(network_name: str) -> str:

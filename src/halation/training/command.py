@@ -1,9 +1,10 @@
-"""`halation train`: the only place that sees a whole training config; it builds the parts and runs the loop over them."""
+"""`halation train`: resolve the config, lock the folder, start the ranks."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import logging
 import os
 import shlex
@@ -18,15 +19,16 @@ from halation.distributed import launcher
 from halation.distributed.engines import deepspeed_config
 from halation.errors import InputError
 from halation.evaluation.config import Metric, fid_conflict
+from halation.input_files import read_json
 from halation.models.model_folder import fingerprint
+from halation.models.model_path_resolver import find_fine_tuned_run, fine_tuned_error, resolve_pipeline_folder
 from halation.prompt_files import collect_prompts
 from halation.runs import lock
 from halation.runs import run_folder as runs
 from halation.runs.lock import FolderMonitor
 from halation.runs.run_folder import RunFolder
-from halation.training import pipeline_finetuning
 from halation.training.config import TrainConfig
-from halation.training.trackers import select_trackers
+from halation.training.reporting import select_trackers
 
 if TYPE_CHECKING:
     from halation.distributed.world import World
@@ -34,6 +36,9 @@ if TYPE_CHECKING:
     from halation.training.training_task import TaskFactory, TrainingTask
 
 log = logging.getLogger(__name__)
+
+NATIVE_SIZES = {"WanPipeline": (480, 832)}
+"""Of models whose configs do not name a size."""
 
 ConfigT = TypeVar("ConfigT", bound=TrainConfig)
 OpenRecord = Callable[[Any, str], bool]
@@ -75,7 +80,14 @@ def _open_run(config: TrainConfig, job: str, open_record: OpenRecord, device: st
 def resolve_config(config: TrainConfig) -> TrainConfig:
     """The config with its short forms written out, or an error for what can be refused without looking at the data."""
     check_settings(config)
-    config = resolve_common_settings(pipeline_finetuning.resolve_config(config), (64, 64))
+    if config.model_path:
+        check_peft_installed(config)
+        folder = resolve_pipeline_folder(config.model_path)
+        size = config.image_size or native_size(folder)
+        config = dataclasses.replace(config, model_path=str(folder.resolve()), image_size=size)
+    else:
+        _check_not_pipeline(config.model)
+    config = resolve_common_settings(config, (64, 64))
     size, patch = config.image_size, config.patch_size
     if patch and any(side % patch for side in size) and not config.vae:
         rounded = " ".join(str(max(patch, round(side / patch) * patch)) for side in size)
@@ -94,6 +106,73 @@ def resolve_config(config: TrainConfig) -> TrainConfig:
             config, time_sampling=config.time_sampling or "logit_normal", time_shift=config.time_shift or 1.0
         )
     return config
+
+
+def check_peft_installed(config: TrainConfig) -> None:
+    """Said before a pipeline is opened for it."""
+    if config.lora_rank and importlib.util.find_spec("peft") is None:
+        raise InputError(
+            f"--lora_rank {config.lora_rank}, but peft is not installed",
+            "the extra `train`",
+            "pip install 'halation[train]'",
+        )
+
+
+def _check_not_pipeline(model: str) -> None:
+    """`--model` is for DiTs of Halation; said at once where the folder is a pipeline, or a run that fine-tuned one."""
+    folder = Path(model)
+    is_pipeline = (folder / "model_index.json").is_file()
+    run = find_fine_tuned_run(folder) if folder.is_dir() and not is_pipeline else None
+    if not is_pipeline and run is None:
+        return
+    from halation.models.dit.network import SIZES
+
+    if model in SIZES:  # a folder that happens to be called so
+        return
+    if run is not None:
+        raise fine_tuned_error("model", folder, run)
+    raise InputError(
+        f"--model {model} is a diffusers pipeline", "a DiT of Halation", f"fine-tune it with --model_path {model}"
+    )
+
+
+def check_same_base_model(config: TrainConfig, run: RunFolder, model: str) -> None:
+    """A run goes on from the pipeline it began with, or from none; `model` is the fingerprint of what is asked for."""
+    if not (run.config.exists() and run.has_checkpoints()):
+        return
+    record = runs.read_record(run)
+    base, known = record.get("settings", {}).get("model_path"), record["fixed"].get("model of --model_path")
+    expected, elsewhere = "the model that this run began with", "or choose another --output_dir"
+    if base and not config.model_path:
+        found = f"no --model_path, but {run.folder} was fine-tuned from {base}"
+        raise InputError(found, expected, f"give --model_path {base}, {elsewhere}")
+    if config.model_path and not base:
+        found = f"--model_path {config.model_path}, but {run.folder} trains a DiT of Halation"
+        raise InputError(found, expected, f"leave --model_path out, {elsewhere}")
+    if base and known and known != model and not config.accept_changes:
+        if Path(base) == Path(config.model_path):
+            found = f"the files in {base} are others than when {run.folder} was fine-tuned from it"
+            raise InputError(found, expected, f"put them back, {elsewhere}")
+        found = f"--model_path {config.model_path} is another model than {base}, which {run.folder} was fine-tuned from"
+        raise InputError(found, expected, f"give --model_path {base} (or where it lies now), {elsewhere}")
+
+
+def native_size(folder: Path) -> tuple[int, int]:
+    """The size a pipeline's images have by default, from its configs alone."""
+    try:
+        kind = read_json(folder / "model_index.json").get("_class_name")
+        if kind in NATIVE_SIZES:
+            return NATIVE_SIZES[kind]
+        sample = read_json(folder / "transformer" / "config.json").get("sample_size")
+        blocks = read_json(folder / "vae" / "config.json")["block_out_channels"]
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(
+            f"{folder} does not say what size it draws ({type(error).__name__}: {error})",
+            "a pipeline with model_index.json, transformer/config.json and vae/config.json",
+            "give --image_size, or check --model_path",
+        ) from error
+    side = int(sample or 128) * 2 ** (len(blocks) - 1)
+    return side, side
 
 
 def resolve_common_settings(config: ConfigT, default_size: tuple[int, int]) -> ConfigT:
@@ -121,9 +200,7 @@ def open_record(config: TrainConfig, device: str) -> bool:
     if config.model_path:
         libraries += ["diffusers", "transformers"]
         facts["model of --model_path"] = fingerprint(Path(config.model_path))
-    pipeline_finetuning.check_same_base_model(
-        config, RunFolder(config.output_dir), facts.get("model of --model_path", "")
-    )
+    check_same_base_model(config, RunFolder(config.output_dir), facts.get("model of --model_path", ""))
     return open_session_record(config, "train", device, libraries, facts)
 
 

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from halation.data.dataset_factory import check_dataset, open_dataset
 from halation.data.dataset_protocol import ImageDataset
 from halation.data.image_folder import ImageFolder
 from halation.data.streets import caption, scene
@@ -44,7 +43,8 @@ from halation.evaluation.metrics.metric_computation import NEEDS_CAPTIONS
 from halation.images.plot import draw_panels, metric_panels
 from halation.images.png_codec import encode_png
 from halation.runs import run_folder as runs
-from halation.sampling.denoiser_sampler import DenoiserSampler, SampleSettings
+from halation.sampling.all_rank_sampler import DenoiserSampler, SampleSettings
+from halation.training.build_components import check_dataset, open_dataset
 from halation.training.config import TrainConfig
 
 MIN_REFERENCE_IMAGES = 16
@@ -116,7 +116,7 @@ def evaluation_settings(
 
 
 class TrainingEvaluator:
-    """The evaluations of one run; everything that can be refused is refused when it is made."""
+    """The evaluations of one run: `prepare()` once, then `run()` at every evaluated step."""
 
     def __init__(
         self, world: World, config: TrainConfig, run: runs.RunFolder, source: ImageDataset, samples: SampleSettings
@@ -124,17 +124,10 @@ class TrainingEvaluator:
         self.world = world
         self.config = config
         self.run_folder = run.folder
+        self.source = source
+        self.samples = samples
         self.folder = run.folder / "evaluation"
-        self.folder.mkdir(exist_ok=True)
         self.run_counter = itertools.count()
-        self.data = open_evaluation_data(config, source, run)
-        self.settings = evaluation_settings(
-            samples,
-            self.data.prompts,
-            num_images=config.eval_images,
-            steps=config.eval_steps or samples.steps,
-            batch_size=config.eval_batch_size,
-        )
         self.evaluate_config = EvaluateConfig(
             metrics=config.eval_metrics,
             extractor=config.eval_extractor,
@@ -149,8 +142,21 @@ class TrainingEvaluator:
         )
         self.plan = plan_extractors(self.evaluate_config)
         self.device_name = describe_device(str(world.device))
+
+    def prepare(self) -> None:
+        """Read the reference data and open every extractor once; everything that can be refused is refused here."""
+        config, samples = self.config, self.samples
+        self.folder.mkdir(exist_ok=True)
+        self.data = open_evaluation_data(config, self.source, runs.RunFolder(self.run_folder))
+        self.settings = evaluation_settings(
+            samples,
+            self.data.prompts,
+            num_images=config.eval_images,
+            steps=config.eval_steps or samples.steps,
+            batch_size=config.eval_batch_size,
+        )
         self.extractor_facts: dict[str, dict[str, Any]] = run_on_rank_zero(
-            world, "the extractors", self._check_extractors, config.dist_timeout_s
+            self.world, "the extractors", self._check_extractors, config.dist_timeout_s
         )
 
     def _check_extractors(self, heartbeat: Heartbeat) -> dict[str, dict[str, Any]]:
@@ -288,13 +294,6 @@ def publish_plot(run: runs.RunFolder, rows: list[dict[str, Any]]) -> None:
             run.folder / "evaluation" / "metrics.png",
             encode_png(draw_panels(metric_panels(lines), title), {}),
         )
-
-
-def remove_reports_after(run: runs.RunFolder, step: int) -> None:
-    """Drop evaluations of steps that are about to be trained again; -1 forgets all of them."""
-    for path in (run.folder / "evaluation").glob("step_*"):
-        if path.name.removesuffix(".json") > runs.step_name(step) or step < 0:
-            runs.remove_path(path)
 
 
 def _rename_flags(error: InputError) -> InputError:

@@ -1,4 +1,4 @@
-"""The training loop: batch, loss, step, average; a generator that yields after every step and knows nothing of what is done then."""
+"""The training loop: a generator that takes a step for each batch and yields a report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from halation.distributed.world import World
 from halation.errors import HalationError
 from halation.fault_injection import fault_point
 from halation.flow.ema import Ema
-from halation.models.denoiser import MIXED_PRECISION_DTYPES
+from halation.models.denoiser import MIXED_PRECISION_DTYPES, TrainedModule
 
 MAX_SKIPPED_STEPS = 20
 _STORED_AS = {"num_images": "pictures"}
@@ -265,3 +265,15 @@ class _StepReduction:
         shared = world.all_reduce_sum(numbers).tolist()
         not_finite = [rank for rank in range(world.size) if shared[2 + rank] > 0]
         return shared[0], int(max(shared[2 + world.size : -1])), shared[1] > 0, not_finite, int(shared[-1])
+
+
+def denoising_objective(denoiser: TrainedModule) -> Objective:
+    """Squared error of what the family's module is asked for (a velocity, the noise, v) on the family's path from image to noise."""
+    path = denoiser.noise_path
+
+    def losses(module: nn.Module, rows: MicroBatch) -> Tensor:
+        x = path.add_noise(rows.x0, rows.noise, rows.t)
+        prediction = denoiser.forward(module, x, rows.t, rows.condition)
+        return (prediction.float() - path.target(rows.x0, rows.noise, rows.t)).square().flatten(1).mean(1)
+
+    return losses

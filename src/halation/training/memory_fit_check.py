@@ -1,4 +1,7 @@
-"""Whether a batch can fit, asked before it is tried: on a CPU the answer of the system is to kill the process, or to swap for hours."""
+"""Estimates and probes memory before the first step.
+
+On a CPU a batch that is too large would be killed by the system, or swap for hours.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import logging
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,11 +22,10 @@ from halation.distributed.engines.ddp_fsdp import Engine
 from halation.distributed.world import World
 from halation.errors import InputError
 from halation.models.denoiser import Denoiser, TrainedModule
-from halation.sampling.denoiser_sampler import SampleSettings
-from halation.training import validation_loss
+from halation.sampling.all_rank_sampler import SampleSettings
+from halation.training import checkpoint_state, periodic_tasks
 from halation.training.config import TrainConfig
-from halation.training.loop import MODEL, TrainedNetwork, mixed_precision
-from halation.training.objectives import denoising_objective
+from halation.training.loop import MODEL, TrainedNetwork, denoising_objective, mixed_precision
 from halation.training.training_task import TrainingTask
 
 # Measured with saved-tensor hooks on the tiny and small DiT at 16 to 256 tokens: 1.9 to 2.5 kept values for each value that a
@@ -71,6 +73,15 @@ def free_bytes(device: torch.device, num_sharing: int) -> float:
     import psutil
 
     return min(float(psutil.virtual_memory().available), _cgroup_free_bytes()) / max(1, num_sharing)
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Most memory this rank has held so far: on a GPU what torch allocated, on a CPU the resident size."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    import psutil
+
+    return float(psutil.Process().memory_info().rss) / 2**30
 
 
 def _cgroup_free_bytes() -> float:
@@ -142,19 +153,15 @@ def warm_up(
     networks: Mapping[str, TrainedNetwork],
     checkpoints: CheckpointWriter,
     global_batch: int,
-    tensor_bytes: Iterable[int],
 ) -> None:
-    """One pass that is thrown away: it settles DDP's buckets, compiles, and finds a batch that does not fit before it costs anything.
-
-    `tensor_bytes` are the sizes of the tensors of a checkpoint.
-    """
+    """One pass that is thrown away: it settles DDP's buckets, compiles, and finds a batch that does not fit before it costs anything."""
     world = task.world
     _, rows = work_division.micro_batch_layout(global_batch, world.size, config.batch_size)
     _check_batch_fits(world, config, task.denoiser, rows)
     if config.compile and world.is_rank_zero:
         log.warning("compiling the blocks, which takes a minute or two before the first step")
     # While blocks are compiled: taking pinned memory makes a GPU wait, so it is done before the first step, or it would slow many.
-    checkpoints.reserve(tensor_bytes)
+    checkpoints.reserve(checkpoint_state.pinned_tensor_bytes(networks))
     try:
         for network in networks.values():
             if network.objective is not None:
@@ -224,7 +231,7 @@ def check_samples_fit(
     rows = 2 * config.sample_batch_size if config.sample and settings.prompts else 0
     checks = [(rows, f"try --sample_batch_size {max(1, config.sample_batch_size // 2)}, or --no_sample")]
     if min(config.validation_images, task.source.num_validation):
-        checks.append((validation_loss.BATCH_SIZE, "try --validation_images 0"))
+        checks.append((periodic_tasks.VALIDATION_BATCH_SIZE, "try --validation_images 0"))
     if config.eval_every:
         checks.append((2 * config.eval_batch_size, f"try --eval_batch_size {max(1, config.eval_batch_size // 2)}"))
     with contextlib.ExitStack() as stack:

@@ -1,4 +1,7 @@
-"""What is due at its dates: validation loss and samples after a save, and evaluations, by all ranks, with the EMA in the model's place."""
+"""Validation loss, samples and evaluations during training: when, and how.
+
+All ranks make them together, with the EMA in the place of the weights.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,24 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+import torch
+
+from halation import work_division
 from halation.data.dataset_protocol import ImageDataset
 from halation.distributed.engines.ddp_fsdp import Engine
 from halation.distributed.world import HeartbeatMonitor, World
 from halation.errors import HalationError, InputError, Interrupted, RankFailure
 from halation.flow.ema import Ema
+from halation.flow.seeded_noise import training_draw
 from halation.images.png_codec import read_png
-from halation.models.denoiser import Denoiser
+from halation.models.denoiser import Denoiser, ImageSpace
 from halation.runs import run_folder as runs
 from halation.runs.run_folder import write_json_with_digest
-from halation.sampling.denoiser_sampler import DenoiserSampler, SampleSettings, ShareMode
+from halation.sampling.all_rank_sampler import DenoiserSampler, SampleSettings, ShareMode
 from halation.sampling.sample_folder import (
     ComparisonImages,
     RankNaming,
@@ -29,7 +38,6 @@ from halation.sampling.sample_folder import (
     is_drawn,
     publish_index,
 )
-from halation.training import validation_loss
 from halation.training.config import TrainConfig
 from halation.training.evaluation import (
     EvaluationReport,
@@ -39,10 +47,71 @@ from halation.training.evaluation import (
     is_evaluation_row,
     publish_plot,
 )
-from halation.training.objectives import denoising_objective
-from halation.training.trackers import Tracker
+from halation.training.loop import MicroBatch, Objective, denoising_objective, mixed_precision
+from halation.training.reporting import Tracker
+
+SaveKind = Literal["kept", "latest"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSchedule:
+    """The dates of one run. Epoch ends count too, thinned out where epochs are short, or a small folder would only save."""
+
+    n_steps: int
+    ckpt_every: int
+    ckpt_latest_every: int
+    num_images: int
+    global_batch: int
+    eval_every: int = 0
+    epoch_interval: int = 0
+    """Every how many epochs an epoch's end is a date, where somebody counts in epochs: whole steps then, and one at least. 0 thins
+    them out by the other intervals."""
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-self.num_images // self.global_batch)
+
+    @property
+    def default_epoch_interval(self) -> int:
+        """Every how many epochs an epoch's end is a date: at least the shortest interval apart."""
+        intervals = [every for every in (self.ckpt_every, self.ckpt_latest_every) if every > 0]
+        apart = min(intervals, default=self.n_steps) * self.global_batch
+        return max(1, -(-apart // self.num_images))
+
+    def is_epoch_end(self, step: int) -> bool:
+        """Whether an epoch that counts ended during this step."""
+        if self.epoch_interval:
+            return step % (self.steps_per_epoch * self.epoch_interval) == 0
+        images = self.num_images * self.default_epoch_interval
+        if images == self.num_images or self.num_images <= (step - 1) * self.global_batch:
+            return step * self.global_batch // images > (step - 1) * self.global_batch // images
+        return step * self.global_batch >= self.num_images  # the first epoch always counts
+
+    def epoch(self, step: int) -> int:
+        """The epoch in whole steps that this step belongs to; the first is 1."""
+        return -(-step // self.steps_per_epoch)
+
+    def save_kind(self, step: int) -> SaveKind | None:
+        """What to save after this step; samples are drawn whenever something is."""
+        if step == self.n_steps or (self.ckpt_every > 0 and step % self.ckpt_every == 0):
+            return "kept"
+        if (self.ckpt_latest_every > 0 and step % self.ckpt_latest_every == 0) or self.is_epoch_end(step):
+            return "latest"
+        return None
+
+    def should_evaluate(self, step: int) -> bool:
+        """Whether this step is evaluated, which does not make it a date for saving; the last one is both."""
+        return self.eval_every > 0 and (step % self.eval_every == 0 or step == self.n_steps)
+
 
 log = logging.getLogger(__name__)
+
+
+def remove_reports_after(run: runs.RunFolder, step: int) -> None:
+    """Drop evaluations of steps that are about to be trained again; -1 forgets all of them."""
+    for path in (run.folder / "evaluation").glob("step_*"):
+        if path.name.removesuffix(".json") > runs.step_name(step) or step < 0:
+            runs.remove_path(path)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -165,7 +234,7 @@ class PeriodicTasks:
 
     def _log_validation_loss(self, step: int) -> None:
         with HeartbeatMonitor(self.world, f"validation loss at step {step}", self.config.dist_timeout_s) as monitor:
-            losses = validation_loss.compute_validation_losses(
+            losses = compute_validation_losses(
                 self.world,
                 self.denoiser,
                 self.source,
@@ -177,7 +246,7 @@ class PeriodicTasks:
             rank_losses = monitor.gather_results(losses)
         if not self.world.is_rank_zero:
             return
-        values = validation_loss.summarize_losses(rank_losses, self.num_validation)
+        values = summarize_losses(rank_losses, self.num_validation)
         bins = {name: value for name, value in values.items() if name != "heldout_loss"}
         self.metrics.append({"step": step, "metric": "heldout_loss", "value": values["heldout_loss"], "bins": bins})
         for tracker in self.trackers:
@@ -302,3 +371,75 @@ class PeriodicTasks:
         self.print_line(
             f"samples of step {step}: {sample_folder.grid_path}" + (f" ({missing} missing)" if missing else "")
         )
+
+
+NUM_BINS = 8
+VALIDATION_BATCH_SIZE = 32
+NOISE_SEED = 0x48414C41  # its own stream: the same noise for every run, whatever the run's seed
+
+
+def compute_validation_losses(
+    world: World,
+    denoiser: Denoiser,
+    source: ImageDataset,
+    objective: Objective,
+    *,
+    num_images: int,
+    dtype: str,
+    heartbeat: Callable[[], None],
+) -> dict[int, list[float]]:
+    """This rank's losses by row: image `row // NUM_BINS` at the middle of time bin `row % NUM_BINS`.
+
+    Rows are cut into batches of one size and dealt round-robin, so that every rank makes the same number of forwards and
+    no number depends on how many ranks there are.
+    """
+    num_rows = num_images * NUM_BINS
+    num_batches = -(-num_rows // VALIDATION_BATCH_SIZE)
+    losses: dict[int, list[float]] = {}
+    for round_index in range(work_division.num_rounds(num_batches, world.size)):
+        batch = work_division.round_robin_batch(round_index, world.rank, world.size, num_batches)
+        rows = np.arange(VALIDATION_BATCH_SIZE) + (batch or 0) * VALIDATION_BATCH_SIZE
+        inputs = _make_micro_batch(denoiser, source, np.minimum(rows, num_rows - 1), world.device)
+        with torch.no_grad(), mixed_precision(world.device, dtype):
+            values = objective(denoiser.module, inputs)
+        heartbeat()
+        if batch is not None:
+            losses[batch] = values.double().tolist()[: max(0, num_rows - batch * VALIDATION_BATCH_SIZE)]
+    return losses
+
+
+def _make_micro_batch(denoiser: Denoiser, source: ImageDataset, rows: np.ndarray, device: torch.device) -> MicroBatch:
+    image_indices = [int(row) // NUM_BINS for row in rows]
+    decoded = {
+        number: source.validation(number) for number in dict.fromkeys(image_indices)
+    }  # once, not once for each bin
+    images = [decoded[number] for number in image_indices]
+    samples = torch.from_numpy(np.stack([image.pixels for image in images])).to(device)
+    x0 = samples.float() if samples.is_floating_point() else _encode_images(denoiser.space, samples)
+    noise = np.stack([training_draw(NOISE_SEED, int(row), tuple(x0.shape[1:])).noise for row in rows])
+    condition = denoiser.encode_captions([image.caption for image in images], [image.label for image in images])
+    originals = torch.tensor([image.original_size for image in images], dtype=torch.int64)
+    condition = denoiser.add_size_condition(condition, originals, source.height, source.width)
+    return MicroBatch(
+        x0=x0,
+        noise=torch.from_numpy(noise).to(device),
+        t=torch.from_numpy(((rows % NUM_BINS) + 0.5) / NUM_BINS).float().to(device),
+        condition={name: value.to(device) for name, value in condition.items()},
+        weight=torch.ones(len(rows), device=device),
+    )
+
+
+def _encode_images(space: ImageSpace, samples: torch.Tensor) -> torch.Tensor:
+    """A few at a time where they are large: an autoencoder takes more memory for an image than the model does."""
+    size = max(1, min(VALIDATION_BATCH_SIZE, VALIDATION_BATCH_SIZE * 256**2 // (samples.shape[1] * samples.shape[2])))
+    return torch.cat([space.encode(piece) for piece in samples.split(size)])
+
+
+def summarize_losses(rank_losses: list[dict[str, Any]], num_images: int) -> dict[str, float]:
+    """Mean loss in each bin and over all, from every rank's rows put back in order."""
+    by_batch = {int(batch): values for losses in rank_losses for batch, values in losses.items()}
+    rows = np.array([value for batch in sorted(by_batch) for value in by_batch[batch]])
+    assert len(rows) == num_images * NUM_BINS, "a validation row is missing"
+    bins = rows.reshape(num_images, NUM_BINS).mean(0)
+    bin_losses = {f"heldout_loss_t{(index + 0.5) / NUM_BINS:.2f}": float(value) for index, value in enumerate(bins)}
+    return {"heldout_loss": float(rows.mean()), **bin_losses}

@@ -1,24 +1,30 @@
-"""What rank 0 reports of a training: its beginning, its steps, and how fast it is."""
+"""Reports of a training: log lines, metrics.jsonl, throughput, and trackers like wandb."""
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
+import numpy as np
 
-from halation.distributed.engines.ddp_fsdp import Engine
-from halation.distributed.world import World
+from halation.errors import InputError
 from halation.progress import StepProgress
 from halation.runs.run_folder import MetricsFile
-from halation.sampling.denoiser_sampler import SampleSettings
 from halation.training.config import TrainConfig
-from halation.training.loop import StepReport
-from halation.training.trackers import Tracker
-from halation.training.training_task import TrainingTask
+
+if TYPE_CHECKING:  # the command checks trackers, and a parent of ranks does without torch
+    from halation.distributed.engines.ddp_fsdp import Engine
+    from halation.distributed.world import World
+    from halation.sampling.all_rank_sampler import SampleSettings
+    from halation.training.loop import StepReport
+    from halation.training.training_task import TrainingTask
 
 log = logging.getLogger(__name__)
 
@@ -42,37 +48,6 @@ class ThroughputWindow:
         then, before = self.recent[0] if len(self.recent) > 1 else (self.start_time, 0)
         now, images = self.recent[-1]
         return (images - before) / max(now - then, 1e-9)
-
-
-def measure_peak_flops(device: torch.device, dtype: str) -> float:
-    """Floating-point operations a second of a large matrix product in the training precision, on this device, now."""
-    kind = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
-    size, repeats = (8192, 10) if device.type == "cuda" else (512, 3)
-    # Not zeros, on which some devices run faster than on numbers; not random, to leave every generator alone.
-    ramp = torch.arange(size * size, device=device, dtype=torch.float32).reshape(size, size).sin()
-    matrix = ramp.to(kind)
-    for _ in range(2):
-        matrix @ matrix
-    _synchronize(device)
-    start_time = time.perf_counter()
-    for _ in range(repeats):
-        matrix @ matrix
-    _synchronize(device)
-    return 2 * size**3 * repeats / (time.perf_counter() - start_time)
-
-
-def peak_memory_gib(device: torch.device) -> float:
-    """Most memory this rank has held so far: on a GPU what torch allocated, on a CPU the resident size."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    import psutil
-
-    return float(psutil.Process().memory_info().rss) / 2**30
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def log_run_start(
@@ -137,6 +112,7 @@ class StepLogger:
     flops_per_image: float
     peak_flops: float
     """Matrix rate of the device in FLOP/s."""
+    peak_memory_gib: Callable[[], float]
     num_train: int
     """Images in an epoch."""
     start_time: float
@@ -161,10 +137,132 @@ class StepLogger:
             "grad_norm": report.grad_norm,
             "pictures_per_s": round(images_per_s, 3),
             "mfu": round(flops / self.peak_flops, 4),
-            "memory_gb": round(peak_memory_gib(self.world.device), 3),
+            "memory_gb": round(self.peak_memory_gib(), 3),
             "data_s": round(report.data_s, 5),
             "epoch": round(num_images / self.num_train, 4),
         }
         self.metrics.append({"step": report.step, "time_s": round(time.monotonic() - self.start_time, 3), **values})
         for tracker in self.trackers:
             tracker.log_scalars(report.step, {f"train/{name}": value for name, value in values.items()})
+
+
+class Tracker(Protocol):
+    """A place for scalars and images by step."""
+
+    def log_scalars(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def log_images(self, step: int, images: Mapping[str, np.ndarray]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoardTracker:
+    """Event files in the run's folder; a resumed run hides what lies after its checkpoint."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        # A fresh run has nothing to hide, and purging from 0 writes a marker that some readers show as a restart.
+        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None)
+
+    def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
+
+    def log_images(self, step: int, images: Mapping[str, np.ndarray]) -> None:
+        for name, image in images.items():
+            self.writer.add_image(name, image, step, dataformats="HWC")
+        self.writer.flush()
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class WandbTracker:
+    """Offline unless WANDB_MODE says otherwise; files under wandb/ where the command was started."""
+
+    def __init__(self, folder: Path, name: str, config: Mapping[str, Any]) -> None:
+        import wandb
+
+        mode: Any = None if "WANDB_MODE" in os.environ else "offline"
+        self.run = wandb.init(
+            project="halation", name=name, id=_run_id(folder), resume="allow", mode=mode, config=dict(config)
+        )
+
+    def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
+        self.run.log(dict(values), step=step)
+
+    def log_images(self, step: int, images: Mapping[str, np.ndarray]) -> None:
+        import wandb
+
+        self.run.log({name: wandb.Image(image) for name, image in images.items()}, step=step)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+class TrackioTracker:
+    """trackio's local dashboard."""
+
+    def __init__(self, name: str, config: Mapping[str, Any]) -> None:
+        import trackio
+
+        self.trackio = trackio
+        trackio.init(project="halation", name=name, config=dict(config))
+
+    def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
+        self.trackio.log(dict(values), step=step)
+
+    def log_images(self, step: int, images: Mapping[str, np.ndarray]) -> None:
+        self.trackio.log({name: self.trackio.Image(image) for name, image in images.items()}, step=step)
+
+    def close(self) -> None:
+        self.trackio.finish()
+
+
+def _run_id(folder: Path) -> str:
+    """The same id for the same run folder, so that a resumed run goes on in its own curve."""
+    path = folder / ".wandb_id"
+    if not path.exists():
+        path.write_text(os.urandom(8).hex())
+    return path.read_text().strip()
+
+
+TRACKER_PACKAGES = {
+    "tensorboard": ("tensorboard", "train"),
+    "wandb": ("wandb", "wandb"),
+    "trackio": ("trackio", "trackio"),
+}
+
+
+def select_trackers(names: Sequence[str], required: bool) -> tuple[str, ...]:
+    """The trackers that can be used; one that was asked for and is not installed is an error, a default one is left out."""
+    usable = []
+    for name in names:
+        if name == "none":
+            continue
+        package, extra = TRACKER_PACKAGES[name]
+        spec = importlib.util.find_spec(package)
+        # Without an origin it is a mere folder, such as the `wandb/` that wandb's own runs are in.
+        if spec is not None and spec.origin is not None:
+            usable.append(name)
+        elif required:
+            raise InputError(
+                f"--report_to {name}, but {package} is not installed",
+                "an installed tracker",
+                f"pip install 'halation[{extra}]'",
+            )
+        else:
+            log.info(
+                "%s is not installed, so only metrics.jsonl is written (pip install 'halation[%s]')", package, extra
+            )
+    return tuple(usable)
+
+
+def open_trackers(names: Sequence[str], folder: Path, name: str, config: Mapping[str, Any], step: int) -> list[Tracker]:
+    factories: dict[str, Callable[[], Tracker]] = {
+        "tensorboard": lambda: TensorBoardTracker(folder, step),
+        "wandb": lambda: WandbTracker(folder, name, config),
+        "trackio": lambda: TrackioTracker(name, config),
+    }
+    return [factories[tracker]() for tracker in names]

@@ -1,4 +1,4 @@
-"""One rank's training session: the parts of a run put together, the loop over them, and what is due at its dates."""
+"""One rank's training session: `prepare()` builds the parts, `run()` trains."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import contextlib
 import dataclasses
 import logging
 import math
-import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,13 +17,10 @@ import torch
 
 from halation import logging_setup, work_division
 from halation.config import as_json
-from halation.data.prefetch import BatchPrefetcher
-from halation.data.shuffle import BucketOrder
 from halation.distributed import launcher, rng
 from halation.distributed.checkpoint.reader import CheckpointReader
-from halation.distributed.checkpoint.writer import CheckpointWriter, CommittedCheckpoint, find_newest_valid
+from halation.distributed.checkpoint.writer import CheckpointWriter
 from halation.distributed.engines.ddp_fsdp import Engine
-from halation.distributed.engines.registry import build_engine, check_engine_settings
 from halation.distributed.stop_signals import StopSignals, exit_code
 from halation.distributed.world import HeartbeatMonitor, World, check_ranks_agree, run_on_rank_zero, run_with_heartbeat
 from halation.errors import HalationError, InputError, Interrupted, RankFailure
@@ -37,27 +33,21 @@ from halation.runs import run_folder as runs
 from halation.runs.lock import FolderMonitor
 from halation.sampling import sample_folder
 from halation.training import (
-    batch_preparation,
     build_components,
     checkpoint_state,
     evaluation,
     memory_fit_check,
     pipeline_finetuning,
     reporting,
-    trackers,
+    training_task,
 )
 from halation.training.config import TrainConfig
-from halation.training.event_schedule import CheckpointSchedule
 from halation.training.loop import StepReport, TrainState, train_steps
-from halation.training.periodic_tasks import PeriodicTasks
-from halation.training.reporting import ThroughputWindow, measure_peak_flops
+from halation.training.periodic_tasks import CheckpointSchedule, PeriodicTasks, remove_reports_after
+from halation.training.reporting import ThroughputWindow
 from halation.training.training_task import TaskFactory, TrainingTask
 
 log = logging.getLogger(__name__)
-
-MEMORY_CACHE_BYTES = 2 * 2**30
-LOADER_THREADS = 4
-"""Beside a GPU: noise is drawn here, and a small model takes thousands of images a second."""
 
 
 class TrainingSession:
@@ -78,7 +68,7 @@ class TrainingSession:
         self.task = new_task(world, config, self.folder)
         self.train_state = TrainState(loss_scale=2.0**16 if config.dtype == "fp16" else 1.0)
         self.metrics = runs.MetricsFile(self.folder.metrics)
-        self.trackers: list[trackers.Tracker] = []
+        self.trackers: list[reporting.Tracker] = []
         self.inbox = control_requests.ControlInbox(config.output_dir, is_enabled=world.is_rank_zero)
         self.cleanup = contextlib.ExitStack()
         self.smoothed_loss = 0.0
@@ -92,7 +82,9 @@ class TrainingSession:
         if config.deterministic:
             torch.use_deterministic_algorithms(True)
         self.global_batch = build_components.resolve_global_batch(world, config, self.folder)
-        check_engine_settings(config.engine, world, build_components.engine_settings(world, config, self.global_batch))
+        build_components.check_engine_settings(
+            config.engine, world, build_components.engine_settings(world, config, self.global_batch)
+        )
         self.task.open()
         self.denoiser, self.source = self.task.denoiser, self.task.source
         self.config = config = self.task.resolve_num_steps(self.global_batch)
@@ -104,6 +96,7 @@ class TrainingSession:
         if config.eval_every:
             with log_duration("preparing the evaluation"):
                 self.evaluator = evaluation.TrainingEvaluator(world, config, self.folder, self.source, settings)
+                self.evaluator.prepare()
         if config.model_path:
             prompts = (*settings.prompts, *(self.evaluator.settings.prompts if self.evaluator else ()))
             with log_duration("encoding texts"):
@@ -140,19 +133,9 @@ class TrainingSession:
     def _build_engine(self, module: torch.nn.Module, units: list[torch.nn.Module]) -> Engine:
         config = self.config
         settings = build_components.engine_settings(self.world, config, self.global_batch)
-        engine = build_engine(config.engine, self.world, module, units, settings)
+        engine = build_components.build_engine(config.engine, self.world, module, units, settings)
         engine.prepare_optimizer(config.lr, config.betas, config.weight_decay)
         return engine
-
-    def checkpoint_tensor_bytes(self) -> Iterator[int]:
-        """Bytes of the tensors of a save, in its order: weights, averages where there are any, and two moments of each weight."""
-        for network in self.networks.values():
-            pieces = [piece.local for piece in network.engine.state_shards()["model"].values()]
-            # What does not lie on a GPU needs no pinned copy.
-            weights = [(local.numel(), local.element_size()) for local in pieces if local.is_cuda]
-            yield from (num * size for num, size in weights)
-            yield from (num * 4 for num, _ in weights if network.ema is not None)
-            yield from (num * size for num, size in weights for _ in range(2))
 
     def __enter__(self) -> TrainingSession:
         return self
@@ -177,14 +160,13 @@ class TrainingSession:
         """Resume if there is something to resume, train to the last step, save, sample and export."""
         world, config = self.world, self.config
         fresh = not self._resume()
-        saved = self.checkpoint_tensor_bytes()
-        memory_fit_check.warm_up(self.task, config, self.networks, self.checkpoints, self.global_batch, saved)
+        memory_fit_check.warm_up(self.task, config, self.networks, self.checkpoints, self.global_batch)
         if world.device.type == "cuda":
             memory_fit_check.check_samples_fit(self.task, config, self.networks, self.sample_settings)
         if world.is_rank_zero:
-            names = trackers.select_trackers(config.report_to, required=config.report_to != TrainConfig.report_to)
+            names = reporting.select_trackers(config.report_to, required=config.report_to != TrainConfig.report_to)
             name = config.run_name or self.folder.folder.resolve().name
-            self.trackers = trackers.open_trackers(
+            self.trackers = reporting.open_trackers(
                 names, self.folder.folder, name, as_json(config), self.train_state.step
             )
         kind = config.progress if world.is_rank_zero else "none"
@@ -200,6 +182,7 @@ class TrainingSession:
                 trackers=self.trackers,
                 flops_per_image=self.denoiser.flops_per_image(),
                 peak_flops=self.peak_flops,
+                peak_memory_gib=lambda: memory_fit_check.peak_memory_gib(world.device),
                 num_train=self.source.num_train,
                 start_time=self.start_time,
             )
@@ -223,38 +206,12 @@ class TrainingSession:
         number, rows = work_division.micro_batch_layout(self.global_batch, world.size, config.batch_size)
         micro = f"{number} micro-batch{'es' if number > 1 else ''}"
         log.info("global batch %d: %s of %d rows on each of %d ranks", self.global_batch, micro, rows, world.size)
-        prepare = self.task.batch_transform(len(work_division.rank_range(self.global_batch, world.size, world.rank)))
-        order = build_components.data_order(config.seed, self.source, self.global_batch)
-        if isinstance(
-            order, BucketOrder
-        ):  # only another global batch (--accept_changes) leaves it in the middle of one
-            self.train_state.num_images = -(-self.train_state.num_images // self.global_batch) * self.global_batch
-        positions = batch_preparation.positions(
-            self.train_state.step,
-            self.train_state.num_images,
-            config.n_steps,
-            self.global_batch,
-            world.size,
-            world.rank,
-            config.batch_size,
-        )
-        memory_bytes = 0 if config.cache in ("none", "pixels", "latents") else MEMORY_CACHE_BYTES
-        num_threads = LOADER_THREADS if world.device.type == "cuda" else 1
-        loader = BatchPrefetcher(
-            self.source,
-            order,
-            positions,
-            num_threads=num_threads,
-            depth=max(4, 2 * num_threads),
-            num_workers=config.num_workers,
-            memory_bytes=memory_bytes,
-            transform=prepare,
-        )
+        loader = self.task.open_loader(self.train_state, self.global_batch)
         self.cleanup.callback(loader.close)
         steps = train_steps(
             world,
             self.networks,
-            (batch_preparation.to_micro_batches(self.denoiser.space, batch, rows, world.device) for batch in loader),
+            (training_task.to_micro_batches(self.denoiser.space, batch, rows, world.device) for batch in loader),
             build_components.step_settings(config, self.global_batch),
             self.train_state,
             stop=lambda: self.signals.number,
@@ -321,30 +278,11 @@ class TrainingSession:
         if queued_s > 1.0:
             log.info("of these %.1f s for the checkpoint before to be written; they are close together", queued_s)
 
-    def _find_checkpoint(self) -> CommittedCheckpoint | None:
-        """The newest good one, with newer ones set aside; None for a new run. Raises where there are only damaged ones."""
-        folder = self.folder.checkpoints
-        damaged: list[tuple[CommittedCheckpoint, str]] = []
-        found = find_newest_valid(folder, on_damage=lambda checkpoint, problem: damaged.append((checkpoint, problem)))
-        names = [checkpoint.folder.name for checkpoint, _ in damaged]
-        names += sorted(path.name for path in folder.glob("damaged_*"))
-        if found is None and names and not self.config.restart:
-            raise InputError(
-                f"no checkpoint in {folder} is whole; damaged: {', '.join(names)}",
-                "at least one whole checkpoint to go on from",
-                "restore one of them from a copy; or give --restart to start over at step 0 (damaged ones stay, under other names)",
-            )
-        for checkpoint, problem in damaged:
-            rename_damaged_checkpoint(checkpoint, problem)
-        if found is None and names:
-            log.warning("no checkpoint is whole: starting over at step 0, as --restart says")
-        return found
-
     def _resume(self) -> bool:
         """Fill everything from the newest good checkpoint; whether there was one."""
 
         def find_checkpoint(_heartbeat: Any) -> list[Any]:
-            found = self._find_checkpoint()
+            found = checkpoint_state.find_checkpoint(self.folder.checkpoints, restart=self.config.restart)
             return [str(found.folder), found.step] if found else ["", 0]
 
         folder_name, step = run_on_rank_zero(
@@ -354,9 +292,7 @@ class TrainingSession:
         self.peak_flops = measure_peak_flops(self.world.device, self.config.dtype)
         if not folder_name:
             if self.world.is_rank_zero:
-                self.metrics.truncate_after(-1)
-                sample_folder.remove_samples_after(self.folder.samples, -1)  # of a start that never saved
-                evaluation.remove_reports_after(self.folder, -1)
+                self._discard_results_after(-1)  # of a start that never saved
             return False
         if step > self.config.n_steps:
             raise InputError(
@@ -370,13 +306,17 @@ class TrainingSession:
         if rank_state:
             rng.restore(rank_state["rng"], self.world.device)
         if self.world.is_rank_zero:
-            self.metrics.truncate_after(step)
+            self._discard_results_after(step)
             known = self.metrics.read_rows()
             self.start_time -= max((row.get("time_s", 0.0) for row in known), default=0.0)
             self.smoothed_loss = next((row["loss"] for row in reversed(known) if row.get("loss") is not None), 0.0)
-            evaluation.remove_reports_after(self.folder, step)
-            sample_folder.remove_samples_after(self.folder.samples, step)
         return True
+
+    def _discard_results_after(self, step: int) -> None:
+        """Remove metrics, samples and evaluations of steps that are about to be trained again."""
+        self.metrics.truncate_after(step)
+        sample_folder.remove_samples_after(self.folder.samples, step)
+        remove_reports_after(self.folder, step)
 
     def _wait_for_save(self) -> None:
         """Until all ranks know the last save to be whole. Nobody leaves earlier: who stays behind a leaver is soon ended too."""
@@ -476,8 +416,23 @@ class TrainingSession:
         run_on_rank_zero(self.world, "exporting", write_export, self.config.dist_timeout_s)
 
 
-def rename_damaged_checkpoint(checkpoint: CommittedCheckpoint, problem: str) -> None:
-    """A damaged checkpoint keeps its bytes under another name and no longer counts."""
-    target = checkpoint.folder.with_name(f"damaged_{checkpoint.folder.name}_{os.urandom(2).hex()}")
-    os.rename(checkpoint.folder, target)
-    log.error("set aside as %s (%s)", target, problem)
+def measure_peak_flops(device: torch.device, dtype: str) -> float:
+    """Floating-point operations a second of a large matrix product in the training precision, on this device, now."""
+    kind = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    size, repeats = (8192, 10) if device.type == "cuda" else (512, 3)
+    # Not zeros, on which some devices run faster than on numbers; not random, to leave every generator alone.
+    ramp = torch.arange(size * size, device=device, dtype=torch.float32).reshape(size, size).sin()
+    matrix = ramp.to(kind)
+    for _ in range(2):
+        matrix @ matrix
+    _synchronize(device)
+    start_time = time.perf_counter()
+    for _ in range(repeats):
+        matrix @ matrix
+    _synchronize(device)
+    return 2 * size**3 * repeats / (time.perf_counter() - start_time)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,28 +1,41 @@
-"""What a run learns, as far as one learns otherwise than another: its model, its data, its parts, its batches."""
+"""What a run trains on what: its model, its data and its batches.
+
+All randomness of a batch is a function of (seed, position in the data's order).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
+from halation import work_division
 from halation.data.dataset_protocol import ImageDataset
+from halation.data.prefetch import BatchPrefetcher, BucketOrder
 from halation.distributed.engines.ddp_fsdp import Engine
 from halation.distributed.world import World
 from halation.flow.ema import Ema
+from halation.flow.paths import times_from_uniform
+from halation.flow.samplers import drop_conditions
+from halation.flow.seeded_noise import training_draw
 from halation.logging_setup import log_duration
 from halation.models.autoencoder import LatentSpace, PixelSpace
-from halation.models.denoiser import PIPELINE_SCHEDULER, Denoiser, ImageSpace
+from halation.models.denoiser import PIPELINE_SCHEDULER, Condition, Denoiser, ImageSpace, PromptEncoder, null_condition
 from halation.runs.run_folder import RunFolder
-from halation.sampling.denoiser_sampler import SampleSettings
+from halation.sampling.all_rank_sampler import SampleSettings
 from halation.sampling.sample_folder import SampleFolder
-from halation.training import batch_preparation, build_components, pipeline_finetuning
+from halation.training import build_components, pipeline_finetuning
 from halation.training.config import TrainConfig
-from halation.training.loop import MODEL, MicroBatch, TrainedNetwork, only_model
-from halation.training.objectives import denoising_objective
+from halation.training.loop import MODEL, MicroBatch, TrainedNetwork, TrainState, denoising_objective, only_model
 
+MEMORY_CACHE_BYTES = 2 * 2**30
+LOADER_THREADS = 4
+"""Beside a GPU: noise is drawn here, and a small model takes thousands of images a second."""
 EngineFactory = Callable[[torch.nn.Module, list[torch.nn.Module]], Engine]
 """A module and its units to an engine with an optimizer."""
 TaskFactory = Callable[[World, Any, RunFolder], "TrainingTask"]
@@ -114,7 +127,7 @@ class TrainingTask:
     def batch_transform(self, num_real: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
         """What makes tensors of images and captions, ahead of the step."""
         config, habits = self.config, self.denoiser.defaults
-        return batch_preparation.BatchTransform(
+        return BatchTransform(
             self.denoiser,
             seed=config.seed,
             dropout=config.caption_dropout,
@@ -124,7 +137,163 @@ class TrainingTask:
             pin=self.world.device.type == "cuda",
         )
 
+    def open_loader(self, train_state: TrainState, global_batch: int) -> BatchPrefetcher:
+        """Batches of this rank from where the run stands to its last step, prefetched."""
+        world, config = self.world, self.config
+        order = build_components.data_order(config.seed, self.source, global_batch)
+        if isinstance(order, BucketOrder):
+            # Only another global batch (--accept_changes) leaves it in the middle of one.
+            train_state.num_images = -(-train_state.num_images // global_batch) * global_batch
+        num_threads = LOADER_THREADS if world.device.type == "cuda" else 1
+        return BatchPrefetcher(
+            self.source,
+            order,
+            positions(
+                train_state.step,
+                train_state.num_images,
+                config.n_steps,
+                global_batch,
+                world.size,
+                world.rank,
+                config.batch_size,
+            ),
+            num_threads=num_threads,
+            depth=max(4, 2 * num_threads),
+            num_workers=config.num_workers,
+            memory_bytes=0 if config.cache in ("none", "pixels", "latents") else MEMORY_CACHE_BYTES,
+            transform=self.batch_transform(len(work_division.rank_range(global_batch, world.size, world.rank))),
+        )
+
     def dummy_batch(self, rows: int) -> MicroBatch:
         """Rows that stand for nothing, of the kind the objective takes."""
         height, width = self.config.image_size
-        return batch_preparation.dummy_batch(self.denoiser, rows, (height, width), self.world.device)
+        return dummy_batch(self.denoiser, rows, (height, width), self.world.device)
+
+
+def positions(
+    start_step: int, start: int, n_steps: int, global_batch: int, num_ranks: int, rank: int, max_rows: int
+) -> Iterator[tuple[int, np.ndarray]]:
+    """(step, positions) of this rank for each step to come; behind its share, rows that only fill a micro-batch up."""
+    num_micro_batches, rows = work_division.micro_batch_layout(global_batch, num_ranks, max_rows)
+    share = work_division.rank_range(global_batch, num_ranks, rank)
+    padded = np.zeros(num_micro_batches * rows, np.int64)
+    padded[: len(share)] = np.arange(share.start, share.stop)
+    for step in range(start_step, n_steps):
+        yield step, padded + (start + (step - start_step) * global_batch)
+
+
+@dataclass(frozen=True)
+class BatchTransform:
+    """Turns a host batch into tensors: noise, times, dropped captions. Runs in the loader's threads, ahead of the step."""
+
+    denoiser: Denoiser
+    _: KW_ONLY
+    seed: int
+    dropout: float
+    time_sampling: str
+    time_shift: float
+    num_real: int
+    pin: bool
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        height, width, shape = self._sizes(batch["pixels"])
+        draws = [training_draw(self.seed, int(position), shape) for position in batch["positions"]]
+        dropped = torch.tensor([d.u_drop < self.dropout for d in draws])
+        u_time = torch.tensor([d.u_time for d in draws], dtype=torch.float64)
+        tensors = {
+            "pixels": torch.from_numpy(batch["pixels"]),
+            "noise": torch.from_numpy(np.stack([d.noise for d in draws])),
+            "t": times_from_uniform(u_time, self.time_sampling, self.time_shift).float(),  # type: ignore[arg-type]
+        }
+        condition = encode_conditions(self.denoiser, batch, dropped, (height, width))
+        return pack_batch(batch["step"], tensors, condition, self.num_real, self.pin)
+
+    def _sizes(self, pixels: np.ndarray) -> tuple[int, int, tuple[int, ...]]:
+        """Height and width of a batch's images, and the shape of the tensor behind one; latents have that shape already."""
+        if pixels.dtype == np.uint8:
+            height, width = pixels.shape[1:3]
+            return height, width, self.denoiser.sample_shape(height, width)
+        factor = self.denoiser.space.downsampling_factor
+        return pixels.shape[2] * factor, pixels.shape[3] * factor, pixels.shape[1:]
+
+
+def encode_conditions(
+    encoder: PromptEncoder,
+    batch: Mapping[str, Any],
+    dropped: Tensor,
+    size: tuple[int, int],
+    *,
+    from_prompts: bool = False,
+) -> Condition:
+    """The conditions of a batch's captions on the CPU, with none in the rows that are `dropped`.
+
+    What is `from_prompts` from prompts is told what the family says when it draws; of an image it says what file it was cut from.
+    """
+    captions: list[str] = batch["captions"]
+    if from_prompts:
+        return drop_conditions(encoder.encode_prompts(captions), null_condition(encoder, len(captions)), dropped)
+    condition = encoder.encode_captions(captions, batch["labels"].tolist())
+    condition = drop_conditions(condition, null_condition(encoder, len(captions)), dropped)
+    return encoder.add_size_condition(condition, torch.from_numpy(batch["originals"]), *size)
+
+
+def pack_batch(step: int, tensors: dict[str, Tensor], condition: Condition, num_real: int, pin: bool) -> dict[str, Any]:
+    """With conditions and weights, pinned where the device is a GPU."""
+    tensors = {
+        **tensors,
+        "weight": (torch.arange(len(tensors["t"])) < num_real).float(),
+        **{f"condition/{name}": value for name, value in condition.items()},
+    }
+    if pin:
+        tensors = {name: value.pin_memory() for name, value in tensors.items()}
+    return {"step": step, "tensors": tensors}
+
+
+def to_model_space(space: ImageSpace, pixels: Tensor) -> Tensor:
+    """Pixels as the model learns them; latents are that already."""
+    return pixels.float() if pixels.is_floating_point() else space.encode(pixels)
+
+
+def to_micro_batches(space: ImageSpace, batch: dict[str, Any], rows: int, device: torch.device) -> Sequence[MicroBatch]:
+    """The batch as micro-batches of `rows` rows on the device; pixels become what the model learns.
+
+    Where a batch has no pixels, or no noise, `x0` or `noise` have rows without numbers in them.
+    """
+    tensors = {name: value.to(device, non_blocking=True) for name, value in batch["tensors"].items()}
+    result = []
+    for start in range(0, len(tensors["t"]), rows):
+        chunk = {name: value[start : start + rows] for name, value in tensors.items()}
+        empty = torch.empty(len(chunk["t"]), 0, device=device)
+        with torch.no_grad():
+            x0 = to_model_space(space, chunk["pixels"]) if "pixels" in chunk else empty
+        result.append(
+            MicroBatch(
+                x0=x0,
+                noise=chunk.get("noise", empty),
+                t=chunk["t"],
+                condition=_select_prefix(chunk, "condition/"),
+                weight=chunk["weight"],
+                step=batch["step"],
+                extra={name: value.float() for name, value in _select_prefix(chunk, "extra/").items()},
+            )
+        )
+    return result
+
+
+def _select_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def dummy_batch(denoiser: Denoiser, rows: int, size: tuple[int, int], device: torch.device) -> MicroBatch:
+    """Rows for images of this height and width that stand for nothing, for the pass before the first step."""
+    originals = torch.tensor([size] * rows, dtype=torch.int64)
+    null = denoiser.add_size_condition(null_condition(denoiser, rows), originals, *size)
+    condition = {name: value.to(device) for name, value in null.items()}
+    zeros = torch.zeros((rows, *denoiser.sample_shape(*size)), device=device)
+    return MicroBatch(
+        x0=zeros,
+        noise=zeros + 0.5,
+        t=torch.full((rows,), 0.5, device=device),
+        condition=condition,
+        weight=torch.ones(rows, device=device),
+    )

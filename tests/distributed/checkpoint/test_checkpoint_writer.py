@@ -19,7 +19,7 @@ import torch
 from halation.distributed.checkpoint.reader import CheckpointReader
 from halation.distributed.checkpoint.writer import CommittedCheckpoint, find_damage, find_newest_valid, list_committed
 from halation.distributed.world import World
-from halation.training.session import rename_damaged_checkpoint
+from halation.training.checkpoint_state import rename_damaged_checkpoint
 from support import checker
 from support import checkpoint_jobs as jobs
 from support.rank_pool import RankPool, RanksFailed

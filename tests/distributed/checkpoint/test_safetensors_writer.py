@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, safe_open
 
 from halation.distributed.checkpoint import writer
-from halation.distributed.checkpoint.pinned_copies import PinnedCopies
+from halation.distributed.checkpoint.writer import PinnedCopies
 
 
 def test_the_library_reads_what_was_written_and_the_hash_is_that_of_the_file(tmp_path: Path) -> None:

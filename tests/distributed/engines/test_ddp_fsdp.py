@@ -11,9 +11,9 @@ import torch
 
 from halation.distributed.engines.ddp_fsdp import EngineSettings
 from halation.distributed.engines.deepspeed_config import find_unknown_keys
-from halation.distributed.engines.registry import build_engine
 from halation.distributed.world import World
 from halation.errors import InputError
+from halation.training.build_components import build_engine
 from support import deepspeed_jobs as jobs
 from support.rank_pool import RankPool
 

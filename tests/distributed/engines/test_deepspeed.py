@@ -186,7 +186,7 @@ def test_deepspeed_is_imported_only_where_it_is_asked_for_and_missed_with_the_na
     code = (
         "import sys; import halation.training.session; assert 'deepspeed' not in sys.modules\n"
         "import torch; sys.modules['deepspeed'] = None\n"
-        "from halation.distributed import world; from halation.distributed.engines.registry import build_engine\n"
+        "from halation.distributed import world; from halation.training.build_components import build_engine\n"
         "from halation.errors import InputError\n"
         "try: build_engine('deepspeed', world.init_from_env(), torch.nn.Linear(1, 1), [])\n"
         "except InputError as error: print(error)\n"

@@ -1,4 +1,4 @@
-"""The DiT family behind the Denoiser protocols: module, tokenizer or class names, and the space it works in."""
+"""The DiT family behind the Denoiser protocols, with its tokenizer and image space."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from halation.errors import InputError
-from halation.flow.guidance import guided_velocity
 from halation.flow.paths import RectifiedFlowPath
-from halation.flow.samplers import SAMPLERS, schedule
+from halation.flow.samplers import SAMPLERS, guided_velocity, schedule
 from halation.flow.seeded_noise import noise_from_seed
 from halation.models.autoencoder import PixelSpace
 from halation.models.denoiser import Condition, FamilyDefaults, GuidanceKind, ImageSpace, SolverSettings, null_condition

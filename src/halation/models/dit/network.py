@@ -1,4 +1,7 @@
-"""A diffusion transformer with adaLN-Zero, registers, and text or class conditioning (Peebles and Xie 2023, with QK-norm)."""
+"""A diffusion transformer with adaLN-Zero, registers, text or class conditioning.
+
+Peebles and Xie 2023, with QK-norm.
+"""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from halation.models.denoiser import Condition, SolverSettings
 from halation.models.pipelines.training.denoiser import PipelineDenoiser
 from halation.sample_specs import SampleBatch, SampleSpec
-from halation.training.objectives import denoising_objective
+from halation.training.loop import denoising_objective
 from support import tiny_pipelines
 from support.pipeline_specs import plain_pipe
 

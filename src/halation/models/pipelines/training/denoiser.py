@@ -1,4 +1,7 @@
-"""A diffusers pipeline whose transformer is trained, behind the Denoiser protocol; its text encoders are in memory only while they read."""
+"""A diffusers pipeline whose transformer is trained, behind the Denoiser protocols.
+
+Its text encoders are in memory only while they read.
+"""
 
 from __future__ import annotations
 

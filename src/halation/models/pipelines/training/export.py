@@ -1,4 +1,4 @@
-"""A whole pipeline folder with the weights of a training in it, for `DiffusionPipeline.from_pretrained` and `halation generate`.
+"""Exports a whole pipeline folder with trained weights, for diffusers and `generate`.
 
 It appears under its name complete or not at all: a kill leaves a temporary folder that nothing opens, and the next export sweeps it.
 """

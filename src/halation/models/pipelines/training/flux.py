@@ -1,4 +1,4 @@
-"""FLUX in training: T5 tokens and a pooled CLIP text, latents packed two by two, guidance as a condition, rectified flow."""
+"""FLUX in training: T5 and pooled CLIP, packed latents, embedded guidance, flow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HunyuanDiT in training: BERT and T5 side by side, rotary positions, sizes and style as conditions, a v to be predicted."""
+"""HunyuanDiT in training: BERT and T5, rotary positions, size and style, v-prediction."""
 
 from __future__ import annotations
 

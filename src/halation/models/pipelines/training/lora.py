@@ -1,4 +1,4 @@
-"""LoRA adapters (Hu et al. 2021) on the linear layers of a transformer, by peft: where they go, their first numbers, their merging."""
+"""LoRA adapters (Hu et al. 2021) by peft: target layers, initial weights, merging."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PixArt Alpha and Sigma in training: T5, sizes as conditions where the model has them, noise to be predicted."""
+"""PixArt Alpha and Sigma in training: T5, size conditions, noise prediction."""
 
 from __future__ import annotations
 

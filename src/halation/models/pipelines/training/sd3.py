@@ -1,4 +1,4 @@
-"""Stable Diffusion 3 in training: two CLIPs and an optional T5 in one sequence, pooled texts beside it, rectified flow."""
+"""Stable Diffusion 3 in training: two CLIPs, optional T5, rectified flow."""
 
 from __future__ import annotations
 

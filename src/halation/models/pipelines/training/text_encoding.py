@@ -1,4 +1,4 @@
-"""The texts of a pipeline in training: encoders that come and go, embeddings that stay, and a name for what decides them."""
+"""Text encoders of a pipeline in training: loaded on demand, embeddings are cached."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wan in training, for images: one frame of a video model, UMT5 texts, rectified flow, one transformer or two experts by noise."""
+"""Wan in training, for images: one frame, UMT5 texts, rectified flow, one or two experts."""
 
 from __future__ import annotations
 
