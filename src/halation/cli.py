@@ -1,4 +1,4 @@
-"""The command line: `halation COMMAND --flags`; parses first and imports the heavy libraries after, so that --help is instant."""
+"""The command line, `halation COMMAND --flags`: parse first, import the heavy libraries after."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def run(
     command: str, args: Sequence[str], *, defaults: Mapping[str, Any] | None = None, prog: str | None = None
 ) -> int:
     """Run one command and return its exit code; a recipe brings its own defaults and the name it goes by."""
-    # Read by torch when it is imported. A rank that outlives the host of the store by a moment would print twenty-five frames.
+    # Read by torch when it is imported. A rank that outlives the host of the store would print twenty-five frames.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if command in RANK_COMMANDS and launcher.is_launched():
         stop_signals.remember_signals()
@@ -167,7 +167,7 @@ def config_type(command: str) -> Any:
 
 
 def normalize_args(config_type: Any, args: Sequence[str]) -> list[str]:
-    """Allow what people write: `--gpu_ids 0,1,2` for lists of numbers or choices, and `--compile False` for switches."""
+    """Allow `--gpu_ids 0,1,2` for lists of numbers or choices, and `--compile False` for switches."""
     hints = typing.get_type_hints(config_type)
     args = _use_current_names(hints, _resolve_positionals(config_type, args))
     lists = {

@@ -1,4 +1,4 @@
-"""How a setting is declared, checked, read from a file, and compared between two calls of the same run."""
+"""How a setting is declared, checked, and read from a file or from JSON."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RENAMED_SETTINGS = {
     "sheet_size": "model_batch_size",
     "activation_checkpointing": "gradient_checkpointing",
 }
-"""Earlier names of settings. Flags, config files and Python calls take both; config.json of a run keeps the earlier one."""
+"""Earlier names of settings. Flags, config files and Python calls take both; config.json keeps the earlier one."""
 
 
 def setting(

@@ -49,7 +49,7 @@ def run_rank(config: DistillConfig) -> None:
 
 
 def resolve_config(config: DistillConfig) -> DistillConfig:
-    """The config with its short forms written out, or an error for what can be refused without opening teacher and data."""
+    """Resolve short forms and defaults; raise for what is wrong before teacher and data are opened."""
     if config.objective != "velocity" and config.student_steps is None:
         config = dataclasses.replace(config, student_steps=DEFAULT_STUDENT_STEPS)
     check_settings(config)
@@ -105,8 +105,9 @@ def _check_prompt_data(config: DistillConfig) -> None:
         num = len(PromptDataset(config.data_path, 1, 1, max_prompts=config.max_images).texts)
         if config.trajectories < 2 * num:
             raise InputError(
-                f"--caption_dropout {config.caption_dropout:g} with {max(config.trajectories, num)} trajectories of {num} prompts",
-                "2 trajectories a prompt at least: a way is learned with its prompt or without, all through the training",
+                f"--caption_dropout {config.caption_dropout:g} with {max(config.trajectories, num)} trajectories of "
+                f"{num} prompts",
+                "2 trajectories a prompt at least: each is learned either with its prompt or without, in every epoch",
                 f"use --trajectories {10 * num}, or leave --caption_dropout out",
             )
 

@@ -1,4 +1,4 @@
-"""Settings of `halation distill`: those of a training, with a teacher instead of a model to begin with."""
+"""Settings of `halation distill`: those of a training, and a teacher."""
 
 from __future__ import annotations
 
@@ -36,27 +36,31 @@ class DistillConfig(TrainConfig):
     output_dir: Path = free_setting(Path("runs/distill"))
     """Folder of the run: config, metrics, checkpoints, samples, logs, export."""
     teacher_path: str = free_setting("")
-    """Who is learned from: folder or hub name of a diffusers pipeline (Wan, HunyuanDiT, PixArt, SD3, FLUX), a run, checkpoint or
-    export of a DiT of Halation, or one of the package, such as `streets-64`."""
+    """Who is learned from: folder or hub name of a diffusers pipeline (Wan, HunyuanDiT, PixArt, SD3, FLUX), a run,
+    checkpoint or export of a DiT of Halation, or one of the package, such as `streets-64`."""
     model_path: str = free_setting("")
     """The same as --teacher_path."""
     student_config: str = free_setting("")
-    """JSON file of the student's shape: family, width, depth, heads, ...; null or left out means "as the teacher's". Without a file the
-    student has the teacher's shape."""
+    """JSON file of the student's shape: family, width, depth, heads, ...; null or left out means "as the teacher's".
+    Without a file the student has the teacher's shape."""
     student_init: Literal["teacher", "random"] = setting("teacher")
-    """First weights: the teacher's, with layers left out and widths cut where the student is smaller, or random ones."""
+    """First weights: the teacher's, with layers left out and widths cut where the student is smaller, or random
+    ones."""
     data_path: Annotated[str, tyro.conf.arg(aliases=["--data"])] = setting("")
-    """Prompts (a TXT file with one a line, CSV, JSONL, Parquet), or captioned images: `streets`, a folder, or a CSV with a column of images."""
+    """Prompts (a TXT file with one a line, CSV, JSONL, Parquet), or captioned images: `streets`, a folder, or a CSV
+    with a column of images."""
     objective: ObjectiveName = setting("velocity")
-    """velocity: the teacher's prediction at every noise level. trajectory: the end points of the teacher's trajectory, in --student_steps steps.
-    dmd: the teacher's distribution, in --student_steps steps, with a second network that learns the student's."""
+    """velocity: the teacher's prediction at every noise level. trajectory: the end points of the teacher's trajectory,
+    in --student_steps steps. dmd: the teacher's distribution, in --student_steps steps, with a second network that
+    learns the student's."""
     student_steps: Annotated[int | None, tyro.conf.arg(metavar="INT")] = setting(None, low=1, high=64)
     """Steps the student draws in, for trajectory and dmd; by default 4."""
     teacher_guidance: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = setting(None, low=0)
-    """Guidance of the teacher, which the student learns to do without; 1 is none. By default what the teacher is drawn with: by its run, or its
-    family."""
+    """Guidance of the teacher, which the student learns to do without; 1 is none. By default what the teacher is drawn
+    with: by its run, or its family."""
     feature_weight: float = setting(0.0, low=0)
-    """Weight of matching the teacher's features in the middle of the network, through a learned projection; for velocity."""
+    """Weight of matching the teacher's features in the middle of the network, through a learned projection; for
+    velocity."""
     fake_updates: int = setting(5, low=1)
     """dmd: steps of the second network for each step of the student; --n_steps counts both."""
     fake_lr: float = setting(0.0, low=0)
@@ -70,29 +74,33 @@ class DistillConfig(TrainConfig):
     trajectories: int = setting(0, low=0)
     """Ways drawn for a list of prompts, from different noise; 0 is one a prompt."""
     teacher_cache: bool = setting(True)
-    """Ask the teacher once, before training, and keep what it says; --no_teacher_cache asks it at every step, about images."""
+    """Ask the teacher once, before training, and keep what it says; --no_teacher_cache asks it at every step, about
+    images."""
     teacher_dtype: Literal["", "fp32", "bf16", "fp16"] = setting("")
     """Precision of the teacher's forwards, and of a pipeline's weights; by default --dtype."""
     teacher_placement: TeacherPlacement = free_setting("gpu")
-    """Where the teacher is: whole on every rank's GPU, in shards over the ranks (fsdp), layer by layer over a rank's spare GPUs
-    (layers), or in host memory, computed there (cpu)."""
+    """Where the teacher is: whole on every rank's GPU, in shards over the ranks (fsdp), layer by layer over a rank's
+    spare GPUs (layers), or in host memory, computed there (cpu)."""
     teacher_on_cpu: bool = free_setting(False)
     """The same as --teacher_placement cpu."""
     teacher_batch_size: int = free_setting(0, low=0)
-    """Rows of one forward of the teacher; 0 takes the student's batch at once, and of what it is asked once on a CPU 8."""
+    """Rows of one forward of the teacher; 0 takes the student's batch at once, and of what it is asked once on a CPU
+    8."""
     teacher_samples: bool = free_setting(True)
     """Draw the teacher's image for each prompt once, to stand beside the student's."""
 
     # -- what is written when
     num_epochs: int = setting(0, change="grows", low=0)
-    """Passes over the data, each of whole steps and one at least; instead of --n_steps. Of dmd the second network's steps count too."""
+    """Passes over the data, each of whole steps and one at least; instead of --n_steps. Of dmd the second network's
+    steps count too."""
     sample_interval: int = free_setting(1, low=1)
     """Epochs between samples and checkpoints, with --num_epochs or --sample_names rank."""
     warmup_steps: int = setting(20, low=0)
-    """Steps over which the learning rate rises from zero: a student that begins as its teacher has something to lose."""
+    """Steps over which the learning rate rises from zero: a student that begins as its teacher has something to
+    lose."""
     caption_dropout: float = setting(0.0, low=0, high=1)
-    """Share of rows that are learned without their caption; only a student that is to be drawn with guidance needs it. Of what is kept
-    of a teacher it is drawn by item, once for the whole training: prompts need --trajectories."""
+    """Share of rows that are learned without their caption; only a student that is to be drawn with guidance needs it.
+    Of what is kept of a teacher it is drawn by item, once for the whole training: prompts need --trajectories."""
 
     # -- of a training that has no teacher
     data: UnusedText = setting("")

@@ -37,19 +37,23 @@ class EvaluateConfig:
     generated: str = ""
     """Images to score: a folder, or the folder of a `halation generate` (its ledger is checked)."""
     model_path: str = ""
-    """Instead of --generated: a model (folder or name) that draws --prompts as `halation generate` would; no image touches the disk."""
+    """Instead of --generated: a model (folder or name) that draws --prompts as `halation generate` would; no image
+    touches the disk."""
     prompts: str = ""
-    """Prompt list that the images were drawn for (csv, txt, jsonl, parquet), matched by image id; a run of `halation generate` has its own."""
+    """Prompt list that the images were drawn for (csv, txt, jsonl, parquet), matched by image id; a run of `halation
+    generate` has its own."""
     reference: tuple[str, ...] = ()
-    """Real images: a folder, `streets`, or saved statistics (.npz with mu and sigma, .safetensors of ours; several are merged)."""
+    """Real images: a folder, `streets`, or saved statistics (.npz with mu and sigma, .safetensors of ours; several are
+    merged)."""
 
     # -- by which numbers
     metrics: tuple[Metric, ...] = ()
-    """fid, kid, is (inception score), fd (Frechet distance of --extractor), prdc (precision, recall, density, coverage), clip, agreement (street
-    captions). By default fid and kid; with --extractor streets fd, kid, prdc and, where captions are known, agreement."""
+    """fid, kid, is (inception score), fd (Frechet distance of --extractor), prdc (precision, recall, density,
+    coverage), clip, agreement (street captions). By default fid and kid; with --extractor streets fd, kid, prdc
+    and, where captions are known, agreement."""
     extractor: str = ""
-    """Features of fd, kid and prdc: inception, dinov2, clip, streets, or the folder of a DINOv2 or CLIP model; by default inception, or streets
-    where the reference is `streets`."""
+    """Features of fd, kid and prdc: inception, dinov2, clip, streets, or the folder of a DINOv2 or CLIP model; by
+    default inception, or streets where the reference is `streets`."""
     weights: str = ""
     """File, folder or hub name of the extractor's weights, instead of the usual ones."""
     inception_weights: str = ""
@@ -57,7 +61,8 @@ class EvaluateConfig:
     clip_model: str = "openai/clip-vit-large-patch14"
     """CLIP model of the CLIP score: folder or hub name."""
     resize: Literal["clean", "tf", "torch"] = "clean"
-    """How images are brought to Inception's and DINOv2's size: as clean-fid, as TensorFlow 1 (torch-fidelity), or as pytorch-fid."""
+    """How images are brought to Inception's and DINOv2's size: as clean-fid, as TensorFlow 1 (torch-fidelity), or as
+    pytorch-fid."""
     allow_few: bool = False
     """Score fewer images than a metric can bear; such numbers are marked."""
     allow_sizes: bool = False
@@ -117,15 +122,19 @@ class EvaluateConfig:
     dist_timeout_s: float = setting(600.0, low=ABOVE_ZERO, high=1e9)
     """Seconds without progress after which a rank is given up and named."""
     keep_features: int = setting(200_000, low=0, high=10**12)
-    """Up to so many images their features are kept (in the cache); of more only the moments, which serve fid and fd alone."""
+    """Up to so many images their features are kept (in the cache); of more only the moments, which serve fid and fd
+    alone."""
     cache_dir: Path | None = None
-    """Where features are kept, so that a call again or a new metric does only what is missing; by default ~/.cache/halation/features."""
+    """Where features are kept, so that a call again or a new metric does only what is missing; by default
+    ~/.cache/halation/features."""
 
     # -- what comes out
     check: bool = False
-    """Only see whether the extractors' weights and the reference are there, and end: before a long drawing, for instance."""
+    """Only see whether the extractors' weights and the reference are there, and end: before a long drawing, for
+    instance."""
     save_statistics: Path | None = None
-    """Write the statistics (and features) of the generated side by --extractor here (.safetensors), to be a reference later."""
+    """Write the statistics (and features) of the generated side by --extractor here (.safetensors), to be a reference
+    later."""
     json: bool = False
     """Print one JSON object on standard output instead of a table."""
     output: Path | None = None

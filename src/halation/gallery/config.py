@@ -26,7 +26,8 @@ class GalleryConfig:
     port: int = free_setting(8642)
     """Port to listen on; where it is taken, the next free one."""
     host: str = free_setting("127.0.0.1")
-    """Address to listen on. Any other than this machine's own lets others on the network reach the page; they still need the link's token."""
+    """Address to listen on. Any other than this machine's own lets others on the network reach the page; they still
+    need the link's token."""
     open: bool = free_setting(False)
     """Open the page in this machine's browser."""
     allow_control: bool = free_setting(False)

@@ -1,4 +1,4 @@
-"""`halation generate`: the only place that sees a whole generation config; it makes the plan, holds the folder and runs the supervisor."""
+"""`halation generate`: check the settings, lock the folder, run the session."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _run(config: GenerateConfig) -> int:
 
 @contextlib.contextmanager
 def interrupt_on_signals() -> Iterator[None]:
-    """Around the drawing nothing is left half done by an end at once: other signals let go of the folder as Ctrl+C does."""
+    """Raise on signals while nothing is drawn, so that the folder is released as after Ctrl+C."""
 
     def raise_interrupted(number: int, _frame: object) -> None:
         raise Interrupted("stopped while nothing was being drawn; the same command goes on", exit_code(number))
@@ -96,7 +96,10 @@ def interrupt_on_signals() -> Iterator[None]:
 def prepare_workers(
     config: GenerateConfig,
 ) -> contextlib.AbstractContextManager[tuple[Sequence[WorkerSlot], PoolFactory]]:
-    """Where the workers will be, and how to make a worker pool of them: GPUs of this machine are looked for at once, a cluster when entered."""
+    """The slots of the workers and how to make a pool of them.
+
+    GPUs of this machine are looked for at once, a cluster when the context is entered.
+    """
     if config.uses_ray:
         return ray_cluster.open_cluster(config)
     slots = list_local_slots(config)

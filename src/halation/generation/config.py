@@ -24,13 +24,13 @@ class GenerateConfig:
 
     # -- what is drawn from what
     prompts_csv: Annotated[str, tyro.conf.arg(aliases=["--prompts"])] = free_setting("")
-    """Prompt list: CSV, TXT (one a line), JSONL or Parquet; `-` is standard input. Columns: prompt or caption, and if wanted image_id, seed,
-    negative_prompt, width, height, steps, guidance_scale."""
+    """Prompt list: CSV, TXT (one a line), JSONL or Parquet; `-` is standard input. Columns: prompt or caption, and if
+    wanted image_id, seed, negative_prompt, width, height, steps, guidance_scale."""
     prompts_format: Literal["", "csv", "txt", "jsonl", "parquet"] = free_setting("")
     """Format of the list where its name does not tell."""
     model_path: str = free_setting("")
-    """Folder of a diffusers pipeline (or its name on the hub), a run, checkpoint or export of Halation, or a model of the package, such as
-    `streets-64`; `testcard` needs no model, `testcard:0.2` takes 0.2 s a batch."""
+    """Folder of a diffusers pipeline (or its name on the hub), a run, checkpoint or export of Halation, or a model of
+    the package, such as `streets-64`; `testcard` needs no model, `testcard:0.2` takes 0.2 s a batch."""
     output_dir: Path = free_setting(Path("outputs/generated"))
     """Folder for the images, their metadata and the ledger."""
     num_samples: int = setting(0, change="grows", low=0, high=10**12)
@@ -68,7 +68,8 @@ class GenerateConfig:
     cfg_truncation_step: MaybeInt = setting(None, low=0)
     """From this step on only the conditional branch runs: up to half the time, other images (E2)."""
     enable_half_frame: bool = setting(False)
-    """Two-expert video models: the first expert draws half the frames, doubled for the second (E2). Changes nothing for one frame."""
+    """Two-expert video models: the first expert draws half the frames, doubled for the second (E2). Changes nothing
+    for one frame."""
     offload: Literal["none", "model", "layers"] = free_setting("none")
     """Where a model is larger than a GPU: move whole parts (the two experts of Wan in turn), or layer by layer."""
     fps: int = setting(16, low=1, high=10_000)
@@ -86,8 +87,8 @@ class GenerateConfig:
     oversubscribe: bool = free_setting(False)
     """Allow several workers on one GPU."""
     cluster: str = free_setting("local")
-    """local; ray starts Ray on this machine, auto joins the cluster that runs (RAY_ADDRESS), ray://HOST:PORT one elsewhere; files is for
-    several commands on one shared folder."""
+    """local; ray starts Ray on this machine, auto joins the cluster that runs (RAY_ADDRESS), ray://HOST:PORT one
+    elsewhere; files is for several commands on one shared folder."""
     stall_timeout_s: float = free_setting(600.0, low=ABOVE_ZERO)
     """Seconds without a step after which a worker is taken for hung and replaced."""
     lease_s: float = free_setting(60.0, low=ABOVE_ZERO)
@@ -97,7 +98,8 @@ class GenerateConfig:
     verify: bool = free_setting(False)
     """First check every image against its hash in the ledger, and draw damaged ones again."""
     accept_changes: bool = free_setting(False)
-    """Go on in a folder that was begun with other settings; the change is recorded and new images belong to a new epoch."""
+    """Go on in a folder that was begun with other settings; the change is recorded and new images belong to a new
+    epoch."""
     progress: Literal["auto", "rich", "plain", "json", "none"] = free_setting("auto")
     """auto shows bars on a terminal and lines elsewhere."""
 

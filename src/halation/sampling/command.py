@@ -1,4 +1,4 @@
-"""`halation sample`: the images training drew, from a checkpoint, by hand, on any number of ranks."""
+"""`halation sample`: draw from a checkpoint, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def resolve_checkpoint(checkpoint: str | Path) -> Path:
 
 
 def _resolve_config(config: SampleConfig) -> tuple[SampleConfig, dict[str, Any]]:
-    """The checkpoint that is meant, the prompts written out, a folder of its own for these very images, and what decides them."""
+    """Resolve checkpoint, prompts and output folder; also returned is all that decides the images."""
     from halation.models.checkpoint_loading import check_base_exists, weights_digest
 
     folder, recorded = _find_checkpoint(Path(config.checkpoint))
@@ -86,7 +86,7 @@ def _resolve_config(config: SampleConfig) -> tuple[SampleConfig, dict[str, Any]]
 
 
 def _find_checkpoint(checkpoint: Path) -> tuple[Path, dict[str, Any]]:
-    """The checkpoint and how it was sampled; looked for again where a run that is still training has just replaced it."""
+    """The checkpoint and its sampling settings; retried where a training has just replaced it."""
     from halation.models.checkpoint_loading import find_checkpoint, read_sampling_settings
 
     for _again in range(3):

@@ -19,7 +19,8 @@ class SampleConfig:
     """
 
     checkpoint: Annotated[str | Path, tyro.conf.arg(aliases=["--model_path"])]
-    """A checkpoint folder, a run folder (its newest good checkpoint), an export folder, or a model of the package, such as `streets-64`."""
+    """A checkpoint folder, a run folder (its newest good checkpoint), an export folder, or a model of the package,
+    such as `streets-64`."""
     output_dir: Path | None = None
     """Folder for the images, their prompts, grid.png and samples.json; by default one of their own under outputs/."""
     prompts: tuple[str, ...] = ()

@@ -254,7 +254,10 @@ def run_rank(
     open_record: OpenRecord = open_record,
     new_task: TaskFactory = new_task,
 ) -> None:
-    """One rank of the training; under torchrun or srun, rank 0 also holds the folder. `monitor` is of one that is held already."""
+    """One rank of the training; under torchrun or srun, rank 0 also locks the folder.
+
+    `monitor` is that of a folder that is locked already.
+    """
     # cuBLAS reads this when it is first used, so it has to be there before torch touches the GPU.
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -32,20 +32,25 @@ class TrainConfig:
     output_dir: Path = free_setting(Path("runs/train"))
     """Folder of the run: config, metrics, checkpoints, samples, logs, export."""
     data: str = setting("streets")
-    """`streets` (embedded, drawn on the fly); a folder: metadata.jsonl|csv with file_name and text, or one folder per class; or a
-    CSV file of images and captions."""
+    """`streets` (embedded, drawn on the fly); a folder: metadata.jsonl|csv with file_name and text, or one folder per
+    class; or a CSV file of images and captions."""
     max_images: int = setting(0, low=0)
     """Train on the first images of the data only; 0 takes all."""
     image_size: tuple[int, ...] = setting((), low=1)
-    """Height and width of the images; one number means a square. By default 64 64, or what the model of --model_path was made for."""
+    """Height and width of the images; one number means a square. By default 64 64, or what the model of --model_path
+    was made for."""
     aspect_buckets: bool = setting(False)
-    """Keep each image near its own proportions, at about the area of --image_size; a batch holds one shape. For --model_path."""
+    """Keep each image near its own proportions, at about the area of --image_size; a batch holds one shape. For
+    --model_path."""
     model: str = setting("small")
-    """tiny, mini, small, base, large or xlarge; or what to start from: a run, checkpoint or export, or `streets-64` of the package."""
+    """tiny, mini, small, base, large or xlarge; or what to start from: a run, checkpoint or export, or `streets-64` of
+    the package."""
     model_path: str = free_setting("")
-    """Fine-tune the transformer of a diffusers pipeline (HunyuanDiT, PixArt, SD3, FLUX, Wan): its folder, or its name on the hub."""
+    """Fine-tune the transformer of a diffusers pipeline (HunyuanDiT, PixArt, SD3, FLUX, Wan): its folder, or its name
+    on the hub."""
     lora_rank: int = setting(0, low=0)
-    """Rank of LoRA adapters that are trained instead of the transformer's own weights; 0 trains all weights. For --model_path."""
+    """Rank of LoRA adapters that are trained instead of the transformer's own weights; 0 trains all weights. For
+    --model_path."""
     lora_alpha: float = setting(0.0, low=0)
     """Scale of the adapters' sum is lora_alpha / lora_rank; 0 means lora_rank, a scale of 1."""
     lora_targets: tuple[str, ...] = setting(())
@@ -59,7 +64,8 @@ class TrainConfig:
     n_steps: int = setting(20_000, change="grows", low=1)
     """Optimizer steps in all; a resumed run may ask for more."""
     batch_size: int = setting(32, low=1)
-    """Images a rank takes through the model at once. The product with ranks and accumulation is the run's global batch, and stays with the run."""
+    """Images a rank takes through the model at once. The product with ranks and accumulation is the run's global
+    batch, and stays with the run."""
     accumulate: int = setting(1, low=1)
     """Micro-batches whose gradients are added up before a step."""
     lr: float = setting(1e-4, low=ABOVE_ZERO)
@@ -79,16 +85,18 @@ class TrainConfig:
     caption_dropout: float = setting(0.1, low=0, high=1)
     """Share of images that are trained without their caption, which is what guidance needs."""
     time_sampling: Literal["logit_normal", "uniform"] | None = setting(None)
-    """How training times are spread between image (0) and noise (1); by default logit_normal, and what its family uses for --model_path."""
+    """How training times are spread between image (0) and noise (1); by default logit_normal, and what its family uses
+    for --model_path."""
     time_shift: float | None = setting(None, low=ABOVE_ZERO)
-    """Moves times towards noise (above 1), in training and, for a DiT, in sampling; by default 1, or the shift of the model's scheduler."""
+    """Moves times towards noise (above 1), in training and, for a DiT, in sampling; by default 1, or the shift of the
+    model's scheduler."""
     seed: int = setting(0, low=0, high=MAX_SEED)
     """Decides the first weights, the order of the data and all training noise."""
     dtype: Literal["fp32", "bf16", "fp16"] = setting("fp32")
     """Precision of the forward and backward pass."""
     weights_dtype: Literal["fp32", "bf16"] = setting("fp32")
-    """fp32 keeps master weights and optimizer in float32; bf16 keeps them in bfloat16: half the memory, but small updates are lost.
-    The EMA is float32 either way."""
+    """fp32 keeps master weights and optimizer in float32; bf16 keeps them in bfloat16: half the memory, but small
+    updates are lost. The EMA is float32 either way."""
     deterministic: bool = setting(False)
     """Only kernels whose results repeat bit for bit on a GPU (slower). On a CPU they always do."""
     nan_policy: Literal["stop", "skip"] = setting("stop")
@@ -96,15 +104,18 @@ class TrainConfig:
 
     # -- how it is spread
     engine: Literal["auto", "single", "ddp", "fsdp", "deepspeed"] = setting("auto")
-    """auto takes ddp for several ranks and single for one; fsdp (FSDP2) and deepspeed (ZeRO) shard weights, gradients, optimizer and EMA."""
+    """auto takes ddp for several ranks and single for one; fsdp (FSDP2) and deepspeed (ZeRO) shard weights, gradients,
+    optimizer and EMA."""
     zero_stage: Literal[1, 2, 3] = setting(2)
     """What deepspeed shards: 1 the optimizer, 2 gradients too, 3 weights and EMA too."""
     deepspeed_config: str = free_setting("")
     """DeepSpeed's own JSON config; what it says goes before --zero_stage, except what Halation's flags decide."""
     offload_optimizer: bool = setting(False)
-    """Keep the optimizer's state in host memory (fsdp, where the weights go along, and deepspeed): slower, for models that do not fit."""
+    """Keep the optimizer's state in host memory (fsdp, where the weights go along, and deepspeed): slower, for models
+    that do not fit."""
     nproc: int = free_setting(0)
-    """Ranks to start on this machine; 0 is one for each GPU, or one without a GPU. Under torchrun or srun those ranks are joined."""
+    """Ranks to start on this machine; 0 is one for each GPU, or one without a GPU. Under torchrun or srun those ranks
+    are joined."""
     gpu_ids: tuple[int, ...] = free_setting(())
     """GPUs to use, as torch counts them within CUDA_VISIBLE_DEVICES; by default all."""
     oversubscribe: bool = free_setting(False)
@@ -122,8 +133,8 @@ class TrainConfig:
 
     # -- data
     cache: Literal["auto", "none", "memory", "pixels", "latents"] = free_setting("auto")
-    """Where prepared images are kept: in memory, or in memory-mapped files (pixels, latents). auto: latents with --vae or
-    --model_path, else memory."""
+    """Where prepared images are kept: in memory, or in memory-mapped files (pixels, latents). auto: latents with --vae
+    or --model_path, else memory."""
     cache_dir: str = free_setting("")
     """Folder of that cache; by default `cache` in the run's folder. Runs on the same data may share it."""
     num_workers: int = free_setting(0, low=0)
@@ -161,18 +172,21 @@ class TrainConfig:
     same_seed: bool = free_setting(False)
     """Draw every prompt from the same seed."""
     sampler: Literal["euler", "heun", "multistep"] = free_setting("multistep")
-    """Solver of a DiT's samples; heun runs the model almost twice a step. A model of --model_path is drawn with its own scheduler."""
+    """Solver of a DiT's samples; heun runs the model almost twice a step. A model of --model_path is drawn with its
+    own scheduler."""
     sample_all: bool = free_setting(True)
     """Draw all prompts at every checkpoint; --no_sample_all draws as many as there are ranks, the first ones."""
     sample_names: Literal["index", "gpu", "rank"] = free_setting("index")
-    """Names of the files: sample_00.png; gpu_0_sample.png, where 0 is the prompt's number too; or epoch_0001_rank_0_sample_00.png, all in
-    one folder, by contiguous shares of the prompts."""
+    """Names of the files: sample_00.png; gpu_0_sample.png, where 0 is the prompt's number too; or
+    epoch_0001_rank_0_sample_00.png, all in one folder, by contiguous shares of the prompts."""
     sample_offload: bool = free_setting(False)
     """Park the optimizer's state in host memory while samples are drawn, for a model that only just trains."""
     guidance_scale: float | None = free_setting(None, low=0)
-    """Classifier-free guidance; 1 switches it off and halves the work. By default 3, or what the pipeline of --model_path uses."""
+    """Classifier-free guidance; 1 switches it off and halves the work. By default 3, or what the pipeline of
+    --model_path uses."""
     sample_batch_size: int = free_setting(1, low=1)
-    """Images in a batch, that is in one forward. It is part of the image's bits, so it never follows from the number of GPUs."""
+    """Images in a batch, that is in one forward. It is part of the image's bits, so it never follows from the number
+    of GPUs."""
     sample_raw: bool = free_setting(False)
     """Also draw from the weights as they are, beside the EMA's."""
     sample_timeout_s: float = free_setting(0.0, low=0)
@@ -180,15 +194,20 @@ class TrainConfig:
 
     # -- evaluations
     eval_every: int = free_setting(0, low=0)
-    """Steps between evaluations of the average of the weights on all ranks, the last step included; 0 never evaluates."""
+    """Steps between evaluations of the average of the weights on all ranks, the last step included; 0 never
+    evaluates."""
     eval_metrics: tuple[Metric, ...] = free_setting(())
-    """fid, kid, is, fd, prdc, clip, agreement, as in `halation evaluate`; by default fd, kid and prdc, and for streets agreement."""
+    """fid, kid, is, fd, prdc, clip, agreement, as in `halation evaluate`; by default fd, kid and prdc, and for streets
+    agreement."""
     eval_images: int = free_setting(1000, low=16, high=10**6)
-    """Images drawn for an evaluation, for the captions or classes of the reference. Fewer than a metric can bear are scored and marked."""
+    """Images drawn for an evaluation, for the captions or classes of the reference. Fewer than a metric can bear are
+    scored and marked."""
     eval_reference: int = free_setting(5000, low=16, high=10**6)
-    """Real images to compare with at most: the first validation scenes of streets, the first training images of a folder."""
+    """Real images to compare with at most: the first validation scenes of streets, the first training images of a
+    folder."""
     eval_extractor: str = free_setting("")
-    """Features of fd, kid and prdc: inception, dinov2, clip, streets, or a model's folder; by default streets for streets, else inception."""
+    """Features of fd, kid and prdc: inception, dinov2, clip, streets, or a model's folder; by default streets for
+    streets, else inception."""
     eval_weights: str = free_setting("")
     """File, folder or hub name of that extractor's weights, instead of the usual ones."""
     eval_clip_model: str = free_setting(EvaluateConfig.clip_model)
@@ -198,7 +217,8 @@ class TrainConfig:
     eval_steps: int = free_setting(0, low=0)
     """Denoising steps of these images; 0 is sample_steps."""
     restart: bool = free_setting(False)
-    """Start over at step 0 where every checkpoint of the run is damaged, instead of refusing; a whole one is still gone on from."""
+    """Start over at step 0 where every checkpoint of the run is damaged, instead of refusing; a whole one is still
+    gone on from."""
     accept_changes: bool = free_setting(False)
     """Go on with changed settings; the change is recorded in config.json."""
 

@@ -27,7 +27,8 @@ class WatchConfig:
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|DIR")] = dataclasses.field(
         metadata={"change": "free", "positional": True}
     )
-    """A Halation run, or a folder of diffusers pipelines (subfolders with model_index.json; the last number in a name is the step)."""
+    """A Halation run, or a folder of diffusers pipelines (subfolders with model_index.json; the last number in a name
+    is the step)."""
     output_dir: Path | None = free_setting(None)
     """Folder for images, scores and the best checkpoint; by default `watch` in the folder that is watched."""
     every: int = free_setting(1, low=1, high=10**9)
@@ -39,11 +40,13 @@ class WatchConfig:
     poll_s: float = free_setting(30.0, low=ABOVE_ZERO)
     """Seconds between two looks at the folder."""
     settle_s: float = free_setting(60.0, low=0)
-    """Take a pipeline only when its files have not changed for so long. Halation's own checkpoints say themselves that they are whole."""
+    """Take a pipeline only when its files have not changed for so long. Halation's own checkpoints say themselves that
+    they are whole."""
 
     # -- what is drawn
     prompts: str = free_setting("")
-    """Prompt list (csv, txt, jsonl, parquet); by default the captions of the reference: `streets`, or a folder with captions."""
+    """Prompt list (csv, txt, jsonl, parquet); by default the captions of the reference: `streets`, or a folder with
+    captions."""
     num_samples: int = setting(0, low=0, high=10**12)
     """Draw the first so many prompts; 0 is all, which for `streets` is as many as --num_reference."""
     seed_start: int = setting(42, low=0, high=2**63 - 1)
@@ -71,7 +74,8 @@ class WatchConfig:
     metrics: tuple[Metric, ...] = setting(())
     """fid, kid, is, fd, prdc, clip, agreement; by default what `halation evaluate` takes for this extractor."""
     extractor: str = setting("")
-    """Features of fd, kid and prdc: inception, dinov2, clip, streets, or a folder; by default inception, or streets where the reference is that."""
+    """Features of fd, kid and prdc: inception, dinov2, clip, streets, or a folder; by default inception, or streets
+    where the reference is that."""
     weights: str = setting("")
     """File, folder or hub name of the extractor's weights, instead of the usual ones."""
     clip_model: str = setting("")
