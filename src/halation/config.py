@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from halation import input_files
-from halation.csv_jsonl_reader import format_value, shorten
-from halation.errors import InputError
+from halation.errors import InputError, format_value, shorten
 
 ChangePolicy = Literal["refused", "free", "grows"]
 ConfigType = TypeVar("ConfigType")

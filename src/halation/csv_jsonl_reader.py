@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from halation import input_files
-from halation.errors import InputError
+from halation.errors import MAX_NAMES_SHOWN, InputError, format_value, shorten
 
 Text = str | Iterator[str]
 CsvRecord = tuple[int, list[str]]
@@ -33,7 +33,6 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _PUNCTUATION = frozenset("\xa0\xab\xbb\u2013\u2014\u2018\u2019\u201a\u201c\u201d\u201e\u2022\u2026\u2039\u203a")
 _MIN_SEQUENCES = 3
 MAX_PATH_SHOWN = 300
-_MAX_NAMES_SHOWN = 20
 _OTHER_MARKS = {  # UTF-32's first mark begins with that of UTF-16
     "UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
     "UTF-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
@@ -58,25 +57,6 @@ def nearest_hint(name: str, known: Sequence[str]) -> str:
     """A hint at the known name that looks most like this one, or nothing."""
     close = difflib.get_close_matches(name[:MAX_PATH_SHOWN].lower(), known, n=1)
     return f" (nearest: {close[0]!r})" if close else ""
-
-
-def shorten(text: object, max_chars: int = 60) -> str:
-    """A name from a file, short enough for a message and without characters that a terminal would not show."""
-    shown = str(text)
-    shown = shown if len(shown) <= max_chars else shown[:max_chars] + "..."
-    return shown if shown.isprintable() else repr(shown)[1:-1]
-
-
-def format_names(names: Sequence[str]) -> str:
-    """Names of columns, the first of them where there are many."""
-    more = [f"{len(names) - _MAX_NAMES_SHOWN} more"] if len(names) > _MAX_NAMES_SHOWN else []
-    return ", ".join([*map(format_value, names[:_MAX_NAMES_SHOWN]), *more])
-
-
-def format_value(value: object, max_chars: int = 60) -> str:
-    """A value from a file, short enough for a message."""
-    text = repr(value[: max_chars + 1] if isinstance(value, str | bytes) else value)
-    return text if len(text) <= max_chars + 2 else text[:max_chars] + "..."
 
 
 def read_text_bytes(path: Path, *, within: str | None = None) -> bytes:
@@ -304,8 +284,8 @@ def _check_records(name: str, header: Sequence[str], records: Iterator[CsvRecord
     max_rows, max_chars = input_files.limit(input_files.MAX_TABLE_ROWS), input_files.limit(input_files.MAX_FIELD_CHARS)
     for num_rows, (line, fields) in enumerate(records, start=1):
         if len(fields) != len(header):
-            names = ", ".join(shorten(column) for column in header[:_MAX_NAMES_SHOWN])
-            names += ", ..." if len(header) > _MAX_NAMES_SHOWN else ""
+            names = ", ".join(shorten(column) for column in header[:MAX_NAMES_SHOWN])
+            names += ", ..." if len(header) > MAX_NAMES_SHOWN else ""
             found = f"{len(fields)} fields where the header has {len(header)} ({names})"
             action = "put quotes around a field that has a comma or a line end in it"
             raise error_at(name, line, 1, found, "the same number of fields in every line", action)

@@ -1,16 +1,18 @@
-"""The errors people see: what was found, what was expected, what to do, and the exit code each one means."""
+"""Errors that users see: what was found, what was expected, what to do; with their exit codes."""
 
 from __future__ import annotations
 
 import errno
+from collections.abc import Sequence
 
 RESOURCE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE)
 PERMISSION_ERRNOS = (errno.EACCES, errno.EPERM, errno.ESTALE)
 _MAX_CHARS = 5000
+MAX_NAMES_SHOWN = 20
 
 
 class HalationError(Exception):
-    """Something a person should read; the command line prints it without a traceback."""
+    """An error for users; the command line prints it without a traceback."""
 
     exit_code = 1
 
@@ -36,6 +38,25 @@ def _shorten(text: str) -> str:
     return text if len(text) <= _MAX_CHARS else f"{text[: _MAX_CHARS - 500]} ... {text[-500:]}"
 
 
+def shorten(text: object, max_chars: int = 60) -> str:
+    """A name from a file, short enough for a message and without characters that a terminal would not show."""
+    shown = str(text)
+    shown = shown if len(shown) <= max_chars else shown[:max_chars] + "..."
+    return shown if shown.isprintable() else repr(shown)[1:-1]
+
+
+def format_names(names: Sequence[str]) -> str:
+    """Names of columns, the first of them where there are many."""
+    more = [f"{len(names) - MAX_NAMES_SHOWN} more"] if len(names) > MAX_NAMES_SHOWN else []
+    return ", ".join([*map(format_value, names[:MAX_NAMES_SHOWN]), *more])
+
+
+def format_value(value: object, max_chars: int = 60) -> str:
+    """A value from a file, short enough for a message."""
+    text = repr(value[: max_chars + 1] if isinstance(value, str | bytes) else value)
+    return text if len(text) <= max_chars + 2 else text[:max_chars] + "..."
+
+
 class FolderError(HalationError):
     """The folder that a command writes to is gone, is another one, or takes no more files."""
 
@@ -53,11 +74,13 @@ class Interrupted(HalationError):
 
 
 def os_error_message(error: BaseException) -> str | None:
-    """A sentence for a full, broken or read-only disk and the like, which is nobody's defect and needs no traceback."""
+    """A sentence for a full, broken or read-only disk and the like, which needs no traceback."""
     if not isinstance(error, OSError) or error.errno not in RESOURCE_ERRNOS + PERMISSION_ERRNOS:
         return None
     where = f" ({error.filename})" if error.filename else ""
     action = (
-        "check its permissions" if error.errno in PERMISSION_ERRNOS else "mend that, for a full disk free some space"
+        "check its permissions"
+        if error.errno in PERMISSION_ERRNOS
+        else "fix the cause (for a full disk, free some space)"
     )
     return f"the system refused: {error.strerror}{where}; {action}, then run the same command again"

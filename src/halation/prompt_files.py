@@ -25,13 +25,11 @@ from halation.csv_jsonl_reader import (
     error_at,
     find_duplicate,
     find_encoding_damage,
-    format_value,
     iter_lines,
     json_rows,
     nearest_hint,
-    shorten,
 )
-from halation.errors import InputError
+from halation.errors import InputError, format_value, shorten
 from halation.input_files import format_size
 
 FORMATS = ("csv", "txt", "jsonl", "parquet")

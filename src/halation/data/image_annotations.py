@@ -15,14 +15,11 @@ from halation.csv_jsonl_reader import (
     csv_rows,
     decode_blocks,
     error_at,
-    format_names,
-    format_value,
     json_rows,
     read_text_bytes,
-    shorten,
 )
 from halation.data.decode import SUFFIXES, UNSUPPORTED_SUFFIXES
-from halation.errors import InputError
+from halation.errors import InputError, format_names, format_value, shorten
 from halation.input_files import data_folder
 
 METADATA_FILES = ("metadata.jsonl", "metadata.csv")

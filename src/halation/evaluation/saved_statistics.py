@@ -16,8 +16,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from halation.csv_jsonl_reader import format_names, shorten
-from halation.errors import InputError
+from halation.errors import InputError, format_names, shorten
 from halation.evaluation.metrics.moments import Features, Gaussian, Moments, merge_moments
 from halation.input_files import (
     MAX_ARRAY_BYTES,

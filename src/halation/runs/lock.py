@@ -53,7 +53,7 @@ class WatchedPath:
                 "put it back, then run the same command again"
             )
         except OSError as error:
-            return f"{self.path} cannot be reached: {error.strerror}; mend that, then run the same command again"
+            return f"{self.path} cannot be reached: {error.strerror}; fix the cause, then run the same command again"
         if identity != self.identity:
             return (
                 f"{self.path} is another one than when this command began: it was removed or moved, and made anew; "
