@@ -18,8 +18,7 @@ from halation.gallery.command import build_catalog
 from halation.gallery.evaluation_reports import ScoreIndex
 from halation.gallery.generation_runs import RowQuery
 from halation.gallery.run_catalog import RunCatalog
-from halation.gallery.run_file_reader import JsonlTailReader, read_json_object, read_last_lines
-from halation.gallery.server import encode_json
+from halation.gallery.run_file_reader import JsonlTailReader, encode_json, read_json_object, read_last_lines
 from halation.runs import lock
 from halation.runs import run_folder as runs
 from support.served import serving

@@ -23,7 +23,8 @@ from benchmarks.big_folders import (
     training_folder,
 )
 
-from halation.gallery.server import IMAGE_KEY, encode_json, image_type
+from halation.gallery.run_file_reader import encode_json
+from halation.gallery.server import IMAGE_KEY, image_type
 from halation.generation.image_requests import ImageRequest
 from halation.generation.ledger import LEDGER_FILE, Ledger
 from halation.runs import lock

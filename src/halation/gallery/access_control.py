@@ -42,9 +42,11 @@ MAX_CLOSED_PER_S = 1600
 PER_ADDRESS_SHARE = 2
 """One address may hold one connection in so many of all before one of them has sent the token or the cookie."""
 FORBIDDEN_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>Halation</title></head>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">\
+<title>Halation</title></head>
 <body><h1>This page needs its link</h1>
-<p>Open the link that <code>halation gallery</code> printed where it was started: it ends in <code>?token=</code> and a long word.</p>
+<p>Open the link that <code>halation gallery</code> printed where it was started: it ends in \
+<code>?token=</code> and a long word.</p>
 <p>A gallery that was started again has a new link.</p></body></html>
 """
 # A page that was reached from another site does not get a SameSite=Strict cookie back in the redirect that set it. A
@@ -144,21 +146,27 @@ class AccessMiddleware:
             await _send_response(send, 403, json.dumps({"error": sentence}), "application/json")
 
     def _refusal(self, scope: Scope) -> tuple[int, str] | None:
-        """Status and sentence for what is refused before anybody asks who is there."""
+        """Status and sentence for what is refused before the token or the cookie is looked at."""
         hosts, origins = _header_values(scope, b"host"), _header_values(scope, b"origin")
         here = parse_authority(hosts[0]) if len(hosts) == 1 else None
         if here is None or not self.allowed_hosts.is_allowed(here[0]):
             return 403, "this page is not served by that name; open the link as it was printed"
-        if any(not _is_same_origin(origin, hosts[0]) for origin in origins):
+        own_origins = [f"{scheme}://{hosts[0].lower()}" for scheme in ("http", "https")]  # a proxy may have added TLS
+        if any(origin.lower() not in own_origins for origin in origins):
             return 403, "another page asked for this"
         method = scope["method"]
         if method not in ("GET", "HEAD") and not (method == "POST" and self._is_control(scope)):
             return 405, "this page is only looked at"
         if method == "POST" and not origins:
             return 403, "a request that changes something has to say which page made it"
-        if not _is_allowed_fetch(scope):
-            return 403, "another page asked for this"
-        return None
+        if all(site in ("same-origin", "none") for site in _header_values(scope, b"sec-fetch-site")):
+            return None
+        # By the Fetch metadata of the browser a link on another page led here: it may lead to our page alone.
+        is_navigation = _header_values(scope, b"sec-fetch-mode") == ["navigate"]
+        is_page = _header_values(scope, b"sec-fetch-dest") in ([], ["document"])
+        if is_navigation and is_page and scope["path"] == "/" and method == "GET":
+            return None
+        return 403, "another page asked for this"
 
     def _is_control(self, scope: Scope) -> bool:
         return self.allow_control and CONTROL_PATH.fullmatch(scope["path"]) is not None
@@ -303,22 +311,6 @@ def _mark_authorised(scope: Scope) -> None:
 def _any_equal(given: Iterable[str], secret: bytes) -> bool:
     """In a time that says nothing about how much of it was right."""
     return any(hmac.compare_digest(value.encode("utf-8", "surrogateescape"), secret) for value in given)
-
-
-def _is_same_origin(origin: str, host: str) -> bool:
-    """Whether a page at `origin` is ours; a proxy may have put TLS before it."""
-    scheme, separator, rest = origin.lower().partition("://")
-    return bool(separator) and scheme in ("http", "https") and rest == host.lower()
-
-
-def _is_allowed_fetch(scope: Scope) -> bool:
-    """Whether the Fetch metadata of a browser allow the request: a link on another page may lead to our page alone."""
-    sites = _header_values(scope, b"sec-fetch-site")
-    if all(site in ("same-origin", "none") for site in sites):
-        return True
-    is_navigation = _header_values(scope, b"sec-fetch-mode") == ["navigate"]
-    is_page = _header_values(scope, b"sec-fetch-dest") in ([], ["document"])
-    return is_navigation and is_page and scope["path"] == "/" and scope["method"] == "GET"
 
 
 def _header_values(scope: Scope, name: bytes) -> list[str]:

@@ -43,7 +43,7 @@ RESOLVED_DEFAULTS = {
     "train": {"image_size": (64, 64), "time_sampling": "logit_normal", "time_shift": 1.0},
     "distill": {"time_sampling": "logit_normal", "time_shift": 1.0},
 }
-"""Defaults that a command resolves before it writes the record; those that a model on disk decides are not known here."""
+"""Defaults that a command resolves before it writes the record; those a model on disk decides are not known here."""
 FIRST_POLL_TIMEOUT_S = 0.8
 """The link is printed after that even where the folders are still being searched."""
 
@@ -146,24 +146,20 @@ def _export(config: GalleryConfig, file: Path) -> int:
 
 def build_catalog(dirs: Sequence[Path]) -> RunCatalog:
     """The runs below some folders, with what only the commands know of their settings."""
-    config_types = {"train": TrainConfig, "distill": DistillConfig, "generate": GenerateConfig}
-    defaults = {command: _default_settings(command, config_type) for command, config_type in config_types.items()}
-
+    config_types: dict[str, type[Any]] = {"train": TrainConfig, "distill": DistillConfig, "generate": GenerateConfig}
+    defaults: dict[str, dict[str, Any]] = {}
+    for command, config_type in config_types.items():
+        fields = dataclasses.fields(config_type)
+        values = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
+        values |= {f.name: f.default_factory() for f in fields if f.default_factory is not dataclasses.MISSING}
+        values |= RESOLVED_DEFAULTS.get(command, {})
+        # As they stand in a run's record.
+        defaults[command] = to_stored_names(json.loads(json.dumps(values, default=str)))
     training_factory = functools.partial(TrainingRun, defaults=defaults)
     factories: dict[str, RunFactory] = dict.fromkeys(("train", "distill", "sample"), training_factory)
     factories["watch"] = WatchRun
     factories["generate"] = functools.partial(GenerationRun, defaults=defaults)
     return RunCatalog(dirs, factories)
-
-
-def _default_settings(command: str, config_type: type[Any]) -> dict[str, Any]:
-    """The default settings, as they stand in a run's record."""
-    fields = dataclasses.fields(config_type)
-    values = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
-    values |= {f.name: f.default_factory() for f in fields if f.default_factory is not dataclasses.MISSING}
-    values |= RESOLVED_DEFAULTS.get(command, {})
-    plain: dict[str, Any] = json.loads(json.dumps(values, default=str))
-    return to_stored_names(plain)
 
 
 # -- where it listens
@@ -218,9 +214,15 @@ def _local_url(host: str, port: int) -> str:
 def _startup_message(
     config: GalleryConfig, catalog: RunCatalog, port: int, token: str, allowed_hosts: AllowedHosts, *, scan_done: bool
 ) -> str:
+    summaries = [entry.summary() for entry in catalog.entries()]
+    running = sum(summary["state"] == "running" for summary in summaries)
+    counted = f"{len(summaries)} run" + ("" if len(summaries) == 1 else "s")
+    if not summaries:
+        counted = "no runs yet" if scan_done else "looking for runs"
+    counted += (f" ({running} running)" if running else "") + ("" if scan_done or not summaries else " so far")
     folders = ", ".join(str(folder) if str(folder) != "." else "this folder" for folder in config.dirs)
     lines = [
-        f"halation gallery: {_run_count_text(catalog, scan_done=scan_done)} below {folders}",
+        f"halation gallery: {counted} below {folders}",
         "",
         f"  open           {_local_url(config.host, port)}/?token={token}",
     ]
@@ -235,15 +237,6 @@ def _startup_message(
         lines.append("  control        anyone with the link may ask trainings to sample, save or stop")
     lines += ["  to end         Ctrl+C; the runs do not notice", ""]
     return "\n".join(lines)
-
-
-def _run_count_text(catalog: RunCatalog, *, scan_done: bool) -> str:
-    summaries = [entry.summary() for entry in catalog.entries()]
-    running = sum(summary["state"] == "running" for summary in summaries)
-    counted = f"{len(summaries)} run" + ("" if len(summaries) == 1 else "s")
-    if not summaries:
-        counted = "no runs yet" if scan_done else "looking for runs"
-    return counted + (f" ({running} running)" if running else "") + ("" if scan_done or not summaries else " so far")
 
 
 def _ssh_target() -> str:

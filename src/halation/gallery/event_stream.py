@@ -159,7 +159,12 @@ class EventStream:
             if self.change_feed.num_listeners >= self.max_streams:
                 sentence = f"{self.max_streams} pages of this gallery are open already; close some of them"
                 raise HTTPException(503, sentence, headers={"Retry-After": "10"})
-            disconnected = asyncio.ensure_future(_wait_for_disconnect(receive))
+
+            async def wait_for_disconnect() -> None:
+                while (await receive())["type"] != "http.disconnect":
+                    pass
+
+            disconnected = asyncio.ensure_future(wait_for_disconnect())
             try:
                 with self.change_feed.subscribe() as wake_event:
                     await send(start)
@@ -193,11 +198,6 @@ class EventStream:
         # Numbered at the end of a batch only: a page that goes in the middle of it hears the whole batch again.
         id_line = "" if number is None else f"id: {self.change_feed.server_id}.{number}\n"
         return f"event: change\n{id_line}data: {json.dumps(data)}\n\n"
-
-
-async def _wait_for_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _send_text(send: Send, text: str) -> None:

@@ -9,7 +9,6 @@ import base64
 import functools
 import hashlib
 import html
-import json
 import os
 import re
 import urllib.parse
@@ -23,7 +22,7 @@ from halation.errors import InputError
 from halation.gallery.evaluation_reports import EXTREME_SIDES, ScoreIndex
 from halation.gallery.generation_runs import RowQuery
 from halation.gallery.run_catalog import RunCatalog, SafeRunEntry
-from halation.gallery.run_file_reader import NUM_LOG_LINES, replace_non_finite, select_evenly
+from halation.gallery.run_file_reader import NUM_LOG_LINES, encode_json, select_evenly
 from halation.gallery.thumbnails import make_thumbnail
 from halation.runs.run_folder import write_atomic
 
@@ -119,21 +118,13 @@ def merge_contents(entries: Sequence[SafeRunEntry], contents: Sequence[PageConte
         name = os.fsencode(entry.name).decode("utf-8", "replace")
         merged.left_out += [f"{name}: {sentence}" for sentence in content.left_out]
     for address, keys in (("/api/state", ("roots",)), ("/api/runs", ("runs",)), ("/api/scores", ("scores", "reports"))):
-        lists = {key: [one for content in contents for one in content.responses[address][key]] for key in keys}
-        merged.responses[address] = {
-            **merged.responses[address],
-            **{key: _remove_duplicates(lists[key]) for key in keys},
-        }
+        for key in keys:
+            rows: list[Any] = []
+            for row in (row for content in contents for row in content.responses[address][key]):
+                if row not in rows:  # what a run and one inside it both hold stands once
+                    rows.append(row)
+            merged.responses[address] = {**merged.responses[address], key: rows}
     return merged
-
-
-def _remove_duplicates(rows: Iterable[Any]) -> list[Any]:
-    """What a run and one inside it both hold stands once."""
-    kept: list[Any] = []
-    for row in rows:
-        if row not in kept:
-            kept.append(row)
-    return kept
 
 
 def check_export_path(path: Path) -> None:
@@ -178,31 +169,27 @@ def _is_export(path: Path) -> bool:
 
 
 def select_runs(catalog: RunCatalog) -> list[SafeRunEntry]:
-    """For each of the catalog's folders the one run in it."""
-    return list({entry.id: entry for entry in (find_only_run(catalog, root) for root in catalog.roots)}.values())
-
-
-def find_only_run(catalog: RunCatalog, root: Path) -> SafeRunEntry:
-    """The one run below a folder; what lies inside a run belongs to it."""
-    entries = [entry for entry in catalog.entries() if entry.folder.is_relative_to(root)]
-    tops = [
-        entry
-        for entry in entries
-        if not any(entry is not other and entry.folder.is_relative_to(other.folder) for other in entries)
-    ]
-    if not tops:
-        raise InputError(f"no run below {root}", "a run to export", "name the folder of a run")
-    if len(tops) > 1:
-        names = sorted(str(entry.folder) for entry in tops)
-        shown = "\n".join(f"  {name}" for name in names[:20]) + (
-            f"\n  and {len(names) - 20} more" if len(names) > 20 else ""
-        )
-        raise InputError(
-            f"{len(tops)} runs below {root}:\n{shown}",
-            "folders of one run each: a page holds those that were named",
-            "name one of them, or each that the page is to hold",
-        )
-    return tops[0]
+    """For each of the catalog's folders the one run in it; what lies inside a run belongs to it."""
+    selected: dict[str, SafeRunEntry] = {}
+    for root in catalog.roots:
+        entries = [entry for entry in catalog.entries() if entry.folder.is_relative_to(root)]
+        tops = [
+            entry
+            for entry in entries
+            if not any(entry is not other and entry.folder.is_relative_to(other.folder) for other in entries)
+        ]
+        if not tops:
+            raise InputError(f"no run below {root}", "a run to export", "name the folder of a run")
+        if len(tops) > 1:
+            names = sorted(f"  {entry.folder}" for entry in tops)
+            shown = "\n".join(names[:20]) + (f"\n  and {len(names) - 20} more" if len(names) > 20 else "")
+            raise InputError(
+                f"{len(tops)} runs below {root}:\n{shown}",
+                "folders of one run each: a page holds those that were named",
+                "name one of them, or each that the page is to hold",
+            )
+        selected[tops[0].id] = tops[0]
+    return list(selected.values())
 
 
 # -- what is in it
@@ -366,7 +353,7 @@ def render_page(title: str, content: PageContent) -> str:
         "img-src data: file: 'self'; base-uri 'none'; form-action 'none'"
     )
     page_data = {"responses": content.responses, "pictures": content.images, "links": content.links}
-    embedded = f'<script type="application/json" id="embedded">{encode_embedded_json(page_data)}</script>\n'
+    embedded = f'<script type="application/json" id="embedded">{encode_json(page_data, escaped="<>&")}</script>\n'
     note_text = "; ".join([*content.left_out, "full images open where this page lies beside its run"])
     note = f'<p class="left-out" id="left-out">{html.escape(note_text[0].upper() + note_text[1:])}.</p>\n'
     shell = (PAGE_FOLDER / "index.html").read_text("utf-8")
@@ -388,11 +375,3 @@ def render_page(title: str, content: PageContent) -> str:
 
 def _csp_hash(text: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
-
-
-def encode_embedded_json(value: Any) -> str:
-    """JSON in plain letters that no parser of pages can take for anything else; what is not finite is null."""
-    text = json.dumps(replace_non_finite(value), allow_nan=False, separators=(",", ":"))
-    for sign in "<>&":
-        text = text.replace(sign, f"\\u{ord(sign):04x}")
-    return text

@@ -18,7 +18,8 @@ from halation.gallery.run_file_reader import (
     FileStamp,
     RunState,
     find_read_error,
-    read_first_line,
+    open_regular_file,
+    parse_time,
     read_json,
     read_record,
     read_run_state,
@@ -56,6 +57,13 @@ EMPTY_RESPONSES: dict[str, Any] = {
 """What the questions that only some kinds answer are answered with."""
 Answer = TypeVar("Answer")
 RUN_KINDS = ("train", "distill", "sample", "generate", "watch")
+MARKER_FILES = {
+    "generate": tuple(LEDGER_NAMES.values()),
+    "watch": ("best_checkpoint",),
+    "train": (METRICS_FILE, "checkpoints"),
+    "sample": ("samples.json",),
+}
+"""Files by which the kind of a run is known where its record is damaged."""
 MAX_DEPTH = 6
 MAX_CHILDREN = 2_000
 MAX_ROOT_CHILDREN = 200_000
@@ -151,9 +159,8 @@ class RunEntry:
     def _start_time(self, log_file: Path | None) -> float | None:
         """When its first command began to write its log; remembered, for a log's beginning stays."""
         if self._started is None and log_file is not None:
-            with contextlib.suppress(ValueError, OverflowError):
-                first = read_first_line(log_file, self.folder)
-                self._started = time.mktime(time.strptime(first[:19], "%Y-%m-%d %H:%M:%S"))
+            with contextlib.suppress(OSError), open_regular_file(log_file, self.folder) as file:
+                self._started = parse_time(file.readline(200).decode("utf-8", "replace")[:19])
         return self._started
 
     def detail(self) -> dict[str, Any]:
@@ -327,7 +334,11 @@ class RunCatalog:
 
     def _is_due(self, entry: SafeRunEntry, now: float) -> bool:
         """A run at rest is looked at now and then, but at once when a command takes it or lets it go."""
-        last, owner = self._refreshed_at.get(entry.id), _mtime_ns(entry.folder / OWNER_FILE)
+        last = self._refreshed_at.get(entry.id)
+        try:
+            owner = (entry.folder / OWNER_FILE).stat().st_mtime_ns
+        except OSError:
+            owner = 0
         owner_changed = self._owner_mtimes.get(entry.id) != owner
         self._owner_mtimes[entry.id] = owner
         return (
@@ -420,14 +431,6 @@ def _shortest_labels(roots: Sequence[Path]) -> dict[Path, Path]:
     return {root: root for root in distinct}
 
 
-def _mtime_ns(path: Path) -> int:
-    """When a file was written; 0 where there is none."""
-    try:
-        return path.stat().st_mtime_ns
-    except OSError:
-        return 0
-
-
 def _read_folder(folder: Path, mtime_ns: int, max_children: int) -> _FolderScan:
     """One pass over a folder; a run's own folders are not searched but where runs may be inside it."""
     settled = time.time() - mtime_ns / 1e9 > MTIME_SETTLE_S
@@ -457,18 +460,7 @@ def read_run_kind(folder: Path) -> str | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError):
-        return _guess_kind(folder)
+        found = (kind for kind, names in MARKER_FILES.items() if any(os.path.lexists(folder / name) for name in names))
+        return next(found, None)
     job = record.get("job") if isinstance(record, dict) else None
     return job if job in RUN_KINDS else None
-
-
-def _guess_kind(folder: Path) -> str | None:
-    marker_files = {
-        "generate": tuple(LEDGER_NAMES.values()),
-        "watch": ("best_checkpoint",),
-        "train": (METRICS_FILE, "checkpoints"),
-        "sample": ("samples.json",),
-    }
-    return next(
-        (kind for kind, names in marker_files.items() if any(os.path.lexists(folder / name) for name in names)), None
-    )

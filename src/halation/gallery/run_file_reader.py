@@ -114,14 +114,25 @@ def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and -1e308 <= value <= 1e308
 
 
-def replace_non_finite(value: Any) -> Any:
-    """The same for a page: what is not finite, which JSON has no word for, is null."""
+def encode_json(value: Any, escaped: str = "<") -> str:
+    """JSON that every browser reads: what is not finite is null; without `<`, so never taken for HTML."""
+    try:
+        text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    except ValueError:
+        text = json.dumps(_replace_non_finite(value), allow_nan=False, separators=(",", ":"))
+    for sign in escaped:
+        text = text.replace(sign, f"\\u{ord(sign):04x}")
+    return text
+
+
+def _replace_non_finite(value: Any) -> Any:
+    """The same value with null for numbers that are not finite, which JSON cannot hold."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): replace_non_finite(item) for key, item in value.items()}
+        return {str(key): _replace_non_finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [replace_non_finite(item) for item in value]
+        return [_replace_non_finite(item) for item in value]
     return value
 
 
@@ -228,15 +239,6 @@ def read_last_lines(path: Path, num_lines: int, within: Path | None = None) -> l
     return lines[-num_lines:] if num_lines > 0 else []
 
 
-def read_first_line(path: Path, within: Path | None = None) -> str:
-    """The beginning of a log; empty where there is none."""
-    try:
-        with open_regular_file(path, within) as file:
-            return file.readline(200).decode("utf-8", "replace")
-    except OSError:
-        return ""
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunState:
     """`status` is running, finished, stopped or failed."""
@@ -275,7 +277,7 @@ def read_run_state(
 
 def _owner_state(owner: dict[str, object], last_modified: float) -> RunState:
     command, host, pid = str(owner.get("command") or ""), owner.get("host"), owner.get("pid")
-    since = _parse_time(owner.get("since"))
+    since = parse_time(owner.get("since"))
     if host == socket.gethostname() and isinstance(pid, int):
         alive = is_alive(pid, owner.get("start"))
         return RunState(
@@ -291,7 +293,8 @@ def _owner_state(owner: dict[str, object], last_modified: float) -> RunState:
     return RunState(status="stopped", reason=f"silent since {when}", command=command, since=since)
 
 
-def _parse_time(text: object) -> float | None:
+def parse_time(text: object) -> float | None:
+    """Seconds since the epoch of a local time as logs and owner files have it; None for anything else."""
     try:
         return time.mktime(time.strptime(str(text), "%Y-%m-%d %H:%M:%S"))
     except (ValueError, OverflowError):

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import fcntl
 import hashlib
-import json
 import logging
 import os
 import re
@@ -37,7 +36,7 @@ from halation.gallery.access_control import AccessMiddleware, AllowedHosts, App,
 from halation.gallery.event_stream import ChangeFeed, EventStream
 from halation.gallery.generation_runs import RowQuery
 from halation.gallery.run_catalog import RunCatalog, SafeRunEntry
-from halation.gallery.run_file_reader import NUM_LOG_LINES, open_regular_file, replace_non_finite
+from halation.gallery.run_file_reader import NUM_LOG_LINES, encode_json, open_regular_file
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +133,13 @@ def build_app(gallery: GalleryContext, *, token: str, allowed_hosts: AllowedHost
         path = page_files.get(request.path_params.get("name", "index.html"))
         if path is None:
             raise HTTPException(404, "there is no such file")
-        return _static_response(path, request)
+        body = path.read_bytes()
+        tag = f'"{hashlib.blake2b(body, digest_size=8).hexdigest()}"'
+        headers = {"ETag": tag, "Cache-Control": "no-cache"}
+        if_none_match = request.headers.get("if-none-match", "")
+        if tag in (part.strip().removeprefix("W/") for part in if_none_match.split(",")):
+            return Response(status_code=304, headers=headers)
+        return Response(body, headers=headers, media_type=CONTENT_TYPES[path.suffix])
 
     state = {"version": gallery.version, "control": gallery.send_control is not None, "roots": list(gallery.roots)}
     routes = [
@@ -169,17 +174,8 @@ def build_app(gallery: GalleryContext, *, token: str, allowed_hosts: AllowedHost
 # -- answers
 
 
-def encode_json(value: Any) -> bytes:
-    """JSON that every browser reads: a loss that is not a number is null; without `<`, so never taken for HTML."""
-    try:
-        text = json.dumps(value, allow_nan=False, separators=(",", ":"))
-    except ValueError:
-        text = json.dumps(replace_non_finite(value), allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").encode()
-
-
 def _json_response(value: Any, status: int = 200) -> Response:
-    return Response(encode_json(value), status, media_type="application/json")
+    return Response(encode_json(value).encode(), status, media_type="application/json")
 
 
 async def _http_error_response(request: Request, error: Exception) -> Response:
@@ -192,16 +188,6 @@ async def _http_error_response(request: Request, error: Exception) -> Response:
 async def _server_error_response(request: Request, error: Exception) -> Response:
     """Said without its words, which may hold a path; the traceback is printed where the gallery was started."""
     return _json_response({"error": "the gallery could not answer; where it was started it says why"}, 500)
-
-
-def _static_response(path: Path, request: Request) -> Response:
-    body = path.read_bytes()
-    tag = f'"{hashlib.blake2b(body, digest_size=8).hexdigest()}"'
-    headers = {"ETag": tag, "Cache-Control": "no-cache"}
-    if_none_match = request.headers.get("if-none-match", "")
-    if tag in (part.strip().removeprefix("W/") for part in if_none_match.split(",")):
-        return Response(status_code=304, headers=headers)
-    return Response(body, headers=headers, media_type=CONTENT_TYPES[path.suffix])
 
 
 def _get_metrics(gallery: GalleryContext, request: Request) -> Any:

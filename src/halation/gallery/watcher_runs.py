@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
@@ -68,7 +69,11 @@ class WatchRun(RunEntry):
         if folder_stamps == self._folder_stamps:
             return False
         every, first = (settings.get(name) for name in ("every", "min_step"))
-        steps = itertools.chain.from_iterable(map(_list_steps, folder_stamps))
+        names: list[str] = []
+        for folder in folder_stamps:
+            with contextlib.suppress(OSError, ValueError), os.scandir(folder) as entries:
+                names += [entry.name for entry in itertools.islice(entries, MAX_FOLDER_ENTRIES)]
+        steps = [int(found[1]) for name in names if (found := CHECKPOINT_NAME.fullmatch(name)) is not None]
         every, first = every if is_int64(every) and every else 1, first if is_int64(first) else 0
         available = {step for step in steps if step >= first and step % every == 0}
         changed = available != self._available_steps
@@ -165,12 +170,3 @@ def _parse_score(row: dict[str, Any]) -> dict[str, Any] | None:
         "std": row.get("std") if is_number(row.get("std")) else None,
         "better": str(row.get("better") or "") or None,
     }
-
-
-def _list_steps(folder: Path) -> list[int]:
-    try:
-        with os.scandir(folder) as entries:
-            names = [entry.name for entry in itertools.islice(entries, MAX_FOLDER_ENTRIES)]
-    except (OSError, ValueError):
-        return []
-    return [int(found[1]) for name in names if (found := CHECKPOINT_NAME.fullmatch(name)) is not None]

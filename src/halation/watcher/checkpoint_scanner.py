@@ -41,7 +41,7 @@ def parse_step(name: str) -> int | None:
 
 @dataclass(kw_only=True)
 class _FolderSnapshot:
-    """A folder's files as they were seen, and since when they have been so."""
+    """A folder's files (name, size, time of change) as they were seen, and since when they have been so."""
 
     files: frozenset[tuple[str, int, int]]
     unchanged_since: float
@@ -100,7 +100,8 @@ class CheckpointScanner:
         if (folder / COMMIT_FILE).exists():  # written last, in a folder that had no name yet
             return True
         try:
-            files = frozenset(_list_file_stats(folder))
+            stats = {path: path.stat() for path in _walk_files(folder)}
+            files = frozenset((str(path), each.st_size, each.st_mtime_ns) for path, each in stats.items())
             problem = self._find_recent_change(folder, files)
             if problem:
                 self.unsettled[folder.name] = problem
@@ -124,12 +125,6 @@ class CheckpointScanner:
         return "" if unchanged_s >= self.settle_s else f"changed {unchanged_s:.0f} s ago"
 
 
-def _list_file_stats(folder: Path) -> list[tuple[str, int, int]]:
-    """Name, size and time of change of every file."""
-    stats = [(path, path.stat()) for path in _walk_files(folder)]
-    return [(str(path), each.st_size, each.st_mtime_ns) for path, each in stats]
-
-
 def _walk_files(folder: Path) -> list[Path]:
     """Every file, by name; folders that are links, as some trainers make, are followed."""
     walk = walk_folder(folder, max_entries=MAX_MODEL_ENTRIES)
@@ -137,7 +132,10 @@ def _walk_files(folder: Path) -> list[Path]:
 
 
 def find_missing_parts(folder: Path) -> str:
-    """What a checkpoint lacks by its own lists and headers; empty where it is complete. Hashes are checked on loading."""
+    """What a checkpoint lacks by its own lists and headers; empty where it is complete.
+
+    Hashes are checked on loading.
+    """
     try:
         if (folder / COMMIT_FILE).exists():
             sums = read_json(folder / COMMIT_FILE)["sha256"]

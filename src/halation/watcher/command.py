@@ -97,7 +97,13 @@ def _find_training_data(watched: Path) -> tuple[str, ...]:
 
 def load_prompts(config: WatchConfig) -> PromptFile:
     """The given prompts, or the captions of the reference; unusable ones are refused now, not at each checkpoint."""
-    prompts = PromptFile.open(config.prompts) if config.prompts else _prompts_from_captions(config)
+    if config.prompts:
+        prompts = PromptFile.open(config.prompts)
+    else:
+        rows = [{"prompt": caption} for caption in _read_captions(config)]
+        data = b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)
+        name, sha256 = "captions of the reference", hashlib.sha256(data).hexdigest()
+        prompts = PromptFile(name=name, format="jsonl", sha256=sha256, ignored_columns=(), data=data)
     num = sum(1 for _row in prompts.rows())
     if config.num_samples > num:
         raise InputError(
@@ -106,13 +112,6 @@ def load_prompts(config: WatchConfig) -> PromptFile:
             "leave --num_samples out for all",
         )
     return prompts
-
-
-def _prompts_from_captions(config: WatchConfig) -> PromptFile:
-    rows = [{"prompt": caption} for caption in _read_captions(config)]
-    data = b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)
-    sha256 = hashlib.sha256(data).hexdigest()
-    return PromptFile(name="captions of the reference", format="jsonl", sha256=sha256, ignored_columns=(), data=data)
 
 
 def _read_captions(config: WatchConfig) -> list[str]:
