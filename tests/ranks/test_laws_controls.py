@@ -39,7 +39,7 @@ class Asking(TrainingSession):
 
 def train_asked(world: Any, config: TrainConfig, asked: Asked) -> tuple[int, str, int]:
     """Step, last words and exit code of a training that is asked."""
-    with job._lock_run_folder(config, world, has_lock=False), Asking(world, config) as session:
+    with job.open_run_on_rank_zero(config, world), Asking(world, config) as session:
         session.prepare()
         session.asked = asked
         session.inbox.poll_interval_s = 0.0

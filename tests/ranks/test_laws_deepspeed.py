@@ -63,7 +63,7 @@ class Suspicious(SuspiciousSession):
 
 
 def train_suspiciously(world: Any, config: TrainConfig) -> int:
-    with job._lock_run_folder(config, world, has_lock=False), Suspicious(world, config) as session:
+    with job.open_run_on_rank_zero(config, world), Suspicious(world, config) as session:
         session.prepare()
         session.run()
         return session.num_looks
@@ -118,7 +118,7 @@ def test_training_agrees_with_ddp_and_the_export_has_every_weight(
 
 def draw(world: Any, config: TrainConfig, numbers: list[int], output: Path) -> list[list[str]]:
     """Images of the newest checkpoint for so many prompts, with the averages where the weights were."""
-    with job._lock_run_folder(config, world, has_lock=False), TrainingSession(world, config) as session:
+    with job.open_run_on_rank_zero(config, world), TrainingSession(world, config) as session:
         session.prepare()
         assert session._resume()
         session.ema.swap()

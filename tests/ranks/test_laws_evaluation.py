@@ -82,7 +82,7 @@ class Suspicious(TrainingSession):
 
 
 def train_suspiciously(world: Any, config: TrainConfig) -> int:
-    with job._lock_run_folder(config, world, has_lock=False), Suspicious(world, config) as session:
+    with job.open_run_on_rank_zero(config, world), Suspicious(world, config) as session:
         session.prepare()
         next(iter(session.denoiser.shard_units())).eval()  # one module in its own mode, which must stay its own
         session.run()
@@ -259,7 +259,7 @@ class Clumsy(TrainingSession):
 
 
 def train_clumsily(world: Any, config: TrainConfig) -> int:
-    with job._lock_run_folder(config, world, has_lock=False), Clumsy(world, config) as session:
+    with job.open_run_on_rank_zero(config, world), Clumsy(world, config) as session:
         session.prepare()
         session.run()
         return session.num_failures
@@ -317,7 +317,7 @@ class Stopped(TrainingSession):
 
 
 def train_until_stopped(world: Any, config: TrainConfig) -> tuple[int, int]:
-    with job._lock_run_folder(config, world, has_lock=False), Stopped(world, config) as session:
+    with job.open_run_on_rank_zero(config, world), Stopped(world, config) as session:
         session.prepare()
         try:
             session.run()

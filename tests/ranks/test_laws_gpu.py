@@ -53,7 +53,7 @@ def train(world: Any, config: TrainConfig, limit: int) -> list[tuple[int, int, i
     mine = init_process_groups(
         rank=0, size=1, local_rank=0, device=torch.device(DEVICE), store=dist.HashStore(), timeout_s=60.0
     )
-    with mine.close_on_success(), job._lock_run_folder(config, mine, has_lock=False), Weighed(mine, config) as session:
+    with mine.close_on_success(), job.open_run_on_rank_zero(config, mine), Weighed(mine, config) as session:
         session.prepare()
         session.run()
         return session.weights

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.ranks
 
 def measure(world: Any, config: TrainConfig) -> dict[str, float]:
     """The validation loss of a run's newest checkpoint, from the EMA as training measures it."""
-    with job._lock_run_folder(config, world, has_lock=False), TrainingSession(world, config) as session:
+    with job.open_run_on_rank_zero(config, world), TrainingSession(world, config) as session:
         session.prepare()
         assert session._resume()
         with session.ema.swap_during():

@@ -28,7 +28,7 @@ def train_cramped(world: Any, config: TrainConfig, most_rows: int) -> list[int]:
             if len(arguments[0]) > most_rows:
                 raise torch.OutOfMemoryError("no room for so many rows")
 
-    with job._lock_run_folder(config, world, has_lock=False), TrainingSession(world, config) as session:
+    with job.open_run_on_rank_zero(config, world), TrainingSession(world, config) as session:
         session.prepare()
         session.denoiser.module.register_forward_pre_hook(refuse)
         session.run()

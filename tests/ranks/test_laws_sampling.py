@@ -50,7 +50,7 @@ def train_suspiciously(world: Any, config: TrainConfig) -> int:
     random.seed(1)
     np.random.seed(2)
     torch.manual_seed(3)
-    with job._lock_run_folder(config, world, has_lock=False), Suspicious(world, config) as session:
+    with job.open_run_on_rank_zero(config, world), Suspicious(world, config) as session:
         session.prepare()
         next(iter(session.denoiser.shard_units())).eval()  # one module in its own mode, which must stay its own
         session.run()
@@ -74,7 +74,7 @@ def draw(world: Any, folder: Path, prompts: tuple[str, ...], batch_size: int, ou
 
 def draw_sharded(world: Any, config: TrainConfig, cases: list[tuple[int, int]], output: Path) -> list[list[str]]:
     """The same with the weights in shards, where every forward is a collective: one case for (number of prompts, batch size)."""
-    with job._lock_run_folder(config, world, has_lock=False), TrainingSession(world, config) as session:
+    with job.open_run_on_rank_zero(config, world), TrainingSession(world, config) as session:
         session.prepare()
         assert session._resume()
         states = []

@@ -43,7 +43,7 @@ def draw(world: Any, folder: Path, output: Path, prompts: tuple[str, ...], batch
 
 
 def draw_sharded(world: Any, config: TrainConfig, output: Path) -> list[Any]:
-    with job._lock_run_folder(config, world, has_lock=False), TrainingSession(world, config) as session:
+    with job.open_run_on_rank_zero(config, world), TrainingSession(world, config) as session:
         session.prepare()
         assert session._resume()
         with session.ema.swap_during():

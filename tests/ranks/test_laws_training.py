@@ -59,21 +59,21 @@ class PoisonedSpace(PixelSpace):
 
 
 def digests(world: Any, config: TrainConfig) -> list[str]:
-    with job._lock_run_folder(config, world, has_lock=False), Watched(world, config) as session:
+    with job.open_run_on_rank_zero(config, world), Watched(world, config) as session:
         session.prepare()
         session.run()
         return session.digests
 
 
 def train_nudged(world: Any, config: TrainConfig) -> None:
-    with job._lock_run_folder(config, world, has_lock=False), Nudged(world, config) as session:
+    with job.open_run_on_rank_zero(config, world), Nudged(world, config) as session:
         session.prepare()
         session.run()
 
 
 def train_poisoned(world: Any, config: TrainConfig, culprit: int, step: int) -> int:
     """One rank sees NaN at one step; returns how many steps were skipped."""
-    with job._lock_run_folder(config, world, has_lock=False), TrainingSession(world, config) as session:
+    with job.open_run_on_rank_zero(config, world), TrainingSession(world, config) as session:
         session.prepare()
         if world.rank == culprit:
             session.denoiser.space = PoisonedSpace()
@@ -84,7 +84,7 @@ def train_poisoned(world: Any, config: TrainConfig, culprit: int, step: int) -> 
 
 def train_scaled(world: Any, config: TrainConfig, scale: float) -> tuple[float, int]:
     """A training in fp16 that starts from a given loss scale; the scale and the number of skipped steps at its end."""
-    with job._lock_run_folder(config, world, has_lock=False), TrainingSession(world, config) as session:
+    with job.open_run_on_rank_zero(config, world), TrainingSession(world, config) as session:
         session.prepare()
         session.train_state.loss_scale = scale
         session.run()

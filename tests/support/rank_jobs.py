@@ -43,7 +43,7 @@ def train(world: Any, config: TrainConfig) -> None:
     from halation.training import command as job
     from halation.training.session import TrainingSession
 
-    with job._lock_run_folder(config, world, has_lock=False), TrainingSession(world, config) as session:
+    with job.open_run_on_rank_zero(config, world), TrainingSession(world, config) as session:
         session.prepare()
         session.run()
 
@@ -57,7 +57,7 @@ def distill(world: Any, config: Any) -> None:
     from halation.training.session import TrainingSession
 
     with (
-        train._lock_run_folder(config, world, False, "distill", job.open_record),
+        train.open_run_on_rank_zero(config, world, "distill", job.open_record),
         TrainingSession(world, config, DistillationTask) as session,
     ):
         session.prepare()
@@ -83,7 +83,7 @@ def train_until(world: Any, config: TrainConfig, step: int, rank: int = 0) -> in
             if done == step - 1 and self.world.rank == rank:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    with job._lock_run_folder(config, world, has_lock=False), Signalled(world, config) as session:
+    with job.open_run_on_rank_zero(config, world), Signalled(world, config) as session:
         session.prepare()
         try:
             session.run()

@@ -54,7 +54,7 @@ def prepared(world: Any, config: Any, stop_at: int = 0, rank: int = 0) -> Prepar
     heard, hook = _Heard(), register_module_forward_hook(note)
     logging.getLogger("halation").addHandler(heard)
     try:
-        with train._lock_run_folder(config, world, False, "distill", distill.open_record):
+        with train.open_run_on_rank_zero(config, world, "distill", distill.open_record):
             task = DistillationTask(world, config, RunFolder(config.output_dir))
             task.open()
             task.resolve_num_steps(config.batch_size * world.size)

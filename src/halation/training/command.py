@@ -262,23 +262,36 @@ def run_rank(
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     launcher.tie_rank_to_launcher()
-    from halation.distributed.world import init_world, run_on_rank_zero
+    from halation.distributed.world import init_world
     from halation.training.session import TrainingSession
 
     world = init_world(config.gpu_ids, config.oversubscribe, config.dist_timeout_s, config.threads)
     with world.close_on_success(), contextlib.ExitStack() as stack:
         if monitor is None and launcher.RENDEZVOUS_ENV not in os.environ:
-
-            def open_run(_heartbeat: Any) -> None:
-                nonlocal monitor
-                monitor = stack.enter_context(_open_run(config, job, open_record, str(world.device)))
-
-            run_on_rank_zero(world, "opening the run", open_run, config.dist_timeout_s)
+            monitor = stack.enter_context(open_run_on_rank_zero(config, world, job, open_record))
         session = stack.enter_context(TrainingSession(world, config, new_task, monitor))
         session.prepare()
         session.run()
         if world.is_rank_zero:
             _print_summary(config, session)
+
+
+@contextlib.contextmanager
+def open_run_on_rank_zero(
+    config: TrainConfig, world: World, job: str = "train", open_record: OpenRecord = open_record
+) -> Iterator[FolderMonitor | None]:
+    """For ranks that another launcher started: rank 0 holds the folder and opens its record; others get None."""
+    from halation.distributed.world import run_on_rank_zero
+
+    monitor: FolderMonitor | None = None
+    with contextlib.ExitStack() as stack:
+
+        def open_run(_heartbeat: Any) -> None:
+            nonlocal monitor
+            monitor = stack.enter_context(_open_run(config, job, open_record, str(world.device)))
+
+        run_on_rank_zero(world, "opening the run", open_run, config.dist_timeout_s)
+        yield monitor
 
 
 def _print_summary(config: TrainConfig, session: TrainingSession) -> None:
