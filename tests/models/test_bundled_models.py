@@ -23,7 +23,6 @@ from halation.config import validate_settings
 from halation.data.streets import DRIVING_PROMPTS, caption, scene
 from halation.distillation import command as distill
 from halation.distillation.config import DistillConfig
-from halation.distributed.checkpoint.writer import COMMIT_FILE
 from halation.errors import InputError
 from halation.evaluation.config import EvaluateConfig
 from halation.evaluation.extractors import streets_classifier
@@ -35,6 +34,7 @@ from halation.generation.workers.image_runner import open_model, run_batch
 from halation.models import model_folder
 from halation.models.checkpoint_loading import find_checkpoint, load_denoiser, weights_digest
 from halation.models.model_path_resolver import DEFAULT_STEPS, ModelRef, resolve_model, resolve_pipeline_folder
+from halation.runs.run_folder import COMMIT_FILE
 from halation.sample_specs import SampleBatch, SampleSpec
 from halation.sampling import command as sample
 from halation.sampling.config import SampleConfig

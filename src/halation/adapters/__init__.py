@@ -1,1 +1,1 @@
-"""`RankSampler` where other people's trainers call it; each file imports its library, and nothing here imports the files."""
+"""`RankSampler` for the trainers of other libraries; each module imports its library alone."""

@@ -1,4 +1,4 @@
-"""A sampler for a loop that Hugging Face accelerate spreads: which model draws and whether it is sharded, the accelerator knows."""
+"""A sampler for a training loop that Hugging Face accelerate distributes."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def rank_sampler(
 ) -> RankSampler:
     """A `RankSampler` for a model that `accelerator.prepare` returned; `options` are RankSampler's own.
 
-    `draw` must use `accelerator.unwrap_model(model)`. Call the sampler where `accelerator.sync_gradients` is true, with the number of
-    updates as the step.
+    `draw` must use `accelerator.unwrap_model(model)`. Call the sampler where `accelerator.sync_gradients` is true,
+    with the number of updates as the step.
     """
     # With its wrapper, so that a draw which calls that one by mistake is refused instead of waiting for other ranks.
     if not isinstance(model, DistributedDataParallel):

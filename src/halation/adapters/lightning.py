@@ -17,9 +17,10 @@ except ImportError:
 
 
 class LightningSamplerCallback(Callback):
-    """`Trainer(callbacks=[SamplerCallback(sampler)])`: `sampler(trainer.global_step)` before the first and after every optimizer step.
+    """`Trainer(callbacks=[SamplerCallback(sampler)])` draws samples between optimizer steps.
 
-    The sampler's `every` says which of them draw. Where it names no model, the LightningModule is the one that draws.
+    `sampler(trainer.global_step)` is called before the first step and after every one; the sampler's `every` decides which
+    of these calls draw. Where it names no model, the LightningModule is the one that draws.
     """
 
     def __init__(self, sampler: RankSampler) -> None:

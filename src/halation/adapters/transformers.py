@@ -1,4 +1,4 @@
-"""A callback for the transformers Trainer that draws samples on every rank after optimizer steps."""
+"""A callback for the transformers Trainer: samples on every rank after optimizer steps."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from halation.sampling.user_training_loop_sampler import RankSampler
 
 
 class TransformersSamplerCallback(TrainerCallback):
-    """`Trainer(callbacks=[SamplerCallback(sampler)])`: `sampler(state.global_step)` before the first and after every optimizer step.
+    """`Trainer(callbacks=[SamplerCallback(sampler)])` draws samples between optimizer steps.
 
-    The sampler's `every` says which of them draw. Where it names no model, the Trainer's own is the one that draws.
+    `sampler(state.global_step)` is called before the first step and after every one; the sampler's `every` decides which
+    of these calls draw. Where it names no model, the Trainer's own is the one that draws.
     """
 
     def __init__(self, sampler: RankSampler) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from halation.distributed.stop_signals import StopSignals, block_interrupts, exit_code
+from halation.distributed.stop_signals import StopSignals, exit_code
 from halation.errors import Interrupted
 from halation.runs.lock import FolderMonitor
 
@@ -75,9 +75,10 @@ def start_child(
 ) -> subprocess.Popen[bytes]:
     """Start `python ARGUMENTS...` in a process group of its own; it calls `tie_to_parent` first.
 
-    SIGINT is blocked until the child unblocks it: while Python starts, Ctrl+C would print a traceback.
+    SIGINT is blocked until the child calls `unblock_interrupts`: while Python starts, Ctrl+C would print a traceback.
     """
-    with block_interrupts():
+    old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
         return subprocess.Popen(
             # -P: modules in the current folder must not shadow what the child imports.
             [sys.executable, "-P", *arguments],
@@ -88,6 +89,8 @@ def start_child(
             stdout=stdout,
             stderr=stderr,
         )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
 
 
 def environment_without_launcher() -> dict[str, str]:
@@ -112,7 +115,7 @@ def describe_exit(code: int | None) -> str:
     if code is None or code >= 0:
         return f"ended with exit code {code}"
     words = f"was killed by signal {-code} ({signal.Signals(-code).name})"
-    return f"{words}; where nobody sent it, the machine ran out of memory" if code == -signal.SIGKILL else words
+    return f"{words}; if no user sent it, the machine ran out of memory" if code == -signal.SIGKILL else words
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Use the process group and modules of the caller's training loop, and leave both unchanged."""
+"""Use the process group and modules of a caller's training loop; both stay unchanged."""
 
 from __future__ import annotations
 
@@ -382,12 +382,6 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 def is_sharded(module: nn.Module) -> bool:
     """FSDP2's parameters are DTensors, those of ZeRO-3 carry an id: then every forward is a collective."""
     return any(hasattr(parameter, "ds_id") or hasattr(parameter, "placements") for parameter in module.parameters())
-
-
-def is_fsdp1(module: nn.Module) -> bool:
-    """By the name, because importing it takes long and few have it."""
-    names = {base.__name__ for part in module.modules() for base in type(part).__mro__}
-    return "FullyShardedDataParallel" in names
 
 
 def reshard(module: nn.Module) -> None:

@@ -67,7 +67,11 @@ def num_gpus() -> int:
     """GPUs that torch would see; torch itself is imported only where the driver's own list does not settle it."""
     if not any(Path(node).exists() for node in ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")):
         return 0
-    if not _torch_has_gpu_build():
+    # Whether the installed torch can use GPUs at all is seen from its files: its import takes seconds.
+    torch_spec = importlib.util.find_spec("torch")
+    folders = (torch_spec.submodule_search_locations if torch_spec else None) or []
+    names = ("libtorch_cuda*", "libtorch_hip*")
+    if not any(list((Path(folder) / "lib").glob(name)) for folder in folders for name in names):
         return 0
     num_found = _count_gpus_by_nvml()
     if num_found is not None:
@@ -75,15 +79,6 @@ def num_gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
-
-
-def _torch_has_gpu_build() -> bool:
-    """Whether the installed torch can use GPUs at all, asked of its files: its import takes seconds."""
-    found = importlib.util.find_spec("torch")
-    folders = (found.submodule_search_locations if found else None) or []
-    return any(
-        list((Path(folder) / "lib").glob(name)) for folder in folders for name in ("libtorch_cuda*", "libtorch_hip*")
-    )
 
 
 def _count_gpus_by_nvml() -> int | None:
@@ -162,6 +157,12 @@ class RankError:
     message: str
     exit_code: int
     time: float
+
+    @property
+    def is_lost_peer(self) -> bool:
+        """Whether it only says that another rank is gone; the last line of a traceback counts, others name timeouts."""
+        kinds = ("RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError")
+        return self.kind in kinds and is_lost_peer_message(self.message.rstrip().rpartition("\n")[2])
 
 
 def report_error(error: BaseException, trace: str) -> None:
@@ -313,7 +314,7 @@ class Launcher:
             code = self.ranks[silent[0]].returncode
             message = f"rank {silent[0]} {describe_exit(code)}"
             return RankError(rank=silent[0], kind="Killed", message=message, exit_code=1, time=0.0)
-        return min(errors, key=lambda error: (_is_lost_peer_error(error), error.kind == "RankFailure", error.time))
+        return min(errors, key=lambda error: (error.is_lost_peer, error.kind == "RankFailure", error.time))
 
     def _exit_codes(self) -> list[int]:
         return [rank.returncode for rank in self.ranks if rank.returncode is not None]
@@ -359,13 +360,6 @@ def is_lost_peer_message(message: str) -> bool:
         "nccl",
     )
     return any(word in text for word in words)
-
-
-def _is_lost_peer_error(error: RankError) -> bool:
-    """The last line of a traceback alone is asked: the lines above it are full of timeouts by name."""
-    if error.kind not in ("RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError"):
-        return False
-    return is_lost_peer_message(error.message.rstrip().rpartition("\n")[2])
 
 
 def _format_error(error: RankError) -> str:

@@ -129,25 +129,11 @@ def _set_autocast_cache(enabled: bool) -> None:
     torch.set_autocast_cache_enabled(enabled)
 
 
-def _default_device() -> torch.device | None:
-    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
-    return None if context is None else context.device
-
-
-def _current_gpu() -> tuple[int, Any]:
-    return (torch.cuda.current_device(), torch.cuda.current_stream()) if torch.cuda.is_initialized() else (0, None)
-
-
 def _set_current_gpu(state: tuple[int, Any]) -> None:
     device, stream = state
     torch.cuda.set_device(device)
     if stream is not None:
         torch.cuda.set_stream(stream)
-
-
-def _flushes_denormals() -> bool:
-    smallest = sys.float_info.min
-    return smallest / 2 == 0.0
 
 
 def _torch_settings() -> list[_TorchSetting]:
@@ -156,10 +142,13 @@ def _torch_settings() -> list[_TorchSetting]:
     cudnn, mkldnn = backends.cudnn, backends.mkldnn
     precisions = (backends, cudnn, backends.cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn)
     return [
-        _TorchSetting(_default_device, torch.set_default_device),
+        _TorchSetting(
+            lambda: getattr(getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None), "device", None),
+            torch.set_default_device,
+        ),
         _TorchSetting(torch.get_default_dtype, torch.set_default_dtype),
         _TorchSetting(torch.get_num_threads, torch.set_num_threads),
-        _TorchSetting(_flushes_denormals, torch.set_flush_denormal),
+        _TorchSetting(lambda: sys.float_info.min / 2 == 0.0, torch.set_flush_denormal),
         *_autocast_settings("cpu"),
         *_autocast_settings("cuda"),
         _TorchSetting(torch.is_autocast_cache_enabled, _set_autocast_cache),
@@ -198,7 +187,12 @@ def _torch_settings() -> list[_TorchSetting]:
             backends.cuda.fp16_bf16_reduction_math_sdp_allowed, backends.cuda.allow_fp16_bf16_reduction_math_sdp
         ),
         _TorchSetting(backends.mha.get_fastpath_enabled, backends.mha.set_fastpath_enabled),
-        _TorchSetting(_current_gpu, _set_current_gpu),
+        _TorchSetting(
+            lambda: (
+                (torch.cuda.current_device(), torch.cuda.current_stream()) if torch.cuda.is_initialized() else (0, None)
+            ),
+            _set_current_gpu,
+        ),
     ]
 
 

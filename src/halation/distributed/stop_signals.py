@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType, TracebackType
 
 DUPLICATE_SIGNAL_S = 2.0  # a service manager signals a whole group: a rank hears it twice, once from its launcher
@@ -109,16 +108,6 @@ def _exit_if_stuck(reader: int) -> None:
 def _exit_unless_handled(number: int, received_at: float) -> None:
     if _last_handled_at[0] < received_at - CLOCK_SLACK_S:
         os._exit(exit_code(number))
-
-
-@contextlib.contextmanager
-def block_interrupts() -> Iterator[None]:
-    """Processes started inside receive no Ctrl+C before `unblock_interrupts`: Python would print a traceback."""
-    old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
 
 
 def unblock_interrupts() -> None:

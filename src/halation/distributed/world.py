@@ -97,8 +97,10 @@ class World:
 
     @contextlib.contextmanager
     def close_on_success(self) -> Iterator[None]:
-        """Take the groups down at the end, but not after an error: that would wait for ranks which wait for this one, and
-        the error would be told only when their patience ends."""
+        """Destroy the groups at the end, but not after an error.
+
+        That would wait for ranks which wait for this one, and the error would be shown only after their timeout.
+        """
         failed = True
         try:
             yield
@@ -325,7 +327,7 @@ def run_with_heartbeat(action: Callable[[], Result], heartbeat: Callable[[], Non
 
 
 def run_on_rank_zero(world: World, name: str, action: Callable[[Callable[[], None]], Any], timeout_s: float) -> Any:
-    """Run a function on rank 0 while the others wait as long as it makes progress; all ranks get its result or error."""
+    """Run a function on rank 0 while the others wait as long as it makes progress; all get its result or error."""
     outcome: dict[str, Any] = {}
     with HeartbeatMonitor(world, name, timeout_s) as monitor:
         if world.is_rank_zero:
@@ -391,7 +393,9 @@ class HeartbeatMonitor:
         self._last_heartbeat = time.monotonic()
         self._thread_id = threading.get_ident()
         self._closed = threading.Event()
-        self._store = world.store.clone() if isinstance(world.store, dist.TCPStore | dist.PrefixStore) else world.store  # type: ignore[union-attr]
+        has_clone = isinstance(world.store, dist.TCPStore | dist.PrefixStore)
+        store: Any = world.store  # a store's stubs lack what these two have
+        self._store = store.clone() if has_clone else store
         self._thread = threading.Thread(target=self._publish_heartbeats, name="halation-heartbeat", daemon=True)
 
     def __enter__(self) -> HeartbeatMonitor:

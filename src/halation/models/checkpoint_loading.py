@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from halation.distributed.checkpoint.reader import CheckpointReader
-from halation.distributed.checkpoint.writer import COMMIT_FILE, find_damage, find_newest_valid
+from halation.distributed.checkpoint.writer import find_damage, find_newest_valid
 from halation.errors import InputError
 from halation.input_files import check_numbers, file_sha256, read_json, read_safetensors_header
 from halation.models.autoencoder import load_space
@@ -24,6 +24,7 @@ from halation.models.dit.network import DiT, DiTConfig
 from halation.models.dit.tokenizer import WordTokenizer
 from halation.models.model_folder import check_sampling_settings, resolve_model_path, suggest_model
 from halation.models.pipelines.folder_safety_check import check_not_only_pickles
+from halation.runs.run_folder import COMMIT_FILE
 
 
 def build_denoiser(description: Mapping[str, Any]) -> Denoiser:

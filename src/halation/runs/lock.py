@@ -1,4 +1,4 @@
-"""Locks on run folders: who holds one, whether it is still there, how the last owner ended."""
+"""Locks on run folders: who holds one, whether it still exists, how the last owner ended."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOCK_FILE = ".lock"
 OWNER_FILE = ".owner.json"
 OWN_TRAINER = "own trainer"
 """The command of an owner that is a training loop which is not Halation's."""
-KILLED_REASON = "killed; where nobody did it, the machine ran out of memory; the same command goes on"
+KILLED_REASON = "killed; if not by a user, the machine ran out of memory; the same command goes on"
 CHECK_INTERVAL_S = 1.5
 PATIENCE_S = 2.0
 """How long a folder may be out of reach before the command is ended: network file systems have short outages."""
@@ -125,8 +125,8 @@ class FolderMonitor:
                 raise FolderError(problem) from error
             if isinstance(error, FileNotFoundError | NotADirectoryError) and self._contains(error.filename):
                 raise FolderError(
-                    f"cannot write {error.filename}: {error.strerror}; its folder was removed or moved while this command "
-                    "wrote to it; put it back, then run the same command again"
+                    f"cannot write {error.filename}: {error.strerror}; its folder was removed or moved while this "
+                    "command wrote to it; put it back, then run the same command again"
                 ) from error
 
     def _contains(self, filename: object) -> bool:
@@ -167,7 +167,9 @@ def lock_folder(folder: Path, command: str) -> Iterator[FolderMonitor]:
     lock = FileLock(path)
     _acquire(lock, folder, "--output_dir")
     try:
-        previous_end = _read_previous_end(folder)
+        previous_end = read_json_object(folder / ENDED_FILE) or None
+        if previous_end is None and owner_path.exists():  # an owner's card alone is that of a killed command
+            previous_end = {**_end_record("", None), "state": "stopped", "reason": KILLED_REASON}
         write_json_atomic(owner_path, _owner_record(command))
         with contextlib.suppress(FileNotFoundError):
             (folder / ENDED_FILE).unlink()
@@ -272,14 +274,6 @@ def _write_end(folder: Path, end: Mapping[str, Any]) -> None:
         return  # it never became a run, and a start that was refused leaves nothing
     with contextlib.suppress(OSError):  # a full disk has an error of its own; a folder may be gone
         write_json_atomic(folder / ENDED_FILE, dict(end), "ended")
-
-
-def _read_previous_end(folder: Path) -> dict[str, Any] | None:
-    """How the last hold of this folder ended; an owner's card alone is that of a killed one."""
-    end = read_json_object(folder / ENDED_FILE)
-    if not end and (folder / OWNER_FILE).exists():
-        return {**_end_record("", None), "state": "stopped", "reason": KILLED_REASON}
-    return end or None
 
 
 def _output_stats(folder: Path) -> list[tuple[int, int, int]]:

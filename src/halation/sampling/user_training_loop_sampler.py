@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from halation import work_division
-from halation.distributed.external_process_group import external_world, is_fsdp1, is_sharded, reshard, unwrap_model
+from halation.distributed.external_process_group import external_world, is_sharded, reshard, unwrap_model
 from halation.distributed.world import World, run_on_rank_zero
 from halation.errors import InputError, RankFailure
 from halation.input_files import read_json
@@ -313,7 +313,9 @@ def _finite_loss(loss: SupportsFloat) -> float | None:
 
 
 def _check_not_fsdp1(modules: Sequence[nn.Module]) -> None:
-    if any(map(is_fsdp1, modules)):
+    # By the name, because importing the class takes long and few programs have it.
+    names = {base.__name__ for module in modules for part in module.modules() for base in type(part).__mro__}
+    if "FullyShardedDataParallel" in names:
         raise InputError(
             "the model is wrapped by FullyShardedDataParallel (FSDP1)",
             "FSDP2 (fully_shard), ZeRO-3, DistributedDataParallel or a plain module",

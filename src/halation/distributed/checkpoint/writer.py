@@ -31,16 +31,7 @@ from halation.distributed.world import World
 from halation.errors import HalationError, RankFailure
 from halation.fault_injection import fault_point
 from halation.input_files import file_sha256, read_json
-from halation.runs.run_folder import (
-    COMMIT_FILE,
-    hash_json,
-    publish_folder,
-    remove_folder,
-    remove_path,
-    sync_path,
-    write_atomic,
-    write_json_atomic,
-)
+from halation.runs import run_folder as runs
 
 _CHUNK = 1 << 26
 _DTYPE_NAMES = {
@@ -92,7 +83,7 @@ def _safetensors_chunks(tensors: Mapping[str, Tensor], metadata: Mapping[str, st
 
 def commit_sha256(commit: Mapping[str, Any]) -> str:
     """The SHA-256 of a commit file's own words: a flipped bit there could otherwise move a step or hide a part."""
-    return hash_json({name: value for name, value in commit.items() if name != "seal"})
+    return runs.hash_json({name: value for name, value in commit.items() if name != "seal"})
 
 
 def retry_once(action: Callable[[], Result]) -> Result:
@@ -136,9 +127,9 @@ class CheckpointWriter:
         if world.is_rank_zero:
             # The last ending is of earlier versions.
             for leftover in (*folder.glob(".saving_*"), *folder.glob(".*.tmp"), *folder.glob("*.removing")):
-                remove_path(leftover)
-        # One word for all saves of this start, so that leftovers of a killed one cannot be taken for ours. Ranks get it when rank 0 has
-        # tidied up: a quick one could otherwise begin a save that is taken for a leftover.
+                runs.remove_path(leftover)
+        # One token for all saves of this start, so that leftovers of a killed one cannot be taken for ours. Ranks get
+        # it when rank 0 has removed them: a quick rank could otherwise begin a save that is taken for a leftover.
         self.token = str(world.broadcast_from_rank_zero(os.urandom(6).hex()))
 
     def reserve(self, sizes: Iterable[int]) -> None:
@@ -225,7 +216,7 @@ class CheckpointWriter:
         name = f"step_{step:07d}"
         temporary = self.folder / f".saving_{name}_{self.token}"
         report: dict[str, Any] = {"files": {}, "error": None}
-        advice = "; free some space or mend the disk, then run the same command again"
+        advice = "; free some space or fix the disk, then run the same command again"
         try:
             if copy_event is not None:
                 copy_event.synchronize()
@@ -233,7 +224,7 @@ class CheckpointWriter:
         except Exception as error:  # noqa: BLE001
             report["error"] = f"cannot save checkpoint {name} in {self.folder}: {_describe_error(error)}"
         try:
-            retry_once(lambda: write_json_atomic(temporary / f"rank_{self.world.rank}.json", report))
+            retry_once(lambda: runs.write_json_atomic(temporary / f"rank_{self.world.rank}.json", report))
             if self.world.is_rank_zero:
                 self._commit(name, step, kind, temporary)
         except Exception as error:  # noqa: BLE001
@@ -263,12 +254,12 @@ class CheckpointWriter:
             tensors = {name: p.local for name, p in pieces.items()}
             files[path.name] = write_safetensors(path, tensors, {"halation": json.dumps(layout)})
             fault_point("checkpoint.fsync")
-            sync_path(path)
+            runs.sync_path(path)
         written = {f"rank_state_{self.world.rank}.json": rank_state}
         if self.world.is_rank_zero:
             written["state.json"] = state
         for name, value in written.items():
-            write_json_atomic(temporary / name, value)
+            runs.write_json_atomic(temporary / name, value)
             files[name] = file_sha256(temporary / name)
         return files
 
@@ -285,14 +276,14 @@ class CheckpointWriter:
 
         def publish_commit() -> None:
             fault_point("checkpoint.commit")
-            write_json_atomic(temporary / COMMIT_FILE, commit | {"seal": commit_sha256(commit)})
+            runs.write_json_atomic(temporary / runs.COMMIT_FILE, commit | {"seal": commit_sha256(commit)})
 
         def publish_checkpoint() -> None:
             """A folder of that name is a damaged one: a good one is never saved again."""
             if temporary.exists():
-                publish_folder(temporary, self.folder / name, "checkpoint")
+                runs.publish_folder(temporary, self.folder / name, "checkpoint")
             else:  # the first try ended after the rename
-                sync_path(self.folder)
+                runs.sync_path(self.folder)
 
         retry_once(publish_commit)
         retry_once(publish_checkpoint)
@@ -325,7 +316,7 @@ class CheckpointWriter:
 
     def _write_latest(self, name: str) -> None:
         fault_point("checkpoint.latest")
-        write_atomic(self.folder / "latest", f"{name}\n".encode())
+        runs.write_atomic(self.folder / "latest", f"{name}\n".encode())
 
     def _rotate(self, newest: int) -> None:
         """Remove what is no longer wanted; never the checkpoint that was just committed, nor one that came after."""
@@ -337,7 +328,7 @@ class CheckpointWriter:
         for item in found:
             if item.kind == "latest" or item in surplus:
                 fault_point("checkpoint.remove")
-                remove_folder(item.folder)
+                runs.remove_folder(item.folder)
 
 
 def _describe_error(error: Exception) -> str:
@@ -349,12 +340,12 @@ def _describe_error(error: Exception) -> str:
 def read_commit(folder: Path) -> dict[str, Any]:
     """The commit file of a checkpoint; ValueError where it is not the one that was written."""
     try:
-        commit: dict[str, Any] = read_json(folder / COMMIT_FILE)
+        commit: dict[str, Any] = read_json(folder / runs.COMMIT_FILE)
         if commit["seal"] != commit_sha256(commit):
             raise ValueError("its words do not have the seal they were written with")
         return commit
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{COMMIT_FILE} cannot be trusted ({type(error).__name__}: {error})") from error
+        raise ValueError(f"{runs.COMMIT_FILE} cannot be trusted ({type(error).__name__}: {error})") from error
 
 
 def list_committed(folder: Path) -> list[CommittedCheckpoint]:
@@ -374,7 +365,7 @@ def find_damage(folder: Path) -> str | None:
     except ValueError as error:
         return str(error)
     if not sums:
-        return f"{COMMIT_FILE} lists no files"
+        return f"{runs.COMMIT_FILE} lists no files"
     missing = [name for name in sums if not (folder / name).is_file()]
     if missing:
         return f"{missing[0]} is missing"

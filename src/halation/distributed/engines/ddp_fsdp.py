@@ -107,7 +107,7 @@ class Engine:
         loss.backward()
 
     def clip_grad_norm(self, max_norm: float, scale: float = 1.0) -> Tensor:
-        """Norm of the whole gradient, after dividing by the loss scale; clipped to `max_norm` where that is positive."""
+        """Norm of the whole gradient, divided by the loss scale; clipped to `max_norm` where that is positive."""
         gradients = [parameter.grad for _, parameter in self.named_parameters() if parameter.grad is not None]
         if scale != 1.0:  # a power of two, so dividing is exact
             torch._foreach_div_(gradients, scale)

@@ -69,7 +69,10 @@ class DeepSpeedEngine(Engine):
         config = build_config(self.user_config, settings, pin_memory=self.world.device.type == "cuda")
         self.offloads_optimizer = deepspeed_config.offloads_optimizer(config)
         self.optimizer = build_adamw(parameters, lr, betas, weight_decay)
-        _set_local_rank(self.world)
+        # DeepSpeed takes the GPU that this variable counts, which is another one where ranks share GPUs or leave some
+        # out. It stays set: a forward of ZeRO-3 reads it too, and a rank that no launcher started has none.
+        device = self.world.device
+        os.environ["LOCAL_RANK"] = str(self.world.local_rank if device.index is None else device.index)
         with _ignore_warnings():
             self.ds_engine, *_ = self.library.initialize(
                 model=self.module, optimizer=self.optimizer, config=config, dist_init_required=False
@@ -133,8 +136,12 @@ class DeepSpeedEngine(Engine):
     def zero_grad(self) -> None:
         if self._has_gradient:
             self._norm = torch.tensor(INVALID_NORM, device=self.world.device)
-            with _disable_logger():  # a dropped gradient is logged by the caller
+            logger = logging.getLogger("DeepSpeed")
+            logger.disabled = True  # a dropped gradient is logged by the caller
+            try:
                 self.step()
+            finally:
+                logger.disabled = False
         self.zero_optimizer.custom_loss_scaler = False
 
     # -- weights
@@ -298,35 +305,13 @@ def import_deepspeed(world: World) -> Any:
     logger.setLevel(logging.WARNING)
     # An extra road between ranks of one machine, which would have to be compiled: gloo and NCCL are there.
     library.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    _reset_library_state(library)
-    return library
-
-
-def _reset_library_state(library: Any) -> None:
-    """Remove what an earlier engine of this process left: stale groups, and counters that ranks compare."""
+    # Remove what an earlier engine of this process left: stale groups, and counters that ranks compare.
     library.comm.comm.cdb = None
     library.utils.groups._release_process_group_references()
     zero = importlib.import_module("deepspeed.runtime.zero.parameter_offload")
     zero.DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
     zero.Init.param_id = 0
-
-
-def _set_local_rank(world: World) -> None:
-    """DeepSpeed takes the GPU that this variable counts, which is another one where ranks share GPUs or leave some out.
-
-    It stays set: a forward of ZeRO-3 reads it too, and a rank that no launcher started has none.
-    """
-    os.environ["LOCAL_RANK"] = str(world.local_rank if world.device.index is None else world.device.index)
-
-
-@contextlib.contextmanager
-def _disable_logger() -> Iterator[None]:
-    logger = logging.getLogger("DeepSpeed")
-    logger.disabled = True
-    try:
-        yield
-    finally:
-        logger.disabled = False
+    return library
 
 
 @contextlib.contextmanager

@@ -42,10 +42,10 @@ def read_config(path: str) -> ConfigDict:
         ) from error
     except ValueError as error:
         raise InputError(
-            f"--deepspeed_config {path} is not JSON ({error})", "DeepSpeed's JSON config", "mend it"
+            f"--deepspeed_config {path} is not JSON ({error})", "DeepSpeed's JSON config", "fix it"
         ) from error
     if not isinstance(config, dict):
-        raise InputError(f"--deepspeed_config {path} is a {type(config).__name__}", "a JSON object", "mend it")
+        raise InputError(f"--deepspeed_config {path} is a {type(config).__name__}", "a JSON object", "fix it")
     return config
 
 
@@ -149,7 +149,7 @@ def offloads_optimizer(config: Mapping[str, Any]) -> bool:
 def _section(config: Mapping[str, Any], name: str) -> ConfigDict:
     found = config.get(name) or {}
     if not isinstance(found, Mapping):
-        raise InputError(f"{name} in --deepspeed_config is {found!r}", "a JSON object", "mend the file")
+        raise InputError(f"{name} in --deepspeed_config is {found!r}", "a JSON object", "fix the file")
     return dict(found)
 
 
