@@ -230,8 +230,12 @@ def _read_entries(folder: Path, table: Path, rows: Iterable[TableRow], columns: 
             num_missing += 1
             missing += [row] if num_missing <= _NUM_SHOWN else []
             continue
+        caption = row.values[columns.text]
+        if not isinstance(caption, str):
+            found = f"{columns.text} is {format_value(caption)}"
+            raise error_at(str(table), row.line, 1, found, "a caption", "correct the line")
         name = path.relative_to(folder).as_posix()
-        entries.append(ImageEntry(name=name, num_bytes=num_bytes, caption=_parse_caption(table, row, columns)))
+        entries.append(ImageEntry(name=name, num_bytes=num_bytes, caption=caption))
     if missing:
         names = ", ".join(f"{shorten(row.values[columns.file], MAX_PATH_SHOWN)} (line {row.line})" for row in missing)
         raise InputError(
@@ -287,12 +291,3 @@ def _parse_file_name(table: Path, row: TableRow, columns: _Columns, tops: Sequen
         )
         raise error_at(str(table), row.line, 1, found, "a file in the folder or below it", action)
     return below
-
-
-def _parse_caption(table: Path, row: TableRow, columns: _Columns) -> str:
-    text = row.values[columns.text]
-    if not isinstance(text, str):
-        raise error_at(
-            str(table), row.line, 1, f"{columns.text} is {format_value(text)}", "a caption", "correct the line"
-        )
-    return text

@@ -51,6 +51,27 @@ class _CheckResult:
     sizes: list[ImageShape]
     """By name in order; (0, 0) of a broken one."""
 
+    @classmethod
+    def load(cls, cache_file: Path, num: int, with_sizes: bool) -> _CheckResult | None:
+        try:
+            record = json.loads(cache_file.read_bytes())
+            if record.pop(DIGEST_KEY, None) not in (None, json_digest(record)):
+                return None
+            sizes: list[ImageShape] = [(int(high), int(wide)) for high, wide in record["sizes"]] if with_sizes else []
+            result = cls(broken=record["broken"], sizes=sizes)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return None
+        return result if isinstance(result.broken, dict) and len(sizes) == (num if with_sizes else 0) else None
+
+    def save(self, cache_file: Path, with_sizes: bool) -> None:
+        record = {"broken": self.broken} | ({"sizes": self.sizes} if with_sizes else {})
+        try:
+            cache_file.parent.mkdir(parents=True, exist_ok=True)
+            content = json.dumps(record | {DIGEST_KEY: json_digest(record)}).encode()
+            write_atomic(cache_file, content, "image_check", durable=False)
+        except OSError as error:  # a memory that cannot be kept costs time at the next start, nothing else
+            _log.warning("the check of the images is not remembered: %s: %s", cache_file, error)
+
 
 class ImageFolder:
     """The images of a folder or CSV file at one size; with `buckets`, the train part in the nearest of them.
@@ -214,12 +235,12 @@ class ImageFolder:
         names = sorted({entry.name for entry in (*self._train, *self._validation)})
         cache_file = None if cache_folder is None else Path(cache_folder) / f"checked-{self._cache_key(names)}.json"
         with_sizes = bool(self._bucket_shapes)
-        result = None if cache_file is None else _load_check_result(cache_file, len(names), with_sizes)
+        result = None if cache_file is None else _CheckResult.load(cache_file, len(names), with_sizes)
         from_cache = result is not None
         if result is None:
             result = self._check_files(names, num_threads or min(8, os.cpu_count() or 1), on_progress)
             if cache_file is not None:
-                _save_check_result(cache_file, result, with_sizes)
+                result.save(cache_file, with_sizes)
         broken = result.broken
         self._check_num_broken(broken, len(names), quiet)
         if not quiet:
@@ -303,25 +324,3 @@ def _digest_entries(entries: Sequence[ImageEntry]) -> str:
     for entry in entries:
         digest.update(json.dumps([entry.name, entry.num_bytes, entry.caption, entry.label]).encode())
     return digest.hexdigest()
-
-
-def _load_check_result(cache_file: Path, num: int, with_sizes: bool) -> _CheckResult | None:
-    try:
-        record = json.loads(cache_file.read_bytes())
-        if record.pop(DIGEST_KEY, None) not in (None, json_digest(record)):
-            return None
-        sizes: list[ImageShape] = [(int(high), int(wide)) for high, wide in record["sizes"]] if with_sizes else []
-        result = _CheckResult(broken=record["broken"], sizes=sizes)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None
-    return result if isinstance(result.broken, dict) and len(sizes) == (num if with_sizes else 0) else None
-
-
-def _save_check_result(cache_file: Path, result: _CheckResult, with_sizes: bool) -> None:
-    record = {"broken": result.broken} | ({"sizes": result.sizes} if with_sizes else {})
-    try:
-        cache_file.parent.mkdir(parents=True, exist_ok=True)
-        content = json.dumps(record | {DIGEST_KEY: json_digest(record)}).encode()
-        write_atomic(cache_file, content, "image_check", durable=False)
-    except OSError as error:  # a memory that cannot be kept costs time at the next start, nothing else
-        _log.warning("the check of the images is not remembered: %s: %s", cache_file, error)

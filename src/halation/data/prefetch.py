@@ -105,7 +105,12 @@ class BucketOrder:
         counts = np.bincount(bucket_of)
         self._counts = counts
         self._members = np.split(np.argsort(bucket_of, kind="stable"), np.cumsum(counts)[:-1])
-        self._bucket_cycle = _interleave_buckets(counts)
+        # Whose batch is next, spread as evenly as whole batches allow: the bucket of each turn, and how many it has had
+        # before. As many turns as there are images give every bucket as many as it has; from there on it repeats.
+        buckets = np.repeat(np.arange(len(counts)), counts)
+        numbers = np.arange(len(buckets)) - np.repeat(np.cumsum(counts) - counts, counts)
+        spread = np.argsort((numbers + 0.5) / counts[buckets], kind="stable")
+        self._bucket_cycle = buckets[spread], numbers[spread]
         self._num_batches = -(-self.num_images // global_batch)
         self._schedules: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._permutations: dict[int, dict[int, np.ndarray]] = {}
@@ -187,17 +192,6 @@ class BucketOrder:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return BucketOrder, (self.seed, self._bucket_of, self.global_batch)
-
-
-def _interleave_buckets(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Whose batch is next, spread as evenly as whole batches allow: (bucket, how many it has had before) of each turn.
-
-    As many turns as there are images give every bucket as many as it has; from there on it repeats.
-    """
-    buckets = np.repeat(np.arange(len(counts)), counts)
-    numbers = np.arange(len(buckets)) - np.repeat(np.cumsum(counts) - counts, counts)
-    spread = np.argsort((numbers + 0.5) / counts[buckets], kind="stable")
-    return buckets[spread], numbers[spread]
 
 
 def permutation(seed: int, epoch: int, num: int) -> np.ndarray:

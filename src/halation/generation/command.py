@@ -117,7 +117,7 @@ def check_config(config: GenerateConfig) -> None:
         if config.png != "auto":
             png_codec.get_coder(config.png)
         if config.num_frames > 1:
-            mp4_writer.require_pyav()
+            mp4_writer.import_av()
     if (
         config.cluster == "local"
         and launcher.is_launched()

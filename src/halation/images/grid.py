@@ -33,18 +33,13 @@ def load_font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
     return ImageFont.load_default(size)
 
 
-def to_drawable(text: str) -> str:
-    """What the built-in type can show: accents are left off; a letter it does not have becomes an empty box."""
-    bare = (
-        mark for mark in unicodedata.normalize("NFKD", text.replace("\u00df", "ss")) if not unicodedata.combining(mark)
-    )
-    return "".join(bare).encode("utf-8", "replace").decode("utf-8").replace("\0", " ")
-
-
 def _wrap(text: str, size: int, width: int, max_lines: int) -> list[str]:
     """`text` in at most `max_lines` lines of `width` pixels; what does not fit ends in an ellipsis."""
     font = load_font(size)
-    words = to_drawable(text[:600]).split()
+    # Accents are left off, as the built-in type has none; a letter that it does not have becomes an empty box.
+    letters = unicodedata.normalize("NFKD", text[:600].replace("\u00df", "ss"))
+    bare = "".join(letter for letter in letters if not unicodedata.combining(letter))
+    words = bare.encode("utf-8", "replace").decode("utf-8").replace("\0", " ").split()
     lines: list[str] = []
     line = ""
     while words:

@@ -32,7 +32,7 @@ def encode_mp4(frames: Pixels, fps: int, text: Mapping[str, str]) -> bytes:
         raise ValueError(f"a video is uint8 of shape (frames, height, width, 3), not {frames.dtype}, {frames.shape}")
     if fps < 1:
         raise ValueError(f"a video shows one or more frames a second, not {fps}")
-    av = _import_av()
+    av = import_av()
     unknown = text.keys() - METADATA_KEYS.keys()
     if unknown:
         raise ValueError(f"an MP4 has places for the texts {', '.join(METADATA_KEYS)}, not for {unknown.pop()!r}")
@@ -57,12 +57,8 @@ def encode_mp4(frames: Pixels, fps: int, text: Mapping[str, str]) -> bytes:
     return file.getvalue()
 
 
-def require_pyav() -> None:
-    """Said before anything is drawn that could then not be written."""
-    _import_av()
-
-
-def _import_av() -> ModuleType:
+def import_av() -> ModuleType:
+    """PyAV, or an InputError; call it before anything is drawn that could then not be written."""
     try:
         import av
     except ImportError:

@@ -218,13 +218,12 @@ def metadata_texts(spec_json: Mapping[str, Any], model: str = "", sampler: str =
     lines = [str(spec_json["prompt"])]
     if spec_json.get("negative_prompt"):
         lines.append(f"Negative prompt: {spec_json['negative_prompt']}")
-    lines.append(", ".join(f"{name}: {_quote(str(value))}" for name, value in settings.items() if value != ""))
+    values = {name: str(value) for name, value in settings.items() if value != ""}
+    for name, value in values.items():
+        if any(mark in value for mark in ",:\n"):  # where readers split, unless it is in a JSON string
+            values[name] = json.dumps(value, ensure_ascii=False)
+    lines.append(", ".join(f"{name}: {value}" for name, value in values.items()))
     return {"halation": json.dumps(dict(spec_json), sort_keys=True), "parameters": "\n".join(lines)}
-
-
-def _quote(value: str) -> str:
-    """Readers of `parameters` split at commas and colons, and take a JSON string as one value."""
-    return json.dumps(value, ensure_ascii=False) if any(mark in value for mark in ",:\n") else value
 
 
 def read_png(path: str | Path) -> tuple[Pixels, dict[str, str]]:

@@ -103,7 +103,8 @@ def caption(attributes: Attributes) -> str:
     rng = SceneRng(CAPTION_STREAM, attributes.variation)
     fixed_details = _FIXED_DETAILS[attributes.place]
     details = []
-    if _should_mention_road(attributes, rng):
+    # A rainy street's road goes without saying; the prompt of a residential one is about its road.
+    if attributes.place != "rainy street" and rng.chance(0.7 if attributes.place == "residential" else 0.4):
         details.append(_ROAD_PHRASES[attributes.weather])
     # A residential street has houses in every scene but its prompt does not say so, hence only now and then.
     if fixed_details and rng.chance(0.3 if attributes.place == "residential" else 0.85):
@@ -113,25 +114,11 @@ def caption(attributes: Attributes) -> str:
     if attributes.place in ("residential", "urban intersection") and attributes.num_pedestrians and rng.chance(0.5):
         details.append("pedestrians")
     words = [_PLACE_PHRASES[attributes.place]]
-    if details:
-        words += ["with", _join_details(details)]
+    if details:  # "with a", "with a and b", "with a, b and c"
+        words += ["with", " and ".join(part for part in (", ".join(details[:-1]), details[-1]) if part)]
     if rng.chance(0.6):
         words.append(_TIME_PHRASES[attributes.time])
     return " ".join(words)
-
-
-def _should_mention_road(attributes: Attributes, rng: SceneRng) -> bool:
-    """A rainy street's road goes without saying; the prompt of a residential one is about its road."""
-    if attributes.place == "rainy street":
-        return False
-    return rng.chance(0.7 if attributes.place == "residential" else 0.4)
-
-
-def _join_details(details: list[str]) -> str:
-    """ "a", "a and b", "a, b and c"."""
-    if len(details) == 1:
-        return details[0]
-    return f"{', '.join(details[:-1])} and {details[-1]}"
 
 
 def _describe_cars(attributes: Attributes, rng: SceneRng) -> str:

@@ -223,19 +223,15 @@ def _draw_highway(canvas: Canvas, attributes: Attributes, rng: SceneRng) -> None
     for across in (-0.53, 0.53):
         draw_dashed_line(canvas, view, across, 0.025)
     draw_puddles(canvas, view, rng, (-0.3, 0.3))
-    _draw_guard_rails(canvas, view)
-    if attributes.num_signs:
-        _draw_gantry(canvas, view)
-    positions = ((-0.27, 0.14), (0.27, 0.15), (-0.8, 0.19), (0.8, 0.2), (-0.27, 0.28), (0.27, 0.33))
-    draw_cars_along(canvas, view, attributes, positions, 0.44)
-
-
-def _draw_guard_rails(canvas: Canvas, view: RoadCamera) -> None:
-    for across in (-1.26, 1.26):
+    for across in (-1.26, 1.26):  # guard rails
         for near in (0.12, 0.16, 0.21, 0.28, 0.38):
             (x, y), (_, top) = view.project(across, near), view.project(across, near, 0.2)
             canvas.draw_rectangle(x - 0.02 * near, top, x + 0.02 * near, y, (110, 114, 120))
         canvas.draw_polygon(view.wall_polygon(across, 0.04, 0.6, 0.12, 0.24), (206, 212, 218))
+    if attributes.num_signs:
+        _draw_gantry(canvas, view)
+    positions = ((-0.27, 0.14), (0.27, 0.15), (-0.8, 0.19), (0.8, 0.2), (-0.27, 0.28), (0.27, 0.33))
+    draw_cars_along(canvas, view, attributes, positions, 0.44)
 
 
 def _draw_gantry(canvas: Canvas, view: RoadCamera) -> None:
