@@ -26,7 +26,7 @@ _SEED_SUFFIX = re.compile(r"_seed\d+\Z")
 
 
 def open_generated(folder: Path) -> ImageFiles:
-    """The folder of a `halation generate`, which must hold exactly the images of its ledger, or any folder of images."""
+    """The folder of a `halation generate`, which must hold exactly its ledger's images, or any folder of images."""
     if not folder.is_dir():
         found = f"{folder} is a file" if folder.exists() else f"there is no folder {folder}"
         raise InputError(f"--generated: {found}", "a folder of images", "check --generated")
@@ -64,7 +64,7 @@ def _ledger_rows(ledger: Ledger) -> Iterator[dict[str, Any]]:
 
 
 def _metadata_rows(folder: Path) -> Iterator[dict[str, Any]]:
-    """Of a folder that several processes shared: the metadata has the images that are done, the summary how many are planned."""
+    """Of a folder that several processes shared: metadata names the images that are done, the summary counts all."""
     summary = read_json_with_digest(folder / SUMMARY_FILE) if (folder / SUMMARY_FILE).is_file() else {}
     if not is_metadata_intact(folder):
         raise InputError(

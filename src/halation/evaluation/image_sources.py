@@ -15,17 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from halation.csv_jsonl_reader import csv_rows, decode_blocks, json_rows, read_text_bytes
-from halation.data import image_annotations
-from halation.data.decode import (
-    SUFFIXES,
-    UNSUPPORTED_SUFFIXES,
-    VERSION,
-    BrokenImageError,
-    decode,
-    decode_full_size,
-    left_out_message,
-    read_image_bytes,
-)
+from halation.data import decode, image_annotations
 from halation.data.image_folder import ImageFolder
 from halation.data.streets import Streets
 from halation.errors import InputError
@@ -104,7 +94,7 @@ class ImageFiles:
 
     @cached_property
     def key(self) -> str:
-        return hash_json([VERSION, str(self.folder.resolve()), self.names, self.stamps, self.digests])
+        return hash_json([decode.VERSION, str(self.folder.resolve()), self.names, self.stamps, self.digests])
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -116,7 +106,16 @@ class ImageFiles:
 
     @property
     def loader(self) -> Callable[[ImageFileRef], LoadedImage]:
-        return load_image_file
+        return self._load_file
+
+    @staticmethod
+    def _load_file(file_ref: ImageFileRef) -> LoadedImage:
+        """The whole image of a file, as its ledger promises it."""
+        data = decode.read_image_bytes(file_ref.path, file_ref.within)
+        digest = hashlib.sha256(data)
+        if file_ref.sha256 is not None and digest.hexdigest() != file_ref.sha256:
+            raise decode.BrokenImageError("it is not the file that its ledger names: it was changed or damaged")
+        return LoadedImage(decode.decode_full_size(data), digest.digest())
 
     def image_ref(self, index: int) -> ImageFileRef:
         sha256 = None if self.digests is None else self.digests[index]
@@ -171,13 +170,13 @@ class StreetImages:
 
     @property
     def loader(self) -> Callable[[int], LoadedImage]:
-        return partial(load_street_scene, self.size, self.num)
+        return self.load
 
     def image_ref(self, index: int) -> int:
         return index
 
     def load(self, index: int) -> LoadedImage:
-        return self.loader(self.image_ref(index))
+        return with_digest(self._streets.validation(index).pixels)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,32 +207,18 @@ class TrainingImages:
 
     @property
     def loader(self) -> Callable[[str], LoadedImage]:
-        return partial(load_training_image, self.image_folder.height, self.image_folder.width)
+        return partial(self._load_file, self.image_folder.height, self.image_folder.width)
+
+    @staticmethod
+    def _load_file(height: int, width: int, path: str) -> LoadedImage:
+        """The image of a file as a run at this size sees it."""
+        return with_digest(decode.decode(Path(path), height, width))
 
     def image_ref(self, index: int) -> str:
         return self.name(index)
 
     def load(self, index: int) -> LoadedImage:
         return self.loader(self.image_ref(index))
-
-
-def load_training_image(height: int, width: int, path: str) -> LoadedImage:
-    """The image of a file as a run at this size sees it."""
-    return with_digest(decode(Path(path), height, width))
-
-
-def load_image_file(file_ref: ImageFileRef) -> LoadedImage:
-    """The whole image of a file, as its ledger promises it."""
-    data = read_image_bytes(file_ref.path, file_ref.within)
-    digest = hashlib.sha256(data)
-    if file_ref.sha256 is not None and digest.hexdigest() != file_ref.sha256:
-        raise BrokenImageError("it is not the file that its ledger names: it was changed or damaged")
-    return LoadedImage(decode_full_size(data), digest.digest())
-
-
-def load_street_scene(size: int, num: int, index: int) -> LoadedImage:
-    """Validation street scene `index` of `num`."""
-    return with_digest(Streets(size, size, num_validation=num).validation(index).pixels)
 
 
 def with_digest(pixels: npt.NDArray[np.uint8]) -> LoadedImage:
@@ -255,15 +240,15 @@ def find_image_files(folder: Path, flag: str, *, captions: bool = True) -> Image
         if name.endswith("grid.png")
         and any(os.path.isfile(folder / (name.removesuffix("grid.png") + index)) for index in indexes)
     }
-    supported = [name for name in listed if name.lower().endswith(SUFFIXES) and name not in grids]
-    unsupported = [name for name in listed if name.lower().endswith(UNSUPPORTED_SUFFIXES)]
+    supported = [name for name in listed if name.lower().endswith(decode.SUFFIXES) and name not in grids]
+    unsupported = [name for name in listed if name.lower().endswith(decode.UNSUPPORTED_SUFFIXES)]
     if not supported:
-        others = f" ({left_out_message(unsupported)})" if unsupported else ""
+        others = f" ({decode.left_out_message(unsupported)})" if unsupported else ""
         raise InputError(
             f"{flag}: {folder} has no images{others}", "PNG, JPEG or WebP files in it or below it", f"check {flag}"
         )
     if unsupported:
-        log.warning("%s: %s", flag, left_out_message(unsupported))
+        log.warning("%s: %s", flag, decode.left_out_message(unsupported))
     names = tuple(supported)
     texts, why = _read_captions(folder, names) if captions else (None, "")
     return ImageFiles(

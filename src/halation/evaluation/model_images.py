@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
@@ -18,7 +18,7 @@ from halation.distributed.world import World, run_on_all_ranks
 from halation.errors import InputError
 from halation.evaluation.config import EvaluateConfig
 from halation.evaluation.drawn_images import DrawnImages
-from halation.evaluation.image_sources import with_digest
+from halation.evaluation.image_sources import LoadedImage, with_digest
 from halation.evaluation.preprocess_pool import ExtractorBatch, PreparedBatch, TransformFn, prepare_images
 from halation.generation.image_requests import RequestDefaults, iter_requests
 from halation.generation.ledger import group_key
@@ -162,13 +162,14 @@ class ModelImages(DrawnImages):
                 if first not in generated and not any(first + place in generated for place in range(len(rows))):
                     images = self._generate_batch(rows, on_step)
                     generated |= {first + place: image for place, image in enumerate(images)}
-            batch_transforms = {name: transforms[name] for name in batch.labels}
-            yield (
-                batch,
-                prepare_images(
-                    [(position, _pixel_loader(generated.pop(position))) for position in batch.indices], batch_transforms
-                ),
-            )
+            loaders = [(position, partial(self._load_pixels, generated.pop(position))) for position in batch.indices]
+            yield batch, prepare_images(loaders, {name: transforms[name] for name in batch.labels})
+
+    @staticmethod
+    def _load_pixels(image: Frames | ImageError) -> LoadedImage:
+        if isinstance(image, ImageError):
+            raise BrokenImageError(str(image))
+        return with_digest(image[0])
 
     def _generate_batch(self, rows: npt.NDArray[np.int64], on_step: Callable[[], None]) -> list[Frames | ImageError]:
         assert self._model is not None
@@ -179,15 +180,6 @@ class ModelImages(DrawnImages):
         for piece in run_batch(self._model, batch, self.micro_batch, range(len(specs)), on_step):
             results |= dict(zip(piece.rows, piece.collect(lambda action: action()), strict=True))
         return [results[place] for place in range(len(specs))]
-
-
-def _pixel_loader(image: Frames | ImageError) -> Callable[[], tuple[npt.NDArray[np.uint8], bytes]]:
-    def load() -> tuple[npt.NDArray[np.uint8], bytes]:
-        if isinstance(image, ImageError):
-            raise BrokenImageError(str(image))
-        return with_digest(image[0])
-
-    return load
 
 
 def open_model_images(config: EvaluateConfig, device: str) -> ModelImages:

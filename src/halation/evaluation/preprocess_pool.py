@@ -33,6 +33,15 @@ class PreparedBatch(NamedTuple):
     broken: dict[int, str]
     """By index, why there is no image; its inputs are zeros."""
 
+    @classmethod
+    def concatenate(cls, batches: Sequence[PreparedBatch]) -> PreparedBatch:
+        return cls(
+            {name: np.concatenate([piece.inputs[name] for piece in batches]) for name in batches[0].inputs},
+            np.concatenate([piece.digests for piece in batches]),
+            np.concatenate([piece.sizes for piece in batches]),
+            {index: why for piece in batches for index, why in piece.broken.items()},
+        )
+
 
 def prepare_images(
     images: Iterable[tuple[int, Callable[[], tuple[npt.NDArray[np.uint8], bytes]]]],
@@ -83,15 +92,6 @@ def prepare_images(
 def num_rank_cores() -> int:
     """The cores of this machine that fall to this rank."""
     return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-
-
-def concatenate_batches(batches: Sequence[PreparedBatch]) -> PreparedBatch:
-    return PreparedBatch(
-        {name: np.concatenate([piece.inputs[name] for piece in batches]) for name in batches[0].inputs},
-        np.concatenate([piece.digests for piece in batches]),
-        np.concatenate([piece.sizes for piece in batches]),
-        {index: why for piece in batches for index, why in piece.broken.items()},
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +164,7 @@ class PreprocessPool:
                 return
             batch, futures = pending.popleft()
             try:
-                prepared = concatenate_batches([piece.result() for piece in futures])
+                prepared = PreparedBatch.concatenate([piece.result() for piece in futures])
             except WorkerDied as error:
                 raise self._worker_died_error(error) from error
             yield batch, prepared

@@ -16,18 +16,9 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from halation import input_files
 from halation.errors import InputError, format_names, shorten
 from halation.evaluation.metrics.moments import Features, Gaussian, Moments, merge_moments
-from halation.input_files import (
-    MAX_ARRAY_BYTES,
-    check_zip_directory,
-    file_sha256,
-    format_size,
-    limit,
-    open_regular_file,
-    parse_json,
-    read_safetensors_header,
-)
 from halation.runs.run_folder import write_atomic
 
 FORMAT = "halation statistics 1"
@@ -110,7 +101,7 @@ def _read_file(path: Path) -> SavedStatistics:
     if not path.is_file():
         raise InputError(f"there is no file {path}", "saved statistics", "check --reference")
     try:
-        digest = file_sha256(path)
+        digest = input_files.file_sha256(path)
     except OSError as error:
         raise _unreadable_error(path, error) from error
     return _read_npz(path, digest) if path.suffix == ".npz" else _read_safetensors(path, digest)
@@ -118,7 +109,7 @@ def _read_file(path: Path) -> SavedStatistics:
 
 def _read_safetensors(path: Path, digest: str) -> SavedStatistics:
     try:
-        read_safetensors_header(path)
+        input_files.read_safetensors_header(path)
         with safe_open(path, "np") as file:
             metadata = file.metadata() or {}
             if metadata.get("format") != FORMAT:
@@ -127,7 +118,7 @@ def _read_safetensors(path: Path, digest: str) -> SavedStatistics:
                 )
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
         moments = Moments(num=int(arrays["num"][0]), mean=arrays["mean"], scatter=arrays["scatter"])
-        facts: dict[str, Any] = parse_json(metadata["facts"].encode())
+        facts: dict[str, Any] = input_files.parse_json(metadata["facts"].encode())
         if not isinstance(facts, dict):
             raise ValueError("facts that are no JSON object")
     except (SafetensorError, KeyError, IndexError, ValueError, TypeError, OverflowError, OSError) as error:
@@ -145,8 +136,8 @@ def _read_safetensors(path: Path, digest: str) -> SavedStatistics:
 
 def _read_npz(path: Path, digest: str) -> SavedStatistics:
     try:
-        with open_regular_file(path) as stream:
-            check_zip_directory(stream)
+        with input_files.open_regular_file(path) as stream:
+            input_files.check_zip_directory(stream)
             file = zipfile.ZipFile(stream)
             names = [name.removesuffix(".npy") for name in file.namelist()]
             if not {"mu", "sigma"} <= set(names):
@@ -176,10 +167,11 @@ def _read_array(file: zipfile.ZipFile, name: str) -> np.ndarray:
         else:
             shape, _, dtype = np.lib.format.read_array_header_2_0(stream)
     num_bytes = math.prod(shape) * dtype.itemsize
-    if num_bytes > limit(MAX_ARRAY_BYTES) or not 0 <= num_bytes <= member.file_size:
+    max_bytes = input_files.limit(input_files.MAX_ARRAY_BYTES)
+    if num_bytes > max_bytes or not 0 <= num_bytes <= member.file_size:
         raise ValueError(
             f"an array {name} of shape {shorten(shape)} in a member of {member.file_size} bytes; "
-            f"the limit is {format_size(limit(MAX_ARRAY_BYTES))}, which --input_limits raises"
+            f"the limit is {input_files.format_size(max_bytes)}, which --input_limits raises"
         )
     with file.open(member) as stream:
         array: np.ndarray = np.lib.format.read_array(stream, allow_pickle=False)

@@ -18,6 +18,7 @@ from halation.distributed.launcher import describe_device
 from halation.distributed.stop_signals import StopSignals, exit_code
 from halation.distributed.world import World, run_on_rank_zero
 from halation.errors import HalationError, InputError, Interrupted
+from halation.evaluation import saved_statistics
 from halation.evaluation.config import EvaluateConfig, check_reference, fid_conflict
 from halation.evaluation.drawn_images import SampledImages
 from halation.evaluation.evaluator import (
@@ -41,13 +42,6 @@ from halation.evaluation.metrics import metric_computation
 from halation.evaluation.metrics.caption_agreement import has_street_captions
 from halation.evaluation.metrics.nearest_neighbors import find_extremes
 from halation.evaluation.model_images import ModelImages, open_model_images
-from halation.evaluation.saved_statistics import (
-    SUFFIXES,
-    SavedStatistics,
-    read_extractor_name,
-    read_statistics,
-    write_statistics,
-)
 from halation.prompt_files import PromptFile
 from halation.runs.run_folder import hash_json
 
@@ -235,7 +229,7 @@ class EvaluationSession:
     def _save_statistics(self, path: Path, features: metric_computation.FeatureSet) -> None:
         assert isinstance(features.moments, metric_computation.Moments)
         about = {"source": self.generated.facts, "source_hash": features.hash, "versions": library_versions()}
-        write_statistics(path, features.moments, features.features, {**self.facts["main"], **about})
+        saved_statistics.write_statistics(path, features.moments, features.features, {**self.facts["main"], **about})
 
 
 class StopFlag:
@@ -257,9 +251,9 @@ class StopFlag:
 
 def read_saved_reference(
     config: EvaluateConfig, plan: ExtractorPlan, facts: Mapping[str, Mapping[str, Any]]
-) -> SavedStatistics | None:
+) -> saved_statistics.SavedStatistics | None:
     """The statistics that --reference names, or None where it names images or nothing is compared."""
-    paths = [Path(path) for path in config.reference if Path(path).suffix in SUFFIXES]
+    paths = [Path(path) for path in config.reference if Path(path).suffix in saved_statistics.SUFFIXES]
     labels = plan.reference_labels
     if not paths or not labels:
         return None
@@ -268,7 +262,7 @@ def read_saved_reference(
         raise InputError(
             f"statistics as the reference of {names}", "one extractor, that of the statistics", "ask for fewer metrics"
         )
-    return read_statistics(paths, facts[labels[0]])
+    return saved_statistics.read_statistics(paths, facts[labels[0]])
 
 
 def open_images(config: EvaluateConfig) -> ImageFiles | ModelImages:
@@ -293,7 +287,7 @@ def choose_extractor(config: EvaluateConfig) -> str:
         return config.extractor
     if config.reference == ("streets",):
         return "streets"
-    return read_extractor_name(config.reference[0]) if config.reference else "inception"
+    return saved_statistics.read_extractor_name(config.reference[0]) if config.reference else "inception"
 
 
 def resolve_config(config: EvaluateConfig, source: ImageFiles | ModelImages) -> EvaluateConfig:

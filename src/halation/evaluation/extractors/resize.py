@@ -35,7 +35,12 @@ def resize_to_square(image: npt.NDArray[np.uint8], size: int, rule: ResizeRule) 
     if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8 or 0 in image.shape:
         raise ValueError(f"an image is (height, width, 3) uint8 and not empty, this is {image.shape} {image.dtype}")
     if rule == "clean":
-        return _bicubic(image, size)
+        result = np.empty((size, size, 3), np.float32)
+        for channel in range(3):
+            plane = Image.fromarray(image[:, :, channel].astype(np.float32))
+            # Bicubic weights are negative in places, so that edges overshoot what an image can hold.
+            np.clip(np.asarray(plane.resize((size, size), Image.Resampling.BICUBIC)), 0, 255, out=result[:, :, channel])
+        return result
     if rule == "tf":
         return _bilinear(
             image, _corner_aligned_positions(image.shape[0], size), _corner_aligned_positions(image.shape[1], size)
@@ -45,15 +50,6 @@ def resize_to_square(image: npt.NDArray[np.uint8], size: int, rule: ResizeRule) 
             image, _center_aligned_positions(image.shape[0], size), _center_aligned_positions(image.shape[1], size)
         )
     raise ValueError(f"the resize rules are {', '.join(RESIZE_RULES)}, not {rule!r}")
-
-
-def _bicubic(image: npt.NDArray[np.uint8], size: int) -> Floats:
-    result = np.empty((size, size, 3), np.float32)
-    for channel in range(3):
-        plane = Image.fromarray(image[:, :, channel].astype(np.float32))
-        # Bicubic weights are negative in places, so that edges overshoot what an image can hold.
-        np.clip(np.asarray(plane.resize((size, size), Image.Resampling.BICUBIC)), 0, 255, out=result[:, :, channel])
-    return result
 
 
 # Positions in the source for each position of the result, in float32 because the references round there too.

@@ -73,8 +73,8 @@ class StreetsNet(nn.Module):
 
     Features are the means of three depths over the image: the shallow ones see blur and noise that the deep one, which
     is after attributes, learns to overlook. Each is put to mean 0 and variance 1 of the training images, or the largest
-    would decide a distance alone. Norms keep running statistics, so in eval mode an image's numbers do not depend on its
-    neighbours.
+    would decide a distance alone. Norms keep running statistics, so in eval mode an image's numbers do not depend on
+    its neighbours.
     """
 
     def __init__(self) -> None:
@@ -130,27 +130,25 @@ class StreetsExtractor(Extractor):
     """Features and logits of each attribute; images are always resized by the clean rule it was trained with."""
 
     def __init__(self, *, device: str, dtype: str) -> None:
-        from halation.evaluation.extractors import streets_classifier
-
         self.name = "streets"
         self.fd_title = "FD-streets"
         self.kid_title = "KID-streets"
-        self.num_features = streets_classifier.NUM_FEATURES
-        self.transform = SquareResize(size=streets_classifier.INPUT_SIZE, rule="clean")
+        self.num_features = NUM_FEATURES
+        self.transform = SquareResize(size=INPUT_SIZE, rule="clean")
         self.device = torch.device(device)
         self.facts = {
             "extractor": self.name,
-            "weights": streets_classifier.WEIGHTS_FILE.name,
+            "weights": WEIGHTS_FILE.name,
             "weights_sha256": file_sha256(WEIGHTS_FILE),
             "dtype": dtype,
             "resize": "clean",
-            "input_size": [streets_classifier.INPUT_SIZE, streets_classifier.INPUT_SIZE],
+            "input_size": [INPUT_SIZE, INPUT_SIZE],
             "preparation": describe_transform(self.transform),
-            "agreement_of_real_pictures": streets_classifier.read_record().agreement,
+            "agreement_of_real_pictures": read_record().agreement,
             "library": f"halation on torch {torch.__version__}",
         }
         self._dtype = DTYPES[dtype]
-        self._network = streets_classifier.load_network().to(device=self.device, dtype=self._dtype)
+        self._network = load_network().to(device=self.device, dtype=self._dtype)
 
     def _outputs(self, batch: Tensor) -> dict[str, Tensor]:
         outputs: dict[str, Tensor] = self._network(batch.to(self._dtype))

@@ -104,7 +104,7 @@ def _open_tokenizer(folder: Path, *, vocab_size: int) -> Any:
 def open_transformers_extractor(
     name: str, weights: str, *, device: str, dtype: str, rule: ResizeRule, flag: str
 ) -> Extractor:
-    """`name` is dinov2, clip, or a folder of either family; `weights` a folder or hub name that replaces the default."""
+    """`name` is dinov2, clip or a folder of either family; `weights` a folder or hub name instead of the default."""
     default_model = DEFAULT_MODELS.get(name)
     if default_model is None and weights:
         raise InputError(f"--extractor {name} and {flag} {weights}", "one of them names the model", f"leave out {flag}")
@@ -169,8 +169,8 @@ class _TransformerExtractor(Extractor):
 class Dinov2Extractor(_TransformerExtractor):
     """The class token after the last layer norm, as FD-DINOv2 of dgm-eval: 224 x 224, ImageNet's mean and std.
 
-    dgm-eval runs the original code, which stretches the position embeddings (made for 518 x 518) by a factor that is rounded
-    otherwise than transformers': compare distances with others made by transformers.
+    dgm-eval runs the original code, which stretches the position embeddings (made for 518 x 518) by a factor that is
+    rounded otherwise than transformers': compare distances with others made by transformers.
     """
 
     family = "dinov2"

@@ -22,17 +22,8 @@ from filelock import FileLock
 from safetensors.torch import load_file
 from torch import Tensor
 
+from halation import input_files
 from halation.errors import InputError
-from halation.input_files import (
-    MAX_PICKLE_BYTES,
-    RefusedFileError,
-    check_zip_directory,
-    file_sha256,
-    format_size,
-    limit,
-    open_regular_file,
-    read_safetensors_header,
-)
 from halation.runs.run_folder import cache_folder, open_atomic
 
 logger = logging.getLogger(__name__)
@@ -56,14 +47,21 @@ def fetch_file(url: str, file: Path, sha256: str, flag: str = "--weights") -> Pa
     if not file.is_file():
         if is_offline():
             raise _download_error(url, file, sha256, flag, "the environment says to stay offline (HF_HUB_OFFLINE)")
-        _make_cache_folder(file.parent, flag)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(
+                f"cannot make the cache folder {file.parent}: {error.strerror or error}",
+                "a folder that can be created and written",
+                f"set HALATION_CACHE to such a folder, or give the file by {flag} FILE",
+            ) from error
         # Ranks that start together take turns, and all but the first find the file.
         with FileLock(file.with_name(f".{file.name}.lock")):
             if not file.is_file():
                 for leftover in file.parent.glob(f".{file.name}.*.tmp"):  # of a download that was killed
                     leftover.unlink(missing_ok=True)
                 _download(url, file, sha256, flag)
-    digest = file_sha256(file)
+    digest = input_files.file_sha256(file)
     if digest != sha256:
         raise InputError(
             f"{file} has the SHA-256 {digest}",
@@ -71,17 +69,6 @@ def fetch_file(url: str, file: Path, sha256: str, flag: str = "--weights") -> Pa
             f"remove it to have it downloaded again, or give a file of your own by {flag} FILE",
         )
     return file
-
-
-def _make_cache_folder(folder: Path, flag: str) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(
-            f"cannot make the cache folder {folder}: {error.strerror or error}",
-            "a folder that can be created and written",
-            f"set HALATION_CACHE to such a folder, or give the file by {flag} FILE",
-        ) from error
 
 
 def is_offline() -> bool:
@@ -139,25 +126,26 @@ def _copy_response(response: http.client.HTTPResponse, target: BinaryIO) -> tupl
 
 def _check_pickles(file: Path) -> None:
     """Refuse a .pth file that would take more memory than it has bytes: packed members, and bytearrays by length."""
-    with open_regular_file(file) as stream:
+    max_bytes = input_files.limit(input_files.MAX_PICKLE_BYTES)
+    with input_files.open_regular_file(file) as stream:
         if not zipfile.is_zipfile(stream):
             stream.seek(0)
-            data = stream.read(limit(MAX_PICKLE_BYTES))
+            data = stream.read(max_bytes)
             try:
                 return _scan_pickles(data, _NUM_OLD_PICKLES)
             except ValueError:  # torch says it better, unless there may be something behind it
-                if len(data) < limit(MAX_PICKLE_BYTES):
+                if len(data) < max_bytes:
                     return None
                 raise
-        check_zip_directory(stream)
+        input_files.check_zip_directory(stream)
         with zipfile.ZipFile(stream) as archive:
             members = archive.infolist()
             if any(member.compress_type != zipfile.ZIP_STORED for member in members):
                 raise ValueError("a zip file with packed members, which torch.save does not write")
             for member in members:
                 if member.filename.endswith(".pkl"):
-                    if member.file_size > limit(MAX_PICKLE_BYTES):
-                        raise ValueError(f"{member.filename} has {format_size(member.file_size)}")
+                    if member.file_size > max_bytes:
+                        raise ValueError(f"{member.filename} has {input_files.format_size(member.file_size)}")
                     _scan_pickles(archive.read(member), 1)
     return None
 
@@ -176,7 +164,7 @@ def read_state_dict(file: Path, flag: str = "--weights") -> Mapping[str, Tensor]
         raise InputError(f"{file} is not a file", "weights as .safetensors or .pth", f"check {flag}")
     try:
         if file.suffix == ".safetensors":
-            read_safetensors_header(file)
+            input_files.read_safetensors_header(file)
             return load_file(str(file))
         _check_pickles(file)
         # Files from before torch 1.6 are no zip archives and cannot be mapped: the released weights are such a file.
@@ -187,7 +175,7 @@ def read_state_dict(file: Path, flag: str = "--weights") -> Mapping[str, Tensor]
             "a state dict as torch.save writes it, or .safetensors; code in a file is never run",
             "take the file from its publisher again, or convert it to safetensors where you trust it",
         ) from error
-    except RefusedFileError as error:
+    except input_files.RefusedFileError as error:
         raise error.as_input_error() from error
     except Exception as error:
         raise InputError(

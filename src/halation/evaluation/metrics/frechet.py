@@ -2,13 +2,13 @@
 
 The formula is that of Dowson and Landau 1982:
 d^2 = |m1 - m2|^2 + tr S1 + tr S2 - 2 tr (S1 S2)^(1/2). The product S1 S2 is not symmetric, but with S1 = L1 L1' and
-S2 = L2 L2' its eigenvalues are those of the symmetric C'C with C = L1' L2. The trace of its root is therefore the sum of
-the roots of the eigenvalues of C'C, or the sum of the singular values of C: two Cholesky factors and one `eigvalsh`
+S2 = L2 L2' its eigenvalues are those of the symmetric C'C with C = L1' L2. The trace of its root is therefore the sum
+of the roots of the eigenvalues of C'C, or the sum of the singular values of C: two Cholesky factors and one `eigvalsh`
 instead of a general matrix root.
 
-An eigenvalue is known to about 1e-16 of the largest, its root to 1e-8 only. That is nothing for a few small ones and too
-much for a thousand zeros, so where a covariance is singular its null space is cut off and singular values are taken,
-which have no such root.
+An eigenvalue is known to about 1e-16 of the largest, its root to 1e-8 only. That is nothing for a few small ones and
+too much for a thousand zeros, so where a covariance is singular its null space is cut off and singular values are
+taken, which have no such root.
 
 The bootstrap resamples one side. The distance of a resampled set needs its own covariance S1 each time, but the other
 side S2 = L L' stays. With centred rows X of the resampled set the trace of the root of S1 S2 is the sum of the singular
@@ -97,12 +97,6 @@ def _trace_sqrt_product(one: torch.Tensor, other: torch.Tensor) -> float:
         return float(torch.linalg.svdvals(columns[0].T @ columns[1]).sum())
     values = torch.linalg.eigvalsh(_lower_gram(_triangular_product(triangles[0], triangles[1])))
     return float(values.clamp(min=0.0).sqrt().sum())
-
-
-def covariance_factor(covariance: torch.Tensor) -> torch.Tensor:
-    """L with L L' = covariance, of as many columns as the matrix has rank."""
-    triangle = _cholesky(covariance)
-    return _low_rank_factor(covariance) if triangle is None else triangle
 
 
 def _cholesky(covariance: torch.Tensor) -> torch.Tensor | None:
@@ -218,7 +212,8 @@ class _FrechetResampler:
             raise ValueError(f"features of {features.shape[1]} and statistics of {len(mean)} dimensions")
         self._rows = torch.from_numpy(features.astype(np.float64)).to(device) - mean
         self._squared_norms = self._rows.square().sum(dim=1)
-        self._projected = self._rows @ covariance_factor(covariance)
+        triangle = _cholesky(covariance)
+        self._projected = self._rows @ (_low_rank_factor(covariance) if triangle is None else triangle)
         self._other_trace = float(covariance.diagonal().sum())
 
     def distance(self, counts: Counts) -> float:

@@ -1,8 +1,8 @@
 """Kernel Inception Distance: the squared MMD with a cubic kernel over random subsets.
 
-(Binkowski et al. 2018.) The sum of a kernel matrix over a subset is s' K s with the subset's indicator s. Where the sets
-are small a row is in many subsets, and the kernel of every pair is taken once for all of them, in blocks; where they are
-large each subset takes the kernel of its own pairs.
+(Binkowski et al. 2018.) The sum of a kernel matrix over a subset is s' K s with the subset's indicator s. Where the
+sets are small a row is in many subsets, and the kernel of every pair is taken once for all of them, in blocks; where
+they are large each subset takes the kernel of its own pairs.
 """
 
 from __future__ import annotations
@@ -44,12 +44,13 @@ def kernel_distance(
     if num_subsets < 1 or not 2 <= subset_size <= min(len(one), len(other)):
         raise ValueError(f"{num_subsets} subsets of {subset_size} rows from {len(one)} and {len(other)}")
     rows_1, rows_2 = (torch.from_numpy(check_features(rows).astype(np.float64)).to(device) for rows in (one, other))
-    chosen_1, chosen_2 = _draw_subsets(len(one), len(other), num_subsets, subset_size, seed)
-    sum_kernels = (
-        _sums_over_all_pairs
-        if _num_pairs(len(one), len(other)) < num_subsets * 2 * subset_size**2
-        else _sums_per_subset
-    )
+    generator = np.random.RandomState(seed)
+    drawn = [
+        [generator.choice(len(rows), subset_size, replace=False) for rows in (one, other)] for _ in range(num_subsets)
+    ]
+    chosen_1, chosen_2 = (torch.from_numpy(np.stack(chosen)) for chosen in zip(*drawn, strict=True))
+    num_all_pairs = (len(one) + len(other)) ** 2 // 2  # a pair of one set counts once
+    sum_kernels = _sums_over_all_pairs if num_all_pairs < num_subsets * 2 * subset_size**2 else _sums_per_subset
     with single_thread():
         within_1, between, within_2 = sum_kernels(rows_1, rows_2, chosen_1.to(device), chosen_2.to(device))
     values = (within_1 + within_2) / (subset_size * (subset_size - 1)) - 2.0 * between / subset_size**2
@@ -59,21 +60,6 @@ def kernel_distance(
     return KernelDistance(
         mean=float(np.mean(found)), std=float(np.std(found)), num_subsets=num_subsets, subset_size=subset_size
     )
-
-
-def _draw_subsets(num_1: int, num_2: int, num_subsets: int, size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = np.random.RandomState(seed)
-    drawn = [
-        (generator.choice(num_1, size, replace=False), generator.choice(num_2, size, replace=False))
-        for _ in range(num_subsets)
-    ]
-    one, other = (torch.from_numpy(np.stack(chosen)) for chosen in zip(*drawn, strict=True))
-    return one, other
-
-
-def _num_pairs(num_1: int, num_2: int) -> int:
-    """Of which a kernel is taken where all pairs are; a pair of one set is there once."""
-    return (num_1 + num_2) ** 2 // 2
 
 
 KernelSums = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -106,11 +92,11 @@ def _sums_over_all_pairs(
     rows_1: torch.Tensor, rows_2: torch.Tensor, chosen_1: torch.Tensor, chosen_2: torch.Tensor
 ) -> KernelSums:
     one, other = _indicators(chosen_1, rows_1), _indicators(chosen_2, rows_2)
-    return (
-        _sum_within_subsets(rows_1, one),
-        _sum_between_subsets(rows_1, rows_2, one, other),
-        _sum_within_subsets(rows_2, other),
-    )
+    between = torch.zeros(len(chosen_1), dtype=rows_1.dtype, device=rows_1.device)
+    for start in range(0, len(rows_1), BLOCK_SIZE):
+        end = start + BLOCK_SIZE
+        between += (one[start:end] * (_cubic_kernel(rows_1[start:end], rows_2) @ other)).sum(dim=0)
+    return _sum_within_subsets(rows_1, one), between, _sum_within_subsets(rows_2, other)
 
 
 def _indicators(chosen: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -128,16 +114,6 @@ def _sum_within_subsets(rows: torch.Tensor, membership: torch.Tensor) -> torch.T
         block.diagonal().zero_()
         block[:, size:] *= 2.0
         total += (membership[start:end] * (block @ membership[start:])).sum(dim=0)
-    return total
-
-
-def _sum_between_subsets(
-    one: torch.Tensor, other: torch.Tensor, member_1: torch.Tensor, member_2: torch.Tensor
-) -> torch.Tensor:
-    total = torch.zeros(member_1.shape[1], dtype=one.dtype, device=one.device)
-    for start in range(0, len(one), BLOCK_SIZE):
-        end = start + BLOCK_SIZE
-        total += (member_1[start:end] * (_cubic_kernel(one[start:end], other) @ member_2)).sum(dim=0)
     return total
 
 

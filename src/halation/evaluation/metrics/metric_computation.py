@@ -133,21 +133,6 @@ def _metric_record(key: str, value: MetricValue, inputs: MetricInputs, note: str
     }
 
 
-def min_num_images(metric: str, num_features: int, settings: MetricSettings) -> int:
-    """Images on each side below which the number says more about their count than about them."""
-    match metric:
-        case "fid":
-            return MIN_IMAGES_FID
-        case "fd":
-            return max(MIN_IMAGES, num_features)
-        case "kid":
-            return settings.kid_subset_size
-        case "is" | "prdc":
-            return MIN_IMAGES
-        case _:
-            return 1
-
-
 def check_num_images(
     metric: str, num_features: int, num_images: Mapping[str, int | None], settings: MetricSettings
 ) -> str:
@@ -155,7 +140,14 @@ def check_num_images(
 
     `num_images` has the number of images of each side, where it is known.
     """
-    minimum = min_num_images(metric, num_features, settings)
+    # With fewer the number says more about their count than about them.
+    minimum = {
+        "fid": MIN_IMAGES_FID,
+        "fd": max(MIN_IMAGES, num_features),
+        "kid": settings.kid_subset_size,
+        "is": MIN_IMAGES,
+        "prdc": MIN_IMAGES,
+    }.get(metric, 1)
     too_few = {side: num for side, num in num_images.items() if num is not None and num < minimum}
     if not too_few:
         return ""
@@ -265,20 +257,18 @@ def inception_score(logits: Features, *, num_splits: int = NUM_SPLITS, seed: int
     num = len(check_features(logits))
     order = np.random.RandomState(seed).permutation(num)
     cuts = [number * num // num_splits for number in range(num_splits + 1)]
-    scores = [_split_score(logits[order[start:end]]) for start, end in itertools.pairwise(cuts)]
+    scores = []
+    for start, end in itertools.pairwise(cuts):
+        values = logits[order[start:end]].astype(np.float64)
+        values -= values.max(axis=1, keepdims=True)
+        values -= np.log(np.exp(values).sum(axis=1, keepdims=True))
+        probabilities = np.exp(values)
+        # A class that no image of the split has adds nothing; the logarithm of its share would be minus infinity.
+        overall = probabilities.mean(axis=0)
+        used = overall > 0
+        divergences = (probabilities[:, used] * (values[:, used] - np.log(overall[used]))).sum(axis=1)
+        scores.append(float(np.exp(divergences.mean())))
     return ScoreStatistics(mean=float(np.mean(scores)), std=float(np.std(scores)), num=num_splits)
-
-
-def _split_score(logits: Features) -> float:
-    values = logits.astype(np.float64)
-    values -= values.max(axis=1, keepdims=True)
-    values -= np.log(np.exp(values).sum(axis=1, keepdims=True))
-    probabilities = np.exp(values)
-    # A class that no image of the split has adds nothing; the logarithm of its share would be minus infinity.
-    overall = probabilities.mean(axis=0)
-    used = overall > 0
-    divergences = (probabilities[:, used] * (values[:, used] - np.log(overall[used]))).sum(axis=1)
-    return float(np.exp(divergences.mean()))
 
 
 def clip_score(images: Features, texts: Features) -> ScoreStatistics:

@@ -1,8 +1,8 @@
 """Mean and covariance of features in float64, with the same bits on any number of ranks.
 
 Features are summed in blocks of a fixed size by index, and blocks are merged in order, so the result is a function of
-the features alone: they may come as one array or as a stream of arrays of any sizes. Parts that were summed apart can be
-merged too; that agrees with the whole to rounding, not to the bit.
+the features alone: they may come as one array or as a stream of arrays of any sizes. Parts that were summed apart can
+be merged too; that agrees with the whole to rounding, not to the bit.
 """
 
 from __future__ import annotations
@@ -62,11 +62,15 @@ def moments(features: Features | Iterable[Features]) -> Moments:
     NaN and infinity are refused here, because a distance to them may well be a number.
     """
     parts = [features] if isinstance(features, np.ndarray) else features
-    blocks = map(_block_moments, _iter_blocks(parts))
-    first = next(blocks, None)
-    if first is None:
+    total: Moments | None = None
+    for block in _iter_blocks(parts):
+        mean = block.mean(axis=0)
+        block -= mean
+        part = Moments(num=len(block), mean=mean, scatter=block.T @ block)
+        total = part if total is None else _merge(total, part)
+    if total is None:
         raise ValueError("features of no rows")
-    return reduce(_merge, blocks, first)
+    return total
 
 
 def _iter_blocks(parts: Iterable[Features]) -> Iterator[FloatArray]:
@@ -97,12 +101,6 @@ def check_features(features: Features) -> Features:
     if not np.isfinite(features).all():
         raise ValueError("features that are not finite")
     return features
-
-
-def _block_moments(values: FloatArray) -> Moments:
-    mean = values.mean(axis=0)
-    values -= mean
-    return Moments(num=len(values), mean=mean, scatter=values.T @ values)
 
 
 def merge_moments(parts: Iterable[Moments]) -> Moments:
