@@ -16,11 +16,12 @@ import torch
 from halation.distillation.config import DistillConfig
 from halation.distributed.engines.ddp_fsdp import FSDPEngine
 from halation.distributed.launcher import is_lost_peer_message, num_gpus
+from halation.distributed.rng import DTYPES
 from halation.distributed.stop_signals import StopSignals, exit_code
 from halation.distributed.world import HeartbeatMonitor, World, run_on_rank_zero, run_with_heartbeat
 from halation.errors import HalationError, InputError, Interrupted, RankFailure, os_error_message
 from halation.models.checkpoint_loading import load_denoiser
-from halation.models.denoiser import MIXED_PRECISION_DTYPES, Denoiser, compile_blocks
+from halation.models.denoiser import Denoiser, compile_blocks
 from halation.models.dit.denoiser import DiTDenoiser
 from halation.progress import delayed_progress
 from halation.runs.run_folder import write_json_with_digest
@@ -218,7 +219,7 @@ def _place_teacher(
         denoiser,
         guidance=guidance,
         device=device,
-        dtype=MIXED_PRECISION_DTYPES[config.teacher_dtype] or torch.float32,
+        dtype=DTYPES[config.teacher_dtype],
         batch_size=config.teacher_batch_size,
     )
     if config.feature_weight and hasattr(denoiser.module, "always_run_both"):

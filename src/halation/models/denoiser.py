@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from halation.distributed.rng import DTYPES
 from halation.errors import HalationError, InputError
 from halation.flow.paths import NoisePath, TimeDistribution
 from halation.flow.samplers import SAMPLERS
@@ -30,9 +31,6 @@ does not depend on its neighbours'. Text has `tokens` (int64) and `mask` (bool, 
 
 GuidanceKind = Literal["pair", "embedded", "none"]
 """How a family does guidance: by a null branch, by a number that its module reads, or not at all."""
-
-MIXED_PRECISION_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""The type that a dtype's name autocasts to; None for no autocast."""
 
 PIPELINE_SCHEDULER = "own"
 """Instead of the name of a sampler: the pipeline's own scheduler."""
@@ -318,7 +316,7 @@ class DiTModel:
             )
         self.denoiser = denoiser
         self.device = device
-        self.dtype = MIXED_PRECISION_DTYPES[dtype] or torch.float32
+        self.dtype = DTYPES[dtype]
         self.sampler = sampler
         self.time_shift = time_shift
         self.truncate_from = truncate_from

@@ -24,14 +24,7 @@ from halation.distributed.launcher import is_lost_peer_message
 from halation.distributed.world import HeartbeatMonitor, World
 from halation.errors import RankFailure
 from halation.fault_injection import fault_point
-from halation.models.denoiser import (
-    MIXED_PRECISION_DTYPES,
-    DecodedImages,
-    SamplingInputs,
-    SamplingModel,
-    SolverSettings,
-    decode,
-)
+from halation.models.denoiser import DecodedImages, SamplingInputs, SamplingModel, SolverSettings, decode
 from halation.sample_specs import SampleBatch, SampleSpec
 from halation.sampling.sample_folder import SampleFolder, SampleRow, SampleWriter, is_drawn
 
@@ -427,7 +420,7 @@ class DenoiserSampler:
         solver = SolverSettings(
             sampler=settings.sampler,
             use_cfg=self.uses_guidance,
-            dtype=MIXED_PRECISION_DTYPES[settings.dtype] or torch.float32,
+            dtype=rng.DTYPES[settings.dtype],
             shift=settings.time_shift,
         )
 

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from halation.distributed.engines.ddp_fsdp import Engine
+from halation.distributed.rng import DTYPES
 from halation.distributed.world import World
 from halation.errors import HalationError
 from halation.fault_injection import fault_point
 from halation.flow.ema import Ema
-from halation.models.denoiser import MIXED_PRECISION_DTYPES, TrainedModule
+from halation.models.denoiser import TrainedModule
 
 MAX_SKIPPED_STEPS = 20
 _STORED_AS = {"num_images": "pictures"}
@@ -124,8 +125,7 @@ class StepReport:
 
 
 def mixed_precision(device: torch.device, dtype: str) -> contextlib.AbstractContextManager[object]:
-    wanted = MIXED_PRECISION_DTYPES[dtype]
-    return contextlib.nullcontext() if wanted is None else torch.autocast(device.type, wanted)
+    return contextlib.nullcontext() if dtype == "fp32" else torch.autocast(device.type, DTYPES[dtype])
 
 
 def train_steps(

@@ -418,7 +418,7 @@ class TrainingSession:
 
 def measure_peak_flops(device: torch.device, dtype: str) -> float:
     """Floating-point operations a second of a large matrix product in the training precision, on this device, now."""
-    kind = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    kind = rng.DTYPES[dtype]
     size, repeats = (8192, 10) if device.type == "cuda" else (512, 3)
     # Not zeros, on which some devices run faster than on numbers; not random, to leave every generator alone.
     ramp = torch.arange(size * size, device=device, dtype=torch.float32).reshape(size, size).sin()

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from halation.evaluation.extractors.resize import ImageTransform
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 class Extractor(ABC):
     """A frozen network on a device that turns prepared images into features.

@@ -13,7 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from halation.evaluation.extractors.extractor import DTYPES, Extractor
+from halation.distributed.rng import DTYPES
+from halation.evaluation.extractors.extractor import Extractor
 from halation.evaluation.extractors.resize import SquareResize, describe_transform
 from halation.input_files import file_sha256
 

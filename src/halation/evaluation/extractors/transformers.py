@@ -12,8 +12,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from halation.distributed.rng import DTYPES
 from halation.errors import InputError
-from halation.evaluation.extractors.extractor import DTYPES, Extractor, full_precision
+from halation.evaluation.extractors.extractor import Extractor, full_precision
 from halation.evaluation.extractors.huggingface_resolver import (
     ClipPreprocessing,
     ModelFolder,

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from halation.distributed.rng import DTYPES
 from halation.errors import InputError
 from halation.models.pipelines.family_quirks import FAMILIES, PipelineFamily
 from halation.models.pipelines.pipeline_hooks import boundary_timestep
@@ -34,7 +35,6 @@ _RESERVED_ARGUMENTS = ("output_type", "return_dict", "latents", "num_images_per_
 _SCALAR_TYPES = (bool, int, float, str)
 logger = logging.getLogger(__name__)
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 OFFLOAD_MODES = ("none", "model", "layers")
 _REQUIRED_ARGUMENTS = ("prompt", "height", "width", "num_inference_steps", "generator", "output_type")
 _IMAGE_ARGUMENTS = ("image", "video", "mask_image", "control_image", "images", "input_image")

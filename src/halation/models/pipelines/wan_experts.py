@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from halation.errors import InputError
 from halation.models.pipelines.folder_safety_check import PipelineFiles, read_json
-from halation.models.pipelines.pipeline_hooks import boundary_timestep
 
 
 class ExpertPair(nn.Module):
@@ -96,10 +95,3 @@ def has_two_experts(files: PipelineFiles) -> bool:
     """Whether a folder says where its second transformer takes over; it is never called where no boundary is named."""
     index = read_json(files.path / "model_index.json")
     return "transformer_2" in files.components and index.get("boundary_ratio") is not None
-
-
-def trained_module(pipe: Any) -> nn.Module:
-    """The transformer of a pipeline, or both experts as one module."""
-    high: nn.Module = pipe.transformer
-    low = getattr(pipe, "transformer_2", None)
-    return high if low is None else ExpertPair(high, low, boundary_timestep(pipe))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from halation.distributed.rng import DTYPES
 from halation.errors import InputError
 from halation.flow import paths
 from halation.models.autoencoder import make_latent_space
@@ -26,10 +27,11 @@ from halation.models.denoiser import (
     apply_gradient_checkpointing,
 )
 from halation.models.model_folder import components_fingerprint
-from halation.models.pipelines.capabilities import DTYPES, PipelineChecker, PipelineOptions, call_parameters
+from halation.models.pipelines.capabilities import PipelineChecker, PipelineOptions, call_parameters
 from halation.models.pipelines.family_quirks import get_family
 from halation.models.pipelines.folder_safety_check import PipelineFiles, inspect_pipeline_folder
 from halation.models.pipelines.load import load_components, pipeline_class, pipeline_modules, prepare_weights
+from halation.models.pipelines.pipeline_hooks import boundary_timestep
 from halation.models.pipelines.schedulers import sampling_times
 from halation.models.pipelines.tokenizer_checks import check_tokenizers
 from halation.models.pipelines.training.lora import LoraSettings, inject_lora
@@ -40,7 +42,7 @@ from halation.models.pipelines.training.text_encoding import (
     other_components,
 )
 from halation.models.pipelines.training.trainable_family import TrainableFamily, get_trainable_family
-from halation.models.pipelines.wan_experts import ExpertPair, trained_module, transformer_names
+from halation.models.pipelines.wan_experts import ExpertPair, transformer_names
 from halation.models.students.pipeline_student import PipelineStudent, num_tokens
 from halation.sample_specs import SampleBatch
 
@@ -89,7 +91,7 @@ class PipelineInputs:
 
 
 class AutocastTransformer:
-    """The transformer as its pipeline sees it while a batch is drawn: called in the solver's dtype, with inputs in float32.
+    """The transformer as its pipeline sees it: called in the solver's dtype, with inputs in float32.
 
     Only the transformer runs under autocast; the scheduler's own arithmetic keeps the precision of the latents.
     """
@@ -138,7 +140,10 @@ def replace_transformer(pipe: Any, module: AutocastTransformer) -> Iterator[None
 
 
 class FixedDevicePipeline:
-    """A pipeline that is told its device: that of its weights is another one where an engine keeps them in host memory."""
+    """A pipeline that is told its device.
+
+    That of its weights is another one where an engine keeps them in host memory.
+    """
 
     drawing_on = torch.device("cpu")
 
@@ -183,7 +188,10 @@ class PipelineDenoiser:
         self.student = student
         self.size = size
         self.name = get_family(files.class_name).name
-        self.module = trained_module(pipe)
+        low = getattr(pipe, "transformer_2", None)
+        self.module: nn.Module = pipe.transformer
+        if low is not None:  # both experts as one module
+            self.module = ExpertPair(pipe.transformer, low, boundary_timestep(pipe))
         self.config = pipe.transformer.config
         self.space = make_latent_space(pipe.vae, path=str((files.path / "vae").resolve()))
         self._dtypes = {"dtype": dtype, "weights_dtype": weights_dtype}
@@ -211,9 +219,9 @@ class PipelineDenoiser:
     ) -> PipelineDenoiser:
         """Check a folder and open what training needs of it, on the CPU; images will be `height` x `width` by default.
 
-        The weights that are trained are in `weights_dtype`. Under adapters nothing of the base is trained, and it lies in `dtype`.
-        A model that is not to be trained may have two `allow_experts`, and keeps the few weights in float32 that its family keeps so.
-        A `student` has a transformer of its own in the place of the folder's.
+        The weights that are trained are in `weights_dtype`. Under adapters nothing of the base is trained, and it lies
+        in `dtype`. A model that is not to be trained may have two experts (`allow_experts`), and keeps the few weights
+        in float32 that its family keeps so. A `student` has a transformer of its own in the place of the folder's.
         """
         files = inspect_pipeline_folder(Path(path), pipeline_modules())
         kind = pipeline_class(files)
@@ -234,7 +242,7 @@ class PipelineDenoiser:
         for name in transformers:
             prepare_weights(
                 getattr(pipe, name),
-                # A GPU's copy is memory of its own, and ranks of one machine then share the file's pages until it is made.
+                # A GPU's copy is memory of its own; until it is made, ranks of one machine share the file's pages.
                 own_memory=stays_on_cpu,
                 dtype=None if allow_experts or lora is not None else wanted,
             )

@@ -1,6 +1,7 @@
 """Exports a whole pipeline folder with trained weights, for diffusers and `generate`.
 
-It appears under its name complete or not at all: a kill leaves a temporary folder that nothing opens, and the next export sweeps it.
+It appears under its name complete or not at all: a kill leaves a temporary folder that nothing opens, and that the next
+export removes.
 """
 
 from __future__ import annotations
@@ -21,16 +22,10 @@ from torch import Tensor
 from halation.distributed.checkpoint.writer import write_safetensors
 from halation.errors import HalationError
 from halation.fault_injection import fault_point
-from halation.models.pipelines.folder_safety_check import PipelineFiles, inspect_pipeline_folder, read_json
+from halation.models.pipelines.folder_safety_check import inspect_pipeline_folder, read_json
 from halation.models.pipelines.load import pipeline_modules
 from halation.models.pipelines.training.denoiser import PipelineDenoiser
-from halation.models.pipelines.training.lora import (
-    LoraSettings,
-    base_name,
-    is_adapter_name,
-    merge_adapter,
-    to_diffusers_lora,
-)
+from halation.models.pipelines.training.lora import is_adapter_name
 from halation.models.students.pipeline_student import PipelineStudent
 from halation.runs.run_folder import publish_folder, remove_path, temporary_path
 
@@ -46,11 +41,11 @@ _VARIANT_PATTERN = re.compile(r"\.(fp16|bf16|fp32)(?=[.-])")
 def export_pipeline(
     denoiser: PipelineDenoiser, folder: Path, *, averaged: Mapping[str, Tensor], raw: Mapping[str, Tensor] | None
 ) -> None:
-    """Write the pipeline of `denoiser` with the average of the trained weights in `transformer` and those as they are in
-    `transformer_raw`; adapters are merged into the transformer, and lie beside it as LORA_FILE too.
+    """Write the pipeline of `denoiser`: averaged weights in `transformer`, raw ones beside it.
 
-    Both mappings are by the names of the module's trained parameters. All other components are copied from the base folder; a
-    student brings a config and, where it is drawn in few steps, a scheduler of its own.
+    Raw weights go to `transformer_raw`. Adapters are merged into the transformer, and lie beside it as LORA_FILE too.
+    Both mappings are by the names of the module's trained parameters. All other components are copied from the base
+    folder; a student brings a config and, where it is drawn in few steps, a scheduler of its own.
     """
     for stale in folder.parent.glob(f".{folder.name}.*.tmp"):
         shutil.rmtree(stale, ignore_errors=True)
@@ -84,7 +79,11 @@ def _write_pipeline(
             _write_weights(place, _export_tensors(denoiser, trained))
             fault_point("export.weights")
     if lora is not None:
-        _write_adapters(staging / LORA_FILE, averaged, lora)
+        tensors, settings = lora.to_diffusers(averaged)
+        whole = {name: tensor.detach().cpu().contiguous() for name, tensor in sorted(tensors.items())}
+        metadata = {"format": "pt", "lora_adapter_metadata": json.dumps(settings, sort_keys=True)}
+        # The library's own writer puts several keys of metadata in another order each time.
+        write_safetensors(staging / LORA_FILE, whole, metadata)
     for licence in sorted(files.path.glob("LICENSE*")):
         if licence.is_file():
             shutil.copyfile(licence, staging / licence.name)
@@ -111,15 +110,19 @@ def _write_student(denoiser: PipelineDenoiser, student: PipelineStudent, staging
 
 
 def _copy_component(source: Path, target: Path, variant: str | None) -> None:
-    """Whole files, never links: a folder of a download cache is links into it. Weights of a variant get the plain name, which is
-    looked for where nobody names a variant."""
+    """Copy a component as whole files, never links: a folder of a download cache is links into it.
+
+    Weights of a variant get the plain name, which is looked for where no variant is named.
+    """
     target.mkdir()
     weights = _weight_files(source, variant)
     for path in sorted(path for path in source.iterdir() if path.is_file() and path.suffix in _SUFFIXES):
         if ".safetensors" not in path.name:
             shutil.copyfile(path, target / path.name)
         elif path in weights and path.suffix == ".json":
-            _write_json(target / _VARIANT_PATTERN.sub("", path.name), _remove_variant(read_json(path)))
+            index = read_json(path)
+            places = {name: _VARIANT_PATTERN.sub("", file) for name, file in index["weight_map"].items()}
+            _write_json(target / _VARIANT_PATTERN.sub("", path.name), {**index, "weight_map": places})
         elif path in weights:
             shutil.copyfile(path, target / _VARIANT_PATTERN.sub("", path.name))
 
@@ -130,10 +133,6 @@ def _weight_files(folder: Path, variant: str | None) -> list[Path]:
     by_variant = {path: (found.group(1) if (found := _VARIANT_PATTERN.search(path.name)) else None) for path in every}
     wanted = [path for path in every if variant is not None and by_variant[path] == variant]
     return wanted or [path for path in every if by_variant[path] is None]
-
-
-def _remove_variant(index: Any) -> Any:
-    return {**index, "weight_map": {name: _VARIANT_PATTERN.sub("", file) for name, file in index["weight_map"].items()}}
 
 
 def _write_json(target: Path, value: Any) -> None:
@@ -152,7 +151,7 @@ def _export_tensors(
     for name in denoiser.module.state_dict():
         if is_adapter_name(name):
             continue
-        own = base_name(name)
+        own = name.replace(".base_layer.", ".")  # its name in the transformer's own files
         if name in trained:
             yield own, functools.partial(trained.__getitem__, name)
         elif own not in base:
@@ -160,25 +159,17 @@ def _export_tensors(
         elif lora is None:
             yield own, base[own]
         else:
-            yield own, functools.partial(_merge_base_weight, own, base[own], trained, lora.scale)
-
-
-def _merge_base_weight(name: str, base: Callable[[], Tensor], adapters: Mapping[str, Tensor], scale: float) -> Tensor:
-    return merge_adapter(name, base(), adapters, scale)
+            yield own, functools.partial(lora.merge, own, base[own], trained)
 
 
 def _untrained_weights(denoiser: PipelineDenoiser) -> dict[str, Callable[[], Tensor]]:
     """What training leaves as it is: the base's own, and of a student of another shape its buffers."""
-    student = denoiser.student
-    if student is None or student.is_copy:
-        return _base_weights(denoiser.files, "transformer" if student is None else student.base)
-    buffers = {name: buffer.detach() for name, buffer in denoiser.module.named_buffers()}
-    return {name: functools.partial(buffers.__getitem__, name) for name in buffers}
-
-
-def _base_weights(files: PipelineFiles, component: str) -> dict[str, Callable[[], Tensor]]:
+    files, student = denoiser.files, denoiser.student
+    if student is not None and not student.is_copy:
+        buffers = {name: buffer.detach() for name, buffer in denoiser.module.named_buffers()}
+        return {name: functools.partial(buffers.__getitem__, name) for name in buffers}
     found: dict[str, Callable[[], Tensor]] = {}
-    for file in _weight_files(files.path / component, files.variant):
+    for file in _weight_files(files.path / ("transformer" if student is None else student.base), files.variant):
         if file.suffix == ".safetensors":
             with safe_open(file, framework="pt") as reader:
                 found |= {name: functools.partial(_read_tensor, file, name) for name in reader.keys()}  # noqa: SIM118
@@ -219,14 +210,6 @@ def _write_weights(folder: Path, tensors: Iterator[tuple[str, Callable[[], Tenso
 
 def _shard_name(number: int) -> str:
     return f"shard_{number}"
-
-
-def _write_adapters(path: Path, adapters: Mapping[str, Tensor], lora: LoraSettings) -> None:
-    tensors, settings = to_diffusers_lora(adapters, lora)
-    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    metadata = {"format": "pt", "lora_adapter_metadata": json.dumps(settings, sort_keys=True)}
-    # The library's own writer puts several keys of metadata in another order each time.
-    write_safetensors(path, dict(sorted(whole.items())), metadata)
 
 
 def _write_shard(folder: Path, number: int, tensors: dict[str, Tensor]) -> list[str]:

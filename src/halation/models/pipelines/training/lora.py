@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,23 @@ class LoraSettings:
     def from_json(cls, value: Mapping[str, Any]) -> LoraSettings:
         return cls(**{**value, "targets": tuple(value.get("targets", ()))})
 
+    def merge(self, name: str, read_weight: Callable[[], Tensor], adapters: Mapping[str, Tensor]) -> Tensor:
+        """The weight of a transformer's file plus its adapter, in the weight's dtype; unchanged without an adapter."""
+        weight, layer = read_weight(), name.removesuffix(".weight")
+        down = adapters.get(f"{layer}{_DOWN}")
+        up = adapters.get(f"{layer}{_UP}")
+        if layer == name or down is None or up is None:
+            return weight
+        total = weight.to(torch.float32) + (up.to(torch.float32) @ down.to(torch.float32)) * self.scale
+        return total.to(weight.dtype)
+
+    def to_diffusers(self, adapters: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Adapters by the names `pipe.load_lora_weights` reads, and their settings under the same prefix."""
+        tensors = {f"transformer.{name.replace(f'.{_ADAPTER}.', '.')}": tensor for name, tensor in adapters.items()}
+        layers = sorted({name.removesuffix(_DOWN) for name in adapters if name.endswith(_DOWN)})
+        settings = {"r": self.rank, "lora_alpha": self.rank * self.scale, "target_modules": layers, "bias": "none"}
+        return tensors, {f"transformer.{name}": value for name, value in settings.items()}
+
 
 def inject_lora(module: nn.Module, lora: LoraSettings, default_targets: Sequence[str], seed: int) -> None:
     """Put adapters into `module`, in place: float32, and the only parameters that ask for a gradient.
@@ -85,8 +102,12 @@ def _target_layers(module: nn.Module, targets: Sequence[str], usual: Sequence[st
     for target in targets:
         found = [name for name in linear if name == target or name.endswith(f".{target}")]
         if not found:
-            endings = sorted({ending for name in linear for ending in _name_suffixes(name)})
-            near = list(dict.fromkeys([*difflib.get_close_matches(target, endings, n=3), *usual]))[:8]
+            endings: set[str] = set()
+            for name in linear:
+                parts = name.split(".")
+                first = -2 if parts[-1].isdigit() else -1  # a layer in a list is known by the list
+                endings |= {".".join(parts[first:]), ".".join(parts[first - 1 :])}
+            near = list(dict.fromkeys([*difflib.get_close_matches(target, sorted(endings), n=3), *usual]))[:8]
             raise InputError(
                 f"--lora_targets {target}: {type(module).__name__} has no linear layer of that name",
                 f"endings of layer names, such as {', '.join(near)}",
@@ -96,36 +117,5 @@ def _target_layers(module: nn.Module, targets: Sequence[str], usual: Sequence[st
     return chosen
 
 
-def _name_suffixes(name: str) -> list[str]:
-    """The last parts of a name that say something: a layer in a list is known by the list."""
-    parts = name.split(".")
-    cut = 1 if not parts[-1].isdigit() else 2
-    return [".".join(parts[-cut:]), ".".join(parts[-cut - 1 :])]
-
-
 def is_adapter_name(name: str) -> bool:
     return name.endswith((_DOWN, _UP))
-
-
-def base_name(name: str) -> str:
-    """What a parameter of an adapted transformer is called in the transformer's own files."""
-    return name.replace(".base_layer.", ".")
-
-
-def merge_adapter(name: str, weight: Tensor, adapters: Mapping[str, Tensor], scale: float) -> Tensor:
-    """The weight of a transformer's file with its adapter added, in the weight's own dtype; as it is where it has none."""
-    layer = name.removesuffix(".weight")
-    down = adapters.get(f"{layer}{_DOWN}")
-    up = adapters.get(f"{layer}{_UP}")
-    if layer == name or down is None or up is None:
-        return weight
-    total = weight.to(torch.float32) + (up.to(torch.float32) @ down.to(torch.float32)) * scale
-    return total.to(weight.dtype)
-
-
-def to_diffusers_lora(adapters: Mapping[str, Tensor], lora: LoraSettings) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Names as `pipe.load_lora_weights` reads them, and the adapters' settings under the same prefix."""
-    tensors = {f"transformer.{name.replace(f'.{_ADAPTER}.', '.')}": tensor for name, tensor in adapters.items()}
-    layers = sorted({name.removesuffix(_DOWN) for name in adapters if name.endswith(_DOWN)})
-    settings = {"r": lora.rank, "lora_alpha": lora.rank * lora.scale, "target_modules": layers, "bias": "none"}
-    return tensors, {f"transformer.{name}": value for name, value in settings.items()}

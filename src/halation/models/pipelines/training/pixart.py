@@ -67,7 +67,7 @@ class PixArtFamily:
         return answer.chunk(2, dim=1)[0] if self._predicts_variance else answer
 
     def _size_arguments(self, x: Tensor) -> dict[str, Tensor | None]:
-        """The image's own size, as the pipeline says it when it draws: what it was cut from is not among the conditions."""
+        """The image's own size, as the pipeline gives it; the size it was cut from is not among the conditions."""
         if not self._has_size_condition:
             return {"resolution": None, "aspect_ratio": None}
         height, width = (side * self._vae_scale_factor for side in x.shape[-2:])

@@ -12,9 +12,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from halation.distributed.rng import DTYPES
 from halation.models.denoiser import Condition
 from halation.models.model_folder import components_fingerprint
-from halation.models.pipelines.capabilities import DTYPES, call_parameters
+from halation.models.pipelines.capabilities import call_parameters
 from halation.models.pipelines.family_quirks import get_family
 from halation.models.pipelines.folder_safety_check import PipelineFiles
 from halation.models.pipelines.load import load_components
@@ -51,7 +52,7 @@ class PipelineTextEncoder:
         self.store: TextStore | None = None
 
     def encode(self, texts: Sequence[str], device: torch.device) -> Condition:
-        """One row a text, on the CPU; what nobody has encoded yet is encoded now, on the device, and kept."""
+        """One row a text, on the CPU; missing ones are encoded now, on the device, and kept."""
         missing = [text for text in dict.fromkeys(texts) if not self._has_encoded(text)]
         if missing:
             with (
@@ -69,7 +70,7 @@ class PipelineTextEncoder:
         return {name: torch.cat([row[name] for row in each]) for name in each[0]}
 
     def keep_loaded(self, device: torch.device) -> None:
-        """Keep the encoders on the device, for whoever draws prompts that come one after the other."""
+        """Keep the encoders on the device, where prompts come one after the other."""
         if self._loaded_encode is None:
             self._loaded_encode = self._exit_stack.enter_context(self.load_encoders(device))
 
@@ -89,8 +90,8 @@ class PipelineTextEncoder:
     def load_encoders(self, device: torch.device | str) -> Iterator[EncodeTexts]:
         """The text encoders on a device; when this ends they are gone.
 
-        Each text goes through alone, so that its embedding depends on nothing else; a text encoder that reads hundreds of tokens
-        is busy enough with one.
+        Each text goes through alone, so that its embedding depends on nothing else; a text encoder that reads hundreds
+        of tokens is busy enough with one.
         """
         pipe, place = self._pipe, torch.device(device)
         loaded = load_components(

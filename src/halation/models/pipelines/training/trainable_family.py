@@ -21,14 +21,17 @@ from halation.models.pipelines.training.wan import WanFamily
 
 
 class TrainableFamily(Protocol):
-    """What training must know about a family. It is made from an opened pipeline, of which it keeps numbers and no weights."""
+    """What training must know about a family.
+
+    It is made from an opened pipeline, of which it keeps numbers and no weights.
+    """
 
     pipelines: ClassVar[tuple[str, ...]]
     lora_targets: ClassVar[tuple[str, ...]]
     """Endings of the names of the linear layers that get adapters by default: those of attention."""
     time_sampling: ClassVar[paths.TimeDistribution]
     time_shift: float
-    """How its training times are spread, unless somebody says otherwise."""
+    """How its training times are spread, where no setting gives it."""
     guidance_kind: GuidanceKind
     embedded_guidance: float
     """What a module with embedded guidance is told."""
@@ -49,7 +52,10 @@ class TrainableFamily(Protocol):
         """The condition with what the family wants to know of the images' sizes, on the CPU."""
 
     def predict(self, module: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
-        """What the transformer, bare or wrapped, says to states in its own dtype: NCHW, to be compared with the path's target."""
+        """What the transformer, bare or wrapped, predicts for states in its own dtype.
+
+        NCHW, to be compared with the path's target.
+        """
 
     def prompt_arguments(self, condition: Condition, null: Condition) -> dict[str, Any]:
         """The texts as arguments of the pipeline's call."""
