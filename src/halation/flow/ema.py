@@ -1,4 +1,4 @@
-"""An exponential moving average of parameters, kept in float32, that can change places with them exactly."""
+"""An exponential moving average of parameters in float32 that can be swapped with them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ def _local_tensor(parameter: Tensor) -> Tensor:
 
 
 class Ema:
-    """Averages of named parameters; the decay warms up as (1 + n) / (10 + n) so that early averages are not the initial weights.
+    """Averages of named parameters.
 
-    Under sharding each rank averages its own piece. `swap` exchanges the contents of parameters and averages in place: modules,
-    optimizers and hooks keep the tensors they hold. A second `swap` restores every bit, also where a parameter is narrower than
+    The decay warms up as (1 + n) / (10 + n), so that early averages are not the initial weights. Under sharding each
+    rank averages its own piece. `swap` exchanges the contents of parameters and averages in place: modules, optimizers
+    and hooks keep the tensors they hold. A second `swap` restores every bit, also where a parameter is narrower than
     float32: the average then waits outside while its rounded copy sits in the parameter.
     """
 

@@ -1,4 +1,4 @@
-"""Paths from images (t = 0) to noise (t = 1), straight or by a table, and how training picks a time on them."""
+"""Paths from images (t = 0) to noise (t = 1), straight or by a table; training times."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def shift_times(t: Tensor, shift: float) -> Tensor:
 
 
 def times_from_uniform(u: Tensor, kind: TimeDistribution = "uniform", shift: float = 1.0) -> Tensor:
-    """Times in [0, 1] from uniform numbers by the inverse CDF, so that each sample's time is a function of its own draw.
+    """Times in [0, 1] from uniform numbers by the inverse CDF: a sample's time is a function of its own draw.
 
     `logit_normal` puts more weight on the middle of the path (Esser et al. 2024, eq. 19, with location 0 and scale 1).
     """
@@ -49,7 +49,10 @@ def times_from_uniform(u: Tensor, kind: TimeDistribution = "uniform", shift: flo
 
 
 class NoisePath(Protocol):
-    """How a family mixes noise in, and what it asks of its module; `t` is one number an image, 0 is the image and 1 is noise."""
+    """How a family mixes noise in, and what it asks of its module.
+
+    `t` is one number an image, 0 is the image and 1 is noise.
+    """
 
     def add_noise(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
         """The state at `t` that the module sees."""
@@ -61,7 +64,10 @@ class NoisePath(Protocol):
         """Image and noise that the module's answer at `x` and `t` stands for."""
 
     def step(self, x: Tensor, model_output: Tensor, t: Tensor, s: Tensor) -> Tensor:
-        """The state at `s` of those two (Song et al. 2021, DDIM without noise): one time an image, s <= t, and the image at s = 0."""
+        """The state at `s` of those two (Song et al. 2021, DDIM without noise).
+
+        One time an image, s <= t; at s = 0 it is the image.
+        """
 
     def output_leading_to(self, x: Tensor, t: Tensor, end: Tensor, s: Tensor) -> Tensor:
         """The answer at `x` and `t` whose `step` to `s` lands on `end`; s < t."""
@@ -94,7 +100,10 @@ class RectifiedFlowPath:
 
 
 class DDPMPath:
-    """DDPM (Ho et al. 2020): a table of signal shares, and the noise, the image or the v of Salimans and Ho (2022) to be predicted."""
+    """DDPM (Ho et al. 2020): a table of signal shares.
+
+    Predicted is the noise, the image, or the v of Salimans and Ho (2022).
+    """
 
     def __init__(self, alphas_cumprod: Tensor, prediction_type: str) -> None:
         if prediction_type not in PREDICTION_TYPES:
@@ -134,7 +143,10 @@ class DDPMPath:
         return signal * x0 + noise_scale * noise
 
     def output_leading_to(self, x: Tensor, t: Tensor, end: Tensor, s: Tensor) -> Tensor:
-        """`step` is linear in the answer; this solves it, without the divisions that `predict_x0_and_noise` needs where a share is small."""
+        """`step` is linear in the answer; this solves it.
+
+        Without the divisions by small shares that `predict_x0_and_noise` needs.
+        """
         signal, noise_scale = self._scales(t, x)
         signal_after, noise_scale_after = self._end_scales(s, x)
         determinant = signal * noise_scale_after - signal_after * noise_scale

@@ -1,8 +1,8 @@
 """Solvers from noise to an image, classifier-free guidance, segments of trajectories.
 
-A solver of dx/dt = velocity(x, t) goes from noise (t = 1) to an image (t = 0): tensors in, one state out after each step.
-How often a solver calls the velocity depends on its name and the number of steps only (`num_forwards`): under sharding one call
-fewer on one rank would leave all the others waiting.
+A solver of dx/dt = velocity(x, t) goes from noise (t = 1) to an image (t = 0): tensors in, one state out after each
+step. How often a solver calls the velocity depends on its name and the number of steps only (`num_forwards`): under
+sharding one call fewer on one rank would leave all the others waiting.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def euler(velocity: Velocity, x: Tensor, times: Sequence[float] | Tensor) -> Ite
 def heun(velocity: Velocity, x: Tensor, times: Sequence[float] | Tensor) -> Iterator[Tensor]:
     """Second order, two forwards a step but one in the last (Karras et al. 2022, algorithm 1, without churn).
 
-    The last step is Euler's: at t = 0 it lands on the predicted image, and the velocity is never asked at t = 0, where it is
-    worst determined.
+    The last step is Euler's: at t = 0 it lands on the predicted image, and the velocity is never asked at t = 0, where
+    it is worst determined.
     """
     steps = list(_step_pairs(times))
     for index, (t, next_t) in enumerate(steps):
@@ -61,8 +61,8 @@ def heun(velocity: Velocity, x: Tensor, times: Sequence[float] | Tensor) -> Iter
 def multistep(velocity: Velocity, x: Tensor, times: Sequence[float] | Tensor) -> Iterator[Tensor]:
     """Second order with one forward a step: Adams-Bashforth 2 for unequal steps, the first and the last step Euler's.
 
-    One Euler step errs by O(h^2), so two of them leave the order at 2. A last step without extrapolation costs little on smooth
-    data and halves the error at ten steps on data with sharp modes, which images are.
+    One Euler step errs by O(h^2), so two of them leave the order at 2. A last step without extrapolation costs little
+    on smooth data and halves the error at ten steps on data with sharp modes, which images are.
     """
     steps = list(_step_pairs(times))
     previous: Tensor | None = None
@@ -113,14 +113,18 @@ def guided_velocity(
 ) -> Velocity:
     """A velocity for the samplers from `predict(x, t, condition)`.
 
-    A scale of exactly 1.0 runs the conditional branch only; a tensor (one scale an image) always runs the pair, so that the
-    shape of a forward does not depend on the values in it. With `truncate_from=K` every evaluation at `times[K]` and later
-    runs the conditional branch only: half the cost of those steps, and another distribution of images.
+    A scale of exactly 1.0 runs the conditional branch only; a tensor (one scale an image) always runs the pair, so that
+    the shape of a forward does not depend on the values in it. With `truncate_from=K` every evaluation at `times[K]`
+    and later runs the conditional branch only: half the cost of those steps, and another distribution of images.
     """
     if truncate_from is not None and times is None:
         raise ValueError("truncate_from counts steps, so guided() needs the times of the steps")
     conditional_only = not isinstance(scale, Tensor) and scale == 1.0
-    threshold = _truncation_time(truncate_from, times)
+    threshold = -1.0
+    if truncate_from is not None and times is not None and truncate_from < len(times):
+        if truncate_from < 0:
+            raise ValueError(f"truncate_from counts steps from 0, not {truncate_from}")
+        threshold = float(times[truncate_from])
     pair = {} if conditional_only else {name: torch.cat([condition[name], null[name]]) for name in condition}
 
     def velocity(x: Tensor, t: Tensor) -> Tensor:
@@ -133,14 +137,6 @@ def guided_velocity(
         return conditional + (_broadcast_scale(scale, x) - 1) * (conditional - unconditional)
 
     return velocity
-
-
-def _truncation_time(truncate_from: int | None, times: Sequence[float] | Tensor | None) -> float:
-    if truncate_from is None or times is None or truncate_from >= len(times):
-        return -1.0
-    if truncate_from < 0:
-        raise ValueError(f"truncate_from counts steps from 0, not {truncate_from}")
-    return float(times[truncate_from])
 
 
 def drop_conditions(condition: Condition, null: Condition, dropped: Tensor) -> dict[str, Tensor]:
@@ -157,7 +153,10 @@ ModelOutputFn = Callable[..., Tensor]
 
 
 class TrajectoryStep(NamedTuple):
-    """One step of a trajectory: at `x` and `t` the module said `model_output`, which led to `end` at `s`. Times are one a row, float32."""
+    """One step of a trajectory: at `x` and `t` the module predicted `model_output`, which led to `end` at `s`.
+
+    Times are one a row, float32.
+    """
 
     x: Tensor
     t: Tensor
@@ -167,9 +166,10 @@ class TrajectoryStep(NamedTuple):
 
 
 def segments(times: Sequence[float], num_steps: int) -> list[list[float]]:
-    """The stretches between neighbours of `times` (from 1 down to 0), each cut into equal steps: `num_steps` in all, at least one each.
+    """The stretches between neighbours of `times`, each cut into equal steps.
 
-    Every segment is given by the times it goes through, its two ends among them.
+    `times` go from 1 down to 0; there are `num_steps` steps in all, at least one in each stretch. Every segment is
+    given by the times it goes through, its two ends among them.
     """
     if len(times) < 2 or times[0] != 1 or times[-1] != 0 or any(t <= s for t, s in itertools.pairwise(times)):
         raise ValueError(f"a way goes down from 1 to 0, not through {', '.join(map(str, times)) or 'nothing'}")
@@ -187,8 +187,8 @@ def solve(
 ) -> Iterator[TrajectoryStep]:
     """From `x` at `times[0]` down to `times[-1]`, one prediction a step; the last step's `end` is where it leads.
 
-    `conditions` are handed to `predict`. First order, as a student's few steps are: Euler's method for rectified flow, DDIM for
-    a table.
+    `conditions` are handed to `predict`. First order, as a student's few steps are: Euler's method for rectified flow,
+    DDIM for a table.
     """
     rows = torch.ones(len(x), dtype=torch.float32, device=x.device)
     for t, s in itertools.pairwise(times):
@@ -200,9 +200,9 @@ def solve(
 
 
 def stratified_indices(num: int, num_wanted: int, u: float) -> list[int]:
-    """`num_wanted` of `num` numbers in order, one from each of as many equal stretches; over all `u` in [0, 1) every number is as likely.
+    """`num_wanted` of `num` numbers in order, one from each of as many equal stretches.
 
-    All of them where more are wanted than there are.
+    Over all `u` in [0, 1) every number is as likely. All of them where more are wanted than there are.
     """
     if not 0 <= u < 1:
         raise ValueError(f"a uniform number lies in [0, 1), not {u}")
@@ -212,7 +212,10 @@ def stratified_indices(num: int, num_wanted: int, u: float) -> list[int]:
 
 
 def select_steps(pieces: Sequence[Sequence[float]], num_wanted: int, u: float) -> list[int]:
-    """Which steps of a trajectory in segments are kept, by number and in order: the first of each segment, then others by `u`."""
+    """Which steps of a trajectory in segments are kept, by number and in order.
+
+    The first of each segment, then others by `u`.
+    """
     lengths = [len(piece) - 1 for piece in pieces]
     starts = list(itertools.accumulate(lengths[:-1], initial=0))
     if num_wanted < len(starts):

@@ -1,4 +1,7 @@
-"""Every random number an image or a training sample needs, as a pure function of a seed; no global generator is touched."""
+"""Random numbers of images and training samples as pure functions of a seed.
+
+No global generator is touched.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +40,8 @@ def noise_from_seed(seed: int, shape: Sequence[int]) -> Tensor:
 def training_draw(seed: int, position: int, shape: Sequence[int], stream: int = 0) -> TrainingDraw:
     """Noise and the two uniforms of the sample at `position` of the data order, the same on any number of ranks.
 
-    Philox is keyed rather than seeded, so a draw costs microseconds. The uniforms come first: they do not depend on the shape.
-    Another `stream` is another draw of the same position; 0 is training's own.
+    Philox is keyed rather than seeded, so a draw costs microseconds. The uniforms come first: they do not depend on the
+    shape. Another `stream` is another draw of the same position; 0 is training's own.
     """
     if position < 0 or stream < 0:
         raise ValueError(f"positions and streams count from 0, not from {min(position, stream)}")

@@ -97,7 +97,14 @@ class LatentSpace:
                 "give the folder of a diffusers AutoencoderKL (often named vae)",
             )
         check_model_sizes(path)
-        _check_vae_config(path / "config.json")
+        # What latents are made with must be numbers; the rest of the config is left to the library.
+        config = read_json(path / "config.json")
+        if not isinstance(config, dict):
+            raise InputError(
+                f"{path / 'config.json'} holds no JSON object", "an autoencoder's config", "copy the model again"
+            )
+        given = {name: value for name, value in config.items() if value is not None or name != "shift_factor"}
+        check_numbers(str(path / "config.json"), given, _VAE_RANGES)
         from diffusers import AutoencoderKL  # slow to import, and pixel models do without it
 
         try:
@@ -189,15 +196,6 @@ class LatentSpace:
         self._vae.to(device)
         self._half_vae = None
         return self
-
-
-def _check_vae_config(file: Path) -> None:
-    """Refuse what the latents are made with where it is no number; the rest of a config is left to the library."""
-    config = read_json(file)
-    if not isinstance(config, dict):
-        raise InputError(f"{file} holds no JSON object", "an autoencoder's config", "copy the model again")
-    given = {name: value for name, value in config.items() if value is not None or name != "shift_factor"}
-    check_numbers(str(file), given, _VAE_RANGES)
 
 
 def load_space(description: dict[str, Any], folder: Path | None = None) -> ImageSpace:

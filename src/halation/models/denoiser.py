@@ -1,8 +1,8 @@
 """A model family behind three protocols: trained module, prompt encoding, sampling.
 
-Sampling a batch has phases that a caller can survive one by one: prepare, sample, decode. Only `sample` runs the module, and
-how often depends on the steps of the batch and on the solver alone. A rank whose `prepare` failed, or that has no batch,
-goes on with `dummy_inputs` and makes exactly the forwards that the other ranks wait for.
+Sampling a batch has phases that a caller can survive one by one: prepare, sample, decode. Only `sample` runs the
+module, and how often depends on the steps of the batch and on the solver alone. A rank whose `prepare` failed, or that
+has no batch, goes on with `dummy_inputs` and makes exactly the forwards that the other ranks wait for.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ from halation.models.async_image_result import Frames, ImageError, PendingImages
 from halation.sample_specs import SampleBatch, SampleSpec
 
 Condition = dict[str, Tensor]
-"""What a prompt or label becomes: tensors by name, each with one row an image and a fixed length, so that an image's condition
-does not depend on its neighbours'. Text has `tokens` (int64) and `mask` (bool, true where there is a token); classes `label`."""
+"""What a prompt or label becomes: tensors by name, each with one row an image.
+
+They have a fixed length, so that an image's condition does not depend on its neighbours'. Text has `tokens` (int64) and
+`mask` (bool, true where there is a token); classes have `label`.
+"""
 
 
 GuidanceKind = Literal["pair", "embedded", "none"]
@@ -38,13 +41,16 @@ PIPELINE_SCHEDULER = "own"
 
 @dataclass(frozen=True, kw_only=True)
 class SolverSettings:
-    """How a batch is drawn, besides what its specs say. Sampler and shift are of models that are drawn by our own samplers."""
+    """How a batch is drawn, besides what its specs say.
+
+    Sampler and shift are of models that are drawn by our own samplers.
+    """
 
     sampler: str = "multistep"
     """A name of `flow.samplers`, or PIPELINE_SCHEDULER."""
     use_cfg: bool = True
-    """Whether the null branch runs too. It comes from the whole plan: a batch whose own scales are all 1 then still makes the
-    forwards of the others."""
+    """Whether the null branch runs too. It comes from the whole plan: a batch whose own scales are all 1 then still
+    makes the forwards of the others."""
     dtype: torch.dtype = torch.float32
     shift: float = 1.0
     truncate_from: int | None = None
@@ -139,7 +145,7 @@ class TrainedModule(Protocol):
         """Transformer blocks of the module, for the same estimate."""
 
     def forward(self, module: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
-        """Prediction of `module`, bare or wrapped by an engine, for states at times `t`: a tensor like the path's target."""
+        """Prediction of `module`, bare or wrapped, for states at times `t`: a tensor like the path's target."""
 
     def set_guidance(self, scale: float) -> None:
         """Scale that a module with embedded guidance reads in `forward` from now on; no effect on others."""
@@ -189,7 +195,10 @@ class SamplingModel(Protocol):
         """Where samples lie before they are decoded, and the images that the module is trained on."""
 
     def sample_shape(self, height: int, width: int) -> tuple[int, int, int]:
-        """(channels, height, width) of the tensor behind an image of this size; another size than the model's is an InputError."""
+        """(channels, height, width) of the tensor behind an image of this size.
+
+        Another size than the model's is an InputError.
+        """
 
     def times(self, num_steps: int, height: int, width: int, shift: float) -> tuple[float, ...]:
         """The times, from 1 to 0 and one more than steps, of a sample of this size.
@@ -241,7 +250,10 @@ class DecodedImages:
 
 
 def needs_cfg(specs: Iterable[SampleSpec]) -> bool:
-    """Whether a plan runs the conditional and the null branch together; asked once of all its specs, never of a rank's own."""
+    """Whether a plan runs the conditional and the null branch together.
+
+    Asked once of all its specs, never of a rank's own.
+    """
     return any(spec.guidance_scale != 1.0 for spec in specs)
 
 
@@ -280,7 +292,10 @@ def sample_batch(
     device: torch.device | str = "cpu",
     on_step: Callable[[], None] | None = None,
 ) -> DecodedImages:
-    """All phases in a row, for a caller that draws alone; by default float32, with the null branch where this batch needs it."""
+    """All phases in a row, for a caller that draws alone.
+
+    By default in float32, with the null branch where this batch needs it.
+    """
     solver = SolverSettings(use_cfg=needs_cfg(batch.specs)) if solver is None else solver
     x = model.sample(model.prepare(batch, device), solver, on_step or (lambda: None))
     return decode(model.space, x, batch)
@@ -303,8 +318,9 @@ class DiTModel:
     ) -> None:
         is_own_sampler = own_sampler == PIPELINE_SCHEDULER
         if is_own_sampler and (sampler != PIPELINE_SCHEDULER or truncate_from is not None):
+            flag = "scheduler" if sampler != PIPELINE_SCHEDULER else "cfg_truncation_step"
             raise InputError(
-                f"--{'scheduler' if sampler != PIPELINE_SCHEDULER else 'cfg_truncation_step'} with a checkpoint of a fine-tuned pipeline",
+                f"--{flag} with a checkpoint of a fine-tuned pipeline",
                 "its own scheduler and guidance",
                 "draw from the run's export/ folder, which is a whole pipeline and takes every option",
             )
@@ -366,7 +382,7 @@ class DiTModel:
 # Transformer blocks
 
 _MIN_RECOMPILE_LIMIT = 64
-"""Each size, batch and guidance pattern of a run is compiled once; torch's own limit of 8 falls back to eager, and stays there."""
+"""Each size, batch and guidance pattern of a run is compiled once; beyond torch's limit of 8 all runs eagerly."""
 _CHECKPOINTED_CLASSES: dict[tuple[type[nn.Module], bool], type[nn.Module]] = {}
 
 
@@ -392,12 +408,13 @@ class _GradientCheckpointed:
 def apply_gradient_checkpointing(block: nn.Module) -> None:
     """Compute the block's activations again in the backward pass, from now on.
 
-    By another class rather than a replaced `forward`: engines that change the class in turn, and copies of the block, keep it.
+    By another class rather than a replaced `forward`: engines that change the class in turn, and copies of the block,
+    keep it.
     """
     kind = type(block)
     if not issubclass(kind, _GradientCheckpointed):
         dropout = any(isinstance(layer, nn.Dropout) and layer.p > 0 for layer in block.modules())
-        # One class for all blocks of a kind: with a class for each, a compiler would compile each by itself, and give up.
+        # One class for all blocks of a kind: with a class each, a compiler would compile each by itself, and give up.
         key = (kind, dropout)
         if key not in _CHECKPOINTED_CLASSES:
             _CHECKPOINTED_CLASSES[key] = type(kind.__name__, (_GradientCheckpointed, kind), {"has_dropout": dropout})

@@ -12,14 +12,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from halation import input_files
 from halation.errors import InputError
-from halation.input_files import (
-    MAX_MODEL_ENTRIES,
-    RefusedFileError,
-    check_numbers,
-    open_regular_file,
-    walk_folder,
-)
 from halation.runs.run_folder import COMMIT_FILE
 
 FOLDER = Path(__file__).with_name("bundled")
@@ -63,16 +57,12 @@ def resolve_model_path(model: str | Path) -> Path:
         return path
     if str(model) != str(path):
         return path.absolute()
-    return path if _has_model(path) else bundled
-
-
-def _has_model(folder: Path) -> bool:
-    """Whether it is a pipeline, a checkpoint, a run that has one, or an export; by names alone, without torch."""
-    if any((folder / name).exists() for name in ("model_index.json", COMMIT_FILE)) or any(
-        folder.glob(f"checkpoints/*/{COMMIT_FILE}")
-    ):
-        return True
-    return (folder / "config.json").exists() and any(folder.glob("*.safetensors"))
+    has_model = (  # a pipeline, a checkpoint, a run that has one, or an export
+        any((path / name).exists() for name in ("model_index.json", COMMIT_FILE))
+        or any(path.glob(f"checkpoints/*/{COMMIT_FILE}"))
+        or ((path / "config.json").exists() and any(path.glob("*.safetensors")))
+    )
+    return path if has_model else bundled
 
 
 def portable_name(folder: Path) -> str:
@@ -97,7 +87,7 @@ def _normalize_name(name: str) -> str:
 
 def check_sampling_settings(source: str, sampling: Mapping[str, Any]) -> None:
     """Refuse numbers with which a model that was exported, or a checkpoint, cannot be drawn from."""
-    check_numbers(source, sampling, SAMPLING_RANGES)
+    input_files.check_numbers(source, sampling, SAMPLING_RANGES)
     kinds = {"sampler": str, "dtype": str, "prompts": list, "distilled": dict | None}
     for name, kind in kinds.items():
         if name in sampling and not isinstance(sampling[name], kind):
@@ -108,7 +98,7 @@ def check_sampling_settings(source: str, sampling: Mapping[str, Any]) -> None:
             )
     distilled = sampling.get("distilled") or {}
     if distilled.get("steps"):
-        check_numbers(f"{source}: distilled", distilled, {"steps": SAMPLING_RANGES["steps"]})
+        input_files.check_numbers(f"{source}: distilled", distilled, {"steps": SAMPLING_RANGES["steps"]})
 
 
 def fingerprint(folder: Path) -> str:
@@ -116,26 +106,21 @@ def fingerprint(folder: Path) -> str:
 
     Files that no model reads (images, READMEs, hidden ones, EXPORT_FILE) do not count.
     """
-    digest = hashlib.sha256()
+    endings = {".json", ".safetensors", ".txt", ".model", ".jinja", ".bin"}
+    digest, found = hashlib.sha256(), set()
     try:
-        for path in sorted(_model_files(folder), key=lambda path: path.relative_to(folder).as_posix()):
+        for root, folders, names in input_files.walk_folder(folder, max_entries=input_files.MAX_MODEL_ENTRIES):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            found |= {Path(root) / name for name in names if not name.startswith(".") and Path(name).suffix in endings}
+        for path in sorted(found - {folder / EXPORT_FILE}, key=lambda path: path.relative_to(folder).as_posix()):
             size = path.stat().st_size
             digest.update(f"{path.relative_to(folder).as_posix()}\0{size}\0".encode())
             content = hashlib.sha256()
             _update_with_content(content, path, size, num_windows=16, window_bytes=1 << 16, max_whole_bytes=1 << 20)
             digest.update(content.digest())
-    except RefusedFileError as error:
+    except input_files.RefusedFileError as error:
         raise error.as_input_error() from error
     return digest.hexdigest()
-
-
-def _model_files(folder: Path) -> list[Path]:
-    endings = {".json", ".safetensors", ".txt", ".model", ".jinja", ".bin"}
-    found = []
-    for root, folders, names in walk_folder(folder, max_entries=MAX_MODEL_ENTRIES):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [Path(root) / name for name in names if not name.startswith(".") and Path(name).suffix in endings]
-    return [path for path in found if path != folder / EXPORT_FILE]
 
 
 def components_fingerprint(folder: Path, names: Collection[str]) -> str:
@@ -161,7 +146,7 @@ def _update_with_content(
     Other weights differ nearly everywhere, so windows tell them apart in a moment, where reading a model of 30 GB at
     every resume takes minutes; they may miss a single damaged byte.
     """
-    with open_regular_file(path) as file:
+    with input_files.open_regular_file(path) as file:
         if size <= max_whole_bytes:
             digest.update(file.read(max_whole_bytes))
             return

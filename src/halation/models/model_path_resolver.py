@@ -1,4 +1,4 @@
-"""What a `--model_path` means: the test card, a diffusers pipeline, a model of Halation's own or of the package; and what follows from it."""
+"""What a `--model_path` means: the test card, a diffusers pipeline, a Halation model."""
 
 from __future__ import annotations
 
@@ -10,17 +10,9 @@ from typing import Any
 
 from halation.errors import InputError
 from halation.input_files import read_json
+from halation.models import model_folder
 from halation.models.dit.tokenizer import find_prompt_warnings
-from halation.models.model_folder import (
-    EXPORT_FILE,
-    bundled_name,
-    bundled_names,
-    check_sampling_settings,
-    fingerprint,
-    portable_name,
-    resolve_model_path,
-    suggest_model,
-)
+from halation.models.model_folder import EXPORT_FILE, bundled_name, resolve_model_path
 from halation.models.pipelines.folder_safety_check import check_component_sizes, check_not_only_pickles
 from halation.models.test_pattern import MODEL_NAME, parse_timing
 
@@ -30,7 +22,7 @@ DOWNLOAD_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRef:
-    """A model before it is loaded: how a worker opens it, one word for its weights, and the settings it brings along."""
+    """A model before it is loaded: how a worker opens it, a digest of its weights, and its own settings."""
 
     load_args: dict[str, Any]
     name: str
@@ -110,18 +102,19 @@ def resolve_model(model_path: str, *, raw: bool) -> ModelRef:
         check_component_sizes(folder)
         load_args = {"kind": "pipeline", "path": str(folder.resolve())}
         name = Path(model_path).resolve().name
-        return ModelRef(load_args=load_args, name=name, digest=fingerprint(folder), **read_export_settings(folder))
+        return ModelRef(
+            load_args=load_args, name=name, digest=model_folder.fingerprint(folder), **read_export_settings(folder)
+        )
     return _resolve_checkpoint(folder, raw)
 
 
 def read_export_settings(folder: Path) -> dict[str, Any]:
-    """Size, guidance and few steps of the run that exported a pipeline, so that it draws what its run drew; nothing for others'
-    pipelines."""
+    """Size, guidance and few steps of the run that exported a pipeline; nothing for others' pipelines."""
     if not (folder / EXPORT_FILE).exists():
         return {}
     try:
         sampling = read_json(folder / EXPORT_FILE)["sampling"]
-        check_sampling_settings(str(folder / EXPORT_FILE), sampling)
+        model_folder.check_sampling_settings(str(folder / EXPORT_FILE), sampling)
         height, width, guidance_scale = (sampling[name] for name in ("height", "width", "guidance_scale"))
         size = {"height": int(height), "width": int(width)}
         is_distilled = bool(sampling.get("distilled"))
@@ -144,25 +137,20 @@ def distillation_settings(sampling: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _resolve_checkpoint(folder: Path, raw: bool) -> ModelRef:
-    from halation.models.checkpoint_loading import (
-        check_base_exists,
-        check_model,
-        find_checkpoint,
-        read_sampling_settings,
-        weights_digest,
-    )
+    from halation.models import checkpoint_loading
 
     try:
-        found = find_checkpoint(folder)
-        sampling = read_sampling_settings(found)
+        found = checkpoint_loading.find_checkpoint(folder)
+        sampling = checkpoint_loading.read_sampling_settings(found)
     except InputError as error:
         check_not_only_pickles(folder)
         raise _not_a_model_error(folder, error.found) from error
     if not {"sampler", "height", "width", "guidance_scale"} <= sampling.keys():
         raise _not_a_model_error(folder, "it does not say how it is sampled; part of a pipeline, perhaps")
-    check_base_exists(found)
-    check_model(found, raw=raw)
-    return ModelRef.of_checkpoint(found, sampling, name=folder.resolve().name, digest=weights_digest(found, raw=raw))
+    checkpoint_loading.check_base_exists(found)
+    checkpoint_loading.check_model(found, raw=raw)
+    digest = checkpoint_loading.weights_digest(found, raw=raw)
+    return ModelRef.of_checkpoint(found, sampling, name=folder.resolve().name, digest=digest)
 
 
 def _not_a_model_error(folder: Path, why: str) -> InputError:
@@ -183,7 +171,7 @@ def resolve_pipeline_folder(model_path: str, flag: str = "model_path") -> Path:
         if run is not None:
             raise fine_tuned_error(flag, folder, run)
         raise InputError(
-            f"{portable_name(folder)} is no diffusers pipeline: it has no model_index.json",
+            f"{model_folder.portable_name(folder)} is no diffusers pipeline: it has no model_index.json",
             "a folder as save_pretrained() of a pipeline writes it",
             f"check --{flag}; a DiT of Halation is trained on with --model {bundled_name(folder) or 'FOLDER'}",
         )
@@ -217,8 +205,9 @@ def fine_tuned_error(flag: str, folder: Path, run: Path) -> InputError:
 def _download(name: str, flag: str = "model_path") -> Path:
     """A pipeline by its name on the hub: from the cache where it is there, else downloaded once."""
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name) or Path(name).parent.is_dir():
-        expected = f"a diffusers pipeline, a model of Halation, or one of the package: {', '.join(bundled_names())}"
-        raise InputError(f"there is no folder {name}", expected, suggest_model(name, f"check --{flag}"))
+        bundled = ", ".join(model_folder.bundled_names())
+        expected = f"a diffusers pipeline, a model of Halation, or one of the package: {bundled}"
+        raise InputError(f"there is no folder {name}", expected, model_folder.suggest_model(name, f"check --{flag}"))
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 

@@ -9,7 +9,7 @@ from halation.errors import InputError
 from halation.models.autoencoder import PixelSpace
 from halation.models.denoiser import Denoiser, null_condition
 from halation.models.dit.denoiser import DiTDenoiser, create_dit
-from halation.models.dit.network import config_for_size
+from halation.models.dit.network import DiTConfig
 from halation.models.dit.tokenizer import WordTokenizer
 
 Make = Callable[..., DiTDenoiser]
@@ -70,17 +70,18 @@ def test_a_image_the_autoencoder_cannot_divide_is_refused() -> None:
 def test_parts_that_do_not_belong_together_are_refused() -> None:
     tokenizer = WordTokenizer(["a"])
     shape = {"height": 8, "width": 8, "patch_size": 4}
-    text = config_for_size("tiny", channels=3, vocabulary_size=260, **shape)
+    text = DiTConfig.of_size("tiny", channels=3, vocabulary_size=260, **shape)
     for tokens in (None, WordTokenizer(["a", "b"])):
         with pytest.raises(ValueError, match="tokenizer"):
             DiTDenoiser(config=text, space=PixelSpace(), tokenizer=tokens)
     with pytest.raises(ValueError, match="class names"):
         DiTDenoiser(
-            config=config_for_size("tiny", channels=3, conditioning="class", num_classes=2, **shape), space=PixelSpace()
+            config=DiTConfig.of_size("tiny", channels=3, conditioning="class", num_classes=2, **shape),
+            space=PixelSpace(),
         )
     with pytest.raises(ValueError, match="channels"):
         DiTDenoiser(
-            config=config_for_size("tiny", channels=4, vocabulary_size=260, **shape),
+            config=DiTConfig.of_size("tiny", channels=4, vocabulary_size=260, **shape),
             space=PixelSpace(),
             tokenizer=tokenizer,
         )

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from halation.errors import InputError
 from halation.flow.ema import Ema
 from halation.models.dit.denoiser import DiTDenoiser
-from halation.models.dit.network import SIZES, DiT, DiTConfig, config_for_size, sincos_positions
+from halation.models.dit.network import SIZES, DiT, DiTConfig, sincos_positions
 
 Make = Callable[..., DiTDenoiser]
 XLARGE = {"height": 32, "width": 32, "channels": 4, "patch_size": 2, "conditioning": "class", "num_classes": 1000}
@@ -39,7 +39,7 @@ def gradients(denoiser: DiTDenoiser) -> dict[str, Tensor]:
 
 
 def test_xlarge_has_the_size_and_the_cost_of_dit_xl_2() -> None:
-    module = DiT(config_for_size("xlarge", **XLARGE))
+    module = DiT(DiTConfig.of_size("xlarge", **XLARGE))
     assert (module.config.depth, module.config.hidden, module.config.heads) == (28, 1152, 16)
     assert sum(parameter.numel() for parameter in module.parameters()) == pytest.approx(675e6, rel=0.005)
     assert module.flops() == pytest.approx(237e9, rel=0.005)
@@ -48,7 +48,7 @@ def test_xlarge_has_the_size_and_the_cost_of_dit_xl_2() -> None:
 
 def test_tiny_can_be_trained_on_a_cpu_and_sizes_grow() -> None:
     shape = {"height": 32, "width": 32, "channels": 3, "patch_size": 4, "vocabulary_size": 500}
-    counts = [sum(p.numel() for p in DiT(config_for_size(name, **shape)).parameters()) for name in SIZES]
+    counts = [sum(p.numel() for p in DiT(DiTConfig.of_size(name, **shape)).parameters()) for name in SIZES]
     assert 2e6 < counts[0] < 3.5e6
     assert counts == sorted(counts)
 
@@ -245,17 +245,17 @@ def test_shard_units_are_disjoint_and_called_as_wholes(denoiser: DiTDenoiser) ->
 def test_shapes_that_cannot_work_are_refused_with_what_to_do(change: dict[str, object], message: str) -> None:
     shape = {"height": 32, "width": 32, "channels": 3, "patch_size": 4, "vocabulary_size": 9, **change}
     with pytest.raises(InputError, match=message):
-        config_for_size("tiny", **shape)
+        DiTConfig.of_size("tiny", **shape)
 
 
 def test_an_unknown_size_names_those_that_exist() -> None:
     with pytest.raises(InputError, match="one of tiny, mini, small, base, large, xlarge"):
-        config_for_size("huge", height=32, width=32)
+        DiTConfig.of_size("huge", height=32, width=32)
 
 
 def test_a_size_that_the_patch_does_not_divide_comes_with_the_nearest_that_it_does() -> None:
     with pytest.raises(InputError, match="use 48 x 32"):
-        config_for_size("tiny", height=47, width=33, channels=3, patch_size=4, vocabulary_size=9)
+        DiTConfig.of_size("tiny", height=47, width=33, channels=3, patch_size=4, vocabulary_size=9)
 
 
 # Dynamo looks at `.grad` of the activations that enter a block, and torch warns about that.

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from halation.errors import InputError
-from halation.models.dit.network import DiTConfig, config_for_size
+from halation.models.dit.network import DiTConfig
 from halation.models.students.architecture_from_teacher import dit_config, select_layers, transformer_config
 from halation.models.students.config import StudentConfig
 
@@ -74,7 +74,7 @@ TEACHERS = {
 
 
 def dit() -> DiTConfig:
-    return config_for_size("small", height=32, width=32, channels=4, patch_size=2, vocabulary_size=9)
+    return DiTConfig.of_size("small", height=32, width=32, channels=4, patch_size=2, vocabulary_size=9)
 
 
 def test_a_file_may_leave_everything_to_the_teacher(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from halation.flow.samplers import SAMPLERS, guided_velocity, schedule
 from halation.flow.seeded_noise import noise_from_seed
 from halation.models.autoencoder import PixelSpace
 from halation.models.denoiser import Condition, FamilyDefaults, GuidanceKind, ImageSpace, SolverSettings, null_condition
-from halation.models.dit.network import DiT, DiTConfig, config_for_size
+from halation.models.dit.network import DiT, DiTConfig
 from halation.models.dit.tokenizer import WordTokenizer
 from halation.sample_specs import SampleBatch
 
@@ -178,8 +178,8 @@ class DiTDenoiser:
             truncated=(False,) * num_specs,
         )
 
-    # The decorator, unlike a `with` in the body, leaves the caller's grad mode alone between two steps. Not inference_mode:
-    # the tensors it makes cannot be used by FSDP afterwards.
+    # The decorator, unlike a `with` in the body, leaves the caller's grad mode alone between two steps. Not
+    # inference_mode: the tensors it makes cannot be used by FSDP afterwards.
     @torch.no_grad()
     def denoise(self, inputs: NoiseInputs, solver: SolverSettings) -> Iterator[Tensor]:
         """The states of a batch after each step, in float32; the module itself runs in the solver's dtype."""
@@ -234,13 +234,6 @@ class DiTDenoiser:
         return self
 
 
-def default_patch_size(space: ImageSpace, height: int) -> int:
-    """2 in latents as in DiT; in pixels 4 up to 64, then 8, which keeps the sequence near 256 tokens."""
-    if space.downsampling_factor > 1:
-        return 2
-    return 4 if height <= 64 else 8
-
-
 def create_dit(
     size: str,
     *,
@@ -263,13 +256,15 @@ def create_dit(
             f"multiples of {space.downsampling_factor}, the factor of the autoencoder",
             "change the image size",
         )
+    if patch_size is None:  # 2 in latents as in DiT; in pixels what keeps the sequence near 256 tokens
+        patch_size = 2 if space.downsampling_factor > 1 else 4 if height <= 64 else 8
     tokenizer = None if class_names else WordTokenizer.from_captions(captions)
-    config = config_for_size(
+    config = DiTConfig.of_size(
         size,
         height=height // space.downsampling_factor,
         width=width // space.downsampling_factor,
         channels=space.channels,
-        patch_size=default_patch_size(space, height) if patch_size is None else patch_size,
+        patch_size=patch_size,
         num_register_tokens=num_register_tokens,
         conditioning="class" if tokenizer is None else "text",
         vocabulary_size=0 if tokenizer is None else tokenizer.vocabulary_size,

@@ -67,10 +67,12 @@ class DiTConfig:
             "the model's config", {"the number of patches": num_tokens}, {"the number of patches": (0, MAX_TOKENS)}
         )
         if self.patch_size < 1 or self.height % self.patch_size or self.width % self.patch_size:
+            patch = max(1, self.patch_size)
+            height, width = (max(1, round(size / patch)) * patch for size in (self.height, self.width))
             raise InputError(
                 f"a size of {self.height} x {self.width} that patches of {self.patch_size} do not divide",
                 f"height and width that are multiples of {self.patch_size}",
-                f"use {_round_to_multiple(self.height, self.patch_size)} x {_round_to_multiple(self.width, self.patch_size)}, or another patch size",
+                f"use {height} x {width}, or another patch size",
             )
         if self.hidden % self.heads or self.hidden % 4 or self.text_hidden % TEXT_HEADS:
             raise InputError(
@@ -86,6 +88,13 @@ class DiTConfig:
                 "give the model the data's captions or classes",
             )
 
+    @classmethod
+    def of_size(cls, name: str, **shape: Any) -> DiTConfig:
+        """The config of a named size; everything the size does not decide comes by keyword."""
+        if name not in SIZES:
+            raise InputError(f"model size {name!r}", f"one of {', '.join(SIZES)}", "pick one of these sizes")
+        return cls(**{**SIZES[name], **shape})
+
     @property
     def num_patches(self) -> int:
         return (self.height // self.patch_size) * (self.width // self.patch_size)
@@ -94,19 +103,11 @@ class DiTConfig:
         return asdict(self)
 
 
-def _round_to_multiple(size: int, patch: int) -> int:
-    return max(1, round(size / max(1, patch))) * max(1, patch)
-
-
-def config_for_size(name: str, **shape: Any) -> DiTConfig:
-    """The config of a named size; everything the size does not decide comes by keyword."""
-    if name not in SIZES:
-        raise InputError(f"model size {name!r}", f"one of {', '.join(SIZES)}", "pick one of these sizes")
-    return DiTConfig(**{**SIZES[name], **shape})
-
-
 def sincos_positions(height: int, width: int, channels: int) -> Tensor:
-    """Fixed 2-D positions: half the channels for rows, half for columns, each sines then cosines (float32 from float64)."""
+    """Fixed 2-D positions: half the channels for rows, half for columns, each sines then cosines.
+
+    Computed in float64, returned in float32.
+    """
     frequencies = 10000.0 ** -(torch.arange(channels // 4, dtype=torch.float64) / (channels // 4))
     rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
     angles = [axis.reshape(-1, 1).to(torch.float64) * frequencies for axis in (rows, columns)]
@@ -122,7 +123,10 @@ def _layer_norm(x: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Multi-head attention of `x` over `context` (or itself), with a learned RMS norm of queries and keys over each head."""
+    """Multi-head attention of `x` over `context` or itself.
+
+    Queries and keys have a learned RMS norm over each head.
+    """
 
     def __init__(self, hidden: int, heads: int, context_hidden: int | None = None) -> None:
         super().__init__()
@@ -244,8 +248,8 @@ class TextEncoder(nn.Module):
 class DiT(nn.Module):
     """The module that is trained: `module(x, t, condition)` gives the velocity.
 
-    It is made on the meta device, without memory and without touching any generator; `init_weights(seed)` or `materialize()` and
-    a state dict give it weights.
+    It is made on the meta device, without memory and without touching any generator; `init_weights(seed)` or
+    `materialize()` and a state dict give it weights.
     """
 
     positions: Tensor
@@ -277,7 +281,7 @@ class DiT(nn.Module):
     @gradient_checkpointing.setter
     def gradient_checkpointing(self, value: bool) -> None:
         for block in self.blocks:
-            setattr(block, "gradient_checkpointing", value)  # noqa: B010  nn.Module's own typing knows tensors and modules only
+            setattr(block, "gradient_checkpointing", value)  # noqa: B010  nn.Module types attributes as tensors
 
     @torch.no_grad()
     def materialize(self, device: torch.device | str = "cpu") -> DiT:
@@ -292,7 +296,7 @@ class DiT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int, device: torch.device | str = "cpu") -> DiT:
-        """Weights as a function of the seed and each parameter's name alone, so that registers leave all the others as they were."""
+        """Weights as a function of the seed and each parameter's name alone: registers change no other weight."""
         self.materialize(device)
         for name, parameter in self.named_parameters():
             digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()

@@ -139,19 +139,44 @@ class WordTokenizer:
             raise ValueError(f"a tokenizer of kind 'words' was expected, not {kind!r}")
         return cls([str(word) for word in value["words"]], int(value["max_tokens"]))
 
+    @classmethod
+    def of_model(cls, folder: Path) -> WordTokenizer | None:
+        """The tokenizer of a checkpoint or an export, else None; unreadable files are left to the loader."""
+        committed = (folder / COMMIT_FILE).exists()
+        try:
+            value = read_json(folder / ("state.json" if committed else "config.json"))
+            description = (value["denoiser"] if committed else value).get("tokenizer")
+            return cls.from_json(description) if description else None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return None
+
+    def find_unknown_words(self, prompts: Iterable[str]) -> tuple[list[str], int]:
+        """The words, the most frequent first, and the number of prompts that have one; punctuation is none."""
+        known, counts, num_affected = set(self.words), Counter[str](), 0
+        for prompt in prompts:
+            # The invisible parts of an emoji (marks, joiners) and half of one are no words either.
+            found = {
+                piece
+                for piece in split_words(prompt)
+                if piece not in known and unicodedata.category(piece[0])[0] not in "PMC"
+            }
+            counts.update(sorted(found, key=prompt.lower().find))
+            num_affected += bool(found)
+        return [word for word, _number in counts.most_common()], num_affected
+
 
 def find_prompt_warnings(
     folder: Path, name: str, prompts: Iterable[str], *, check_lengths: bool = True
 ) -> Iterator[str]:
     """Warnings about unknown words and, with `check_lengths`, about prompts that are too long."""
-    tokenizer = _load_tokenizer(folder)
+    tokenizer = WordTokenizer.of_model(folder)
     if tokenizer is None:
         return
     checked = list(islice(prompts, MAX_PROMPTS + 1))
     is_limited = len(checked) > MAX_PROMPTS
     checked = checked[:MAX_PROMPTS]
     total = f"{'the first ' if is_limited else ''}{len(checked):,} prompt{'s' if len(checked) != 1 else ''}"
-    unknown, num_affected = _find_unknown_words(tokenizer, checked)
+    unknown, num_affected = tokenizer.find_unknown_words(checked)
     if unknown:
         rest = f" and {len(unknown) - MAX_WORDS} more" if len(unknown) > MAX_WORDS else ""
         shown = ", ".join(word[:MAX_WORD_LENGTH] for word in unknown[:MAX_WORDS])
@@ -160,31 +185,3 @@ def find_prompt_warnings(
     if num_long:
         verb = "is" if num_long == 1 else "are"
         yield f"{num_long:,} of {total} {verb} longer than {name} reads: the end has no effect"
-
-
-def _find_unknown_words(tokenizer: WordTokenizer, prompts: Iterable[str]) -> tuple[list[str], int]:
-    """The words, the most frequent first, and the number of prompts that have one; a mark between words is none."""
-    known, counts, num_affected = set(tokenizer.words), Counter[str](), 0
-    for prompt in prompts:
-        # The invisible parts of an emoji (marks, joiners) and half of one are no words either.
-        found = {
-            piece
-            for piece in split_words(prompt)
-            if piece not in known and unicodedata.category(piece[0])[0] not in "PMC"
-        }
-        counts.update(sorted(found, key=prompt.lower().find))
-        num_affected += bool(found)
-    return [word for word, _number in counts.most_common()], num_affected
-
-
-def _load_tokenizer(folder: Path) -> WordTokenizer | None:
-    """The tokenizer of a checkpoint or an export; None for other models. Unreadable files are left to the loader."""
-    committed = (folder / COMMIT_FILE).exists()
-    try:
-        value = read_json(folder / ("state.json" if committed else "config.json"))
-        description = (value["denoiser"] if committed else value).get("tokenizer")
-        if not description:
-            return None
-        return WordTokenizer.from_json(description)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None

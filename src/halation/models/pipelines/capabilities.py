@@ -116,32 +116,6 @@ def _matches_hint(value: Any, hint: Any) -> bool:
     return isinstance(value, kind)
 
 
-def convert_arguments(kind: type[Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments as the call wants them: JSON has lists only, and some pipelines add theirs to a tuple."""
-    hints = _call_hints(kind)
-    return {
-        name: tuple(value) if isinstance(value, list) and _wants_tuple(hints.get(name)) else value
-        for name, value in arguments.items()
-    }
-
-
-def _wants_tuple(hint: Any) -> bool:
-    kinds = [typing.get_origin(one) or one for one in (typing.get_args(hint) or ()) if one is not type(None)]
-    return typing.get_origin(hint) is tuple or (
-        typing.get_origin(hint) in (typing.Union, types.UnionType) and tuple in kinds and list not in kinds
-    )
-
-
-def call_failed_error(kind: type[Any], arguments: Mapping[str, Any], error: Exception) -> InputError:
-    """The error for a call that failed at a dry run; it names the arguments that users can change."""
-    given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-    return InputError(
-        f"{kind.__name__} does not draw with --pipeline_args {given}: {type(error).__name__}: {error}",
-        "values that the pipeline's own call accepts",
-        "change them, or leave them out to see whether they are the reason",
-    )
-
-
 def check_text_only(kind: type[Any]) -> None:
     """Only pipelines that draw from text alone; the message says what this one wants instead."""
     parameters = call_parameters(kind)
@@ -194,6 +168,17 @@ class PipelineOptions:
         check_arguments(kind, self.arguments)
         if self.cfg_truncation_step is not None:
             self._check_truncation(kind, family)
+
+    def call_arguments(self, kind: type[Any]) -> dict[str, Any]:
+        """The arguments as the call wants them: JSON has lists only, and some pipelines add theirs to a tuple."""
+        hints, converted = _call_hints(kind), dict(self.arguments)
+        for name, value in self.arguments.items():
+            origin, inner = typing.get_origin(hints.get(name)), typing.get_args(hints.get(name))
+            kinds = [typing.get_origin(one) or one for one in inner]
+            is_union = origin in (typing.Union, types.UnionType)
+            if isinstance(value, list) and (origin is tuple or (is_union and tuple in kinds and list not in kinds)):
+                converted[name] = tuple(value)
+        return converted
 
     def _check_truncation(self, kind: type[Any], family: PipelineFamily) -> None:
         assert self.cfg_truncation_step is not None

@@ -66,12 +66,10 @@ def inspect_pipeline_folder(path: Path, pipeline_modules: frozenset[str]) -> Pip
     for name, value in index.items():
         if name.startswith("_") or not isinstance(value, list):
             continue
-        library, component = _parse_component(path, name, value)
-        if library is None or component is None:
+        if value == [None, None]:
             empty.append(name)
-            continue
-        _check_no_remote_code(path, name, library, component, pipeline_modules)
-        components[name] = (library, component)
+        else:
+            components[name] = _parse_component(path, name, value, pipeline_modules)
     if not components:
         raise InputError(
             f"{path}: model_index.json names no components", "a whole pipeline folder", "copy the model again"
@@ -116,9 +114,8 @@ def read_json(file: Path) -> Any:
         raise InputError(f"{file} cannot be read as JSON: {reason}", "a JSON file", "copy the model again") from error
 
 
-def _parse_component(path: Path, name: str, value: list[Any]) -> tuple[str | None, str | None]:
-    if value == [None, None]:
-        return None, None
+def _parse_component(path: Path, name: str, value: list[Any], pipeline_modules: frozenset[str]) -> tuple[str, str]:
+    """Library and class name of a component, refused where its code would come with the folder."""
     if (
         len(value) < 2
         or not all(isinstance(part, str) and part for part in value[:2])
@@ -129,21 +126,16 @@ def _parse_component(path: Path, name: str, value: list[Any]) -> tuple[str | Non
             "[library, class name]",
             "copy the model again",
         )
-    return value[0], value[1]
-
-
-def _check_no_remote_code(
-    path: Path, name: str, library: str, component: str, pipeline_modules: frozenset[str]
-) -> None:
+    library, component = value[:2]
     known = library in TRUSTED_LIBRARIES or library in pipeline_modules
-    if known and _NAME_PATTERN.fullmatch(component) and not (path / name / f"{library}.py").exists():
-        return
-    raise InputError(
-        f"{path}: the component {name!r} is {library}.{component}, "
-        "which is code that does not come with diffusers or transformers",
-        "components of diffusers and transformers only",
-        "use a model that needs no remote code; Halation never runs code from a model folder",
-    )
+    if not known or not _NAME_PATTERN.fullmatch(component) or (path / name / f"{library}.py").exists():
+        raise InputError(
+            f"{path}: the component {name!r} is {library}.{component}, "
+            "which is code that does not come with diffusers or transformers",
+            "components of diffusers and transformers only",
+            "use a model that needs no remote code; Halation never runs code from a model folder",
+        )
+    return library, component
 
 
 def _check_component(path: Path, name: str, class_name: str) -> str | None:
@@ -164,7 +156,8 @@ def _check_component(path: Path, name: str, class_name: str) -> str | None:
     if pickles and not weights:
         raise _pickles_error(folder, [file.name for file in pickles])
     _check_sizes(folder, weights, class_name)
-    return _weights_variant(weights)
+    matches = [_VARIANT_PATTERN.search(file.name) for file in weights]
+    return matches[0].group(1) if matches and matches[0] and all(matches) else None
 
 
 def _list_regular_files(folder: Path) -> list[Path]:
@@ -336,10 +329,3 @@ def check_safetensors(file: Path) -> dict[str, Any]:
     except (ValueError, OSError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise InputError(f"{file} has {reason}", "a whole safetensors file", "copy the model again") from error
-
-
-def _weights_variant(weights: list[Path]) -> str | None:
-    matches = [_VARIANT_PATTERN.search(file.name) for file in weights]
-    if not weights or not all(matches):
-        return None
-    return next(match.group(1) for match in matches if match)

@@ -11,24 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from halation.errors import InputError
 from halation.models.async_image_result import DRY_RUN, Frames, ImageError, NonFiniteImageError, PendingImages
-from halation.models.pipelines.capabilities import (
-    PipelineChecker,
-    PipelineOptions,
-    call_failed_error,
-    call_parameters,
-    convert_arguments,
-)
+from halation.models.pipelines import load
+from halation.models.pipelines.capabilities import PipelineChecker, PipelineOptions, call_parameters
 from halation.models.pipelines.family_quirks import PipelineFamily, get_family
 from halation.models.pipelines.folder_safety_check import inspect_pipeline_folder
-from halation.models.pipelines.load import (
-    apply_compile,
-    apply_offload,
-    load_pipeline,
-    pipeline_class,
-    pipeline_modules,
-    refuse_library_errors,
-)
 from halation.models.pipelines.pipeline_hooks import DecodeCall, PipelineCall, PipelineHooks, finite_rows
 from halation.models.pipelines.schedulers import make_scheduler
 from halation.models.pipelines.tokenizer_checks import PromptLengthCheck, check_tokenizers
@@ -48,11 +36,6 @@ def as_videos(output: Any) -> Tensor:
     if not isinstance(output, Tensor) or output.ndim not in (4, 5):
         raise ImageError(f"the pipeline returned {type(output).__name__}, which is no image")
     return output.unsqueeze(1) if output.ndim == 4 else output
-
-
-def to_pixels(videos: Tensor) -> Tensor:
-    """uint8 (rows, frames, height, width, 3), rounded as the pipeline's own conversion to PIL rounds."""
-    return (videos.movedim(2, -1).float() * 255).round().to(torch.uint8)
 
 
 def start_host_copy(pixels: Tensor, finite: Tensor) -> Callable[[], tuple[Frames, list[bool]]]:
@@ -86,7 +69,8 @@ def make_collector(
             f"where {len(specs)} x {_format_size(wanted)} was asked for"
         )
         return lambda: [error for _ in specs]
-    wait = start_host_copy(to_pixels(videos), finite)
+    # uint8 (rows, frames, height, width, 3), rounded as the pipeline's own conversion to PIL rounds
+    wait = start_host_copy((videos.movedim(2, -1).float() * 255).round().to(torch.uint8), finite)
 
     def collect() -> list[Frames | ImageError]:
         pixels, flags = wait()
@@ -150,8 +134,8 @@ def open_pipeline(
 
     No code of the folder is run: the classes come from diffusers and transformers, the weights are safetensors.
     """
-    files = inspect_pipeline_folder(Path(path), pipeline_modules())
-    kind = pipeline_class(files)
+    files = inspect_pipeline_folder(Path(path), load.pipeline_modules())
+    kind = load.pipeline_class(files)
     options = PipelineOptions(
         dtype=dtype,
         device=device,
@@ -164,8 +148,8 @@ def open_pipeline(
     )
     family = get_family(kind.__name__)
     options.check(kind, family)
-    pipe = load_pipeline(files, options)
-    with refuse_library_errors(files):
+    pipe = load.load_pipeline(files, options)
+    with load.refuse_library_errors(files):
         check_tokenizers(files.path, pipe, family)
     return _assemble(pipe, family, options)
 
@@ -188,8 +172,8 @@ def _assemble(pipe: Any, family: PipelineFamily, options: PipelineOptions) -> Pi
     )
     hooks.install()
     if options.compile:
-        apply_compile(pipe)
-    apply_offload(pipe, options)
+        load.apply_compile(pipe)
+    load.apply_offload(pipe, options)
     return PipelineModel(pipe=pipe, hooks=hooks, checker=checker, own_scheduler=original)
 
 
@@ -202,7 +186,7 @@ class PipelineModel:
         self._checker = checker
         self._options = checker.options
         self._parameters = call_parameters(type(pipe))
-        self._arguments = convert_arguments(type(pipe), self._options.arguments)
+        self._arguments = self._options.call_arguments(type(pipe))
         defaults = {name: parameter.default for name, parameter in self._parameters.items()}
         self._text_limit = PromptLengthCheck(pipe, checker.family, {**defaults, **self._options.arguments})
         self.facts = checker.describe(own_scheduler)
@@ -274,7 +258,13 @@ class PipelineModel:
         except _CALL_ERRORS as error:
             if not self._options.arguments or not DRY_RUN.get():
                 raise
-            raise call_failed_error(type(self._pipe), self._options.arguments, error) from error
+            given = ", ".join(f"{name}={value!r}" for name, value in self._options.arguments.items())
+            raise InputError(
+                f"{type(self._pipe).__name__} does not draw with --pipeline_args {given}: "
+                f"{type(error).__name__}: {error}",
+                "values that the pipeline's own call accepts",
+                "change them, or leave them out to see whether they are the reason",
+            ) from error
         finally:
             if not finished:
                 self._pipe.maybe_free_model_hooks()

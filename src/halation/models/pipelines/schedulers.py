@@ -152,15 +152,6 @@ def time_shift(scheduler: Any) -> float:
     return float(scheduler.config.get("shift", scheduler.config.get("flow_shift", 1.0)))
 
 
-def compatible_schedulers(scheduler: Any, family: PipelineFamily) -> list[str]:
-    """The class names that can stand in for this pipeline's scheduler."""
-    if not is_flow(scheduler):
-        names = {type(scheduler).__name__, *(kind.__name__ for kind in scheduler.compatibles)}
-        return sorted(name for name in names if _is_available(name))
-    names = {type(scheduler).__name__, *_FLOW_NAMES.values(), *_WITH_FLOW_SIGMAS}
-    return sorted(name for name in names if _is_available(name) and _accepts_timesteps(name, scheduler, family))
-
-
 def _is_available(name: str) -> bool:
     """Classes whose libraries are missing are placeholders; one draws its noise from no generator we could give it."""
     kind = getattr(diffusers, name, None)
@@ -184,17 +175,24 @@ def _accepts_timesteps(name: str, scheduler: Any, family: PipelineFamily) -> boo
 
 def make_scheduler(scheduler: Any, wanted: str, family: PipelineFamily) -> Any:
     """The scheduler of this name, with the config of the one the model came with."""
-    names = compatible_schedulers(scheduler, family)
-    short_names = {**SHORT_NAMES, **_FLOW_NAMES} if is_flow(scheduler) else SHORT_NAMES
+    own = type(scheduler).__name__
+    if is_flow(scheduler):
+        short_names = {**SHORT_NAMES, **_FLOW_NAMES}
+        candidates = {own, *_FLOW_NAMES.values(), *_WITH_FLOW_SIGMAS}
+        names = sorted(n for n in candidates if _is_available(n) and _accepts_timesteps(n, scheduler, family))
+    else:
+        short_names = SHORT_NAMES
+        candidates = {own, *(kind.__name__ for kind in scheduler.compatibles)}
+        names = sorted(filter(_is_available, candidates))
     class_name = short_names.get(wanted, wanted)
     if class_name not in names:
         short = sorted(key for key, name in short_names.items() if name in names)
         raise InputError(
-            f"--scheduler {wanted} does not fit this pipeline, whose own is {type(scheduler).__name__}",
+            f"--scheduler {wanted} does not fit this pipeline, whose own is {own}",
             f"one of {', '.join(short)}; or a class: {', '.join(names)}",
             "choose one of those, or leave --scheduler out",
         )
-    if class_name == type(scheduler).__name__:
+    if class_name == own:
         return scheduler
     changes: dict[str, Any] = {}
     if is_flow(scheduler):  # without the time shift another solver would walk another path of noise levels

@@ -7,7 +7,7 @@ then draw one image for all prompts, without any message.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,10 @@ def check_has_vocabulary(folder: Path, kind: Any) -> None:
 
 def check_tokenizers(path: Path, pipe: Any, family: PipelineFamily) -> None:
     """Refuse a pipeline whose tokenizers cannot tell texts apart or have tokens that its text encoders lack."""
-    for name, tokenizer in _tokenizers(pipe):
+    for name, component in pipe.components.items():
+        tokenizer = getattr(component, "tokenizer", component)  # a processor has one inside
+        if not isinstance(tokenizer, PreTrainedTokenizerBase):
+            continue
         unknown = tokenizer.unk_token_id
         texts = {tuple(token for token in _token_ids(tokenizer, text) if token != unknown) for text in _PROBE_TEXTS}
         if len(texts) == 1:
@@ -76,13 +79,6 @@ def check_tokenizers(path: Path, pipe: Any, family: PipelineFamily) -> None:
                 "a tokenizer_config.json with model_max_length",
                 "download the whole model",
             )
-
-
-def _tokenizers(pipe: Any) -> Iterator[tuple[str, PreTrainedTokenizerBase]]:
-    for name, component in pipe.components.items():
-        tokenizer = getattr(component, "tokenizer", component)  # a processor has one inside
-        if isinstance(tokenizer, PreTrainedTokenizerBase):
-            yield name, tokenizer
 
 
 def _token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

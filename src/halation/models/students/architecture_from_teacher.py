@@ -136,22 +136,15 @@ def _write_shape(
             }
         case "FLUX":
             double = sum(layer < teacher["num_layers"] for layer in layers)
-            config |= {
-                "num_layers": double,
-                "num_single_layers": len(layers) - double,
-                "axes_dims_rope": _flux_rotary_dims(teacher["axes_dims_rope"], shape.head_width),
-            }
+            # The teacher's axes in proportion, each even; what rounding leaves goes to the first.
+            before = teacher["axes_dims_rope"]
+            axes = [max(2, int(axis * shape.head_width / sum(before)) // 2 * 2) for axis in before]
+            axes[0] += shape.head_width - sum(axes)
+            config |= {"num_layers": double, "num_single_layers": len(layers) - double, "axes_dims_rope": axes}
         case "Wan":
             patch_size = [teacher["patch_size"][0], shape.patch_size, shape.patch_size]
             config |= {"ffn_dim": round(shape.mlp_ratio * shape.width), "patch_size": patch_size}
     return config
-
-
-def _flux_rotary_dims(teacher: Sequence[int], head: int) -> list[int]:
-    """The teacher's axes in proportion, each even; what rounding leaves goes to the first."""
-    axes = [max(2, int(axis * head / sum(teacher)) // 2 * 2) for axis in teacher]
-    axes[0] += head - sum(axes)
-    return axes
 
 
 def rotary_dims(family: str, config: Mapping[str, Any]) -> tuple[int, ...]:

@@ -67,7 +67,12 @@ class StudentConfig:
         for key, entry in value.items():
             name = ALIASES.get(key, key)
             if name not in known:
-                raise _unknown_key_error(source, str(key), [*known, *ALIASES])
+                near = difflib.get_close_matches(str(key), [*known, *ALIASES], n=1, cutoff=0.0)
+                raise InputError(
+                    f"{source} has the key {str(key)!r}, which is none of a student's",
+                    ", ".join([*known, *ALIASES]),
+                    f"write {near[0]}, or take it out" if near else "take it out",
+                )
             if name in found:
                 raise InputError(f"{source} has {name} twice ({key} is the same)", "it once", "take one of them out")
             found[name] = None if entry is None else _check_value(source, name, entry)
@@ -95,15 +100,6 @@ class StudentConfig:
         """Only what was said."""
         said = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in said.items()}
-
-
-def _unknown_key_error(source: str, key: str, known: list[str]) -> InputError:
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-    return InputError(
-        f"{source} has the key {key!r}, which is none of a student's",
-        f"{', '.join(known)}",
-        f"write {near[0]}, or take it out" if near else "take it out",
-    )
 
 
 def _check_value(source: str, name: str, entry: Any) -> Any:

@@ -122,14 +122,13 @@ def _find_source(name: str, own: Tensor, teacher_parameters: Mapping[str, Tensor
     matches = ((same_parameter.fullmatch(key), value) for key, value in teacher_parameters.items())
     others = {int(match[1]): value for match, value in matches if match}
     ranked = [others[other] for other in sorted(others, key=lambda other: (abs(other - layer), other))]
-    fitting = (tensor for tensor in ranked if _is_proportional(tensor, own, plan))
-    return next(fitting, ranked[0] if ranked else None)
-
-
-def _is_proportional(tensor: Tensor, own: Tensor, plan: ShrinkPlan) -> bool:
     before, after = (heads.num_heads * heads.width for heads in plan.heads)
-    sizes = zip(tensor.shape, own.shape, strict=True) if tensor.ndim == own.ndim else ()
-    return tensor.ndim == own.ndim and all(one == other or one * after == other * before for one, other in sizes)
+    for tensor in ranked:
+        if tensor.ndim == own.ndim:
+            sizes = zip(tensor.shape, own.shape, strict=True)
+            if all(one == other or one * after == other * before for one, other in sizes):
+                return tensor
+    return ranked[0] if ranked else None
 
 
 # One tensor
