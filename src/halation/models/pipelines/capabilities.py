@@ -55,33 +55,6 @@ def _call_hints(kind: type[Any]) -> dict[str, Any]:
         return {}
 
 
-def check_arguments(kind: type[Any], arguments: Mapping[str, Any]) -> None:
-    """Refuse what the pipeline's call does not take, with what it does."""
-    hints = _call_hints(kind)
-    usable = {
-        name: parameter
-        for name, parameter in call_parameters(kind).items()
-        if name not in ("self", *_SPEC_ARGUMENTS, *_RESERVED_ARGUMENTS)
-        and not name.startswith("callback")
-        and not any(part in name for part in ("_embeds", "attention_mask", "ip_adapter"))
-        and parameter.kind is not inspect.Parameter.VAR_KEYWORD
-    }
-    for name, value in arguments.items():
-        if name in _SPEC_ARGUMENTS:
-            raise InputError(
-                f"--pipeline_args {name}={value}",
-                "an option of the pipeline that has no flag of its own",
-                f"use {_SPEC_ARGUMENTS[name]}",
-            )
-        if name not in usable:
-            raise InputError(
-                f"--pipeline_args {name}={value}: {kind.__name__} has no such option",
-                f"one of {', '.join(sorted(usable))}",
-                "choose one of those, or leave it out",
-            )
-        _check_value(name, value, usable[name].default, hints.get(name, Any))
-
-
 def _check_value(name: str, value: Any, default: Any, hint: Any) -> None:
     if isinstance(default, _SCALAR_TYPES):
         if not _matches_hint(value, type(default)) and not (hint is float and _matches_hint(value, float)):
@@ -165,9 +138,35 @@ class PipelineOptions:
             raise InputError(
                 f"--offload {self.offload} on a CPU", "a GPU to offload from", "leave --offload out, or give --gpu_ids"
             )
-        check_arguments(kind, self.arguments)
+        self._check_arguments(kind)
         if self.cfg_truncation_step is not None:
             self._check_truncation(kind, family)
+
+    def _check_arguments(self, kind: type[Any]) -> None:
+        """Refuse what the pipeline's call does not take, with what it does."""
+        hints = _call_hints(kind)
+        usable = {
+            name: parameter
+            for name, parameter in call_parameters(kind).items()
+            if name not in ("self", *_SPEC_ARGUMENTS, *_RESERVED_ARGUMENTS)
+            and not name.startswith("callback")
+            and not any(part in name for part in ("_embeds", "attention_mask", "ip_adapter"))
+            and parameter.kind is not inspect.Parameter.VAR_KEYWORD
+        }
+        for name, value in self.arguments.items():
+            if name in _SPEC_ARGUMENTS:
+                raise InputError(
+                    f"--pipeline_args {name}={value}",
+                    "an option of the pipeline that has no flag of its own",
+                    f"use {_SPEC_ARGUMENTS[name]}",
+                )
+            if name not in usable:
+                raise InputError(
+                    f"--pipeline_args {name}={value}: {kind.__name__} has no such option",
+                    f"one of {', '.join(sorted(usable))}",
+                    "choose one of those, or leave it out",
+                )
+            _check_value(name, value, usable[name].default, hints.get(name, Any))
 
     def call_arguments(self, kind: type[Any]) -> dict[str, Any]:
         """The arguments as the call wants them: JSON has lists only, and some pipelines add theirs to a tuple."""

@@ -208,25 +208,21 @@ def apply_offload(pipe: Any, options: PipelineOptions) -> None:
     if options.offload == "model":
         pipe.enable_model_cpu_offload(device=device)
     elif options.offload == "layers":
-        kept_on_device = _modules_kept_on_device(pipe)
+        models = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
+        whole = {
+            name
+            for name, part in models.items()
+            if isinstance(part, diffusers.ModelMixin) and not getattr(part, "_supports_group_offloading", False)
+        }
+        for name in sorted(whole - {"vae"}):
+            logger.warning("%s cannot be offloaded by layers and stays on the GPU", type(models[name]).__name__)
+        # The autoencoder stays for a second decoding in float32.
+        kept_on_device = {name: part for name, part in models.items() if name in whole | {"vae"}}
         pipe.enable_group_offload(
             onload_device=device, offload_type="leaf_level", use_stream=True, exclude_modules=list(kept_on_device)
         )
         for module in kept_on_device.values():
             module.to(device)
-
-
-def _modules_kept_on_device(pipe: Any) -> dict[str, nn.Module]:
-    """The autoencoder, for a second decoding in float32, and models whose layers cannot be moved one by one."""
-    models = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
-    whole = {
-        name
-        for name, part in models.items()
-        if isinstance(part, diffusers.ModelMixin) and not getattr(part, "_supports_group_offloading", False)
-    }
-    for name in sorted(whole - {"vae"}):
-        logger.warning("%s cannot be offloaded by layers and stays on the GPU", type(models[name]).__name__)
-    return {name: part for name, part in models.items() if name in whole | {"vae"}}
 
 
 def apply_compile(pipe: Any) -> None:

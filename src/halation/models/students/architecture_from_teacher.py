@@ -47,6 +47,32 @@ class ShapeRules:
     fixed_fields: tuple[str, ...] = ("latent_channels", "text_width")
     """What no student may change."""
 
+    def check_width(self, shape: TransformerShape, teacher: TransformerShape, family: str) -> None:
+        """Refuse a width or heads that a transformer of this family cannot have."""
+        if shape.width % shape.heads:
+            near = max(1, round(shape.width / teacher.head_width))
+            hint = (
+                f"heads to {near}" if shape.width % near == 0 else f"width to {shape.heads * max(1, shape.head_width)}"
+            )
+            raise InputError(
+                f"a student {shape.width} wide with {shape.heads} heads",
+                "a width that the heads divide",
+                f"set {hint}; the teacher's are {teacher.head_width} wide each",
+            )
+        if shape.head_width % self.head_multiple or shape.head_width < self.min_head_width:
+            raise InputError(
+                f"heads {shape.head_width} wide ({shape.width} over {shape.heads})",
+                f"a multiple of {self.head_multiple} from {self.min_head_width} on, "
+                f"which the rotary positions of {family} can take",
+                f"change width or heads; the teacher's are {teacher.head_width} wide",
+            )
+        if shape.width % self.width_multiple:
+            raise InputError(
+                f"a student {shape.width} wide",
+                f"a multiple of {self.width_multiple}, which its positions and sizes are embedded in",
+                f"set width to {-(-shape.width // self.width_multiple) * self.width_multiple}",
+            )
+
 
 _TEXT_AND_MLP_FIXED = ("latent_channels", "text_width", "mlp_ratio")
 SHAPE_RULES = {
@@ -246,7 +272,7 @@ def _resolve_shape(
     if student.layers is not None:
         overrides["depth"] = len(student.layers)
     shape = dataclasses.replace(teacher, **overrides)
-    _check_width(shape, teacher, family, rules)
+    rules.check_width(shape, teacher, family)
     wrong = next((layer for layer in student.layers or () if not 0 <= layer < teacher.depth), None)
     if wrong is not None:
         raise InputError(
@@ -270,28 +296,4 @@ def _check_same(key: str, student: StudentConfig, teacher: TransformerShape, why
             f"the student has {_FIELD_LABELS[key].format(f'{asked:g}')}, the teacher {number}",
             f"{number} for both: {why}",
             f"set {key} to {number}, or to null",
-        )
-
-
-def _check_width(shape: TransformerShape, teacher: TransformerShape, family: str, rules: ShapeRules) -> None:
-    if shape.width % shape.heads:
-        near = max(1, round(shape.width / teacher.head_width))
-        hint = f"heads to {near}" if shape.width % near == 0 else f"width to {shape.heads * max(1, shape.head_width)}"
-        raise InputError(
-            f"a student {shape.width} wide with {shape.heads} heads",
-            "a width that the heads divide",
-            f"set {hint}; the teacher's are {teacher.head_width} wide each",
-        )
-    if shape.head_width % rules.head_multiple or shape.head_width < rules.min_head_width:
-        raise InputError(
-            f"heads {shape.head_width} wide ({shape.width} over {shape.heads})",
-            f"a multiple of {rules.head_multiple} from {rules.min_head_width} on, "
-            f"which the rotary positions of {family} can take",
-            f"change width or heads; the teacher's are {teacher.head_width} wide",
-        )
-    if shape.width % rules.width_multiple:
-        raise InputError(
-            f"a student {shape.width} wide",
-            f"a multiple of {rules.width_multiple}, which its positions and sizes are embedded in",
-            f"set width to {-(-shape.width // rules.width_multiple) * rules.width_multiple}",
         )

@@ -34,13 +34,8 @@ from halation.models.pipelines.load import load_components, pipeline_class, pipe
 from halation.models.pipelines.pipeline_hooks import boundary_timestep
 from halation.models.pipelines.schedulers import sampling_times
 from halation.models.pipelines.tokenizer_checks import check_tokenizers
+from halation.models.pipelines.training import text_encoding
 from halation.models.pipelines.training.lora import LoraSettings, inject_lora
-from halation.models.pipelines.training.text_encoding import (
-    EncodeTexts,
-    PipelineTextEncoder,
-    TextStore,
-    other_components,
-)
 from halation.models.pipelines.training.trainable_family import TrainableFamily, get_trainable_family
 from halation.models.pipelines.wan_experts import ExpertPair, transformer_names
 from halation.models.students.pipeline_student import PipelineStudent, num_tokens
@@ -125,20 +120,6 @@ def module_dtype(module: nn.Module) -> torch.dtype:
     )
 
 
-@contextmanager
-def replace_transformer(pipe: Any, module: AutocastTransformer) -> Iterator[None]:
-    """This one in the place of the pipeline's transformer, or in the places of both where it has two."""
-    names = [name for name in ("transformer", "transformer_2") if getattr(pipe, name, None) is not None]
-    originals = {name: getattr(pipe, name) for name in names}
-    for name in names:
-        setattr(pipe, name, module)
-    try:
-        yield
-    finally:
-        for name in names:
-            setattr(pipe, name, originals[name])
-
-
 class FixedDevicePipeline:
     """A pipeline that is told its device.
 
@@ -150,17 +131,6 @@ class FixedDevicePipeline:
     @property
     def _execution_device(self) -> torch.device:
         return self.drawing_on
-
-
-def step_callback_arguments(kind: type[Any], on_step: Callable[[], None]) -> dict[str, Any]:
-    if "callback_on_step_end" not in call_parameters(kind):
-        return {"callback": lambda _step, _time, _latents: on_step()}
-
-    def on_step_end(_pipe: Any, _step: int, _time: Any, values: dict[str, Any]) -> dict[str, Any]:
-        on_step()
-        return values
-
-    return {"callback_on_step_end": on_step_end}
 
 
 def cast_condition(condition: Condition, dtype: torch.dtype) -> Condition:
@@ -197,7 +167,7 @@ class PipelineDenoiser:
         self._dtypes = {"dtype": dtype, "weights_dtype": weights_dtype}
         self._pipe = pipe
         self._checker = PipelineChecker(pipe=pipe, family=get_family(files.class_name), options=_DEFAULT_OPTIONS)
-        self._text_encoder = PipelineTextEncoder(files=files, pipe=pipe, family=family, dtype=dtype)
+        self._text_encoder = text_encoding.PipelineTextEncoder(files=files, pipe=pipe, family=family, dtype=dtype)
         self._device = torch.device("cpu")
         self._fingerprint = ""
         self._flops = 0
@@ -236,7 +206,7 @@ class PipelineDenoiser:
             pipe = load_components(
                 files,
                 dtype={**dict.fromkeys(transformers, wanted), "default": torch.float32},
-                absent=other_components(files, (*transformers, "vae")),
+                absent=text_encoding.other_components(files, (*transformers, "vae")),
             )
         check_tokenizers(files.path, pipe, get_family(files.class_name))
         for name in transformers:
@@ -401,7 +371,7 @@ class PipelineDenoiser:
         factor = self.space.downsampling_factor
         return (self.space.channels, height // factor, width // factor)
 
-    def load_text_encoders(self, device: torch.device | str) -> AbstractContextManager[EncodeTexts]:
+    def load_text_encoders(self, device: torch.device | str) -> AbstractContextManager[text_encoding.EncodeTexts]:
         """The text encoders on a device: texts to rows on the CPU. They are gone when it ends."""
         return self._text_encoder.load_encoders(device)
 
@@ -409,7 +379,7 @@ class PipelineDenoiser:
         """Equal where the same texts become the same embeddings."""
         return self._text_encoder.fingerprint()
 
-    def set_text_store(self, store: TextStore) -> None:
+    def set_text_store(self, store: text_encoding.TextStore) -> None:
         """Read embeddings from here; a text that is not in it is encoded when it is asked for."""
         self._text_encoder.store = store
 
@@ -493,7 +463,7 @@ class PipelineDenoiser:
         pipe, channels = self._pipe, self.sample_shape(inputs.height, inputs.width)
         transformer = AutocastTransformer(self.module, solver.dtype, inputs.device)
         pipe.drawing_on = inputs.device
-        with replace_transformer(pipe, transformer):
+        with self._replace_transformer(transformer):
             output = pipe(
                 generator=[torch.Generator("cpu").manual_seed(seed) for seed in inputs.seeds],
                 num_inference_steps=inputs.num_steps,
@@ -504,6 +474,30 @@ class PipelineDenoiser:
                 **self.family.prompt_arguments(
                     cast_condition(inputs.condition, transformer.dtype), cast_condition(inputs.null, transformer.dtype)
                 ),
-                **step_callback_arguments(type(pipe), on_step),
+                **self._step_callback(on_step),
             )[0]
         return self.family.unpack_latents(output, *channels[1:]).to(torch.float32)
+
+    @contextmanager
+    def _replace_transformer(self, module: AutocastTransformer) -> Iterator[None]:
+        """This one in the place of the pipeline's transformer, or in the places of both where it has two."""
+        pipe = self._pipe
+        names = [name for name in ("transformer", "transformer_2") if getattr(pipe, name, None) is not None]
+        originals = {name: getattr(pipe, name) for name in names}
+        for name in names:
+            setattr(pipe, name, module)
+        try:
+            yield
+        finally:
+            for name in names:
+                setattr(pipe, name, originals[name])
+
+    def _step_callback(self, on_step: Callable[[], None]) -> dict[str, Any]:
+        if "callback_on_step_end" not in call_parameters(type(self._pipe)):
+            return {"callback": lambda _step, _time, _latents: on_step()}
+
+        def on_step_end(_pipe: Any, _step: int, _time: Any, values: dict[str, Any]) -> dict[str, Any]:
+            on_step()
+            return values
+
+        return {"callback_on_step_end": on_step_end}
