@@ -1,4 +1,4 @@
-"""Halation: train, sample, distil, batch-generate with and score diffusion transformers on every GPU that is there.
+"""Halation: train, sample, distil, batch-generate with and score diffusion transformers.
 
 What the command line does, from Python:
 
@@ -7,15 +7,16 @@ What the command line does, from Python:
     halation.distill(teacher_path="runs/first", data_path="streets", objective="trajectory", output_dir="runs/fast")
     halation.sample(checkpoint="runs/first", prompts=("A rainy street at night",), output_dir="outputs/rain")
     halation.generate(prompts_csv="prompts.csv", model_path="models/pixart", output_dir="outputs/many")
-    halation.evaluate(generated="outputs/many", reference="data/val2017", metrics=("fid", "kid"))["metrics"]["fid"]["value"]
+    report = halation.evaluate(generated="outputs/many", reference="data/val2017", metrics=("fid", "kid"))
+    report["metrics"]["fid"]["value"]
 
 and, inside a training loop of your own, on every rank:
 
     sampler = halation.RankSampler(draw, ["a red car", "a blue car"], "runs/mine", seed=0, model=model, every=100)
     sampler(step)  # draw(prompt, generator) returns an image; docs/own_trainer.md has an example for each trainer
 
-Settings are the flags (`halation train --help`). `evaluate` returns its report; the others return the exit code, 0, or 1 where some
-images could not be drawn. All raise `halation.errors.HalationError` where they cannot do what is asked.
+Settings are the flags (`halation train --help`). `evaluate` returns its report; the others return the exit code, 0, or
+1 where some images could not be drawn. All raise `halation.errors.HalationError` where they cannot do what is asked.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The command line, `halation COMMAND --flags`: parse first, import the heavy libraries after."""
+"""The command line, `halation COMMAND --flags`: parse first, import heavy libraries after."""
 
 from __future__ import annotations
 
@@ -103,9 +103,9 @@ def _run_command(command: str, args: Sequence[str], defaults: Mapping[str, Any] 
     name = prog or "halation"
     try:
         if command not in COMMANDS:
-            raise InputError(
-                f"there is no command '{command}'", f"one of {', '.join(COMMANDS)}", _suggest_command(command)
-            )
+            near = difflib.get_close_matches(command, COMMANDS, n=1, cutoff=0.5)
+            action = f"did you mean `halation {near[0]}`?" if near else "run `halation --help`"
+            raise InputError(f"there is no command '{command}'", f"one of {', '.join(COMMANDS)}", action)
         scale, follow_links, args = _pop_input_flags(args)
         with use_limits(scale, follow_links):
             config = parse(command, args, defaults=defaults, prog=prog)
@@ -188,7 +188,7 @@ def normalize_args(config_type: Any, args: Sequence[str]) -> list[str]:
                 result.append(word if value in TRUE_WORDS else f"--no_{current}")
                 position += 1
                 continue
-            # For tyro these take a value, because "not said" is a third one; a person may leave it out.
+            # For tyro these take a value, because "not said" is a third one; users may leave it out.
             if current.removeprefix("no_") in optional_switches:
                 has_value = value in TRUE_WORDS + FALSE_WORDS
                 is_on = (value in TRUE_WORDS if has_value else True) != current.startswith("no_")
@@ -290,15 +290,12 @@ def _usage_text() -> str:
             "commands:",
             *lines,
             "",
-            "halation COMMAND --help lists the flags. Dashes and underscores are the same; --config FILE (YAML, TOML, JSON) lies below flags.",
-            "--input_limits SCALE raises the limits on files that are read; --follow_links lets links in a folder of images lead out of it.",
+            "halation COMMAND --help lists the flags. Dashes and underscores are the same; "
+            "--config FILE (YAML, TOML, JSON) lies below flags.",
+            "--input_limits SCALE raises the limits on files that are read; "
+            "--follow_links lets links in a folder of images lead out of it.",
         ]
     )
-
-
-def _suggest_command(command: str) -> str:
-    near = difflib.get_close_matches(command, COMMANDS, n=1, cutoff=0.5)
-    return f"did you mean `halation {near[0]}`?" if near else "run `halation --help`"
 
 
 def _print_error(text: str) -> None:

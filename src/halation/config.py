@@ -193,7 +193,10 @@ def _parse_yaml(text: str) -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """YAML 1.1 reads 1e-4 as text; here it is a number. A few aliases can stand for more values than any memory holds."""
+        """YAML 1.1 reads 1e-4 as text; here it is a number.
+
+        Aliases are refused: a few of them can stand for more values than any memory holds.
+        """
 
         def compose_node(self, parent: Any, index: Any) -> Any:
             if self.check_event(yaml.AliasEvent):
@@ -251,9 +254,8 @@ def validate_settings(config_type: type[ConfigType], values: Mapping[str, Any], 
                 f"the nearest known one is '{near[0]}'",
                 "correct or remove it; --help lists all of them",
             )
-        if _is_list(hints[key]) and not isinstance(
-            value, list | tuple
-        ):  # as on the command line, one value is a list of one
+        is_list = typing.get_origin(hints[key]) is tuple and typing.get_args(hints[key])[-1] is Ellipsis
+        if is_list and not isinstance(value, list | tuple):  # as on the command line, one value is a list of one
             value = [value]
         try:
             adapter: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(hints[key])
@@ -286,7 +288,3 @@ def _setting_aliases(config_type: type[ConfigType]) -> dict[str, str]:
             for alias in getattr(note, "aliases", None) or ():
                 aliases[alias.lstrip("-").replace("-", "_")] = name
     return aliases
-
-
-def _is_list(hint: Any) -> bool:
-    return typing.get_origin(hint) is tuple and typing.get_args(hint)[-1] is Ellipsis

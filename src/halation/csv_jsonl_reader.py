@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import codecs
 import csv
-import difflib
 import json
 import re
 from collections import Counter
@@ -51,12 +50,6 @@ class TableRow:
 def error_at(name: str, line: int, column: int, found: str, expected: str, action: str) -> InputError:
     """The error for one place in a file; lines and columns count from 1, columns in characters."""
     return InputError(f"{name}, line {line}, column {column}: {found}", expected, action)
-
-
-def nearest_hint(name: str, known: Sequence[str]) -> str:
-    """A hint at the known name that looks most like this one, or nothing."""
-    close = difflib.get_close_matches(name[:MAX_PATH_SHOWN].lower(), known, n=1)
-    return f" (nearest: {close[0]!r})" if close else ""
 
 
 def read_text_bytes(path: Path, *, within: str | None = None) -> bytes:

@@ -1,4 +1,4 @@
-"""Errors that users see: what was found, what was expected, what to do; with their exit codes."""
+"""Errors that users see (found, expected, what to do), with their exit codes."""
 
 from __future__ import annotations
 

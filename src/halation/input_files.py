@@ -184,8 +184,15 @@ def open_regular_file(
         if max_bytes is not None and status.st_size > limit(max_bytes):
             reason = f"it has {format_size(status.st_size)}, and the limit is {format_size(limit(max_bytes))}"
             raise RefusedFileError(path, reason, RAISE_ACTION)
-        if within is not None and not _is_below(_real_path(descriptor, path), str(within)):
-            raise RefusedFileError(path, f"it is a link that leads out of {within}", _LINK_ACTION)
+        if within is not None:
+            try:
+                real_path = os.readlink(f"/proc/self/fd/{descriptor}")
+            except OSError:  # not on Linux
+                real_path = os.path.realpath(path)
+            if not real_path.startswith(os.path.join(within, "")) and not real_path.startswith(
+                os.path.join(os.path.realpath(within), "")
+            ):
+                raise RefusedFileError(path, f"it is a link that leads out of {within}", _LINK_ACTION)
     except BaseException:
         os.close(descriptor)
         raise
@@ -197,20 +204,6 @@ def _not_regular_error(path: str | Path, mode: int) -> OSError:
         return IsADirectoryError(errno.EISDIR, "Is a directory", str(path))
     kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "something else")
     return RefusedFileError(path, f"it is {kind}, not a regular file", _REGULAR_ACTION)
-
-
-def _real_path(descriptor: int, path: str | Path) -> str:
-    """The real path of an open file: by its descriptor on Linux, elsewhere by its name."""
-    try:
-        return os.readlink(f"/proc/self/fd/{descriptor}")
-    except OSError:
-        return os.path.realpath(path)
-
-
-def _is_below(real_path: str, folder: str) -> bool:
-    return real_path.startswith(os.path.join(folder, "")) or real_path.startswith(
-        os.path.join(os.path.realpath(folder), "")
-    )
 
 
 def walk_folder(

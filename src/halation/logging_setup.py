@@ -1,4 +1,4 @@
-"""Where log lines go: a file for each rank, and warnings of rank 0 to the person."""
+"""Where log lines go: a file for each rank, and warnings of rank 0 to the console."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 class ConsoleWarningHandler(logging.Handler):
-    """Hands warnings to whoever draws the progress bar, so that a line does not tear it."""
+    """Hands warnings to the progress bar that is drawn, so that a line does not tear it."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -25,7 +25,7 @@ class ConsoleWarningHandler(logging.Handler):
 
 
 class _LogFile(logging.FileHandler):
-    """A log that cannot be written costs its lines; the disk's error is told by whoever writes results there."""
+    """A log that cannot be written costs its lines; the disk's error is raised where results are written."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, encoding="utf-8")

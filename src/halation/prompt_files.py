@@ -1,8 +1,9 @@
-"""Reads prompt files exactly or refuses them: CSV, TXT, JSON lines and Parquet, in UTF-8."""
+"""Reads prompt files exactly or refuses them: CSV, TXT, JSON lines, Parquet, in UTF-8."""
 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import hashlib
 import math
 import re
@@ -12,23 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from halation import input_files
-from halation.csv_jsonl_reader import (
-    TableRow,
-    check_field,
-    check_num_columns,
-    check_num_lines,
-    check_num_rows,
-    check_text,
-    csv_table,
-    decode_blocks,
-    error_at,
-    find_duplicate,
-    find_encoding_damage,
-    iter_lines,
-    json_rows,
-    nearest_hint,
-)
+from halation import csv_jsonl_reader, input_files
+from halation.csv_jsonl_reader import TableRow, decode_blocks, error_at
 from halation.errors import InputError, format_value, shorten
 from halation.input_files import format_size
 
@@ -107,15 +93,19 @@ class PromptFile:
             raise InputError(found, f"one of {', '.join(FORMATS)}", f"{_FORMAT_HINT}, or give --prompts_format")
         data = _read_bytes(path, name)
         if kind != "parquet":
-            check_text(name, data)
+            csv_jsonl_reader.check_text(name, data)
         if kind in ("txt", "jsonl"):
-            check_num_lines(name, data)
+            csv_jsonl_reader.check_num_lines(name, data)
         if str(path) == "-" and format is None:
             _check_not_table(data)
+        ignored_columns: tuple[str, ...] = ()
+        if kind == "csv":
+            _check_separator(name, next(decode_blocks(data), ""))
+            header, _ = csv_jsonl_reader.csv_table(name, decode_blocks(data))
+            known = {*_map_columns(header).values(), *PROMPT_COLUMNS[: 2 if "prompt" in header else 3]}
+            ignored_columns = tuple(shorten(column) for column in header if column and column not in known)
         sha256 = hashlib.sha256(data).hexdigest()
-        return cls(
-            name=name, format=kind, sha256=sha256, ignored_columns=_find_ignored_columns(name, kind, data), data=data
-        )
+        return cls(name=name, format=kind, sha256=sha256, ignored_columns=ignored_columns, data=data)
 
     def rows(self) -> Iterator[PromptRow]:
         """The rows, converted one by one as they are asked for; a faulty one is refused when its turn comes."""
@@ -164,15 +154,6 @@ def _check_not_table(data: bytes) -> None:
         )
 
 
-def _find_ignored_columns(name: str, kind: str, data: bytes) -> tuple[str, ...]:
-    if kind != "csv":
-        return ()
-    _check_separator(name, next(decode_blocks(data), ""))
-    header, _ = csv_table(name, decode_blocks(data))
-    known = {*_map_columns(header).values(), *PROMPT_COLUMNS[: 2 if "prompt" in header else 3]}
-    return tuple(shorten(column) for column in header if column and column not in known)
-
-
 def _read_bytes(path: str | Path, name: str) -> bytes:
     try:
         if str(path) == "-":
@@ -192,14 +173,14 @@ def _read_bytes(path: str | Path, name: str) -> bytes:
 
 def _read_txt(name: str, data: bytes) -> Iterator[PromptRow]:
     max_chars = input_files.limit(input_files.MAX_FIELD_CHARS)
-    for number, line in iter_lines(name, decode_blocks(data)):
+    for number, line in csv_jsonl_reader.iter_lines(name, decode_blocks(data)):
         if len(line) > max_chars:
-            check_field(name, number, "prompt", line)
+            csv_jsonl_reader.check_field(name, number, "prompt", line)
         yield PromptRow(prompt=line, line=number)
 
 
 def _read_csv(name: str, data: bytes) -> Iterator[PromptRow]:
-    header, records = csv_table(name, decode_blocks(data))
+    header, records = csv_jsonl_reader.csv_table(name, decode_blocks(data))
     prompt = header.index(_prompt_column(name, 1, header))
     columns = [(part, header.index(column)) for part, column in _map_columns(header).items()]
     texts = [(part, position) for part, position in columns if _COLUMN_TYPES[part].type is str]
@@ -229,10 +210,10 @@ def _read_parquet(name: str, data: bytes) -> Iterator[PromptRow]:
     try:
         file = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(data))
         names = list(file.schema_arrow.names)
-        check_num_columns(name, 1, len(names))
-        check_num_rows(name, file.metadata.num_rows, file.metadata.num_rows)
+        csv_jsonl_reader.check_num_columns(name, 1, len(names))
+        csv_jsonl_reader.check_num_rows(name, file.metadata.num_rows, file.metadata.num_rows)
         wanted = [_prompt_column(name, 1, names), *_map_columns(names).values()]
-        if twice := find_duplicate([column for column in names if column in wanted]):
+        if twice := csv_jsonl_reader.find_duplicate([column for column in names if column in wanted]):
             found = f"the column {format_value(twice[0])} is there twice"
             raise error_at(name, 1, 1, found, "each column once", "rename or remove one of them")
         types = pyarrow.types
@@ -377,7 +358,7 @@ def _iter_parquet_rows(name: str, file: Any, columns: Sequence[str], batch_size:
                 if isinstance(value, str):
                     num_chars += len(value)
                     if len(value) > max_field:
-                        check_field(name, line, column, value)
+                        csv_jsonl_reader.check_field(name, line, column, value)
             if num_chars > max_chars:
                 found = f"{name}, line {line}: more than {max_chars} characters up to here"
                 raise input_files.over_limit_error(found, "a smaller table")
@@ -388,7 +369,7 @@ def _iter_parquet_rows(name: str, file: Any, columns: Sequence[str], batch_size:
 _READERS: dict[str, Callable[[str, bytes], Iterable[PromptRow]]] = {
     "txt": _read_txt,
     "csv": _read_csv,
-    "jsonl": lambda name, data: _parse_typed_rows(name, json_rows(name, decode_blocks(data))),
+    "jsonl": lambda name, data: _parse_typed_rows(name, csv_jsonl_reader.json_rows(name, decode_blocks(data))),
     "parquet": _read_parquet,
 }
 
@@ -411,10 +392,10 @@ def _prompt_column(name: str, line: int, columns: Sequence[str]) -> str:
     present = [column for column in PROMPT_COLUMNS if column in columns]
     if "prompt" in present or len(present) == 1:
         return present[0]
-    hints = [
-        format_value(column) + ("" if column in present else nearest_hint(column, PROMPT_COLUMNS))
-        for column in columns[:_MAX_COLUMNS_SHOWN]
-    ]
+    hints = []
+    for column in columns[:_MAX_COLUMNS_SHOWN]:
+        close = difflib.get_close_matches(column[: csv_jsonl_reader.MAX_PATH_SHOWN].lower(), PROMPT_COLUMNS, n=1)
+        hints.append(format_value(column) + (f" (nearest: {close[0]!r})" if close and column not in present else ""))
     hints += [f"{len(columns) - len(hints)} more"] if len(columns) > len(hints) else []
     found = f"no prompt column among {', '.join(hints) or 'no columns'}"
     expected = "a column named 'prompt', or one of 'caption' and 'text'"
@@ -453,7 +434,7 @@ def _check_text(name: str, line: int, column: str, text: str) -> None:
     if "\0" in text:
         found = f"a NUL character in {column}"
         raise error_at(name, line, 1, found, "text", "write it without the character U+0000")
-    if damaged := find_encoding_damage(text):
+    if damaged := csv_jsonl_reader.find_encoding_damage(text):
         raise error_at(name, line, 1, f"in {column}: {damaged.found}", "the text itself", damaged.action)
 
 

@@ -1,4 +1,4 @@
-"""Specs and batches: everything that decides one image, and the fixed number of them that is drawn at once."""
+"""Specs, everything that decides one image, and the batches in which they are drawn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who draws what: pure functions of integers, and the only place in Halation that divides work."""
+"""Which rank or worker draws what: pure functions of integers, the only ones that divide work."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from halation.sample_specs import SampleBatch, SampleSpec
 
 
 def make_batches(specs: Sequence[SampleSpec], batch_size: int) -> tuple[SampleBatch, ...]:
-    """Group specs by shape, then cut each group into batches of `batch_size` by index, the last padded with its own last spec.
+    """Group specs by shape, then cut each group into batches of `batch_size` by index.
 
-    The world size is no argument: the same specs make the same batches on one GPU and on eight.
+    The last batch of a group is padded with its own last spec. The world size is no argument: the same specs make the
+    same batches on one GPU and on eight.
     """
     if batch_size < 1:
         raise ValueError(f"a batch holds at least one spec, not {batch_size}")
@@ -30,7 +31,7 @@ def make_batches(specs: Sequence[SampleSpec], batch_size: int) -> tuple[SampleBa
 
 
 class BatchPlan:
-    """The batches of rows that are known by their index only, numbered by their first index, so that they follow the file."""
+    """The batches of rows known by their index only, numbered by their first index: in the order of the file."""
 
     def __init__(self, groups: Sequence[npt.NDArray[np.int64]], batch_size: int) -> None:
         if batch_size < 1:
@@ -89,7 +90,7 @@ def num_rounds(num_batches: int, world_size: int) -> int:
 
 
 def round_robin_batch(round_index: int, rank: int, world_size: int, num_batches: int) -> int | None:
-    """The batch `rank` draws in this round (round-robin), or None where it draws a filler to keep the others company."""
+    """The batch `rank` draws in this round (round-robin), or None where it draws a filler."""
     batch = round_index * world_size + rank
     return batch if batch < num_batches else None
 
@@ -101,7 +102,10 @@ def rank_range(total: int, world_size: int, rank: int) -> range:
 
 
 def contiguous_batch(round_index: int, rank: int, world_size: int, num_batches: int) -> int | None:
-    """The batch `rank` draws in this round where shares are contiguous, in as many rounds as round-robin takes, or None for a filler."""
+    """The batch `rank` draws in this round where shares are contiguous, or None where it draws a filler.
+
+    It takes as many rounds as round-robin.
+    """
     assigned = rank_range(num_batches, world_size, rank)
     return assigned[round_index] if round_index < len(assigned) else None
 
@@ -114,15 +118,16 @@ def rank_and_offset(index: int, total: int, world_size: int) -> tuple[int, int]:
 
 
 def most_loaded_rank(num_unstarted: Sequence[int]) -> int | None:
-    """Whom to help: the rank with the most batches that nobody has begun, the first of equals, or None where all have begun."""
+    """The rank with the most batches that are not begun, the first of equals; None where all are begun."""
     most = max(num_unstarted, default=0)
     return num_unstarted.index(most) if most > 0 else None
 
 
 def micro_batch_layout(total: int, world_size: int, max_size: int) -> tuple[int, int]:
-    """(number, size) of the micro-batches in which every rank takes its share of `total` rows, at most `max_size` rows at once.
+    """(number, size) of the micro-batches in which every rank takes its share of `total` rows.
 
-    The same on all ranks, whose last rows may be fillers: the number of forwards and their shape must not depend on the rank.
+    A micro-batch has at most `max_size` rows. The same on all ranks, whose last rows may be fillers: the number of
+    forwards and their shape must not depend on the rank.
     """
     size = -(-total // world_size)
     number = -(-size // max_size)

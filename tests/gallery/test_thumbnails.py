@@ -18,7 +18,7 @@ from benchmarks.big_folders import images
 from PIL import Image
 
 from halation.gallery import thumbnails
-from halation.gallery.thumbnails import ThumbnailCache, default_folder
+from halation.gallery.thumbnails import ThumbnailCache
 from halation.images.png_codec import encode_png
 
 
@@ -197,6 +197,6 @@ def test_a_cache_that_cannot_be_written_costs_speed_alone(tmp_path: Path) -> Non
 
 def test_the_cache_is_where_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HALATION_CACHE", str(tmp_path))
-    assert default_folder() == tmp_path / "thumbnails"
+    assert ThumbnailCache().folder == tmp_path / "thumbnails"
     monkeypatch.delenv("HALATION_CACHE")
-    assert default_folder() == Path.home() / ".cache" / "halation" / "thumbnails"
+    assert ThumbnailCache().folder == Path.home() / ".cache" / "halation" / "thumbnails"

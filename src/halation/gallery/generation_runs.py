@@ -16,13 +16,7 @@ from typing import Any
 
 from halation.gallery.generation_rows import RowIndex, filter_by_words, group_reasons, parse_search_words
 from halation.gallery.run_catalog import RunEntry
-from halation.gallery.run_file_reader import (
-    RunState,
-    read_last_lines,
-    read_record,
-    read_run_state,
-    read_stamp,
-)
+from halation.gallery.run_file_reader import RunState, read_last_lines, read_record, read_run_state, read_stamp
 from halation.generation.ledger import DONE, OUTCOME_COLUMNS, SPEC_COLUMNS, STATES, Indices, count_rows
 from halation.generation.metadata_and_summary import frame_name
 from halation.generation.read_only_ledger import count_failure_reasons, find_last_done, open_ledger, select_rows

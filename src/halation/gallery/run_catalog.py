@@ -14,17 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from halation.gallery.run_file_reader import (
-    FileStamp,
-    RunState,
-    find_read_error,
-    open_regular_file,
-    parse_time,
-    read_json,
-    read_record,
-    read_run_state,
-    read_stamp,
-)
+from halation.gallery import run_file_reader
 from halation.generation.ledger import LEDGER_NAMES
 from halation.runs.lock import ENDED_FILE, OWNER_FILE
 from halation.runs.run_folder import CONFIG_FILE, METRICS_FILE
@@ -100,8 +90,8 @@ class RunEntry:
         self._lock = threading.RLock()
         self._record: dict[str, Any] = {}
         self._config_error = ""
-        self._state = RunState(status="stopped")
-        self._stamps: dict[str, FileStamp | None] = {}
+        self._state = run_file_reader.RunState(status="stopped")
+        self._stamps: dict[str, run_file_reader.FileStamp | None] = {}
         self._started: float | None = None
 
     def refresh(self) -> bool:
@@ -109,8 +99,8 @@ class RunEntry:
         with self._lock:
             changed = self._has_changed(CONFIG_FILE, ENDED_FILE, OWNER_FILE)
             if changed:
-                self._record = read_record(self.folder)
-                self._config_error = find_read_error(self.folder / CONFIG_FILE)
+                self._record = run_file_reader.read_record(self.folder)
+                self._config_error = run_file_reader.find_read_error(self.folder / CONFIG_FILE)
             changed |= self._refresh()
             state = self._read_state()
             changed |= state != self._state
@@ -122,12 +112,12 @@ class RunEntry:
         """Whether anything but the record and the state has changed."""
         raise NotImplementedError
 
-    def _read_state(self) -> RunState:
-        return read_run_state(self.folder, self._last_modified())
+    def _read_state(self) -> run_file_reader.RunState:
+        return run_file_reader.read_run_state(self.folder, self._last_modified())
 
     def _has_changed(self, *names: str) -> bool:
         """Whether any of these files or folders is another one than at the last call."""
-        stamps = {name: read_stamp(self.folder / name) for name in names}
+        stamps = {name: run_file_reader.read_stamp(self.folder / name) for name in names}
         changed = any(name not in self._stamps or self._stamps[name] != stamp for name, stamp in stamps.items())
         self._stamps |= stamps
         return changed
@@ -159,8 +149,8 @@ class RunEntry:
     def _start_time(self, log_file: Path | None) -> float | None:
         """When its first command began to write its log; remembered, for a log's beginning stays."""
         if self._started is None and log_file is not None:
-            with contextlib.suppress(OSError), open_regular_file(log_file, self.folder) as file:
-                self._started = parse_time(file.readline(200).decode("utf-8", "replace")[:19])
+            with contextlib.suppress(OSError), run_file_reader.open_regular_file(log_file, self.folder) as file:
+                self._started = run_file_reader.parse_time(file.readline(200).decode("utf-8", "replace")[:19])
         return self._started
 
     def detail(self) -> dict[str, Any]:
@@ -183,7 +173,7 @@ class RunEntry:
 
     def config(self) -> dict[str, Any]:
         with self._lock:
-            record = self._record or read_record(self.folder)
+            record = self._record or run_file_reader.read_record(self.folder)
         shown = {name: record[name] for name in ("settings", "fixed", "changes")}
         defaults = self._defaults.get(self.kind)
         if defaults is not None:
@@ -456,7 +446,7 @@ def _read_folder(folder: Path, mtime_ns: int, max_children: int) -> _FolderScan:
 def read_run_kind(folder: Path) -> str | None:
     """The kind of run in a folder, by its record or, where that is damaged, by its files; None for other folders."""
     try:
-        record = read_json(folder / CONFIG_FILE)
+        record = run_file_reader.read_json(folder / CONFIG_FILE)
     except FileNotFoundError:
         return None
     except (OSError, ValueError):

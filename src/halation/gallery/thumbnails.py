@@ -33,15 +33,11 @@ NUM_DECODERS = 2
 NUM_NAME_LOCKS = 256
 
 
-def default_folder() -> Path:
-    return cache_folder() / "thumbnails"
-
-
 class ThumbnailCache:
     """WebP thumbnails of images by path; may be called from any thread, and by several processes with one folder."""
 
     def __init__(self, folder: Path | None = None, max_bytes: int = MAX_BYTES) -> None:
-        self.folder = folder or default_folder()
+        self.folder = folder or cache_folder() / "thumbnails"
         self.max_bytes = max_bytes
         self._decoders = threading.BoundedSemaphore(NUM_DECODERS)
         self._lock = threading.Lock()

@@ -10,19 +10,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Generic
 
+from halation.gallery import run_file_reader
 from halation.gallery.run_catalog import RunEntry, read_run_kind
-from halation.gallery.run_file_reader import (
-    JsonlTailReader,
-    RunState,
-    Thing,
-    is_int64,
-    is_number,
-    read_json_object,
-    read_last_lines,
-    read_run_state,
-    read_stamp,
-    select_evenly,
-)
+from halation.gallery.run_file_reader import Thing, is_int64, is_number, select_evenly
 from halation.gallery.training_samples import STEP_FOLDER, SampleCell, SampleStep, SampleStepReader
 from halation.runs.lock import OWNER_FILE
 from halation.runs.run_folder import COMMIT_FILE, EXTERNAL_TRAINER, METRICS_FILE
@@ -63,7 +53,7 @@ class MetricRows:
     """Metrics by step, read as they are appended; older rows of a long run are thinned, bounding time and memory."""
 
     def __init__(self, path: Path) -> None:
-        self.reader = JsonlTailReader(path)
+        self.reader = run_file_reader.JsonlTailReader(path)
         self.generation = 0
         self.was_rewritten = False
         self._reset()
@@ -126,14 +116,18 @@ class MetricRows:
     def rows_after(self, cursor: int) -> dict[str, Any]:
         """Rows after a place that an earlier answer gave as `next`.
 
-        All of them, thinned, for 0, after a rewrite, and for a page that was away for so long that these would be too many.
+        All of them, thinned, for 0, after a rewrite, and for a page that was away so long that these would be too many.
         """
         generation, number = divmod(cursor, GENERATION_STRIDE)
         next_cursor = self.generation * GENERATION_STRIDE + self.num_rows
         first = self.num_rows - len(self.recent_rows)
         if cursor and generation == self.generation and first <= number <= self.num_rows:
             return {"reset": False, "next": next_cursor, "rows": list(self.recent_rows)[number - first :]}
-        return {"reset": cursor != 0, "next": next_cursor, "rows": select_evenly(self._sampled_rows(), MAX_ROWS)}
+        return {
+            "reset": cursor != 0,
+            "next": next_cursor,
+            "rows": select_evenly(self._sampled_rows(), MAX_ROWS),
+        }
 
     def metric_names(self) -> list[str]:
         return [name for name in self.numeric_columns if name not in NON_METRIC_COLUMNS]
@@ -194,9 +188,11 @@ class TrainingRun(RunEntry):
         changed |= self._has_changed("checkpoints") and self._read_checkpoints()
         return self._has_changed(f"logs/{self._log_name}") or changed
 
-    def _read_state(self) -> RunState:
+    def _read_state(self) -> run_file_reader.RunState:
         done, planned, _ = self._count_progress(self._samples.steps())
-        return read_run_state(self.folder, self._last_modified(), is_complete=done >= planned > 0 or None)
+        return run_file_reader.read_run_state(
+            self.folder, self._last_modified(), is_complete=done >= planned > 0 or None
+        )
 
     @property
     def _log_name(self) -> str:
@@ -210,7 +206,9 @@ class TrainingRun(RunEntry):
             if step:
                 known = self._checkpoints.get(path.name)
                 kind = (
-                    known["kind"] if known else str(read_json_object(path / COMMIT_FILE, self.folder).get("kind") or "")
+                    known["kind"]
+                    if known
+                    else str(run_file_reader.read_json_object(path / COMMIT_FILE, self.folder).get("kind") or "")
                 )
                 found[path.name] = {"step": int(step[1]), "kind": kind}
         changed = found != self._checkpoints
@@ -343,7 +341,7 @@ class TrainingRun(RunEntry):
 
     def _teacher_version(self, path: Path) -> str:
         if path not in self._teacher_versions:
-            stamp = read_stamp(path)
+            stamp = run_file_reader.read_stamp(path)
             self._teacher_versions[path] = f"{stamp.mtime_ns:x}" if stamp else ""
         return self._teacher_versions[path]
 
@@ -362,7 +360,7 @@ class TrainingRun(RunEntry):
             return self._metrics.rows_after(after)
 
     def log(self, num_lines: int) -> list[str]:
-        return read_last_lines(self.folder / "logs" / self._log_name, num_lines, self.folder)
+        return run_file_reader.read_last_lines(self.folder / "logs" / self._log_name, num_lines, self.folder)
 
     # -- the record
 

@@ -1,4 +1,4 @@
-"""The samples of a run by step; a samples.json is read again only if it may have changed."""
+"""The samples of a run by step; a samples.json is read again if it may have changed."""
 
 from __future__ import annotations
 
@@ -138,8 +138,8 @@ class SampleStepReader:
         settings = as_dict(index_data.get("settings"))
         if self.is_single_step and not index_data:
             settings = as_dict(read_json_object(self.run_folder / CONFIG_FILE).get("fixed"))
-        width, height = settings.get("width"), settings.get("height")
-        size = (int(width), int(height)) if is_int64(width) and is_int64(height) else self.size  # type: ignore[arg-type]
+        has_size = all(is_int64(settings.get(name)) for name in ("width", "height"))
+        size = (settings["width"], settings["height"]) if has_size else self.size
         rows: list[Any] = index_data["samples"] if isinstance(index_data.get("samples"), list) else []
         is_complete = bool(rows)
         cells = _complete_cells(index.parent, rows, stamp) if is_complete else _partial_cells(index.parent, settings)

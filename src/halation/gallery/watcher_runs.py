@@ -9,17 +9,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from halation.gallery import run_file_reader
 from halation.gallery.run_catalog import RunEntry
-from halation.gallery.run_file_reader import (
-    FileStamp,
-    JsonlTailReader,
-    is_int64,
-    is_number,
-    read_json_object,
-    read_last_lines,
-    read_stamp,
-    select_evenly,
-)
+from halation.gallery.run_file_reader import is_int64, is_number, select_evenly
 from halation.runs.run_folder import METRICS_FILE
 
 IMAGE_KEY = re.compile(r"s(\d{1,15})\.0")
@@ -37,18 +29,18 @@ class WatchRun(RunEntry):
 
     def __init__(self, folder: Path, id: str) -> None:
         super().__init__(folder, id)
-        self._metrics_reader = JsonlTailReader(folder / METRICS_FILE)
+        self._metrics_reader = run_file_reader.JsonlTailReader(folder / METRICS_FILE)
         self._scores: list[dict[str, Any]] = []
         self._failed: dict[str, Any] = {}
         self._best = ""
-        self._folder_stamps: dict[Path, FileStamp | None] = {}
+        self._folder_stamps: dict[Path, run_file_reader.FileStamp | None] = {}
         self._available_steps: set[int] = set()
 
     def _refresh(self) -> bool:
         changed = self._has_changed("best", "failed.json")
         if changed:
-            self._failed = read_json_object(self.folder / "failed.json")
-            self._best = "".join(read_last_lines(self.folder / "best", 1)).strip()
+            self._failed = run_file_reader.read_json_object(self.folder / "failed.json")
+            self._best = "".join(run_file_reader.read_last_lines(self.folder / "best", 1)).strip()
         rewritten, rows = self._metrics_reader.read_new()
         if rewritten:
             self._scores = []
@@ -65,7 +57,9 @@ class WatchRun(RunEntry):
         if not isinstance(watched, str) or "\0" in watched:
             return False
         top = self.folder / watched
-        folder_stamps = {folder: read_stamp(folder) for folder in (top, top / "checkpoints", self.folder / ".pinned")}
+        folder_stamps = {
+            folder: run_file_reader.read_stamp(folder) for folder in (top, top / "checkpoints", self.folder / ".pinned")
+        }
         if folder_stamps == self._folder_stamps:
             return False
         every, first = (settings.get(name) for name in ("every", "min_step"))
@@ -74,7 +68,10 @@ class WatchRun(RunEntry):
             with contextlib.suppress(OSError, ValueError), os.scandir(folder) as entries:
                 names += [entry.name for entry in itertools.islice(entries, MAX_FOLDER_ENTRIES)]
         steps = [int(found[1]) for name in names if (found := CHECKPOINT_NAME.fullmatch(name)) is not None]
-        every, first = every if is_int64(every) and every else 1, first if is_int64(first) else 0
+        every, first = (
+            every if is_int64(every) and every else 1,
+            first if is_int64(first) else 0,
+        )
         available = {step for step in steps if step >= first and step % every == 0}
         changed = available != self._available_steps
         self._folder_stamps, self._available_steps = folder_stamps, available
@@ -130,14 +127,14 @@ class WatchRun(RunEntry):
 
     def _scored_at(self, step: int) -> float:
         """When a step was scored: its evaluation is what is written last."""
-        stamp = read_stamp(self.folder / f"step_{step:07d}" / "evaluation.json")
+        stamp = run_file_reader.read_stamp(self.folder / f"step_{step:07d}" / "evaluation.json")
         return stamp.mtime if stamp is not None else self._last_modified()
 
     def _grid_path(self, step: int) -> Path:
         return self.folder / f"step_{step:07d}" / "grid.png"
 
     def _grid_image(self, step: int) -> dict[str, Any] | None:
-        stamp = read_stamp(self._grid_path(step))
+        stamp = run_file_reader.read_stamp(self._grid_path(step))
         return {"key": f"s{step}.0", "v": f"{stamp.mtime_ns:x}"} if stamp is not None else None
 
     def image(self, key: str) -> Path | None:
@@ -155,7 +152,7 @@ class WatchRun(RunEntry):
         with self._lock:
             steps = self._scored_steps()
         newest = self.folder / f"step_{steps[-1]:07d}" / "evaluate.log" if steps else self.folder / "check.log"
-        return read_last_lines(newest, num_lines, self.folder)
+        return run_file_reader.read_last_lines(newest, num_lines, self.folder)
 
 
 def _parse_score(row: dict[str, Any]) -> dict[str, Any] | None:

@@ -18,7 +18,10 @@ Action = Literal["sample", "save", "stop"]
 
 @dataclass(frozen=True, kw_only=True)
 class CtlConfig:
-    """Ask a running training to sample, save or stop at its next step, without a signal and from any machine that sees its folder."""
+    """Ask a running training to sample, save or stop at its next step.
+
+    It needs no signal, and works from any machine that sees the folder of the run.
+    """
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = dataclasses.field(
         metadata={"change": "free", "positional": True}
@@ -41,9 +44,9 @@ class CtlConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig:
-    """Train a small model with samples from every rank, draw with an embedded one through a kill, score the images, write the page.
+    """Train a small model, draw with an embedded one through a kill, score the images, write the page.
 
-    Needs no network, no GPU and no account. The same command goes on where the last one was stopped.
+    The training has samples from every rank. Needs no network, no GPU and no account. The same command goes on where the last one was stopped.
     """
 
     output_dir: Path = Path("demo_run")

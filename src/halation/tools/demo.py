@@ -1,4 +1,4 @@
-"""`halation demo`: train, generate through a kill, evaluate, and export one page, in a few minutes."""
+"""`halation demo`: train, generate through a kill, evaluate and export a page, in minutes."""
 
 from __future__ import annotations
 

@@ -18,9 +18,10 @@ ScoreName = Literal["", "fid", "kid", "fd", "is", "precision", "recall", "densit
 
 @dataclass(frozen=True, kw_only=True)
 class WatchConfig:
-    """Follow a folder of checkpoints: draw images from each new one, score them, plot the scores, and keep the best checkpoint.
+    """Follow a folder of checkpoints: draw images from each new one, score them, keep the best.
 
-    The checkpoints are those of a Halation run, or diffusers pipelines that any trainer writes. Stop it at any time; the same command goes on.
+    The checkpoints are those of a Halation run, or diffusers pipelines that any trainer writes. The scores are plotted.
+    Stop it at any time; the same command goes on.
     """
 
     # -- what is watched
@@ -89,7 +90,7 @@ class WatchConfig:
     images: Literal["all", "best", "none"] = free_setting("all")
     """Whose images stay after scoring; a grid of the first 16 always does."""
 
-    # -- by whom
+    # -- processes
     gpu_ids: tuple[int, ...] = free_setting(())
     """GPUs to use, as torch counts them within CUDA_VISIBLE_DEVICES; by default all."""
     nproc: int = free_setting(0, low=0, high=10**12)
