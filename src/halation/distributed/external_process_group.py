@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import fcntl
 import json
@@ -17,8 +16,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -41,7 +39,7 @@ TOKEN_BYTES = 16
 SIOCGIFADDR = 0x8915
 
 
-@contextmanager
+@contextlib.contextmanager
 def external_world(rank: int, size: int, device: torch.device, timeout_s: float) -> Iterator[World]:
     """The caller's own ranks, with a group of ours for words; or a world of one."""
     if not dist.is_initialized():
@@ -77,7 +75,7 @@ def external_world(rank: int, size: int, device: torch.device, timeout_s: float)
         world = _join_control_group(world)
         # Words of an earlier call must not pass for words of this one, and ranks need not have called equally often.
         scoped_store = _ScopedStore(f"halation/{world.broadcast_from_rank_zero(uuid.uuid4().hex)}", store, set())
-        yield dataclasses.replace(world, store=scoped_store)
+        yield replace(world, store=scoped_store)
         world.all_gather_object("")  # everybody has read what others left
     except BaseException as error:
         failure = _lost_peer_failure(world, error, scoped_store is not None)
@@ -325,20 +323,20 @@ def _join_control_group(world: World) -> World:
     """The world with a group of ours, the same one for as long as the caller's is: making one connects all ranks."""
     known = _control_groups.get(world.timeout_s)
     if known is not None and known.control() is not None and known.default() is dist.group.WORLD:
-        return dataclasses.replace(world, control=known.control(), peers=known.peers)
+        return replace(world, control=known.control(), peers=known.peers)
     if known is not None and known.peers is not None:
         known.peers.close()
     _control_groups.pop(world.timeout_s, None)
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=world.timeout_s))
     assert group is not None
-    world = dataclasses.replace(world, control=group)
+    world = replace(world, control=group)
     try:
         peers = _connect_peers(world) if world.size > 1 else None
     except BaseException:
         dist.destroy_process_group(group)
         raise
     _control_groups[world.timeout_s] = _ControlGroup(weakref.ref(dist.group.WORLD), weakref.ref(group), peers)
-    return dataclasses.replace(world, peers=peers)
+    return replace(world, peers=peers)
 
 
 def _leave_control_group(world: World, error: BaseException) -> None:
@@ -392,7 +390,7 @@ def reshard(module: nn.Module) -> None:
             reshard_part()
 
 
-@contextmanager
+@contextlib.contextmanager
 def eval_mode(*modules: nn.Module) -> Iterator[None]:
     """Evaluation mode inside; afterwards every part's own mode, and every weight as trainable as it was."""
     modes = [(part, part.training) for module in modules for part in module.modules()]

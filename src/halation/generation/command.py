@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import logging
 import os
 import signal
@@ -112,7 +113,10 @@ def check_config(config: GenerateConfig) -> None:
     """What can be refused without looking at prompts, model and folder."""
     check_settings(config)
     if config.uses_ray:
-        ray_cluster.check_installed(config)
+        if importlib.util.find_spec("ray") is None:
+            raise InputError(
+                f"--cluster {config.cluster}, but Ray is not installed", "Ray", "pip install 'halation[ray]'"
+            )
     else:  # with Ray other machines write what they draw
         if config.png != "auto":
             png_codec.get_coder(config.png)

@@ -10,7 +10,7 @@ import tyro
 
 from halation.config import ABOVE_ZERO, Conflict, free_setting, setting
 
-# "Not said" is a value of its own here, which a person need not see.
+# None means "not given"; the help shows the type alone.
 MaybeInt = Annotated[int | None, tyro.conf.arg(metavar="INT")]
 MaybeFloat = Annotated[float | None, tyro.conf.arg(metavar="FLOAT")]
 
@@ -119,8 +119,8 @@ class GenerateConfig:
         Conflict(
             "gpu_ids cluster",
             "no list of GPUs: Ray knows which GPUs every node has and gives each worker one",
-            "leave --gpu_ids out; --nproc N takes N of the cluster's GPUs, CUDA_VISIBLE_DEVICES limits a node where Ray "
-            "is started on it",
+            "leave --gpu_ids out; --nproc N takes N of the cluster's GPUs, CUDA_VISIBLE_DEVICES limits a node where "
+            "Ray is started on it",
             when=lambda config: bool(config.gpu_ids) and config.uses_ray,
         ),
         Conflict(

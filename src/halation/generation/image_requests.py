@@ -5,13 +5,12 @@ An id is text from a user's file. Only ids that are safe on every file system be
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import itertools
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from halation.csv_jsonl_reader import error_at
@@ -73,7 +72,7 @@ class BatchTask:
     def with_single_image(self, index: int, number: int) -> BatchTask:
         """The same shape with one image in every place, to find out which one of a batch fails."""
         kept_request = next(request for request in self.requests if request.spec.index == index)
-        return dataclasses.replace(self, number=number, requests=(kept_request,), wanted=frozenset({index}))
+        return replace(self, number=number, requests=(kept_request,), wanted=frozenset({index}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +173,10 @@ class RequestIterator(Iterator[ImageRequest]):
         return folded_key in self._line_by_name or folded_key in self._other_names
 
     def _make_safe_name(self, spec: SampleSpec) -> str:
-        start = _readable_stem(spec.id)
+        # The part of an id that fits any file name: letters without accents, digits, dashes; the rest as underscores.
+        letters = unicodedata.normalize("NFKD", spec.id[:_MAX_STEM_LENGTH])
+        plain = "".join(letter for letter in letters if not unicodedata.combining(letter))
+        start = _UNSAFE_CHARACTER.sub("_", plain)[:_MAX_STEM_LENGTH].lstrip("_-") or "id"
         for attempt in itertools.count():
             text = spec.id if attempt == 0 else f"{spec.id}\0{attempt}"
             digits = hashlib.sha256(text.encode()).hexdigest()[:_NUM_HASH_DIGITS]
@@ -228,10 +230,3 @@ def _make_spec(index: int, row: PromptRow, defaults: RequestDefaults, source: st
 
 def _digest(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "big")
-
-
-def _readable_stem(id: str) -> str:
-    """The part of an id that fits any file name: letters without accents, digits, dashes; the rest as underscores."""
-    plain = unicodedata.normalize("NFKD", id[:_MAX_STEM_LENGTH])
-    plain = "".join(character for character in plain if not unicodedata.combining(character))
-    return _UNSAFE_CHARACTER.sub("_", plain)[:_MAX_STEM_LENGTH].lstrip("_-") or "id"

@@ -167,8 +167,8 @@ class Ledger:
     def _open(self) -> None:
         if not self.path.exists():
             self.path.touch()
-        # Open as long as the connection: closing any descriptor of the file would drop the locks that SQLite holds on it,
-        # and a reader that closes its connection would take itself for the last one and remove the log.
+        # Open as long as the connection: closing any descriptor of the file would drop the locks that SQLite holds on
+        # it, and a reader that closes its connection would take itself for the last one and remove the log.
         self._database_file = self._closing.enter_context(open_regular_file(self.path))
         has_content = os.fstat(self._database_file.fileno()).st_size > 0
         self._is_intact = not has_content or self._matches_digest()
@@ -470,8 +470,8 @@ class Ledger:
             texts = [text.encode() for text in (request.name, spec.id, spec.prompt, spec.negative_prompt)]
             numbers = (spec.seed, spec.height, spec.width, spec.num_frames, spec.steps, shapes[shape])
             yield (
-                spec.index, request.name, spec.id, spec.prompt, spec.negative_prompt, spec.seed, spec.height, spec.width,
-                spec.num_frames, spec.steps, spec.guidance_scale, shapes[shape],
+                spec.index, request.name, spec.id, spec.prompt, spec.negative_prompt, spec.seed, spec.height,
+                spec.width, spec.num_frames, spec.steps, spec.guidance_scale, shapes[shape],
                 plan_checksum(spec.index, texts, numbers, spec.guidance_scale),
                 outcome_checksum(spec.index, (b"", b"", b""), (0, 0, 0, 0, 0), 0.0),
             )  # fmt: skip
@@ -648,8 +648,8 @@ def outcome_values(outcome: ImageOutcome, state: int, epoch: int) -> tuple[Any, 
     texts = [text.encode() for text in (outcome.sha256, outcome.worker, outcome.reason)]
     numbers = (state, outcome.num_bytes, outcome.micro_batch, outcome.attempts, epoch)
     return (
-        state, outcome.sha256, outcome.num_bytes, outcome.worker, outcome.seconds, outcome.micro_batch, outcome.attempts,
-        outcome.reason, epoch, outcome_checksum(outcome.index, texts, numbers, outcome.seconds), outcome.index,
+        state, outcome.sha256, outcome.num_bytes, outcome.worker, outcome.seconds, outcome.micro_batch,
+        outcome.attempts, outcome.reason, epoch, outcome_checksum(outcome.index, texts, numbers, outcome.seconds), outcome.index,
     )  # fmt: skip
 
 

@@ -22,7 +22,6 @@ from halation.generation.ledger import LEDGER_NAMES, Ledger, LedgerDamage, Ledge
 from halation.generation.metadata_and_summary import prove_outcome, read_spec, remove_result
 from halation.prompt_files import PromptFile
 from halation.runs import run_folder as runs
-from halation.runs.run_folder import create_once, is_same_file
 from halation.sample_specs import SampleSpec
 
 log = logging.getLogger(__name__)
@@ -51,7 +50,7 @@ def claim_ledger_kind(folder: Path, kind: LedgerKind) -> Iterator[LedgerKind]:
         path = folder / KIND_FILE
         with contextlib.suppress(OSError):  # the folder may be gone, which the command says in its own words
             is_unused = decided == kind and not has_ledger(folder, kind)
-            if is_unused and _try_lock(descriptor, fcntl.LOCK_EX) and is_same_file(path, descriptor):
+            if is_unused and _try_lock(descriptor, fcntl.LOCK_EX) and runs.is_same_file(path, descriptor):
                 path.unlink(missing_ok=True)
         os.close(descriptor)
 
@@ -69,7 +68,7 @@ def _decide_ledger_kind(folder: Path, kind: LedgerKind) -> tuple[int, LedgerKind
         found = os.pread(descriptor, 16, 0)
         if is_locked is None and not found:  # neither locks nor hard links: the last one to write decides
             _write_kind(descriptor, kind)
-        if is_locked is not False and is_same_file(path, descriptor):
+        if is_locked is not False and runs.is_same_file(path, descriptor):
             for decided in (kind, other):
                 if found == decided.encode():
                     return descriptor, decided
@@ -85,7 +84,7 @@ def _open_kind_file(path: Path, kind: LedgerKind) -> int:
     """The file with the decision; a new one holds ours from the start, also where the file system has no locks."""
     if not path.exists():
         with contextlib.suppress(OSError, InputError):  # no hard links, or another command's file came and went
-            create_once(path, kind.encode())
+            runs.create_once(path, kind.encode())
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
     except IsADirectoryError:
@@ -146,8 +145,15 @@ def plan(
                 remove_result(folder, request.name, request.spec.num_frames)
 
     renamed: list[RenamedId] = []
+
+    def collect_renamed() -> Iterator[ImageRequest]:
+        for request in rows:
+            yield request
+            renamed.extend(request_iterator.renamed_ids)
+            request_iterator.renamed_ids.clear()
+
     ledger.add_plan(
-        _collect_renamed(rows, request_iterator, renamed),
+        collect_renamed(),
         {"plan": facts},
         changed,
         replaces=not has_done_images,
@@ -301,15 +307,6 @@ def _check_names_unused(used_names: frozenset[str], rows: Iterable[ImageRequest]
                 "use another --seed_start or another --output_dir",
             )
         yield request
-
-
-def _collect_renamed(
-    rows: Iterator[ImageRequest], request_iterator: RequestIterator, renamed: list[RenamedId]
-) -> Iterator[ImageRequest]:
-    for request in rows:
-        yield request
-        renamed += request_iterator.renamed_ids
-        request_iterator.renamed_ids.clear()
 
 
 def _write_renamed(folder: Path, renamed: list[RenamedId], request_iterator: RequestIterator) -> None:

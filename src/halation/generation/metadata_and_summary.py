@@ -18,7 +18,7 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -55,11 +55,6 @@ def frame_name(name: str, number: int) -> str:
 def combined_digest(files: Sequence[bytes]) -> str:
     """The SHA-256 a ledger keeps for a result whose files, in the order of `file_names`, hold these bytes."""
     return _combine_digests([hashlib.sha256(file).hexdigest() for file in files])
-
-
-def digest_files(folder: Path, name: str, num_frames: int) -> str:
-    """The same of files on disk."""
-    return _combine_digests([file_sha256(folder / file_name) for file_name in file_names(name, num_frames)])
 
 
 def _combine_digests(digests: Sequence[str]) -> str:
@@ -179,8 +174,8 @@ def verify(folder: Path, rows: Iterable[LedgerRow], report: Callable[[int, int],
 
 def _find_damage(folder: Path, row: LedgerRow) -> DamagedImage | None:
     """What is wrong with one result, or None. A disk that refuses to show a file raises: the file may be good."""
-    spec, name = row.request.spec, row.request.name
-    files = file_names(name, spec.num_frames)
+    spec = row.request.spec
+    files = file_names(row.request.name, spec.num_frames)
     num_bytes = 0
     for file in files:
         try:
@@ -200,7 +195,7 @@ def _find_damage(folder: Path, row: LedgerRow) -> DamagedImage | None:
         reason = f"cut short ({num_bytes} of {row.num_bytes} bytes)"
     elif num_bytes > row.num_bytes:
         reason = f"changed ({num_bytes} bytes instead of {row.num_bytes})"
-    elif digest_files(folder, name, spec.num_frames) != row.sha256:
+    elif _combine_digests([file_sha256(folder / file) for file in files]) != row.sha256:
         reason = "changed (its SHA-256 is another)"
     else:
         reason = "" if carries_spec(folder, row.request) else "of another spec than its row in the ledger"
@@ -349,6 +344,11 @@ class WorkerStats:
     failed: int = 0
     seconds_painting: float = 0.0
     restarts: int = 0
+
+    def __add__(self, other: WorkerStats) -> WorkerStats:
+        """Of two workers of one name, as processes of one machine may have them."""
+        names = [each.name for each in fields(self)]
+        return WorkerStats(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,25 +18,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from halation.generation.ledger import (
-    FAILED,
-    LEDGER_FILE,
-    PLAN_TEXTS,
-    SPEC_COLUMNS,
-    STATES,
-    UPDATE_OUTCOME,
-    create_tables,
-    outcome_values,
-    plan_checksum,
-)
+from halation.generation import ledger
 from halation.generation.metadata_and_summary import METADATA_FILE, frame_name
-from halation.generation.shared_folder.shared_ledger import (
-    LEASES_FOLDER,
-    OWNER_FILE_SUFFIX,
-    SHARED_LEDGER,
-    OutcomeFiles,
-    count_planned_rows,
-)
+from halation.generation.shared_folder import shared_ledger
 from halation.images.png_codec import SIGNATURE
 from halation.input_files import MAX_ROW_BYTES, MAX_TABLE_ROWS, open_regular_file
 
@@ -68,8 +52,8 @@ class LedgerReader(Protocol):
 
 
 def open_ledger(folder: Path) -> LedgerReader:
-    is_shared = os.path.isdir(folder / SHARED_LEDGER)
-    return SharedLedgerReader(folder) if is_shared else SqliteLedgerReader(folder / LEDGER_FILE)
+    is_shared = os.path.isdir(folder / shared_ledger.SHARED_LEDGER)
+    return SharedLedgerReader(folder) if is_shared else SqliteLedgerReader(folder / ledger.LEDGER_FILE)
 
 
 class SqliteLedgerReader:
@@ -131,9 +115,9 @@ class SharedLedgerReader:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
-        create_tables(self.connection)
+        ledger.create_tables(self.connection)
         self.last_modified = 0.0
-        self._outcome_files = OutcomeFiles(folder / SHARED_LEDGER)
+        self._outcome_files = shared_ledger.OutcomeFiles(folder / shared_ledger.SHARED_LEDGER)
         self._metadata_stamp: object = None
         self._num_planned = 0
         self._num_described = 0
@@ -148,9 +132,9 @@ class SharedLedgerReader:
         yield self.connection
 
     def list_lease_files(self) -> list[Path]:
-        folder = self.folder / SHARED_LEDGER / LEASES_FOLDER
+        folder = self.folder / shared_ledger.SHARED_LEDGER / shared_ledger.LEASES_FOLDER
         with contextlib.suppress(OSError):
-            return [folder / name for name in os.listdir(folder) if name.endswith(OWNER_FILE_SUFFIX)]
+            return [folder / name for name in os.listdir(folder) if name.endswith(shared_ledger.OWNER_FILE_SUFFIX)]
         return []
 
     def poll(self) -> bool:
@@ -170,9 +154,9 @@ class SharedLedgerReader:
 
     def _insert_planned_rows(self) -> None:
         """A row for each that is planned, empty until its image is read."""
-        num_planned = min(count_planned_rows(self.folder / SHARED_LEDGER), MAX_TABLE_ROWS)
+        num_planned = min(shared_ledger.count_planned_rows(self.folder / shared_ledger.SHARED_LEDGER), MAX_TABLE_ROWS)
         self.connection.executemany(
-            f"INSERT INTO pictures(picture, name, {', '.join(SPEC_COLUMNS)}, shape)"
+            f"INSERT INTO pictures(picture, name, {', '.join(ledger.SPEC_COLUMNS)}, shape)"
             " VALUES (?, '', '', '', '', 0, 0, 0, 1, 0, 0, 0)",
             ((index,) for index in range(self._num_planned, num_planned)),
         )
@@ -181,8 +165,8 @@ class SharedLedgerReader:
     def _read_outcomes(self, name: str) -> None:
         with contextlib.suppress(OSError, sqlite3.Error):  # not a file, or values that no command writes
             for outcomes, _ in self._outcome_files.read_new(name):
-                values = [outcome_values(outcome, STATES.index(outcome.state), 0) for outcome in outcomes]
-                self.connection.executemany(f"{UPDATE_OUTCOME} AND state != 1", values)
+                values = [ledger.outcome_values(outcome, ledger.STATES.index(outcome.state), 0) for outcome in outcomes]
+                self.connection.executemany(f"{ledger.UPDATE_OUTCOME} AND state != 1", values)
         self.last_modified = max(self.last_modified, self._outcome_files.last_modified)
 
     def _read_metadata(self) -> None:
@@ -199,7 +183,7 @@ class SharedLedgerReader:
                 )
 
     def _update_specs(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        names = ("name", *SPEC_COLUMNS)
+        names = ("name", *ledger.SPEC_COLUMNS)
         with contextlib.suppress(sqlite3.Error):
             cursor = self.connection.executemany(
                 f"UPDATE pictures SET {', '.join(f'{name} = ?' for name in names)} WHERE picture = ? AND name = ''",
@@ -237,7 +221,9 @@ def _is_spec(row: Mapping[str, Any]) -> bool:
     """Whether all values of a planned row are there and have the types of their columns."""
     try:
         numbers = [row[name] for name in ("seed", "height", "width", "num_frames", "steps")]
-        plan_checksum(row["index"], [row[name].encode() for name in PLAN_TEXTS], [*numbers, 0], row["guidance_scale"])
+        ledger.plan_checksum(
+            row["index"], [row[name].encode() for name in ledger.PLAN_TEXTS], [*numbers, 0], row["guidance_scale"]
+        )
     except (LookupError, TypeError, AttributeError, ValueError, OverflowError, struct.error):
         return False
     return True
@@ -317,7 +303,7 @@ def find_last_done(connection: sqlite3.Connection, below: int) -> int:
 
 def count_failure_reasons(connection: sqlite3.Connection) -> list[tuple[str, int]]:
     # `state != 1` as well, so that SQLite uses the index of unfinished rows.
-    query = f"SELECT reason, COUNT(*) FROM pictures WHERE state != 1 AND state = {FAILED} GROUP BY reason"
+    query = f"SELECT reason, COUNT(*) FROM pictures WHERE state != 1 AND state = {ledger.FAILED} GROUP BY reason"
     return connection.execute(query).fetchall()
 
 

@@ -31,7 +31,6 @@ from halation.progress import GenerationProgress, StepProgress
 from halation.prompt_files import PromptFile
 from halation.runs import run_folder as runs
 from halation.runs.lock import FolderMonitor
-from halation.runs.run_folder import RunFolder
 from halation.work_division import BatchPlan, plan_batches
 
 log = logging.getLogger(__name__)
@@ -53,7 +52,7 @@ def find_result_file(folder: Path) -> str:
 
 def check_no_foreign_files(folder: Path) -> None:
     """A folder without a ledger must not hold files that a run would write over as if they were its own."""
-    found = find_result_file(folder) or (runs.CONFIG_FILE if RunFolder(folder).config.exists() else "")
+    found = find_result_file(folder) or (runs.CONFIG_FILE if runs.RunFolder(folder).config.exists() else "")
     if found:
         raise InputError(
             f"{folder} holds {found}, which no run of `halation generate` in this folder knows of",
@@ -130,7 +129,7 @@ class GenerationSession:
         ]
         # Failures bind no setting: they may have failed because of it.
         has_done_images = self.ledger.counts()["done"] > 0 or bool(unrecorded)
-        config = RunFolder(self.folder).config
+        config = runs.RunFolder(self.folder).config
         previous_config = config.read_bytes() if has_done_images and config.exists() else b""
         self.record = self._open_record(self._fixed_settings(slots), has_done_images)
         self.ledger.epoch = len(self.record["changes"])
@@ -166,7 +165,7 @@ class GenerationSession:
 
     def _open_record(self, settings: dict[str, Any], has_done_images: bool) -> dict[str, Any]:
         """The run's record: begun now, or as it was."""
-        config, run = self.config, RunFolder(self.folder)
+        config, run = self.config, runs.RunFolder(self.folder)
         runs.create_or_resume_run(run, "generate", as_json(config), settings, config.accept_changes, has_done_images)
         chosen = runs.read_record(run)["fixed"].get("png coder") if has_done_images else None
         coder = config.png if config.png != "auto" else chosen or png_codec.fastest_coder()
@@ -345,7 +344,7 @@ class GenerationSession:
         return found
 
     def _record_facts(self, facts: dict[str, Any]) -> None:
-        self.record = runs.record_facts(RunFolder(self.folder), facts, self.config.accept_changes)
+        self.record = runs.record_facts(runs.RunFolder(self.folder), facts, self.config.accept_changes)
 
     def _on_ready(self, facts: dict[str, Any]) -> None:
         """What a worker draws with; on a resume it must be what the run was begun with, and workers should be alike."""

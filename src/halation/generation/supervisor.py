@@ -6,13 +6,12 @@ time alone.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import re
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from halation.errors import HalationError
@@ -282,7 +281,7 @@ class Supervisor:
 
     def _record_done(self, state: WorkerState, outcome: ImageOutcome) -> None:
         attempts = self.attempts.get(outcome.index, 0) + 1
-        self.outcomes.append(dataclasses.replace(outcome, attempts=attempts))
+        self.outcomes.append(replace(outcome, attempts=attempts))
         self.work_queue.mark_done(outcome.index)
         state.num_done += 1
         # Another process may have taken the batch over, and the image counts as its own then.

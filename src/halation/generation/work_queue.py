@@ -160,7 +160,7 @@ class WorkQueue:
             self.drop(holder, work.task.number)
 
     def requeue(self, work: WorkItem) -> None:
-        """Nobody holds it any more; it goes out before anything else."""
+        """Without a holder it goes out again, before anything else."""
         if not work.holders:
             self.requeued.appendleft(work)
 

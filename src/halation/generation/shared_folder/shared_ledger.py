@@ -7,7 +7,6 @@ the prompt file.
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import hashlib
 import json
@@ -21,7 +20,7 @@ import sqlite3
 import struct
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +29,13 @@ import numpy.typing as npt
 
 from halation.errors import InputError
 from halation.fault_injection import fault_point
-from halation.generation.ledger import (
-    LEDGER_NAMES,
-    STATES,
-    ImageOutcome,
-    Indices,
-    Ledger,
-    create_tables,
-    outcome_values,
-)
+from halation.generation import ledger
 from halation.input_files import open_regular_file
 from halation.runs.run_folder import create_once, sync_path
 
 log = logging.getLogger(__name__)
 
-SHARED_LEDGER = LEDGER_NAMES["files"]
+SHARED_LEDGER = ledger.LEDGER_NAMES["files"]
 """Folder of the ledgers of commands that share a run; one command alone has its ledger in one file."""
 LEASES_FOLDER = "leases"
 """Inside the folder of the ledgers."""
@@ -57,15 +48,11 @@ NUM_SHOWN = 5
 PLAN_COLUMNS = "picture, name, id, prompt, negative_prompt, seed, height, width, num_frames, steps, guidance_scale"
 
 
-def _host_name() -> str:
-    return re.sub(r"[^A-Za-z0-9_]+", "-", socket.gethostname()).strip("-") or "host"
-
-
 @dataclass(frozen=True, kw_only=True)
 class ProcessIdentity:
     """Who this is among processes of many machines, whose numbers may be equal and return."""
 
-    host: str = field(default_factory=_host_name)
+    host: str = field(default_factory=lambda: re.sub(r"[^A-Za-z0-9_]+", "-", socket.gethostname()).strip("-") or "host")
     pid: int = field(default_factory=os.getpid)
     token: str = field(default_factory=lambda: secrets.token_hex(4))
 
@@ -74,7 +61,7 @@ class ProcessIdentity:
         return f"{self.host}-{self.pid}-{self.token}"
 
 
-class SharedLedger(Ledger):
+class SharedLedger(ledger.Ledger):
     """The rows of the plan with everybody's outcomes, as far as they were read."""
 
     def __init__(self, folder: Path, process: ProcessIdentity) -> None:
@@ -93,7 +80,7 @@ class SharedLedger(Ledger):
     def _open(self) -> None:
         self.connection = sqlite3.connect("", isolation_level=None)  # a temporary file that SQLite removes by itself
         self._is_intact = True
-        create_tables(self.connection)
+        ledger.create_tables(self.connection)
 
     def _write_digest(self) -> None:
         """The private index is gone with its process."""
@@ -145,13 +132,18 @@ class SharedLedger(Ledger):
             "use the old list, or another --output_dir",
         )
 
+    def agree_on_fact(self, name: str, value: Any) -> Any:
+        """Write down what was found out on the way, with its CRC-32, and return what the first process wrote."""
+        path, text = self.folder / name, json.dumps(value)
+        return parse_fact(path, create_once(path, f"{text}\ncrc32 {zlib.crc32(text.encode())}\n".encode()))
+
     # -- the outcomes
 
-    def unfinished_indices(self) -> Indices:
+    def unfinished_indices(self) -> ledger.Indices:
         """Rows to draw: open ones, and those that failed before this process began; later failures are final."""
         return np.flatnonzero(~self._settled_mask).astype(np.int64)
 
-    def record(self, outcomes: Iterable[ImageOutcome]) -> None:
+    def record(self, outcomes: Iterable[ledger.ImageOutcome]) -> None:
         outcomes = list(outcomes)
         lines = b"".join(_outcome_line(outcome) for outcome in outcomes)
         self._retry(lambda: self._append(lines))
@@ -174,7 +166,7 @@ class SharedLedger(Ledger):
         self._num_bytes += len(lines)
         fault_point("shared.appended")
 
-    def _mark_settled(self, outcomes: Iterable[ImageOutcome]) -> None:
+    def _mark_settled(self, outcomes: Iterable[ledger.ImageOutcome]) -> None:
         for outcome in outcomes:
             if outcome.state == "done" or self._has_refreshed:
                 self._settled_mask[outcome.index] = True
@@ -204,7 +196,7 @@ class SharedLedger(Ledger):
         self._has_refreshed = True
         return changed
 
-    def _count_by_others(self, outcomes: list[ImageOutcome]) -> None:
+    def _count_by_others(self, outcomes: list[ledger.ImageOutcome]) -> None:
         for outcome in outcomes:
             if not self._settled_mask[outcome.index]:
                 self.num_by_others[outcome.state] += 1
@@ -223,7 +215,7 @@ class OutcomeFiles:
         names = os.listdir(self.folder)
         return sorted(name for name in names if name.endswith(".jsonl") and not name.startswith("."))
 
-    def read_new(self, name: str) -> Iterator[tuple[list[ImageOutcome], int]]:
+    def read_new(self, name: str) -> Iterator[tuple[list[ledger.ImageOutcome], int]]:
         """The outcomes in whole lines behind those that were read, and the number of damaged lines; in pieces."""
         try:
             # Opened anew each time: that is when NFS looks at what others wrote.
@@ -245,33 +237,27 @@ class OutcomeFiles:
                 raise
 
 
-def _parse_outcome(line: bytes) -> ImageOutcome | None:
+def _parse_outcome(line: bytes) -> ledger.ImageOutcome | None:
     """None for a line that a power cut left, or that holds values no process writes."""
     try:
         values: dict[str, Any] = json.loads(line)
         check = values.pop("check", None)
-        outcome = ImageOutcome(**values)
-        outcome_values(outcome, STATES.index(outcome.state), 0)  # raises for other types
+        outcome = ledger.ImageOutcome(**values)
+        ledger.outcome_values(outcome, ledger.STATES.index(outcome.state), 0)  # raises for other types
         is_intact = check is None or line == _outcome_line(outcome).rstrip(b"\n")  # earlier versions wrote no check
         return outcome if is_intact and outcome.index >= 0 and math.isfinite(outcome.seconds) else None
     except (ValueError, TypeError, AttributeError, RecursionError, OverflowError, struct.error):
         return None
 
 
-def _outcome_line(outcome: ImageOutcome) -> bytes:
+def _outcome_line(outcome: ledger.ImageOutcome) -> bytes:
     """One line of a process's outcomes, with a CRC-32 of what stands before it."""
-    text = json.dumps(dataclasses.asdict(outcome))
+    text = json.dumps(asdict(outcome))
     return f'{text[:-1]}, "check": {zlib.crc32(text.encode())}}}\n'.encode()
 
 
-def fact_text(value: Any) -> bytes:
-    """What was found out on the way, as one line of JSON and one with its CRC-32."""
-    text = json.dumps(value)
-    return f"{text}\ncrc32 {zlib.crc32(text.encode())}\n".encode()
-
-
 def parse_fact(path: Path, data: bytes) -> Any:
-    """The value of `fact_text`; earlier versions wrote no checksum."""
+    """The value in a file of `agree_on_fact`; earlier versions wrote no checksum."""
     text, _, check = data.partition(b"\n")
     if check and check != b"crc32 %d\n" % zlib.crc32(text):
         raise damaged_file_error(path)

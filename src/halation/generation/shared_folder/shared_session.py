@@ -32,32 +32,11 @@ from halation.generation.config import GenerateConfig
 from halation.generation.image_requests import ImageRequest
 from halation.generation.ledger import LEDGER_FILE
 from halation.generation.ledger_setup import RENAMED_FILE, claim_ledger_kind
-from halation.generation.metadata_and_summary import RunSummary, WorkerStats
-from halation.generation.session import (
-    GenerationSession,
-    check_no_foreign_files,
-    find_result_file,
-    lost_ledger_error,
-)
+from halation.generation.session import GenerationSession, check_no_foreign_files, find_result_file, lost_ledger_error
+from halation.generation.shared_folder import shared_ledger
 from halation.generation.shared_folder.leases import BatchRanges, Leases, read_lease
-from halation.generation.shared_folder.shared_ledger import (
-    LEASES_FOLDER,
-    OWNER_FILE_SUFFIX,
-    SHARED_LEDGER,
-    ProcessIdentity,
-    SharedLedger,
-    damaged_file_error,
-    fact_text,
-    parse_fact,
-)
 from halation.generation.supervisor import RangeClaims, RunStats
-from halation.generation.workers.local_pool import (
-    QUEUE_DEPTH,
-    LocalWorkerPool,
-    WorkerPool,
-    WorkerSlot,
-    list_local_slots,
-)
+from halation.generation.workers import local_pool
 from halation.images import png_codec
 from halation.logging_setup import ConsoleWarningHandler, log_to_folder
 from halation.models.model_path_resolver import ModelRef
@@ -65,7 +44,6 @@ from halation.progress import GenerationProgress
 from halation.prompt_files import PromptFile
 from halation.runs import run_folder as runs
 from halation.runs.lock import FolderMonitor
-from halation.runs.run_folder import RunFolder
 from halation.work_division import BatchPlan
 
 log = logging.getLogger(__name__)
@@ -76,47 +54,45 @@ MAX_RESULT_WRITES = 3
 """One who stops early does not wait until the others have no more news."""
 
 
-def run_shared(config: GenerateConfig, prompts: PromptFile, model_ref: ModelRef, slots: list[WorkerSlot]) -> int:
+def run_shared(
+    config: GenerateConfig, prompts: PromptFile, model_ref: ModelRef, slots: list[local_pool.WorkerSlot]
+) -> int:
     """Draw, together with other processes, until nothing of the whole plan is missing."""
     folder = config.output_dir
-    check_shareable(folder)
-    if not (folder / SHARED_LEDGER).is_dir():
+    if (folder / LEDGER_FILE).exists():
+        raise begun_alone_error(folder)
+    run = runs.RunFolder(folder)
+    if run.config.exists() and (job := runs.read_record(run)["job"]) != "generate":
+        raise InputError(
+            f"{folder} holds a `{job}` run", "a `generate` run or an empty folder", "choose another --output_dir"
+        )
+    if not (folder / shared_ledger.SHARED_LEDGER).is_dir():
         check_no_foreign_files(folder)
     if not config.gpu_ids and (gpus := select_slurm_gpus(launcher.num_gpus(), os.environ)):
-        slots = list_local_slots(dataclasses.replace(config, gpu_ids=gpus))
+        slots = local_pool.list_local_slots(dataclasses.replace(config, gpu_ids=gpus))
     with claim_ledger_kind(folder, "files") as kind:
         if kind != "files":
             raise begun_alone_error(folder)
         return _run_process(config, prompts, model_ref, slots)
 
 
-def _run_process(config: GenerateConfig, prompts: PromptFile, model_ref: ModelRef, slots: list[WorkerSlot]) -> int:
+def _run_process(
+    config: GenerateConfig, prompts: PromptFile, model_ref: ModelRef, slots: list[local_pool.WorkerSlot]
+) -> int:
     folder = config.output_dir
-    process = ProcessIdentity()
-    ledger_folder = folder / SHARED_LEDGER
-    (ledger_folder / LEASES_FOLDER).mkdir(parents=True, exist_ok=True)
+    process = shared_ledger.ProcessIdentity()
+    ledger_folder = folder / shared_ledger.SHARED_LEDGER
+    (ledger_folder / shared_ledger.LEASES_FOLDER).mkdir(parents=True, exist_ok=True)
     slots = [dataclasses.replace(slot, label=f"{process.host}-{slot.label}") for slot in slots]
     logs = folder / "logs" / process.name
     with (
         FolderMonitor(folder, ledger_folder) as monitor,
         log_to_folder(logs) as console_handler,
-        contextlib.closing(SharedLedger(ledger_folder, process)) as ledger,
+        contextlib.closing(shared_ledger.SharedLedger(ledger_folder, process)) as ledger,
     ):
         session = SharedSession(config, model_ref, ledger, console_handler, monitor)
         session.prepare(prompts, slots)
-        return session.run(lambda: LocalWorkerPool(slots, session.worker_settings(), logs, config.threads))
-
-
-def check_shareable(folder: Path) -> None:
-    if (folder / LEDGER_FILE).exists():
-        raise begun_alone_error(folder)
-    run = RunFolder(folder)
-    if run.config.exists() and runs.read_record(run)["job"] != "generate":
-        raise InputError(
-            f"{folder} holds a `{runs.read_record(run)['job']}` run",
-            "a `generate` run or an empty folder",
-            "choose another --output_dir",
-        )
+        return session.run(lambda: local_pool.LocalWorkerPool(slots, session.worker_settings(), logs, config.threads))
 
 
 def begun_alone_error(folder: Path) -> InputError:
@@ -160,13 +136,13 @@ def num_local_slurm_tasks(environment: Mapping[str, str]) -> int:
 class SharedSession(GenerationSession):
     """A session on a folder that several processes share."""
 
-    ledger: SharedLedger
+    ledger: shared_ledger.SharedLedger
 
     def __init__(
         self,
         config: GenerateConfig,
         model_ref: ModelRef,
-        ledger: SharedLedger,
+        ledger: shared_ledger.SharedLedger,
         console_handler: ConsoleWarningHandler,
         monitor: FolderMonitor,
     ) -> None:
@@ -182,11 +158,11 @@ class SharedSession(GenerationSession):
         # Images first: other processes plan before they draw, so images without a plan after them are of no run here.
         found = find_result_file(self.folder)
         if found and not any(self.ledger.folder.glob("plan-*")):
-            raise lost_ledger_error(self.folder, found, f"{SHARED_LEDGER}/")
+            raise lost_ledger_error(self.folder, found, f"{shared_ledger.SHARED_LEDGER}/")
 
     def _open_record(self, settings: dict[str, Any], has_done_images: bool) -> dict[str, Any]:
         """config.json as its first writer made it: it binds from then on, because others may be drawing by it."""
-        config, run = self.config, RunFolder(self.folder)
+        config, run = self.config, runs.RunFolder(self.folder)
         coder = config.png if config.png != "auto" else png_codec.fastest_coder()
         new_record = {
             "job": "generate",
@@ -199,12 +175,12 @@ class SharedSession(GenerationSession):
         record = runs.read_record(run)
         chosen = record["fixed"].get("png coder", coder) if config.png == "auto" else coder
         if chosen not in png_codec.CODERS:
-            raise damaged_file_error(run.config)
+            raise shared_ledger.damaged_file_error(run.config)
         self._check_unchanged(record["fixed"], settings | {"png coder": chosen})
         for fact, name in FACT_FILES.items():
             path = self.ledger.folder / name
             if path.exists():
-                record["fixed"][fact] = parse_fact(path, path.read_bytes())
+                record["fixed"][fact] = shared_ledger.parse_fact(path, path.read_bytes())
         return record
 
     def _check_unchanged(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
@@ -235,14 +211,19 @@ class SharedSession(GenerationSession):
         probe.touch()
         now = probe.stat().st_mtime
         probe.unlink()
-        for folder in (self.folder, self.ledger.folder, self.ledger.folder / LEASES_FOLDER):
+        for folder in (self.folder, self.ledger.folder, self.ledger.folder / shared_ledger.LEASES_FOLDER):
             for name in os.listdir(folder) if folder.exists() else ():
-                if name.startswith(".") and name.endswith((".tmp", OWNER_FILE_SUFFIX)):
-                    _remove_if_older(folder / name, now, self.config.lease_s)
+                if not name.startswith(".") or not name.endswith((".tmp", shared_ledger.OWNER_FILE_SUFFIX)):
+                    continue
+                path = folder / name
+                with contextlib.suppress(FileNotFoundError):  # another process removes them too
+                    owner_lease_s = read_lease(path).lease_s if path.suffix == shared_ledger.OWNER_FILE_SUFFIX else 0.0
+                    if now - path.lstat().st_mtime > max(self.config.lease_s, owner_lease_s):
+                        runs.remove_path(path)
 
     # -- during
 
-    def _generate(self, pool: WorkerPool, before: dict[str, int], signals: StopSignals) -> RunStats:
+    def _generate(self, pool: local_pool.WorkerPool, before: dict[str, int], signals: StopSignals) -> RunStats:
         try:
             return super()._generate(pool, before, signals)
         finally:
@@ -251,7 +232,9 @@ class SharedSession(GenerationSession):
                 if self.leases.num_taken_over and not self.monitor.find_problem():
                     self._remove_temporary_files()
 
-    def _make_claims(self, batches: BatchPlan, pool: WorkerPool, progress: GenerationProgress) -> RangeClaims:
+    def _make_claims(
+        self, batches: BatchPlan, pool: local_pool.WorkerPool, progress: GenerationProgress
+    ) -> RangeClaims:
         def on_refresh() -> None:
             num_by_others = self.ledger.num_by_others
             progress.set_other_process_counts(num_by_others["done"], num_by_others["failed"])
@@ -260,7 +243,7 @@ class SharedSession(GenerationSession):
             self.ledger,
             BatchRanges(batches),
             lease_s=self.config.lease_s,
-            num_batches_wanted=QUEUE_DEPTH * len(pool.labels),
+            num_batches_wanted=local_pool.QUEUE_DEPTH * len(pool.labels),
             on_refresh=on_refresh,
             print_line=progress.print_line,
         )
@@ -269,8 +252,7 @@ class SharedSession(GenerationSession):
     def _record_facts(self, facts: dict[str, Any]) -> None:
         """The first process decides: its micro-batch is taken, its model must be ours, another device is a warning."""
         for fact, value in facts.items():
-            path = self.ledger.folder / FACT_FILES[fact]
-            first_value = parse_fact(path, runs.create_once(path, fact_text(value)))
+            first_value = self.ledger.agree_on_fact(FACT_FILES[fact], value)
             self.record["fixed"][fact] = first_value
             if fact == "painter":
                 self._check_unchanged(first_value, json.loads(json.dumps(value)))
@@ -299,7 +281,7 @@ class SharedSession(GenerationSession):
             if not self.ledger.refresh():
                 break
 
-    def _merge_summaries(self, own: RunSummary) -> RunSummary:
+    def _merge_summaries(self, own: metadata_and_summary.RunSummary) -> metadata_and_summary.RunSummary:
         """What this process and those that ended since it began did together."""
         workers = dict(own.workers)
         read_summaries = [
@@ -309,7 +291,9 @@ class SharedSession(GenerationSession):
         for summary in other_summaries:
             for label, values in summary["workers"].items():
                 values = {key: value for key, value in values.items() if key != "busy_share"}
-                workers[label] = _add_stats(workers.get(label, WorkerStats()), WorkerStats(**values))
+                workers[label] = workers.get(
+                    label, metadata_and_summary.WorkerStats()
+                ) + metadata_and_summary.WorkerStats(**values)
         return dataclasses.replace(
             own,
             workers=dict(sorted(workers.items())),
@@ -329,19 +313,3 @@ class SharedSession(GenerationSession):
             return {}
         summary: dict[str, Any] = runs.read_json(path)
         return summary
-
-
-def _add_stats(one: WorkerStats, other: WorkerStats) -> WorkerStats:
-    """Processes of one machine may have workers of one name."""
-    names = [each.name for each in dataclasses.fields(WorkerStats)]
-    return WorkerStats(**{name: getattr(one, name) + getattr(other, name) for name in names})
-
-
-def _remove_if_older(path: Path, now: float, lease_s: float) -> None:
-    try:
-        owner_lease_s = read_lease(path).lease_s if path.suffix == OWNER_FILE_SUFFIX else 0.0
-        if now - path.lstat().st_mtime <= max(lease_s, owner_lease_s):
-            return
-        runs.remove_path(path)
-    except FileNotFoundError:
-        return  # another process sweeps too

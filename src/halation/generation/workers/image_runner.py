@@ -287,7 +287,7 @@ class ImageStore:
         for wait_s in (*RETRY_WAITS_S, None):
             self._check_folder()
             try:
-                _publish_image(self.folder, encoded_image)
+                self._publish(encoded_image)
                 return
             except OSError as error:
                 self._check_folder()
@@ -308,25 +308,24 @@ class ImageStore:
             self.has_given_up = True
             raise DiskWriteError(problem)
 
+    def _publish(self, encoded_image: EncodedImage) -> None:
+        *frames, (name, data) = encoded_image.files
+        if frames:
+            self._publish_frames(frames)
+        runs.write_atomic(self.folder / name, data, point="picture")
 
-def _publish_image(folder: Path, encoded_image: EncodedImage) -> None:
-    *frames, (name, data) = encoded_image.files
-    if frames:
-        _publish_frames(folder / Path(frames[0][0]).parent, frames)
-    runs.write_atomic(folder / name, data, point="picture")
-
-
-def _publish_frames(target: Path, files: list[tuple[str, bytes]]) -> None:
-    """Frames appear together; equal ones stay, as another command that shares the folder may have drawn them."""
-    temporary = runs.temporary_path(target)
-    temporary.mkdir()
-    try:
-        for name, data in files:
-            (temporary / Path(name).name).write_bytes(data)
-        if not _has_same_files(target, files):
-            runs.publish_folder(temporary, target, "frames")
-    finally:
-        runs.remove_path(temporary)
+    def _publish_frames(self, files: list[tuple[str, bytes]]) -> None:
+        """Frames appear together; equal ones stay, as another command that shares the folder may have drawn them."""
+        target = self.folder / Path(files[0][0]).parent
+        temporary = runs.temporary_path(target)
+        temporary.mkdir()
+        try:
+            for name, data in files:
+                (temporary / Path(name).name).write_bytes(data)
+            if not _has_same_files(target, files):
+                runs.publish_folder(temporary, target, "frames")
+        finally:
+            runs.remove_path(temporary)
 
 
 def _has_same_files(target: Path, files: list[tuple[str, bytes]]) -> bool:

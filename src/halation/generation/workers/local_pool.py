@@ -24,13 +24,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from halation.distributed.child_process import (
-    describe_exit,
-    environment_without_launcher,
-    start_child,
-    tie_to_parent,
-    wait_or_kill,
-)
+from halation.distributed import child_process
 from halation.distributed.launcher import select_devices
 from halation.distributed.stop_signals import leave_signals_to_parent
 from halation.errors import HalationError
@@ -139,7 +133,7 @@ class LocalWorkerPool:
 
     def start(self, worker: int) -> None:
         ours, theirs = socket.socketpair()
-        environment = environment_without_launcher() | {
+        environment = child_process.environment_without_launcher() | {
             "RANK": str(worker),
             "OMP_NUM_THREADS": str(self.threads),
             "TOKENIZERS_PARALLELISM": "false",
@@ -147,7 +141,7 @@ class LocalWorkerPool:
         arguments = ["-m", "halation.generation.workers.local_pool", str(theirs.fileno())]
         self.logs.mkdir(exist_ok=True)
         with open(self.logs / f"worker_{self.labels[worker]}.log", "ab") as file, theirs:
-            self._processes[worker] = start_child(
+            self._processes[worker] = child_process.start_child(
                 arguments, environment, stdout=file, stderr=file, pass_fds=[theirs.fileno()]
             )
         self._send_queues[worker] = SendQueue(connection.Connection(ours.detach()))
@@ -198,9 +192,9 @@ class LocalWorkerPool:
         """The line is cut: the process has ended, or is about to."""
         self._send_queues.pop(worker).close()
         process = self._processes[worker]
-        wait_or_kill([process], GRACE_S)
+        child_process.wait_or_kill([process], GRACE_S)
         code = process.returncode
-        return WorkerEvent(worker=worker, kind="gone", body={"code": code, "words": describe_exit(code)})
+        return WorkerEvent(worker=worker, kind="gone", body={"code": code, "words": child_process.describe_exit(code)})
 
     def shutdown(self, *, at_once: bool) -> None:
         for worker in list(self._send_queues):
@@ -208,7 +202,7 @@ class LocalWorkerPool:
                 self._send(worker, {"do": "stop"})
             else:
                 self.kill(worker)  # it is still loading
-        wait_or_kill(list(self._processes.values()), 0.0 if at_once else GRACE_S)
+        child_process.wait_or_kill(list(self._processes.values()), 0.0 if at_once else GRACE_S)
         for send_queue in self._send_queues.values():
             send_queue.close()
         self._send_queues.clear()
@@ -352,7 +346,7 @@ def _error_text(error: BaseException) -> str:
 
 
 def main() -> int:
-    tie_to_parent()
+    child_process.tie_to_parent()
     leave_signals_to_parent()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     LocalWorker(connection.Connection(int(sys.argv[1]))).serve()

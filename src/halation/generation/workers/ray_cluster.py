@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import json
 import logging
 import os
@@ -27,13 +26,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from halation.distributed.child_process import (
-    describe_exit,
-    environment_without_launcher,
-    start_child,
-    tie_to_parent,
-)
-from halation.distributed.stop_signals import STOP_SIGNALS, leave_signals_to_parent
+from halation.distributed.child_process import describe_exit, environment_without_launcher, start_child, tie_to_parent
+from halation.distributed.stop_signals import StopSignals, leave_signals_to_parent
 from halation.errors import HalationError, InputError
 from halation.generation.config import GenerateConfig
 from halation.generation.image_requests import BatchTask
@@ -61,11 +55,6 @@ LOOPBACK = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
 """Some of Ray's processes take 127.0.0.1 for a mistake and listen on the machine's public address instead."""
 
 
-def check_installed(config: GenerateConfig) -> None:
-    if importlib.util.find_spec("ray") is None:
-        raise InputError(f"--cluster {config.cluster}, but Ray is not installed", "Ray", "pip install 'halation[ray]'")
-
-
 # -- in the command's process
 
 
@@ -83,7 +72,8 @@ def open_cluster(
             log.info("%d workers on %d nodes of Ray", len(driver.slots), num_nodes)
             yield driver.slots, driver.begin
         finally:
-            with _ignore_signals():  # interrupted in the middle, this would leave Ray's processes behind
+            # Interrupted in the middle, this would leave Ray's processes behind.
+            with StopSignals(exit_on_second=False):
                 driver.close()
 
 
@@ -94,27 +84,12 @@ def _make_own_folder(logs: Path) -> Iterator[Path]:
         try:
             yield folder
         finally:
-            _copy_worker_errors(folder, logs / "ray")
-
-
-def _copy_worker_errors(folder: Path, logs: Path) -> None:
-    """Keep what workers wrote outside of any log (a crash in native code): Ray's folder is removed."""
-    for path in sorted(folder.glob("session_2*/logs/worker-*.err")):
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        if any(not line.startswith((":job_id:", ":actor_name:")) for line in lines):
-            logs.mkdir(exist_ok=True)
-            shutil.copy(path, logs)
-
-
-@contextlib.contextmanager
-def _ignore_signals() -> Iterator[None]:
-    numbers = STOP_SIGNALS if threading.current_thread() is threading.main_thread() else ()
-    previous = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+            # What workers wrote outside of any log (a crash in native code) is kept.
+            for path in sorted(folder.glob("session_2*/logs/worker-*.err")):
+                lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+                if any(not line.startswith((":job_id:", ":actor_name:")) for line in lines):
+                    (logs / "ray").mkdir(exist_ok=True)
+                    shutil.copy(path, logs / "ray")
 
 
 class RayDriverProcess:
@@ -390,8 +365,11 @@ def _connect(cluster: str, folder: str) -> None:
     if cluster == "ray":
         _init_ray(address="local", include_dashboard=False, _node_ip_address=LOOPBACK, _temp_dir=folder)
         return
+    address = os.environ.get("RAY_ADDRESS", "") if cluster == "auto" else cluster
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
     try:
-        _check_listening(os.environ.get("RAY_ADDRESS", "") if cluster == "auto" else cluster)
+        if colon and port.isdigit():  # Ray itself waits for minutes where nothing listens
+            socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
         _init_ray(address=cluster)
     except (OSError, RuntimeError, ValueError) as error:
         where = "RAY_ADDRESS or on this machine" if cluster == "auto" else cluster
@@ -407,14 +385,6 @@ def _short_message(error: BaseException) -> str:
     """The first line of what Ray says and, where a traceback follows it, the last."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return lines[0] if len(lines) < 3 else f"{lines[0]} {lines[-1]}"
-
-
-def _check_listening(address: str) -> None:
-    """Whether anything listens there: Ray itself asks for minutes before it says no."""
-    host, colon, port = address.removeprefix("ray://").rpartition(":")
-    if colon and port.isdigit():
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S):
-            pass
 
 
 def _init_ray(**settings: Any) -> None:

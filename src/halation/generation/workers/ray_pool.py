@@ -240,7 +240,15 @@ class RaySlot(WorkerSlot):
 
 def assign_slots(nodes: Sequence[Mapping[str, Any]], nproc: int, oversubscribe: bool) -> list[RaySlot]:
     """One worker for each GPU of every node of `ray.nodes()`; without GPUs one per node, or `nproc` in turn."""
-    alive = sorted((node for node in nodes if node["Alive"]), key=_node_order)
+    alive = sorted(
+        (node for node in nodes if node["Alive"]),
+        # The head first, then by address: the same nodes get the same numbers in every call.
+        key=lambda node: (
+            "node:__internal_head__" not in node["Resources"],
+            node["NodeManagerAddress"],
+            node["NodeID"],
+        ),
+    )
     resource = "GPU" if any(node["Resources"].get("GPU", 0) >= 1 for node in alive) else "CPU"
     capacity = {node["NodeID"]: int(node["Resources"].get(resource, 0)) for node in alive}
     capacity = {node: room for node, room in capacity.items() if room}
@@ -274,11 +282,6 @@ def assign_slots(nodes: Sequence[Mapping[str, Any]], nproc: int, oversubscribe: 
         )
         for node, index in sorted(assignments, key=lambda assignment: (numbers[assignment[0]], assignment[1]))
     ]
-
-
-def _node_order(node: Mapping[str, Any]) -> tuple[bool, str, str]:
-    """The head first, then by address: the same nodes get the same numbers in every call."""
-    return ("node:__internal_head__" not in node["Resources"], node["NodeManagerAddress"], node["NodeID"])
 
 
 @dataclass(kw_only=True)
