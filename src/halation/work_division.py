@@ -1,4 +1,4 @@
-"""Which rank or worker draws what: pure functions of integers, the only ones that divide work."""
+"""Which rank or worker draws what: all division of work, as pure functions of integers."""
 
 from __future__ import annotations
 

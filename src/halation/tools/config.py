@@ -46,7 +46,8 @@ class CtlConfig:
 class DemoConfig:
     """Train a small model, draw with an embedded one through a kill, score the images, write the page.
 
-    The training has samples from every rank. Needs no network, no GPU and no account. The same command goes on where the last one was stopped.
+    The training has samples from every rank. Needs no network, no GPU and no account. The same command goes on where
+    the last one was stopped.
     """
 
     output_dir: Path = Path("demo_run")

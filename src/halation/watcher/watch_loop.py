@@ -1,4 +1,4 @@
-"""The loop of `halation watch`: generate from each new checkpoint, score it, keep the best.
+"""The loop of `halation watch`: generate from each checkpoint, score it, keep the best.
 
 Both are commands of their own, so that a crash or the GPU memory of one checkpoint never harms the next.
 """
