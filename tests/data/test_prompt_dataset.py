@@ -11,7 +11,8 @@ import pytest
 from PIL import Image
 
 from halation.data.prefetch import BatchPrefetcher, ShuffledOrder
-from halation.data.prompt_dataset import PromptDataset, has_images
+from halation.data.prompt_dataset import PromptDataset
+from halation.distillation.command import has_images
 from halation.errors import InputError
 
 TEXTS = ["a car, red", "비 오는 거리", "  a tram at night"]

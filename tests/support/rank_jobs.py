@@ -52,13 +52,12 @@ def distill(world: Any, config: Any) -> None:
     """The same for a distillation, whose settings are written out already."""
     _let_libraries_be_old()
     from halation.distillation import command as job
-    from halation.distillation.distillation_task import DistillationTask
     from halation.training import command as train
     from halation.training.session import TrainingSession
 
     with (
         train.open_run_on_rank_zero(config, world, "distill", job.open_record),
-        TrainingSession(world, config, DistillationTask) as session,
+        TrainingSession(world, config, job.new_task) as session,
     ):
         session.prepare()
         session.run()

@@ -34,7 +34,6 @@ def prepared(world: Any, config: Any, stop_at: int = 0, rank: int = 0) -> Prepar
     from torch.nn.modules.module import register_module_forward_hook
 
     from halation.distillation import command as distill
-    from halation.distillation.distillation_task import DistillationTask
     from halation.errors import Interrupted
     from halation.models.dit.network import DiT
     from halation.runs.run_folder import RunFolder
@@ -55,7 +54,7 @@ def prepared(world: Any, config: Any, stop_at: int = 0, rank: int = 0) -> Prepar
     logging.getLogger("halation").addHandler(heard)
     try:
         with train.open_run_on_rank_zero(config, world, "distill", distill.open_record):
-            task = DistillationTask(world, config, RunFolder(config.output_dir))
+            task = distill.new_task(world, config, RunFolder(config.output_dir))
             task.open()
             task.resolve_num_steps(config.batch_size * world.size)
             task.prepare(task.sample_settings())

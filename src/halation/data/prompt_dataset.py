@@ -9,29 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from halation.data.dataset_protocol import JSON, CaptionedImage, ImageBatch
-from halation.data.image_annotations import has_file_column, is_table
-from halation.errors import InputError
-from halation.prompt_files import FORMATS, iter_prompts
+from halation.prompt_files import iter_prompts
 
 _MAX_CAPTIONS = 100_000
-
-
-def has_images(data: str) -> bool:
-    """Whether a path names images and not prompts; a CSV file has images where a column could be one of them."""
-    path = Path(data)
-    if data == "streets" or path.is_dir():
-        return True
-    if is_table(path):
-        return path.is_file() and has_file_column(path)
-    if path.suffix.lower().removeprefix(".") in FORMATS:
-        return False
-    if path.is_file():
-        raise InputError(
-            f"{data} is a file that ends with {path.suffix!r}",
-            f"prompts in a file that ends with {', '.join(f'.{name}' for name in FORMATS)}, or a folder of images",
-            "name the file after what is in it",
-        )
-    return True
 
 
 class PromptDataset:

@@ -8,18 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halation.config import Conflict, check_settings
-from halation.data.prompt_dataset import PromptDataset, has_images
+from halation.data.image_annotations import has_file_column, is_table
+from halation.data.prompt_dataset import PromptDataset
 from halation.distillation.config import DistillConfig
 from halation.errors import InputError
-from halation.models.model_folder import fingerprint, portable_name, resolve_model_path
-from halation.models.model_path_resolver import (
-    distillation_settings,
-    find_fine_tuned_run,
-    fine_tuned_error,
-    read_export_settings,
-    resolve_pipeline_folder,
-)
+from halation.models import model_folder
+from halation.models.model_path_resolver import read_export_settings, resolve_pipeline_folder
 from halation.models.students.config import StudentConfig
+from halation.prompt_files import FORMATS
 from halation.runs.run_folder import RunFolder
 from halation.training import command as train
 from halation.training.config import ONLY_FOR_PIPELINES
@@ -40,7 +36,7 @@ def new_task(world: World, config: DistillConfig, run: RunFolder) -> Distillatio
     """The task of a distillation; imported here, because a parent of ranks does without torch."""
     from halation.distillation.distillation_task import DistillationTask
 
-    return DistillationTask(world, config, run)
+    return DistillationTask(world, config, run, has_images=has_images(config.data_path))
 
 
 def run_rank(config: DistillConfig) -> None:
@@ -70,13 +66,35 @@ def resolve_config(config: DistillConfig) -> DistillConfig:
         teacher_on_cpu=False,
         teacher_dtype=config.teacher_dtype or config.dtype,
     )
-    folder = resolve_model_path(config.teacher_path)
-    run = find_fine_tuned_run(folder) if folder.is_dir() and not (folder / "model_index.json").is_file() else None
+    folder = model_folder.resolve_model_path(config.teacher_path)
+    run = (
+        model_folder.find_fine_tuned_run(folder)
+        if folder.is_dir() and not (folder / "model_index.json").is_file()
+        else None
+    )
     if run is not None:
-        raise fine_tuned_error("teacher_path", folder, run)
+        raise model_folder.fine_tuned_error("teacher_path", folder, run)
     if (folder / "model_index.json").is_file() or not folder.is_dir():
         return _resolve_for_pipeline(config)
     return _resolve_for_dit(config, folder)
+
+
+def has_images(data: str) -> bool:
+    """Whether a path names images and not prompts; a CSV file has images where a column could be one of them."""
+    path = Path(data)
+    if data == "streets" or path.is_dir():
+        return True
+    if is_table(path):
+        return path.is_file() and has_file_column(path)
+    if path.suffix.lower().removeprefix(".") in FORMATS:
+        return False
+    if path.is_file():
+        raise InputError(
+            f"{data} is a file that ends with {path.suffix!r}",
+            f"prompts in a file that ends with {', '.join(f'.{name}' for name in FORMATS)}, or a folder of images",
+            "name the file after what is in it",
+        )
+    return True
 
 
 def _check_prompt_data(config: DistillConfig) -> None:
@@ -141,7 +159,7 @@ def _resolve_for_dit(config: DistillConfig, folder: Path) -> DistillConfig:
         Conflict(name, "a diffusers pipeline as the teacher, not a DiT of Halation").check(config)
     size = (int(sampling["height"]), int(sampling["width"]))
     config = _apply_teacher_guidance(
-        config, folder, {"guidance_scale": sampling["guidance_scale"], **distillation_settings(sampling)}
+        config, folder, {"guidance_scale": sampling["guidance_scale"], **model_folder.distillation_settings(sampling)}
     )
     config = train.resolve_common_settings(config, size)
     if config.image_size != size:
@@ -153,7 +171,7 @@ def _resolve_for_dit(config: DistillConfig, folder: Path) -> DistillConfig:
     return dataclasses.replace(
         config,
         # The checkpoint itself: a run that trains on would give ranks, and the next call, other teachers.
-        teacher_path=portable_name(checkpoint.resolve()),
+        teacher_path=model_folder.portable_name(checkpoint.resolve()),
         vae=str(space.get("path", "")),
         time_sampling=config.time_sampling or "logit_normal",
         time_shift=config.time_shift or float(sampling.get("time_shift", 1.0)),
@@ -177,7 +195,7 @@ def open_record(config: DistillConfig, device: str) -> bool:
     """Open the run's record before anything heavy happens, so that changed settings are refused at once."""
     if config.model_path:
         libraries: tuple[str, ...] = ("torch", "numpy", "diffusers", "transformers")
-        teacher = fingerprint(Path(config.model_path))
+        teacher = model_folder.fingerprint(Path(config.model_path))
     else:
         from halation.models.checkpoint_loading import find_checkpoint, weights_digest
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from halation.data.dataset_protocol import ImageDataset
-from halation.data.prompt_dataset import PromptDataset, has_images
+from halation.data.prompt_dataset import PromptDataset
 from halation.distillation import objectives
 from halation.distillation import teacher as teachers
 from halation.distillation import teacher_targets as targets
@@ -28,7 +28,7 @@ from halation.distillation.objectives import (
 )
 from halation.distillation.teacher import Teacher
 from halation.distributed.engines.ddp_fsdp import Engine
-from halation.distributed.world import run_on_rank_zero, run_with_heartbeat
+from halation.distributed.world import World, run_on_rank_zero, run_with_heartbeat
 from halation.errors import InputError
 from halation.flow.ema import Ema
 from halation.flow.samplers import schedule
@@ -59,6 +59,10 @@ class DistillationTask(TrainingTask):
     _num_training_rows: int = 0
     """That the student will have learned from in the end."""
 
+    def __init__(self, world: World, config: DistillConfig, run: runs.RunFolder, *, has_images: bool) -> None:
+        super().__init__(world, config, run)
+        self.has_images = has_images  # else the data are prompts that the teacher draws
+
     @property
     def title(self) -> str:
         path = Path(self.config.teacher_path)
@@ -79,7 +83,6 @@ class DistillationTask(TrainingTask):
             student = self._open_student(StudentConfig.read(config.student_config), config.student_init)
         student.set_guidance(1.0)
         self.guidance = self._resolve_guidance(student)
-        self.has_images = has_images(config.data_path)
         build_components.record_device_and_space(world, config, self.run, student.space)
         with log_duration(f"reading {config.data_path}"):
             source = (
@@ -262,7 +265,7 @@ class DistillationTask(TrainingTask):
                 teachers.warn_if_few_targets(num_targets, self._num_training_rows)
         if not self._needs_teacher:
             self.teacher = None
-            teachers.free_memory(world.device)
+            world.free_memory()
 
     @cached_property
     def _target_plan(self) -> targets.TargetPlan:

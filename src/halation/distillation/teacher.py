@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -400,10 +399,3 @@ class TeacherSamples:
         rows = sampler.run(self.sample_folder, "teacher")
         failed = sum(row["state"] == "failed" for row in rows)
         log.info("samples of the teacher: %d done, %d failed", len(rows) - failed, failed)
-
-
-def free_memory(device: torch.device) -> None:
-    """Give back what a teacher held, once nobody holds the teacher."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

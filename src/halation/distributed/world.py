@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import json
 import logging
@@ -84,6 +85,12 @@ class World:
         rows = [torch.zeros(longest, dtype=torch.uint8, device="cpu") for _ in range(self.size)]
         dist.all_gather(rows, padded, group=self.control)
         return [json.loads(bytes(row[: int(length)].numpy())) for row, length in zip(rows, lengths, strict=True)]
+
+    def free_memory(self) -> None:
+        """Give back the device memory of models that nothing refers to any more."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def all_reduce_sum(self, values: Tensor) -> Tensor:
         """Sum over ranks, in place, on the default group."""

@@ -101,6 +101,38 @@ def check_sampling_settings(source: str, sampling: Mapping[str, Any]) -> None:
         input_files.check_numbers(f"{source}: distilled", distilled, {"steps": SAMPLING_RANGES["steps"]})
 
 
+def find_fine_tuned_run(folder: Path) -> Path | None:
+    """The run of a fine-tuning that a folder is, or lies in."""
+    folder = folder.resolve()
+    for run in (folder, *folder.parents[:2]):
+        try:
+            record = input_files.read_json(run / "config.json")
+            if record["job"] in ("train", "distill") and record["settings"]["model_path"]:
+                return run
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            continue
+    return None
+
+
+def fine_tuned_error(flag: str, folder: Path, run: Path) -> InputError:
+    """What to give instead of a run that fine-tuned a pipeline, or of something in it."""
+    export = run / "export"
+    later = "" if (export / "model_index.json").exists() else ", which is there once a training has ended"
+    return InputError(
+        f"--{flag} {folder} belongs to a run that fine-tuned a pipeline",
+        "a DiT of Halation" if flag == "model" else "a whole pipeline, such as its export",
+        f"give --{'model_path' if flag == 'model' else flag} {export}{later}",
+    )
+
+
+def distillation_settings(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """The steps of a student of few, and by what objective it learned them."""
+    distilled = sampling.get("distilled") or {}
+    if not distilled.get("steps"):
+        return {}
+    return {"steps": int(distilled["steps"]), "distillation_objective": str(distilled.get("objective", ""))}
+
+
 def fingerprint(folder: Path) -> str:
     """A hash over every file of a model: name, size, and content as `_update_with_content` reads it.
 

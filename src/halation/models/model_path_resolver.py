@@ -58,7 +58,7 @@ class ModelRef:
             width=sampling["width"],
             guidance_scale=sampling["guidance_scale"],
             is_distilled=bool(sampling.get("distilled")),
-            **own_steps | distillation_settings(sampling),
+            **own_steps | model_folder.distillation_settings(sampling),
         )
 
     def warnings(
@@ -119,21 +119,13 @@ def read_export_settings(folder: Path) -> dict[str, Any]:
         size = {"height": int(height), "width": int(width)}
         is_distilled = bool(sampling.get("distilled"))
         guidance = {"guidance_scale": float(guidance_scale), "is_distilled": is_distilled}
-        return {**size, **guidance, **distillation_settings(sampling)}
+        return {**size, **guidance, **model_folder.distillation_settings(sampling)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(
             f"{folder / EXPORT_FILE} cannot be read: {type(error).__name__}: {error}",
             "how the run that exported this pipeline drew its samples",
             "export it again; or delete the file, and give --height, --width and --guidance_scale yourself",
         ) from error
-
-
-def distillation_settings(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """The steps of a student of few, and by what objective it learned them."""
-    distilled = sampling.get("distilled") or {}
-    if not distilled.get("steps"):
-        return {}
-    return {"steps": int(distilled["steps"]), "distillation_objective": str(distilled.get("objective", ""))}
 
 
 def _resolve_checkpoint(folder: Path, raw: bool) -> ModelRef:
@@ -167,39 +159,15 @@ def resolve_pipeline_folder(model_path: str, flag: str = "model_path") -> Path:
     if not folder.is_dir():
         folder = _download(model_path, flag)
     if not (folder / "model_index.json").is_file():
-        run = find_fine_tuned_run(folder)
+        run = model_folder.find_fine_tuned_run(folder)
         if run is not None:
-            raise fine_tuned_error(flag, folder, run)
+            raise model_folder.fine_tuned_error(flag, folder, run)
         raise InputError(
             f"{model_folder.portable_name(folder)} is no diffusers pipeline: it has no model_index.json",
             "a folder as save_pretrained() of a pipeline writes it",
             f"check --{flag}; a DiT of Halation is trained on with --model {bundled_name(folder) or 'FOLDER'}",
         )
     return folder
-
-
-def find_fine_tuned_run(folder: Path) -> Path | None:
-    """The run of a fine-tuning that a folder is, or lies in."""
-    folder = folder.resolve()
-    for run in (folder, *folder.parents[:2]):
-        try:
-            record = read_json(run / "config.json")
-            if record["job"] in ("train", "distill") and record["settings"]["model_path"]:
-                return run
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            continue
-    return None
-
-
-def fine_tuned_error(flag: str, folder: Path, run: Path) -> InputError:
-    """What to give instead of a run that fine-tuned a pipeline, or of something in it."""
-    export = run / "export"
-    later = "" if (export / "model_index.json").exists() else ", which is there once a training has ended"
-    return InputError(
-        f"--{flag} {folder} belongs to a run that fine-tuned a pipeline",
-        "a DiT of Halation" if flag == "model" else "a whole pipeline, such as its export",
-        f"give --{'model_path' if flag == 'model' else flag} {export}{later}",
-    )
 
 
 def _download(name: str, flag: str = "model_path") -> Path:

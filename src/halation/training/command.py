@@ -20,8 +20,8 @@ from halation.distributed.engines import deepspeed_config
 from halation.errors import InputError
 from halation.evaluation.config import Metric, fid_conflict
 from halation.input_files import read_json
-from halation.models.model_folder import fingerprint
-from halation.models.model_path_resolver import find_fine_tuned_run, fine_tuned_error, resolve_pipeline_folder
+from halation.models.model_folder import find_fine_tuned_run, fine_tuned_error, fingerprint
+from halation.models.model_path_resolver import resolve_pipeline_folder
 from halation.prompt_files import collect_prompts
 from halation.runs import lock
 from halation.runs import run_folder as runs

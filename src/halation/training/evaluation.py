@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import itertools
 import logging
 import re
@@ -16,8 +15,6 @@ from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from halation.data.dataset_protocol import ImageDataset
 from halation.data.image_folder import ImageFolder
@@ -261,13 +258,6 @@ class TrainingEvaluator:
 
         step_report: EvaluationReport = evaluator.compute(f"{name}: numbers", write_report)
         return step_report
-
-
-def free_memory(device: torch.device) -> None:
-    """Give back what the extractors took, once nothing holds them any more, an error's traceback neither."""
-    if device.type == "cuda":
-        gc.collect()
-        torch.cuda.empty_cache()
 
 
 def evaluation_rows(report: EvaluationReport) -> list[dict[str, Any]]:

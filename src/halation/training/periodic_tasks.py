@@ -43,7 +43,6 @@ from halation.training.evaluation import (
     EvaluationReport,
     TrainingEvaluator,
     evaluation_rows,
-    free_memory,
     is_evaluation_row,
     publish_plot,
 )
@@ -280,7 +279,7 @@ class PeriodicTasks:
         report = self.evaluator.read_report(step) if self.world.is_rank_zero else None
         if self.world.broadcast_from_rank_zero(report is None):
             report = self._run_evaluation(self.evaluator, step)
-            free_memory(self.world.device)
+            self.world.free_memory()  # here, where no traceback of an error holds the extractors any more
         if self.world.is_rank_zero and report is not None:
             self._log_report(report)
 
