@@ -47,6 +47,9 @@ from halation.training.training_task import EngineFactory, TrainingTask
 
 log = logging.getLogger(__name__)
 
+MAX_TARGET_REPEATS = 50
+"""Times a trajectory's target is learned from; a student that sees the same few more often learns them by heart."""
+
 
 class DistillationTask(TrainingTask):
     """A student and its teacher; everything the teacher need say only once is kept, and then it may go."""
@@ -260,9 +263,14 @@ class DistillationTask(TrainingTask):
         if self._caches_targets:
             # Read through by `find_missing`.
             self.teacher_targets = targets.open_targets(self._target_folder, self._fingerprint, verify=False)
-            if not self.has_images:
-                num_targets = len(self.teacher_targets) * self.teacher_targets.num_states
-                teachers.warn_if_few_targets(num_targets, self._num_training_rows)
+            num_targets = len(self.teacher_targets) * self.teacher_targets.num_states
+            if not self.has_images and self._num_training_rows > MAX_TARGET_REPEATS * num_targets:
+                log.warning(
+                    "each of the %d teacher targets that are kept will be learned from %d times: "
+                    "more --trajectories are more to learn",
+                    num_targets,
+                    self._num_training_rows // num_targets,
+                )
         if not self._needs_teacher:
             self.teacher = None
             world.free_memory()

@@ -119,26 +119,12 @@ def split_across_devices(module: nn.Module, blocks: list[nn.Module], devices: li
         if device == devices[0]:
             continue
         block.to(device)
-        block.register_forward_pre_hook(_make_input_hook(device), with_kwargs=True)
-        block.register_forward_hook(
-            _make_output_hook(devices[0])
-        )  # whatever follows it, a unit or not, need not know of it
-
-
-def _make_input_hook(device: torch.device) -> Callable[..., tuple[tuple[object, ...], dict[str, object]]]:
-    def hook(
-        _unit: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> tuple[tuple[object, ...], dict[str, object]]:
-        return _move_to(args, device), _move_to(kwargs, device)
-
-    return hook
-
-
-def _make_output_hook(device: torch.device) -> Callable[[nn.Module, object, object], object]:
-    def hook(_unit: nn.Module, _args: object, output: object) -> object:
-        return _move_to(output, device)
-
-    return hook
+        block.register_forward_pre_hook(
+            lambda _unit, args, kwargs, device=device: (_move_to(args, device), _move_to(kwargs, device)),
+            with_kwargs=True,
+        )
+        # What follows it, a unit or not, need not know of its device.
+        block.register_forward_hook(lambda _unit, _args, output: _move_to(output, devices[0]))
 
 
 def _move_to(value: Any, device: torch.device) -> Any:
@@ -156,8 +142,6 @@ log = logging.getLogger(__name__)
 
 DEFAULT_TEACHER_BATCH_SIZE = 8
 """Items that the teacher takes at once on a CPU, and at least on a GPU, where no batch size was asked for."""
-MAX_TARGET_REPEATS = 50
-"""Times a teacher target is learned from, above which more of them would be better than more steps."""
 
 
 def open_dit(config: DistillConfig) -> DiTDenoiser:
@@ -174,8 +158,12 @@ def open_dit(config: DistillConfig) -> DiTDenoiser:
 
 def open_teacher(world: World, config: DistillConfig, student: Denoiser, guidance: float) -> Teacher:
     """The teacher in its place on all ranks, or what keeps it from there on one of them."""
-    by_layers = config.teacher_placement == "layers" and world.device.type == "cuda"
-    spare_gpus = _spare_gpus(world) if by_layers else []
+    spare_gpus: list[torch.device] = []
+    if config.teacher_placement == "layers" and world.device.type == "cuda":
+        # This rank's share of the GPUs that no rank computes on.
+        used = world.all_gather_object(world.device.index or 0)
+        free = [number for number in range(num_gpus()) if number not in used]
+        spare_gpus = [torch.device("cuda", number) for number in free[world.local_rank :: len(set(used))]]
     with HeartbeatMonitor(world, "opening the teacher", config.dist_timeout_s) as monitor:
         error, teacher = "", None
         try:
@@ -268,13 +256,6 @@ def _move_to_devices(
         denoiser.to(device)
 
 
-def _spare_gpus(world: World) -> list[torch.device]:
-    """This rank's share of the GPUs that no rank computes on."""
-    used = world.all_gather_object(world.device.index or 0)
-    free = [number for number in range(num_gpus()) if number not in used]
-    return [torch.device("cuda", number) for number in free[world.local_rank :: len(set(used))]]
-
-
 @dataclasses.dataclass
 class TargetBuild:
     """What the ranks share while they compute teacher targets: progress, a wish to stop, each other's errors."""
@@ -339,16 +320,6 @@ def default_batch_size(teacher: torch.device, student: torch.device, batch_size:
     if teacher.type != "cpu":
         return max(DEFAULT_TEACHER_BATCH_SIZE, batch_size)
     return 1 if student.type != "cpu" else DEFAULT_TEACHER_BATCH_SIZE
-
-
-def warn_if_few_targets(num_targets: int, num_rows: int) -> None:
-    """A student that sees the same few trajectories again and again learns them by heart."""
-    if num_rows > MAX_TARGET_REPEATS * num_targets:
-        log.warning(
-            "each of the %d teacher targets that are kept will be learned from %d times: more --trajectories are more to learn",
-            num_targets,
-            num_rows // num_targets,
-        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -319,7 +319,8 @@ def build(
     problem: OptionalError = None
     for start in range(0, num_rows, encode_size):
         batch = rank_items[start : start + encode_size]
-        padded = _pad_batch(batch or items[:1], encode_size)
+        first = batch or items[:1]
+        padded = [*first, *[first[-1]] * (encode_size - len(first))]
         inputs: list[tuple[Condition, Tensor | None]] = []
         problem = problem or _catch_error(lambda: inputs.append((condition(padded), x0(padded) if x0 else None)))  # noqa: B023
         _raise_any_error(problem, agree)
@@ -336,10 +337,6 @@ def build(
         report_progress(done, len(rank_items))
     _raise_any_error(problem or _catch_error(writer.flush), agree)
     return done
-
-
-def _pad_batch(batch: Sequence[int], size: int) -> list[int]:
-    return [*batch, *[batch[-1]] * (size - len(batch))]
 
 
 def _catch_error(action: Callable[[], None]) -> OptionalError:

@@ -201,14 +201,6 @@ def is_drawn(sample_folder: SampleFolder, spec: SampleSpec) -> bool:
         return False
 
 
-def _read_image_or_none(path: Path) -> np.ndarray | None:
-    """One that is not there costs its cell: it is not of this drawing."""
-    try:
-        return read_png(path)[0]
-    except (InputError, OSError):
-        return None
-
-
 def publish_index(
     sample_folder: SampleFolder,
     rows: Sequence[SampleRow],
@@ -226,7 +218,9 @@ def publish_index(
             index_rows.append(row | {"raw": bool(row_folder.suffix)})
             if comparison:
                 path = comparison.files[row["index"]]
-                cells.append(_read_image_or_none(path))
+                cells.append(None)
+                with contextlib.suppress(InputError, OSError):  # one that is not there costs its cell alone
+                    cells[-1] = read_png(path)[0]
                 labels.append(f"{comparison.label}: {row['prompt']}")
                 index_rows[-1][comparison.label] = os.path.relpath(path, sample_folder.folder)
     image = np.full((8, 8, 3), 255, np.uint8)

@@ -90,9 +90,16 @@ class FunctionSampler:
 
     @contextlib.contextmanager
     def preserve_training_state(self) -> Iterator[None]:
+        """No gradients, evaluation mode, and no autocast but draw's own, which does without the cache of casts.
+
+        Where the caller is inside of an autocast region, draw would find the weights of before they changed there, and
+        training perhaps weights that were cast without gradients. Clearing the cache would do as much, but training
+        would cast again and add its gradients up in another precision.
+        """
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.no_grad())
-            stack.enter_context(_disable_autocast())
+            for kind in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
+                stack.enter_context(torch.autocast(kind, enabled=False, cache_enabled=False))
             stack.enter_context(eval_mode(*self.modules))
             stack.enter_context(self._track_forwards())
             yield
@@ -220,19 +227,6 @@ class FunctionSampler:
             what = f"prompt {row['index']} {row['prompt']!r} at step {self.step}"
             log.error("Error during sampling on rank %d: %s: %s", self.world.rank, what, reason)
             row |= {"state": "failed", "reason": reason}
-
-
-@contextlib.contextmanager
-def _disable_autocast() -> Iterator[None]:
-    """No autocast but draw's own, and that without the cache of casts, also where the caller is inside of an autocast region.
-
-    There draw would find the weights of before they changed, and training perhaps weights that were cast without gradients. Clearing
-    the cache would do as much, but training would cast again and add its gradients up in another precision.
-    """
-    with contextlib.ExitStack() as stack:
-        for kind in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
-            stack.enter_context(torch.autocast(kind, enabled=False, cache_enabled=False))
-        yield
 
 
 def as_pixels(image: Any) -> np.ndarray:

@@ -50,6 +50,12 @@ class Sample:
     """Who drew it; -1 where it was there already and nobody knows."""
     seconds: float
 
+    @classmethod
+    def from_row(cls, row: SampleRow, sample_folder: SampleFolder) -> Sample:
+        names = ("index", "prompt", "seed", "state", "reason", "rank", "seconds")
+        file = sample_folder.folder / row["file"] if row["state"] == "done" else None
+        return cls(file=file, **{name: row[name] for name in names})
+
 
 @dataclass(kw_only=True)
 class _SamplerSettings:
@@ -128,7 +134,7 @@ class RankSampler:
     ) -> None:
         self.draw = draw
         self.run = RunFolder(Path(out))
-        self.modules = _as_modules(model)
+        self.modules: tuple[nn.Module, ...] = (model,) if isinstance(model, nn.Module) else tuple(model or ())
         self.every = every
         self.weights = weights or contextlib.nullcontext
         self.sharded = sharded
@@ -164,7 +170,13 @@ class RankSampler:
         size = _world_size()
         rank = dist.get_rank() if size > 1 or dist.is_initialized() else 0
         with external_world(rank, size, torch.device("cpu"), self.timeout_s) as world:
-            _check_ranks_agree(world, step)
+            steps = world.all_gather_object(step)
+            other = next((rank for rank, theirs in enumerate(steps) if theirs != steps[0]), None)
+            if other is not None:
+                raise RankFailure(
+                    f"rank {other} samples step {steps[other]} where rank 0 samples step {steps[0]}: "
+                    "sampler(step) needs the same step on every rank"
+                )
             sample_folder = SampleFolder(folder=self.run.samples_at(step))
             run_on_rank_zero(
                 world,
@@ -173,7 +185,7 @@ class RankSampler:
                 self.timeout_s,
             )
             rows = self._draw_missing(world, sample_folder, step, metrics)
-        return tuple(_to_sample(row, sample_folder) for row in rows)
+        return tuple(Sample.from_row(row, sample_folder) for row in rows)
 
     def _draw_missing(
         self, world: World, sample_folder: SampleFolder, step: int, metrics: Mapping[str, float | None]
@@ -270,7 +282,13 @@ class RankSampler:
         with self._log_errors(f"the samples of step {metadata['step']} are not listed"):
             publish_index(sample_folder, rows, {**metadata, **metrics})
         with self._log_errors(f"step {metadata['step']} has no line in {self.run.metrics.name}"):
-            _write_metrics_row(MetricsFile(self.run.metrics), {"step": metadata["step"], **metrics})
+            # One line a step, in order; lines of later steps stay where only what was missing of an earlier one was drawn.
+            file, step = MetricsFile(self.run.metrics), metadata["step"]
+            later_rows = [line for line in file.read_rows() if line.get("step", 0) >= step]
+            if later_rows:
+                file.truncate_after(step - 1)
+            for line in [{"step": step, **metrics}, *(line for line in later_rows if line["step"] != step)]:
+                file.append(line)
 
     @contextlib.contextmanager
     def _log_errors(self, what: str) -> Iterator[None]:
@@ -282,15 +300,6 @@ class RankSampler:
             log.error("cannot write to directory %s: %s; %s, training goes on", self.run.folder, reason, what)
         except Exception as error:  # noqa: BLE001 - see above
             log.error("%s, training goes on: %s: %s", what, type(error).__name__, error)
-
-
-def _write_metrics_row(metrics: MetricsFile, row: Mapping[str, Any]) -> None:
-    """One line a step, in order; lines of later steps stay where only what was missing of an earlier one was drawn."""
-    later_rows = [line for line in metrics.read_rows() if line.get("step", 0) >= row["step"]]
-    if later_rows:
-        metrics.truncate_after(row["step"] - 1)
-    for line in [row, *(line for line in later_rows if line["step"] != row["step"])]:
-        metrics.append(line)
 
 
 def _check_step(step: SupportsIndex) -> int:
@@ -323,12 +332,6 @@ def _check_not_fsdp1(modules: Sequence[nn.Module]) -> None:
         )
 
 
-def _as_modules(model: nn.Module | Sequence[nn.Module] | None) -> tuple[nn.Module, ...]:
-    if model is None:
-        return ()
-    return (model,) if isinstance(model, nn.Module) else tuple(model)
-
-
 def _make_settings(
     prompts: Sequence[str], seed: int, same_seed: bool, settings: Mapping[str, Any] | None
 ) -> _SamplerSettings:
@@ -336,9 +339,12 @@ def _make_settings(
     wrong = next((prompt for prompt in texts if not isinstance(prompt, str)), None)
     if wrong is not None:
         raise InputError(f"a prompt of the type {type(wrong).__name__}", "texts", "pass prompts=['a red car', ...]")
-    broken = next((prompt for prompt in texts if not _is_text(prompt)), None)
-    if broken is not None:
-        raise InputError(f"the prompt {broken!r}", "text that UTF-8 can hold", "mend the characters that are no text")
+    for prompt in texts:  # an argument of a command may have been bytes of another encoding
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:
+            action = "correct the characters that are no text"
+            raise InputError(f"the prompt {prompt!r}", "text that UTF-8 can hold", action) from None
     if not 0 <= seed <= MAX_SEED - len(texts):
         raise InputError(
             f"seed={seed}", "a whole number from 0 that leaves room for the prompts below 2**63", "pass seed=0"
@@ -350,15 +356,6 @@ def _make_settings(
             f"settings that are not JSON ({error})", "numbers, texts, lists", "pass plain values"
         ) from None
     return _SamplerSettings(prompts=texts, seed=seed, same_seed=same_seed, user_settings=user_settings)
-
-
-def _is_text(prompt: str) -> bool:
-    """Not so where an argument of a command was bytes of another encoding."""
-    try:
-        prompt.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _check_folder(run: RunFolder) -> None:
@@ -392,15 +389,6 @@ def _world_size() -> int:
     return 1
 
 
-def _check_ranks_agree(world: World, step: int) -> None:
-    steps = world.all_gather_object(step)
-    other = next((rank for rank, theirs in enumerate(steps) if theirs != steps[0]), None)
-    if other is not None:
-        raise RankFailure(
-            f"rank {other} samples step {steps[other]} where rank 0 samples step {steps[0]}: sampler(step) needs the same step on every rank"
-        )
-
-
 def _read_complete_rows(sample_folder: SampleFolder, specs: Sequence[FunctionSpec]) -> list[SampleRow] | None:
     """The rows of a step that is complete, which its images alone do not make it."""
     rows = sample_folder.read_index().get("samples")
@@ -411,17 +399,4 @@ def _read_complete_rows(sample_folder: SampleFolder, specs: Sequence[FunctionSpe
         rows
         if all(isinstance(row, dict) and row.get("state") == "done" and row.keys() >= known for row in rows)
         else None
-    )
-
-
-def _to_sample(row: SampleRow, sample_folder: SampleFolder) -> Sample:
-    return Sample(
-        index=row["index"],
-        prompt=row["prompt"],
-        seed=row["seed"],
-        state=row["state"],
-        file=sample_folder.folder / row["file"] if row["state"] == "done" else None,
-        reason=row["reason"],
-        rank=row["rank"],
-        seconds=row["seconds"],
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,8 +17,7 @@ from halation.data import latent_cache
 from halation.data.aspect_buckets import bucket_shapes, describe_buckets
 from halation.data.dataset_protocol import ImageDataset
 from halation.data.image_folder import ImageFolder
-from halation.data.prefetch import BucketOrder, ShuffledOrder
-from halation.data.streets import DRIVING_PROMPTS, Streets
+from halation.data.streets import Streets
 from halation.data.streets.dataset import NUM_TRAIN, NUM_VALIDATION
 from halation.distributed.engines import deepspeed_config
 from halation.distributed.engines.ddp_fsdp import DDPEngine, Engine, EngineSettings, FSDPEngine
@@ -34,11 +32,8 @@ from halation.models.model_folder import bundled_names, resolve_model_path, sugg
 from halation.progress import delayed_progress
 from halation.runs import run_folder as runs
 from halation.training.config import TrainConfig
-from halation.training.loop import StepSettings
 
 log = logging.getLogger(__name__)
-
-NUM_DEFAULT_PROMPTS = 8
 
 
 def record_device_and_space(world: World, config: TrainConfig, run: runs.RunFolder, space: ImageSpace) -> None:
@@ -131,7 +126,7 @@ def _build_cache(
             config.progress, "caching", "images", monitor.heartbeat, (world.rank, world.size)
         ) as update_progress,
     ):
-        error = ""
+        error, chunk_size = "", latent_cache.CHUNK_SIZE
         try:
             latent_cache.build(
                 source,
@@ -139,7 +134,8 @@ def _build_cache(
                 encode if kind == "latents" else None,
                 fingerprint=fingerprint,
                 rank_and_size=(world.rank, world.size),
-                encode_size=_encode_size(source),
+                # By the size of the images alone, so that a latent depends on nothing else.
+                encode_size=max(1, min(chunk_size, chunk_size * 256**2 // (source.height * source.width))),
                 num_workers=config.num_workers,
                 on_progress=update_progress,
             )
@@ -155,11 +151,6 @@ def _build_cache(
         failure.exit_code = InputError.exit_code
         raise failure
     return latent_cache.open_cache(folder / kind, fingerprint, verify=world.local_rank == 0)
-
-
-def _encode_size(source: ImageDataset) -> int:
-    """Images in one call of the autoencoder: by their size alone, so that a latent depends on nothing else."""
-    return max(1, min(latent_cache.CHUNK_SIZE, latent_cache.CHUNK_SIZE * 256**2 // (source.height * source.width)))
 
 
 def new_denoiser(config: TrainConfig, source: ImageDataset, space: ImageSpace) -> DiTDenoiser:
@@ -219,21 +210,6 @@ def _check_model_matches(
     return denoiser
 
 
-def data_order(seed: int, source: ImageDataset, global_batch: int) -> ShuffledOrder | BucketOrder:
-    """The order of the data: by whole global batches of one shape where images lie in buckets."""
-    buckets = getattr(source, "bucket_of", None)
-    return ShuffledOrder(seed, source.num_train) if buckets is None else BucketOrder(seed, buckets, global_batch)
-
-
-def default_prompts(source: ImageDataset, data: str) -> tuple[str, ...]:
-    """The driving prompts, class names, or the first different captions of a folder."""
-    if data == "streets":
-        return tuple(DRIVING_PROMPTS)
-    if source.class_names:
-        return source.class_names[:NUM_DEFAULT_PROMPTS]
-    return tuple(itertools.islice(dict.fromkeys(source.captions()), NUM_DEFAULT_PROMPTS))
-
-
 def resolve_global_batch(world: World, config: TrainConfig, run: runs.RunFolder) -> int:
     """Images a step, decided when the run began: other ranks share them out anew, so the loss goes on as it was."""
 
@@ -259,18 +235,6 @@ def engine_settings(world: World, config: TrainConfig, global_batch: int) -> Eng
         micro_batch_size=rows,
         grad_clip=config.grad_clip,
         dtype=config.dtype,
-    )
-
-
-def step_settings(config: TrainConfig, global_batch: int) -> StepSettings:
-    return StepSettings(
-        global_batch=global_batch,
-        lr=config.lr,
-        warmup_steps=config.warmup_steps,
-        decay_steps=config.decay_steps,
-        grad_clip=config.grad_clip,
-        dtype=config.dtype,
-        nan_policy=config.nan_policy,
     )
 
 

@@ -96,6 +96,14 @@ class TrainState:
     good_steps: int = 0
     skipped: int = 0
 
+    def update_loss_scale(self, finite: bool) -> None:
+        """fp16's loss scale: half after an overflow, double after 2,000 good steps."""
+        self.good_steps = self.good_steps + 1 if finite else 0
+        if not finite:
+            self.loss_scale = max(1.0, self.loss_scale / 2)
+        elif self.good_steps % 2000 == 0:
+            self.loss_scale = min(2.0**24, self.loss_scale * 2)
+
     def as_json(self) -> dict[str, Any]:
         """The position as a checkpoint stores it."""
         values = asdict(self)
@@ -164,7 +172,10 @@ def train_steps(
         finite = math.isfinite(loss) and math.isfinite(norm)
         if finite:
             before_update()  # a save may still be reading
-            _update_weights(active)
+            for network in active:
+                network.engine.step()
+                if network.ema is not None:
+                    network.ema.update()
             skipped_in_a_row = 0
         else:
             skipped_in_a_row += 1
@@ -172,7 +183,8 @@ def train_steps(
             _handle_nonfinite(settings, train_state, loss, norm, not_finite, skipped_in_a_row)
         for network in active:
             network.engine.zero_grad()
-        _update_loss_scale(settings, train_state, finite)
+        if settings.dtype == "fp16":
+            train_state.update_loss_scale(finite)
         train_state.step += 1
         train_state.num_images += settings.global_batch
         fault_point("train.step")
@@ -214,13 +226,6 @@ def _compute_gradients(
     return total
 
 
-def _update_weights(active: Sequence[TrainedNetwork]) -> None:
-    for network in active:
-        network.engine.step()
-        if network.ema is not None:
-            network.ema.update()
-
-
 def _handle_nonfinite(
     settings: StepSettings, train_state: TrainState, loss: float, norm: float, ranks: list[int], num_in_a_row: int
 ) -> None:
@@ -233,17 +238,6 @@ def _handle_nonfinite(
             f"the loss is not finite at step {train_state.step + 1}{where} (loss {loss}, gradient norm {norm}); weights of the last "
             "checkpoint, where there is one, are good. Try a lower --lr, --grad_clip, --dtype bf16 or fp32, or --nan_policy skip"
         )
-
-
-def _update_loss_scale(settings: StepSettings, train_state: TrainState, finite: bool) -> None:
-    """fp16's loss scale: half after an overflow, double after 2,000 good steps."""
-    if settings.dtype != "fp16":
-        return
-    train_state.good_steps = train_state.good_steps + 1 if finite else 0
-    if not finite:
-        train_state.loss_scale = max(1.0, train_state.loss_scale / 2)
-    elif train_state.good_steps % 2000 == 0:
-        train_state.loss_scale = min(2.0**24, train_state.loss_scale * 2)
 
 
 class _StepReduction:

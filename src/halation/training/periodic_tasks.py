@@ -26,7 +26,7 @@ from halation.errors import HalationError, InputError, Interrupted, RankFailure
 from halation.flow.ema import Ema
 from halation.flow.seeded_noise import training_draw
 from halation.images.png_codec import read_png
-from halation.models.denoiser import Denoiser, ImageSpace
+from halation.models.denoiser import Denoiser
 from halation.runs import run_folder as runs
 from halation.runs.run_folder import write_json_with_digest
 from halation.sampling.all_rank_sampler import DenoiserSampler, SampleSettings, ShareMode
@@ -414,7 +414,12 @@ def _make_micro_batch(denoiser: Denoiser, source: ImageDataset, rows: np.ndarray
     }  # once, not once for each bin
     images = [decoded[number] for number in image_indices]
     samples = torch.from_numpy(np.stack([image.pixels for image in images])).to(device)
-    x0 = samples.float() if samples.is_floating_point() else _encode_images(denoiser.space, samples)
+    if samples.is_floating_point():
+        x0 = samples.float()
+    else:  # a few at a time where they are large: an autoencoder takes more memory for an image than the model does
+        size = VALIDATION_BATCH_SIZE * 256**2 // (samples.shape[1] * samples.shape[2])
+        pieces = samples.split(max(1, min(VALIDATION_BATCH_SIZE, size)))
+        x0 = torch.cat([denoiser.space.encode(piece) for piece in pieces])
     noise = np.stack([training_draw(NOISE_SEED, int(row), tuple(x0.shape[1:])).noise for row in rows])
     condition = denoiser.encode_captions([image.caption for image in images], [image.label for image in images])
     originals = torch.tensor([image.original_size for image in images], dtype=torch.int64)
@@ -426,12 +431,6 @@ def _make_micro_batch(denoiser: Denoiser, source: ImageDataset, rows: np.ndarray
         condition={name: value.to(device) for name, value in condition.items()},
         weight=torch.ones(len(rows), device=device),
     )
-
-
-def _encode_images(space: ImageSpace, samples: torch.Tensor) -> torch.Tensor:
-    """A few at a time where they are large: an autoencoder takes more memory for an image than the model does."""
-    size = max(1, min(VALIDATION_BATCH_SIZE, VALIDATION_BATCH_SIZE * 256**2 // (samples.shape[1] * samples.shape[2])))
-    return torch.cat([space.encode(piece) for piece in samples.split(size)])
 
 
 def summarize_losses(rank_losses: list[dict[str, Any]], num_images: int) -> dict[str, float]:

@@ -62,6 +62,9 @@ def log_run_start(
     world, source = task.world, task.source
     if world.device.type == "cuda" and settings.batch_size == 1 and len(settings.prompts) > 2 * world.size:
         log.info("samples are drawn one by one; --sample_batch_size %d would draw them at once", len(settings.prompts))
+    noun = task.item_name
+    if source.num_train > 1:
+        noun = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
     log.warning(
         "%s%s on %s: %s, %d %s, global batch %d, %d rank%s (%s, %s, %s)",
         "" if resumed_at is None else f"going on from step {resumed_at}: ",
@@ -69,7 +72,7 @@ def log_run_start(
         source.name,
         describe_parameters(config, engine.num_trainable, engine.num_parameters),
         source.num_train,
-        _plural(task.item_name) if source.num_train > 1 else task.item_name,
+        noun,
         global_batch,
         world.size,
         "s" if world.size > 1 else "",
@@ -80,10 +83,6 @@ def log_run_start(
     layers = count_adapter_layers([name for name, _ in engine.named_parameters()])
     if layers:
         log.info("adapters on %d layers: %s", sum(layers.values()), ", ".join(sorted(layers)))
-
-
-def _plural(noun: str) -> str:
-    return f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
 
 
 def describe_parameters(config: TrainConfig, num_trained: int, num_parameters: int) -> str:
@@ -185,9 +184,12 @@ class WandbTracker:
         import wandb
 
         mode: Any = None if "WANDB_MODE" in os.environ else "offline"
-        self.run = wandb.init(
-            project="halation", name=name, id=_run_id(folder), resume="allow", mode=mode, config=dict(config)
-        )
+        # The same id for the same run folder, so that a resumed run goes on in its own curve.
+        id_file = folder / ".wandb_id"
+        if not id_file.exists():
+            id_file.write_text(os.urandom(8).hex())
+        run_id = id_file.read_text().strip()
+        self.run = wandb.init(project="halation", name=name, id=run_id, resume="allow", mode=mode, config=dict(config))
 
     def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
         self.run.log(dict(values), step=step)
@@ -218,14 +220,6 @@ class TrackioTracker:
 
     def close(self) -> None:
         self.trackio.finish()
-
-
-def _run_id(folder: Path) -> str:
-    """The same id for the same run folder, so that a resumed run goes on in its own curve."""
-    path = folder / ".wandb_id"
-    if not path.exists():
-        path.write_text(os.urandom(8).hex())
-    return path.read_text().strip()
 
 
 TRACKER_PACKAGES = {

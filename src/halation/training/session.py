@@ -42,7 +42,7 @@ from halation.training import (
     training_task,
 )
 from halation.training.config import TrainConfig
-from halation.training.loop import StepReport, TrainState, train_steps
+from halation.training.loop import StepReport, StepSettings, TrainState, train_steps
 from halation.training.periodic_tasks import CheckpointSchedule, PeriodicTasks, remove_reports_after
 from halation.training.reporting import ThroughputWindow
 from halation.training.training_task import TaskFactory, TrainingTask
@@ -208,11 +208,20 @@ class TrainingSession:
         log.info("global batch %d: %s of %d rows on each of %d ranks", self.global_batch, micro, rows, world.size)
         loader = self.task.open_loader(self.train_state, self.global_batch)
         self.cleanup.callback(loader.close)
+        settings = StepSettings(
+            global_batch=self.global_batch,
+            lr=config.lr,
+            warmup_steps=config.warmup_steps,
+            decay_steps=config.decay_steps,
+            grad_clip=config.grad_clip,
+            dtype=config.dtype,
+            nan_policy=config.nan_policy,
+        )
         steps = train_steps(
             world,
             self.networks,
             (training_task.to_micro_batches(self.denoiser.space, batch, rows, world.device) for batch in loader),
-            build_components.step_settings(config, self.global_batch),
+            settings,
             self.train_state,
             stop=lambda: self.signals.number,
             save_failed=lambda: self.checkpoints.error is not None or self._is_folder_lost(),

@@ -5,6 +5,7 @@ All randomness of a batch is a function of (seed, position in the data's order).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -16,7 +17,8 @@ from torch import Tensor
 
 from halation import work_division
 from halation.data.dataset_protocol import ImageDataset
-from halation.data.prefetch import BatchPrefetcher, BucketOrder
+from halation.data.prefetch import BatchPrefetcher, BucketOrder, ShuffledOrder
+from halation.data.streets import DRIVING_PROMPTS
 from halation.distributed.engines.ddp_fsdp import Engine
 from halation.distributed.world import World
 from halation.flow.ema import Ema
@@ -34,6 +36,7 @@ from halation.training.config import TrainConfig
 from halation.training.loop import MODEL, MicroBatch, TrainedNetwork, TrainState, denoising_objective, only_model
 
 MEMORY_CACHE_BYTES = 2 * 2**30
+NUM_DEFAULT_PROMPTS = 8
 LOADER_THREADS = 4
 """Beside a GPU: noise is drawn here, and a small model takes thousands of images a second."""
 EngineFactory = Callable[[torch.nn.Module, list[torch.nn.Module]], Engine]
@@ -84,6 +87,13 @@ class TrainingTask:
         with log_duration(f"opening {config.model}"):
             self.denoiser = build_components.new_denoiser(config, self.source, space)
 
+    def _default_prompts(self) -> tuple[str, ...]:
+        """The driving prompts, class names, or the first different captions of a folder."""
+        if self.config.data == "streets":
+            return tuple(DRIVING_PROMPTS)
+        names = self.source.class_names or dict.fromkeys(self.source.captions())
+        return tuple(itertools.islice(names, NUM_DEFAULT_PROMPTS))
+
     def resolve_num_steps(self, global_batch: int) -> TrainConfig:
         """The config, with the number of steps written out where it follows from the data."""
         return self.config
@@ -93,7 +103,7 @@ class TrainingTask:
         config, defaults = self.config, self.denoiser.defaults
         height, width = config.image_size
         self.denoiser.sample_shape(height, width)
-        prompts = config.sample_prompts or build_components.default_prompts(self.source, config.data)
+        prompts = config.sample_prompts or self._default_prompts()
         if self.source.class_names and not config.model_path:
             self.denoiser.encode_prompts(prompts)  # an unknown class is refused now, not at the first checkpoint
         return SampleSettings(
@@ -140,8 +150,12 @@ class TrainingTask:
     def open_loader(self, train_state: TrainState, global_batch: int) -> BatchPrefetcher:
         """Batches of this rank from where the run stands to its last step, prefetched."""
         world, config = self.world, self.config
-        order = build_components.data_order(config.seed, self.source, global_batch)
-        if isinstance(order, BucketOrder):
+        buckets = getattr(self.source, "bucket_of", None)
+        order: ShuffledOrder | BucketOrder
+        if buckets is None:
+            order = ShuffledOrder(config.seed, self.source.num_train)
+        else:  # whole global batches of one shape
+            order = BucketOrder(config.seed, buckets, global_batch)
             # Only another global batch (--accept_changes) leaves it in the middle of one.
             train_state.num_images = -(-train_state.num_images // global_batch) * global_batch
         num_threads = LOADER_THREADS if world.device.type == "cuda" else 1
