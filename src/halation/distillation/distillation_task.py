@@ -101,7 +101,8 @@ class DistillationTask(TrainingTask):
         known = getattr(student, "class_names", ())
         if known and self.has_images and known != source.class_names:
             raise InputError(
-                f"the teacher knows {len(known)} classes, --data_path {self.config.data_path} has {len(source.class_names)} others",
+                f"the teacher knows {len(known)} classes, "
+                f"--data_path {self.config.data_path} has {len(source.class_names)} others",
                 "images in the classes the teacher was trained on",
                 "choose other data, or a text file of class names",
             )

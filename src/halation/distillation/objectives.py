@@ -45,7 +45,8 @@ def cached_target_objective(student: TrainedModule, weight: Callable[[Tensor], T
 
 
 def velocity_objective(student: TrainedModule, teacher: Teacher, features: FeatureMatching | None = None) -> Objective:
-    """The teacher's guided answer, asked for now at noised images; where it was kept, the teacher only shows its features."""
+    """The teacher's guided answer, asked for now at noised images; where it was kept, the teacher only shows its
+    features."""
     path = student.noise_path
 
     def losses(module: nn.Module, rows: MicroBatch) -> Tensor:
@@ -85,7 +86,7 @@ class FeatureMatching:
     def __init__(self, student: TrainedModule, teacher: Teacher, weight: float) -> None:
         self.weight = weight
         self.projection = nn.Linear(student.hidden_size, teacher.denoiser.hidden_size)
-        with torch.no_grad():  # of the two widths alone: the same on all ranks, whoever's generator stands where
+        with torch.no_grad():  # of the two widths alone: the same on all ranks, wherever their generators stand
             nn.init.orthogonal_(self.projection.weight, generator=torch.Generator().manual_seed(0))
             self.projection.bias.zero_()
         self.wrapped_projection: nn.Module = self.projection
@@ -111,10 +112,11 @@ def _middle_unit(denoiser: TrainedModule) -> nn.Module:
 
 
 class DistributionMatching:
-    """DMD (Yin et al. 2024): the student's images move to where the teacher finds them likelier than a second network does that
-    learns what the student draws. Both networks take turns.
+    """DMD (Yin et al. 2024): the student's images move to where the teacher finds them likelier than a second network
+    does that learns what the student draws. Both networks take turns.
 
-    The student draws as it will be drawn from: by deterministic steps at its own times, of which one is trained at a time.
+    The student draws as it will be drawn from: by deterministic steps at its own times, of which one is trained at a
+    time.
     """
 
     def __init__(
@@ -162,7 +164,8 @@ class DistributionMatching:
         return _squared_error(prediction, path.target(image, noise, rows.t))
 
     def _generate(self, module: nn.Module, rows: MicroBatch) -> Tensor:
-        """The image that the student sees at one of its times; which one follows from the step, since ranks make equal forwards."""
+        """The image that the student sees at one of its times; which one follows from the step, since ranks make equal
+        forwards."""
         cycle = rows.step // (self.fake_updates + 1)
         number = (
             cycle if self.active_networks(rows.step) == (MODEL,) else rows.step - cycle
@@ -188,7 +191,8 @@ _RENOISE_STREAM = 1
 
 @dataclass(frozen=True)
 class TeacherTargetTransform:
-    """Turns a host batch into teacher targets that a teacher gave on its items: of each item one, chosen by its position."""
+    """Turns a host batch into teacher targets that a teacher gave on its items: of each item one, chosen by its
+    position."""
 
     denoiser: Denoiser
     targets: TeacherTargets
@@ -211,8 +215,8 @@ class TeacherTargetTransform:
 
 @dataclass(frozen=True)
 class NoiseTransform:
-    """Turns a host batch into what a student draws from, where nothing but captions is learned from: noise to begin with, and
-    times with noise to look at its images."""
+    """Turns a host batch into what a student draws from, where nothing but captions is learned from: noise to begin
+    with, and times with noise to look at its images."""
 
     denoiser: Denoiser
     _: KW_ONLY

@@ -46,7 +46,8 @@ class Teacher:
         dtype: torch.dtype,
         batch_size: int = 0,
     ) -> None:
-        """`device` is where it computes, which need not be where it is asked; `batch_size` 0 takes what comes at once."""
+        """`device` is where it computes, which need not be where it is asked; `batch_size` 0 takes what comes at
+        once."""
         self.denoiser = denoiser
         self.noise_path = denoiser.noise_path
         self.guidance = guidance
@@ -54,7 +55,8 @@ class Teacher:
         self.dtype = dtype
         self.batch_size = batch_size
         self.heartbeat: Callable[[], None] = lambda: None
-        """Called after every forward: on a CPU one answer of a large model takes longer than others wait for a sign of life."""
+        """Called after every forward: on a CPU one answer of a large model takes longer than others wait for a sign of
+        life."""
         self._null: Condition = {}
         denoiser.module.requires_grad_(False).eval()
         denoiser.set_guidance(guidance)
@@ -75,7 +77,7 @@ class Teacher:
 
     @torch.no_grad()
     def forward_for_features(self, x: Tensor, t: Tensor, condition: Condition) -> None:
-        """One forward of the prompt's branch at once, for whoever listens to features; the answer is known already."""
+        """One forward of the prompt's branch at once, for hooks that read features; the answer is known already."""
         condition = {name: value.to(self.device) for name, value in condition.items()}
         with self._mixed_precision():
             self._forward(x.to(self.device), t.to(self.device), condition)
@@ -88,7 +90,8 @@ class Teacher:
         condition = {name: value.to(self.device) for name, value in condition.items()}
         use_cfg = self.denoiser.guidance_kind == "pair" and self.guidance != 1.0
         with self._mixed_precision():
-            # One after the other: half the memory of a doubled batch. The prompt's comes last, for whoever listens to features.
+            # One after the other: half the memory of a doubled batch. The prompt's comes last, for hooks that
+            # read features.
             null_answer = self._forward(x, t, condition | self._null_condition(len(x))) if use_cfg else None
             answer = self._forward(x, t, condition)
         return answer if null_answer is None else null_answer + self.guidance * (answer - null_answer)
@@ -106,9 +109,10 @@ class Teacher:
 
 
 def split_across_devices(module: nn.Module, blocks: list[nn.Module], devices: list[torch.device]) -> None:
-    """Deal the units out over the devices, in order and by the number of their parameters; all else is on the first one.
+    """Deal the units out over the devices, in order and by the number of their parameters; all else is on the first
+    one.
 
-    States travel with the forward; whoever calls the module sees the first device alone.
+    States travel with the forward; the caller of the module sees the first device alone.
     """
     sizes = [sum(parameter.numel() for parameter in unit.parameters()) for unit in blocks]
     total, before = sum(sizes), 0
@@ -184,8 +188,8 @@ def open_teacher(world: World, config: DistillConfig, student: Denoiser, guidanc
 
 def _out_of_memory_message(world: World) -> str:
     return (
-        f"the teacher does not fit into the memory of {world.device}; use --teacher_dtype bf16, --teacher_batch_size 1, "
-        "or --teacher_placement fsdp, layers or cpu"
+        f"the teacher does not fit into the memory of {world.device}; "
+        "use --teacher_dtype bf16, --teacher_batch_size 1, or --teacher_placement fsdp, layers or cpu"
     )
 
 
@@ -341,7 +345,7 @@ class TeacherSamples:
         return words
 
     def remove_outdated_and_find_missing(self) -> bool:
-        """Whether an image is missing; what somebody else drew is removed."""
+        """Whether an image is missing; what another teacher drew is removed."""
 
         def find_missing(heartbeat: Callable[[], None]) -> bool:
             if self.sample_folder.read_index().get("made_by") != self.made_by:

@@ -1,7 +1,7 @@
 """Teacher targets, computed once on all ranks and cached: states, times, predictions.
 
-An item is an image, or for a list of prompts a number that has one of them. Each has a few teacher targets; whoever trains then needs no
-teacher.
+An item is an image, or for a list of prompts a number that has one of them. Each has a few teacher targets; training
+then needs no teacher.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class TargetPlan:
     """Which teacher targets an item has."""
 
     objective: str
-    """`velocity`: what the teacher answers at a state. `trajectory`: the answer that leads from it to where the teacher's trajectory is at the
-    end of the segment."""
+    """`velocity`: what the teacher answers at a state. `trajectory`: the answer that leads from it to where the
+    teacher's trajectory is at the end of the segment."""
     has_images: bool
     """Whether items are images with noise in them, or prompts that the teacher draws from noise."""
     times: tuple[float, ...]
@@ -111,7 +111,8 @@ class TargetPlan:
         return training_draw(self.seed, item, self.sample_shape if shape is None else shape, FIRST_STREAM + number)
 
     def dropout_mask(self, items: Sequence[int]) -> Tensor:
-        """Which items have no caption: decided here and not in training, because the teacher has answered to one or to none."""
+        """Which items have no caption: decided here and not in training, because the teacher has answered to one or to
+        none."""
         return torch.tensor([self.draw(int(item), 0, ()).u_drop < self.caption_dropout for item in items])
 
     def as_json(self) -> dict[str, JSON]:
@@ -131,16 +132,18 @@ class TargetPlan:
 
 
 def amplifies_errors(path: NoisePath) -> bool:
-    """Whether a small error of an answer is a large one of what is drawn: from much noise, where the noise is predicted."""
+    """Whether a small error of an answer is a large one of what is drawn: from much noise, where the noise is
+    predicted."""
     return isinstance(path, DDPMPath) and path.prediction_type == "epsilon"
 
 
 def loss_weights(plan: TargetPlan, path: NoisePath) -> Callable[[Tensor], Tensor] | None:
     """How much teacher targets of a trajectory count, by their times, 1 on the average; None where all count the same.
 
-    Where noise is predicted, a teacher target counts by how far its error moves the end of the student's step: from pure noise many times as
-    far as from little. Not by the square, which is the error of the states that steps end at: later steps make good some of what
-    early ones miss, and would be learned badly. Of velocities no step moves an end much farther than another, and all count the same.
+    Where noise is predicted, a teacher target counts by how far its error moves the end of the student's step: from
+    pure noise many times as far as from little. Not by the square, which is the error of the states that steps end at:
+    later steps make good some of what early ones miss, and would be learned badly. Of velocities no step moves an end
+    much farther than another, and all count the same.
     """
     if plan.objective != "trajectory" or not amplifies_errors(path):
         return None
@@ -168,10 +171,11 @@ def compute_targets(
     device: torch.device,
     x0: Tensor | None = None,
 ) -> Iterator[dict[str, Tensor]]:
-    """The teacher targets of these items in float32, once after each call of the teacher and complete after the last one.
+    """The teacher targets of these items in float32, once after each call of the teacher and complete after the last
+    one.
 
-    They are `state` and `target` (items, targets, ...), and `t` (items, targets). `predict` is called `plan.num_teacher_calls`
-    times with a row for each item, whatever the items are.
+    They are `state` and `target` (items, targets, ...), and `t` (items, targets). `predict` is called
+    `plan.num_teacher_calls` times with a row for each item, whatever the items are.
     """
     if (x0 is not None) != plan.has_images:
         raise ValueError("images are given exactly where the plan has them")
@@ -203,7 +207,8 @@ def _noised_image_targets(
 ) -> Iterator[dict[str, Tensor]]:
     for number in range(plan.num_states):
         draws = [plan.draw(int(item), number) for item in items]
-        # One from each of as many stretches as there are states, so that every image is seen at little and at much noise.
+        # One from each of as many stretches as there are states, so that every image is seen at little and at much
+        # noise.
         u = torch.tensor([(number + draw.u_time) / plan.num_states for draw in draws], dtype=torch.float64)
         t = times_from_uniform(u, plan.time_sampling, plan.time_shift).float().to(x0.device)
         state = path.add_noise(x0, _stack_noise(draws, x0.device), t)
@@ -222,7 +227,8 @@ def _trajectory_targets(
     x0: Tensor | None,
     targets: dict[str, Tensor],
 ) -> Iterator[dict[str, Tensor]]:
-    """From noise the teacher goes on and on; from an image every segment begins anew, with that much noise in the image."""
+    """From noise the teacher goes on and on; from an image every segment begins anew, with that much noise in the
+    image."""
     device = targets["t"].device
     kept_steps = np.array([plan.kept_steps(int(item)) for item in items])
     x, number = _stack_noise([plan.draw(int(item), 0) for item in items], device), 0
@@ -280,14 +286,15 @@ def build(
     on_progress: Callable[[int, int], None] | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Make the teacher targets of this rank's share of `items`, which are what is `find_missing`, the same list on all ranks.
+    """Make the teacher targets of this rank's share of `items`: what `find_missing` found, the same list on all ranks.
 
-    `condition` and `x0` give what the teacher sees of items, on `device`; `prompt` names one in a message. The teacher always gets
-    `encode_size` items, the last ones filled up by repetition. `fingerprint` holds `plan.as_json()` under "plan".
+    `condition` and `x0` give what the teacher sees of items, on `device`; `prompt` names one in a message. The teacher
+    always gets `encode_size` items, the last ones repeated. `fingerprint` holds `plan.as_json()` under "plan".
 
-    With `agree` ranks go in step, each as often to the teacher as the others, as a sharded one needs: it is given this rank's problem
-    (or nothing) and returns any rank's. `on_progress(done, total)` counts this rank's items and is called after every forward.
-    `stop` is asked after every answer, where ranks do not go in step; how many items were kept until then is returned.
+    With `agree` ranks go in step, each as often to the teacher as the others, as a sharded one needs: it is given this
+    rank's problem (or nothing) and returns any rank's. `on_progress(done, total)` counts this rank's items and is
+    called after every forward. `stop` is asked after every answer, where ranks do not go in step; how many items were
+    kept until then is returned.
     """
     if fingerprint.get("plan") != plan.as_json():
         raise ValueError('a fingerprint holds the plan it was made for, under "plan"')
@@ -298,9 +305,8 @@ def build(
             f"--teacher_steps {plan.teacher_steps}", f"at most the {path.num_timesteps} of its table", "use fewer"
         )
     rank_items = [items[number] for number in rank_range(len(items), part[1], part[0])]
-    num_rows = (
-        -(-len(items) // part[1]) if agree else len(rank_items)
-    )  # the largest share, where all make as many forwards
+    # The largest share, where all make as many forwards.
+    num_rows = -(-len(items) // part[1]) if agree else len(rank_items)
     row_folder = _target_folder(folder)
     row_folder.ensure_manifest(fingerprint)
     # Trajectories are always kept: following one again at every step would cost too much.
@@ -314,7 +320,6 @@ def build(
     writer = RowCacheWriter(row_folder, shard_size, planned, _FLUSH_INTERVAL_S)
     report_progress = on_progress or (lambda done, total: None)
     done = 0
-
     report_progress(0, len(rank_items))
     problem: OptionalError = None
     for start in range(0, num_rows, encode_size):
@@ -322,10 +327,13 @@ def build(
         first = batch or items[:1]
         padded = [*first, *[first[-1]] * (encode_size - len(first))]
         inputs: list[tuple[Condition, Tensor | None]] = []
-        problem = problem or _catch_error(lambda: inputs.append((condition(padded), x0(padded) if x0 else None)))  # noqa: B023
+        problem = problem or _catch_error(
+            lambda: inputs.append((condition(padded), x0(padded) if x0 else None))  # noqa: B023
+        )
         _raise_any_error(problem, agree)
         is_stopped = False
-        for rows in compute_targets(plan, path, predict, padded, inputs[0][0], device=device, x0=inputs[0][1]):  # noqa: B007
+        seen, images = inputs[0]
+        for rows in compute_targets(plan, path, predict, padded, seen, device=device, x0=images):  # noqa: B007
             fault_point("lessons.answer")
             report_progress(done, len(rank_items))
             if is_stopped := stop():
@@ -364,7 +372,8 @@ def _add_rows(
     rows: Mapping[str, Tensor],
     prompt: Callable[[int], str],
 ) -> None:
-    """Write the first rows, one for each of `items`, where all numbers are finite; the rows after them only filled a batch up."""
+    """Write the first rows, one for each of `items`, where all numbers are finite; the rows after them only filled a
+    batch up."""
     if not items:
         return
     dtype = torch.float32 if plan.exact else torch.float16
@@ -387,7 +396,8 @@ def _add_rows(
 def open_targets(folder: str | FilePath, fingerprint: Mapping[str, JSON], verify: bool = True) -> TeacherTargets:
     """Map what was built; refused if it was made for something else or a shard is damaged.
 
-    `verify` reads everything once to compare the SHA-256s, which `find_missing` has done too; sizes are compared always.
+    `verify` reads everything once to compare the SHA-256s, which `find_missing` has done too; sizes are compared
+    always.
     """
     return TeacherTargets(_target_folder(folder).open(fingerprint, verify))
 
@@ -406,6 +416,7 @@ class TeacherTargets:
         return len(self._rows)
 
     def read(self, items: Sequence[int] | np.ndarray, state_indices: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """State, time and target of teacher target `which[k]` of item `items[k]`: on the CPU, states and targets as they were kept."""
+        """State, time and target of teacher target `which[k]` of item `items[k]`: on the CPU, states and targets as
+        they were kept."""
         rows = self._rows.read([str(int(item)) for item in items], entry_indices=list(state_indices))
         return rows["state"], rows["t"], rows["target"]

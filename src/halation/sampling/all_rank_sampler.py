@@ -1,7 +1,7 @@
 """Sampling on all ranks: batches divided round by round, each drawn by a denoiser.
 
-No collective is open while ranks draw (unless the model is sharded, where every forward is one), so a slow sampler cannot run
-into a timeout, and a rank that fails tells the others in a word instead of leaving them at a barrier.
+No collective is open while ranks draw (unless the model is sharded, where every forward is one), so a slow sampler
+cannot run into a timeout, and a rank that fails tells the others in a word instead of leaving them at a barrier.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ ShareMode = Literal["round", "contiguous"]
 class BatchClaims:
     """Batches for this rank, one after the other, for as long as any is left in its own share or in another's.
 
-    Each share has a counter in the store, which hands out every batch but the first to whoever asks first. The first is its
-    owner's without asking: however late a rank begins, it draws.
+    Each share has a counter in the store, which hands out every batch but the first to the rank that asks first. The
+    first is its owner's without asking: however late a rank begins, it draws.
     """
 
     def __init__(self, world: World, name: str, num_batches: int) -> None:
@@ -53,11 +53,11 @@ class BatchClaims:
             yield batch
         while self.can_steal and (owner := work_division.most_loaded_rank(self._count_unclaimed())) is not None:
             batch = self._claim(owner)
-            if batch is not None:  # else somebody was faster
+            if batch is not None:  # else another rank was faster
                 yield batch
 
     def stop_stealing(self) -> None:
-        """Help nobody from now on: a rank whose images fail at once would take everybody's."""
+        """Take no batch of another rank from now on: a rank whose images fail at once would take everybody's."""
         self.can_steal = False
 
     def close(self) -> None:
@@ -106,8 +106,8 @@ class BatchDrawer(Protocol):
 class RankGroup:
     """The ranks that draw batches together.
 
-    Batches go round the ranks, or are shared out contiguously; then, unless every forward is a collective, a rank that is done
-    takes over what others have not begun.
+    Batches go round the ranks, or are shared out contiguously; then, unless every forward is a collective, a rank that
+    is done takes over what others have not begun.
     """
 
     world: World
@@ -119,7 +119,8 @@ class RankGroup:
     def draw_batches(
         self, drawer: BatchDrawer, batches: Sequence[SampleBatch], todo: Sequence[int], sink: ImageSink, label: str
     ) -> list[SampleRow]:
-        """Draw these batches, the same list on every rank; every rank returns the rows of all images that were drawn or failed."""
+        """Draw these batches, the same list on every rank; every rank returns the rows of all images that were drawn or
+        failed."""
         rows: list[SampleRow] = []
         with (
             HeartbeatMonitor(self.world, label, self.timeout_s) as monitor,
@@ -140,7 +141,8 @@ class RankGroup:
         return [row for rank_rows in rows_by_rank for row in rank_rows]
 
     def _iter_rounds(self, num_batches: int) -> Iterator[int | None]:
-        """The batches of this rank, in rounds; sharded ranks take a filler where they have none, to keep the others company."""
+        """The batches of this rank, in rounds; sharded ranks take a filler where they have none, to keep the others
+        company."""
         assign = work_division.round_robin_batch if self.share_mode == "round" else work_division.contiguous_batch
         for turn in range(work_division.num_rounds(num_batches, self.world.size)):
             if self._should_stop():
@@ -162,7 +164,7 @@ class RankGroup:
                 claims.stop_stealing()
 
     def _should_stop(self) -> bool:
-        """Between batches a person's wish to stop is granted; sharded ranks must all grant it at once."""
+        """Between batches a request to stop is granted; sharded ranks must all grant it at once."""
         if not self.sharded:
             return self.stop() != 0
         return any(self.world.all_gather_object(self.stop()))
@@ -389,7 +391,8 @@ class DenoiserSampler:
                 ) from error
             monitor.report_failure(f"{type(error).__name__}: {error}")
             raise RankFailure(
-                f"rank {self.world.rank} failed inside a sharded forward while sampling, which no rank can survive:\n{traceback.format_exc()}"
+                f"rank {self.world.rank} failed inside a sharded forward while sampling, which no rank can survive:\n"
+                f"{traceback.format_exc()}"
             ) from error
 
     def _denoise_or_halve(

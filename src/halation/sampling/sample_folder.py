@@ -39,7 +39,8 @@ SampleRow = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class RankNaming:
-    """Names by the epoch and by a prompt's place in the contiguous shares of the whole list, whoever draws it; all epochs in one folder."""
+    """Names by the epoch and by a prompt's place in the contiguous shares of the whole list, on any rank; all epochs in
+    one folder."""
 
     epoch: int
     num_prompts: int
@@ -56,14 +57,16 @@ class RankNaming:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleFolder:
-    """Where a folder of samples goes and how its files are called; `label` says whose they are where two stand side by side."""
+    """Where a folder of samples goes and how its files are called; `label` says whose they are where two stand side by
+    side."""
 
     folder: Path
     suffix: str = ""
     naming: Literal["index", "gpu"] | RankNaming = "index"
     label: str = ""
     depth: int = 2
-    """How deep it lies in the folder of its run; 0 for that folder itself, which is never made here: its loss must show."""
+    """How deep it lies in the folder of its run; 0 for that folder itself, which is never made here: its loss must
+    show."""
 
     def create(self) -> None:
         make_subfolder(self.folder, self.depth)
@@ -106,7 +109,7 @@ class SampleFolder:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonImages:
-    """Somebody else's images for the same prompts and seeds, by index."""
+    """Another model's images for the same prompts and seeds, by index."""
 
     label: str
     files: Mapping[int, Path]
@@ -178,10 +181,8 @@ class SampleWriter:
         for row, future in self.pending:
             error = future.exception()
             if isinstance(error, OSError):
-                row |= {
-                    "state": "failed",
-                    "reason": f"OSError: cannot write to directory {self.sample_folder.folder}: {error.strerror or error}",
-                }
+                where, why = self.sample_folder.folder, error.strerror or error
+                row |= {"state": "failed", "reason": f"OSError: cannot write to directory {where}: {why}"}
             elif error is not None:
                 row |= {"state": "failed", "reason": f"{type(error).__name__}: {error}"}
             if error is not None:
@@ -208,7 +209,8 @@ def publish_index(
     others: Sequence[tuple[SampleFolder, Sequence[SampleRow]]] = (),
     comparison: ComparisonImages | None = None,
 ) -> np.ndarray:
-    """grid.png and samples.json of a folder; returns the grid, in which the images of `comparison` stand next to their own ones."""
+    """grid.png and samples.json of a folder; returns the grid, in which the images of `comparison` stand next to their
+    own ones."""
     cells, labels, index_rows = [], [], []
     for row_folder, folder_rows in [(sample_folder, rows), *others]:
         for row in folder_rows:

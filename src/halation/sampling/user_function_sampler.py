@@ -34,7 +34,8 @@ Draw = Callable[[str, torch.Generator], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionSpec(SampleSpec):
-    """What decides an image besides the weights, as far as its owner tells: size and steps are the business of `draw`."""
+    """What decides an image besides the weights, as far as its owner tells: size and steps are the business of
+    `draw`."""
 
     settings: Mapping[str, Any]
     height: int = 0
@@ -106,7 +107,8 @@ class FunctionSampler:
 
     @contextlib.contextmanager
     def _track_forwards(self) -> Iterator[None]:
-        """Hear of every forward: it is progress, and an error inside a sharded one is another matter than one outside."""
+        """Hear of every forward: it is progress, and an error inside a sharded one is another matter than one
+        outside."""
         modules = {
             part
             for whole in self.modules
@@ -171,7 +173,8 @@ class FunctionSampler:
             raise
 
     def _draw_sharded(self, spec: SampleSpec, rows: list[SampleRow], monitor: HeartbeatMonitor) -> np.ndarray | None:
-        """A sharded model's image. Peers wait inside its forwards, so an error amid them is everybody's; one before or after is not."""
+        """A sharded model's image. Peers wait inside its forwards, so an error amid them is everybody's; one before or
+        after is not."""
         try:
             return self._draw_pixels(spec)
         except Exception as error:  # noqa: BLE001 - whatever an image dies of
@@ -183,7 +186,8 @@ class FunctionSampler:
         return None
 
     def _draw_filler(self, monitor: HeartbeatMonitor) -> None:
-        """An image that nobody will see, so that its forwards meet those of the others: of the first prompt that gets as far as one."""
+        """An image that is thrown away, so that its forwards meet those of the others: of the first prompt that gets
+        as far as one."""
         reason = ""
         for spec in self.filler_specs:
             try:
@@ -195,11 +199,13 @@ class FunctionSampler:
                 return
         self._report_failure(reason, monitor)
         raise RankFailure(
-            f"rank {self.world.rank} cannot make the forwards that the others wait for: no forward of `model` in draw ({reason})"
+            f"rank {self.world.rank} cannot make the forwards that the others wait for: "
+            f"no forward of `model` in draw ({reason})"
         )
 
     def _raise_if_forwards_owed(self, error: Exception, monitor: HeartbeatMonitor) -> None:
-        """Raise where this rank owes the others forwards: inside of one, or not known to have made all of an image's."""
+        """Raise where this rank owes the others forwards: inside of one, or not known to have made all of an
+        image's."""
         if not self._forward_depth and self._num_started in (0, self.num_forwards):
             return
         if isinstance(error, RuntimeError) and is_lost_peer_message(str(error)):
@@ -213,7 +219,8 @@ class FunctionSampler:
             else f"after {self._num_started} of an image's sharded forwards"
         )
         raise RankFailure(
-            f"rank {self.world.rank} failed {where} while sampling, which no rank can survive:\n{traceback.format_exc()}"
+            f"rank {self.world.rank} failed {where} while sampling, which no rank can survive:\n"
+            f"{traceback.format_exc()}"
         ) from error
 
     def _report_failure(self, reason: str, monitor: HeartbeatMonitor) -> None:
@@ -232,8 +239,8 @@ class FunctionSampler:
 def as_pixels(image: Any) -> np.ndarray:
     """RGB bytes, height by width by 3, of what `draw` returned.
 
-    A PIL image; or an array, height by width (by channels); or a tensor, channels by height by width; of one image, grey or RGB, as
-    bytes or as floats from 0 to 1, which are clamped.
+    A PIL image; or an array, height by width (by channels); or a tensor, channels by height by width; of one image,
+    grey or RGB, as bytes or as floats from 0 to 1, which are clamped.
     """
     if isinstance(image, Image.Image):
         return np.asarray(image.convert("RGB"))
@@ -262,6 +269,7 @@ def _not_an_image_error(found: Any) -> InputError:
     what = f"{type(found).__name__} of {found.dtype}, {shape}" if hasattr(found, "dtype") else type(found).__name__
     return InputError(
         f"draw returned {what}",
-        "one image: a PIL image, an array (height, width, 3) or a tensor (3, height, width) of bytes or of floats from 0 to 1",
+        "one image: a PIL image, an array (height, width, 3) or a tensor (3, height, width) "
+        "of bytes or of floats from 0 to 1",
         "return for example pipe(...).images[0]",
     )

@@ -47,7 +47,7 @@ class Sample:
     reason: str
     """Why it failed; empty where it is done."""
     rank: int
-    """Who drew it; -1 where it was there already and nobody knows."""
+    """Who drew it; -1 where it was there already and that is not known."""
     seconds: float
 
     @classmethod
@@ -92,26 +92,31 @@ class RankSampler:
             ...
             sampler(step)  # on every rank
 
-    Prompts are divided round the ranks. Each image is published whole under `out/samples/step_0000100/`, with its prompt beside it
-    and its spec inside; `grid.png` and `samples.json` come last. `halation gallery` shows `out` as a run. An image that cannot be
-    drawn is reported, and training goes on. No group of the trainer's has a collective open meanwhile, unless the model is sharded.
+    Prompts are divided round the ranks. Each image is published whole under `out/samples/step_0000100/`, with its
+    prompt beside it and its spec inside; `grid.png` and `samples.json` come last. `halation gallery` shows `out` as a
+    run. An image that cannot be drawn is reported, and training goes on. No group of the trainer's has a collective
+    open meanwhile, unless the model is sharded.
 
-    draw: `draw(prompt, generator)` returns one image: a PIL image, an array (height, width, 3) or a tensor (3, height, width), of bytes
-        or of floats from 0 to 1. The generator is a CPU generator made of the image's seed: with noise from it, and nothing else that
-        depends on the rank, an image is the same on any number of ranks. It is called without gradients and without autocast. With
-        DistributedDataParallel it must use the model inside of the wrapper.
+    draw: `draw(prompt, generator)` returns one image: a PIL image, an array (height, width, 3) or a tensor (3, height,
+        width), of bytes or of floats from 0 to 1. The generator is a CPU generator made of the image's seed: with noise
+        from it, and nothing else that depends on the rank, an image is the same on any number of ranks. It is called
+        without gradients and without autocast. With DistributedDataParallel it must use the model inside of the
+        wrapper.
     prompts: what to draw, one image each.
     out: a folder of the sampler's own, which becomes a run.
     seed: image k has seed + k, or all have `seed` with `same_seed`.
-    model: the module or modules that `draw` uses: in evaluation mode while it draws, every part in its own mode again afterwards.
+    model: the module or modules that `draw` uses: in evaluation mode while it draws, every part in its own mode again
+        afterwards.
     every: draw at steps that are multiples of this; other calls return at once.
     weights: called to make a context in which the weights to draw with are in place, for example an average of them.
-    sharded: whether every forward is a collective (FSDP2, ZeRO-3), so that all ranks must make equally many. Seen on the weights of `model`
-        where it is not told. Ranks without a prompt then draw one that nobody sees.
-    settings: whatever else decides the images (plain JSON): written into every image. Images with other settings are drawn again.
-    again: draw also what is there already. Otherwise the step that a process calls first is not drawn again where it is complete; later
-        steps are, with everything after them forgotten, because their weights were trained again. So `out` belongs to
-        one training: a second one is refused while the process of the first lives and refers to its sampler.
+    sharded: whether every forward is a collective (FSDP2, ZeRO-3), so that all ranks must make equally many. Seen on
+        the weights of `model` where it is not told. Ranks without a prompt then draw one that is thrown away.
+    settings: whatever else decides the images (plain JSON): written into every image. Images with other settings are
+        drawn again.
+    again: draw also what is there already. Otherwise the step that a process calls first is not drawn again where it is
+        complete; later steps are, with everything after them forgotten, because their weights were trained again. So
+        `out` belongs to one training: a second one is refused while the process of the first lives and refers to its
+        sampler.
     timeout_s: a rank that has made no progress for so long, no forward of `model` and no image, is named and the call
         raises. A rank that ended, was killed or left `draw` by `sys.exit` or Ctrl+C is named within seconds.
     """
@@ -158,7 +163,8 @@ class RankSampler:
         return step % self.every == 0
 
     def __call__(self, step: SupportsIndex, *, loss: SupportsFloat | None = None) -> tuple[Sample, ...]:
-        """Draw the samples of this step, if any are due. Called on every rank, which all return the same; `loss` is shown beside them."""
+        """Draw the samples of this step, if any are due. Called on every rank, which all return the same; `loss` is
+        shown beside them."""
         step = _check_step(step)
         is_later_step = self._last_step is not None and step > self._last_step
         self._last_step = step if self._last_step is None else max(step, self._last_step)
@@ -246,7 +252,8 @@ class RankSampler:
     def _prepare_step(self, sample_folder: SampleFolder, step: int, is_later_step: bool) -> None:
         """What makes the folder a run for the gallery; and what another past of this training left is forgotten.
 
-        A process that came to this step from an earlier one has trained its weights again. The step it was started at may be complete.
+        A process that came to this step from an earlier one has trained its weights again. The step it was started at
+        may be complete.
         """
         if self._folder_lock is None:
             self._open_run()
@@ -282,7 +289,8 @@ class RankSampler:
         with self._log_errors(f"the samples of step {metadata['step']} are not listed"):
             publish_index(sample_folder, rows, {**metadata, **metrics})
         with self._log_errors(f"step {metadata['step']} has no line in {self.run.metrics.name}"):
-            # One line a step, in order; lines of later steps stay where only what was missing of an earlier one was drawn.
+            # One line a step, in order; lines of later steps stay where only what was missing of an earlier one was
+            # drawn.
             file, step = MetricsFile(self.run.metrics), metadata["step"]
             later_rows = [line for line in file.read_rows() if line.get("step", 0) >= step]
             if later_rows:
@@ -292,7 +300,7 @@ class RankSampler:
 
     @contextlib.contextmanager
     def _log_errors(self, what: str) -> Iterator[None]:
-        """A disk, a damaged file, an image that somebody removed meanwhile: whatever it is, it must not end a training."""
+        """A disk, a damaged file, an image that was removed meanwhile: none of these may end a training."""
         try:
             yield
         except OSError as error:
@@ -359,7 +367,7 @@ def _make_settings(
 
 
 def _check_folder(run: RunFolder) -> None:
-    """A record of somebody else's (a run of ours, the config.json of a saved model) is not written over."""
+    """A record of another program (a run of ours, the config.json of a saved model) is not written over."""
     try:
         record = read_json(run.config)
     except OSError:

@@ -51,7 +51,8 @@ def record_device_and_space(world: World, config: TrainConfig, run: runs.RunFold
 def open_source(
     world: World, config: TrainConfig, run: runs.RunFolder, space: ImageSpace, bucket_multiple: int = 0
 ) -> ImageDataset:
-    """The images, looked at once by rank 0 for all, and cached where asked; in buckets where their sides have a multiple."""
+    """The images, looked at once by rank 0 for all, and cached where asked; in buckets where their sides have a
+    multiple."""
     height, width = config.image_size
     encodes = bool(config.vae or config.model_path)
     cache = Path(config.cache_dir) if config.cache_dir else run.folder / "cache"
@@ -190,7 +191,8 @@ def _check_model_matches(
 ) -> DiTDenoiser:
     if denoiser.class_names and denoiser.class_names != source.class_names:
         raise InputError(
-            f"--model {config.model} knows {len(denoiser.class_names)} classes, --data {config.data} has {len(source.class_names)} others",
+            f"--model {config.model} knows {len(denoiser.class_names)} classes, "
+            f"--data {config.data} has {len(source.class_names)} others",
             "a data set with the classes the model was trained on",
             "choose other data, or a model that reads text",
         )
@@ -307,8 +309,8 @@ def open_dataset(
 ) -> ImageDataset:
     """`streets`, a folder of images or a CSV file; the first `max_images` of the train part where that is not 0.
 
-    `bucket_multiple` sorts a folder's train images into shapes whose sides are multiples of it, and 0 does not. Streets are
-    square, so they need no buckets; few of them come with few validation ones, or those would be most of a cache.
+    `bucket_multiple` sorts a folder's train images into shapes whose sides are multiples of it, and 0 does not. Streets
+    are square, so they need no buckets; few of them come with few validation ones, or those would be most of a cache.
     """
     if max_images < 0:
         raise InputError(f"--max_images {max_images}", "a number of images, or 0 for all", "give another number")

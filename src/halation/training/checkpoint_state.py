@@ -44,7 +44,8 @@ def checkpoint_parts(networks: Mapping[str, TrainedNetwork]) -> dict[str, dict[s
 
 
 def pinned_tensor_bytes(networks: Mapping[str, TrainedNetwork]) -> Iterator[int]:
-    """Bytes of the tensors of a checkpoint that are copied from a GPU: weights, averages, two moments of each weight."""
+    """Bytes of the tensors of a checkpoint that are copied from a GPU: weights, averages, two moments of each
+    weight."""
     for network in networks.values():
         pieces = [piece.local for piece in network.engine.state_shards()["model"].values()]
         weights = [(local.numel(), local.element_size()) for local in pieces if local.is_cuda]
@@ -54,7 +55,8 @@ def pinned_tensor_bytes(networks: Mapping[str, TrainedNetwork]) -> Iterator[int]
 
 
 def find_checkpoint(folder: Path, *, restart: bool) -> CommittedCheckpoint | None:
-    """The newest whole one, None for a new run; damaged ones get other names. Raises where there are only damaged ones."""
+    """The newest whole one, None for a new run; damaged ones get other names. Raises where there are only damaged
+    ones."""
     damaged: list[tuple[CommittedCheckpoint, str]] = []
     found = find_newest_valid(folder, on_damage=lambda checkpoint, problem: damaged.append((checkpoint, problem)))
     names = [checkpoint.folder.name for checkpoint, _ in damaged]
@@ -63,7 +65,8 @@ def find_checkpoint(folder: Path, *, restart: bool) -> CommittedCheckpoint | Non
         raise InputError(
             f"no checkpoint in {folder} is whole; damaged: {', '.join(names)}",
             "at least one whole checkpoint to go on from",
-            "restore one of them from a copy; or give --restart to start over at step 0 (damaged ones stay, under other names)",
+            "restore one of them from a copy; or give --restart to start over at step 0 "
+            "(damaged ones stay, under other names)",
         )
     for checkpoint, problem in damaged:
         rename_damaged_checkpoint(checkpoint, problem)
@@ -118,8 +121,9 @@ def _check_weights_match(reader: CheckpointReader, engine: Engine) -> None:
     if different:
         name = different[0]
         raise InputError(
-            f"checkpoint {reader.folder} holds other weights than these settings train: {len(different)} tensors differ, "
-            f"first {name} ({found.get(name, 'not saved')}, now {expected.get(name, 'not trained')})",
+            f"checkpoint {reader.folder} holds other weights than these settings train: "
+            f"{len(different)} tensors differ, first {name} "
+            f"({found.get(name, 'not saved')}, now {expected.get(name, 'not trained')})",
             "the model, adapters and sizes the run began with",
             "use its settings, or begin a new run in another --output_dir from its export",
         )

@@ -235,13 +235,15 @@ def _handle_nonfinite(
     where = f" on rank {', '.join(map(str, ranks))}" if ranks else ""
     if settings.nan_policy == "stop" or num_in_a_row > MAX_SKIPPED_STEPS:
         raise HalationError(
-            f"the loss is not finite at step {train_state.step + 1}{where} (loss {loss}, gradient norm {norm}); weights of the last "
-            "checkpoint, where there is one, are good. Try a lower --lr, --grad_clip, --dtype bf16 or fp32, or --nan_policy skip"
+            f"the loss is not finite at step {train_state.step + 1}{where} (loss {loss}, gradient norm {norm}); "
+            "weights of the last checkpoint, where there is one, are good. "
+            "Try a lower --lr, --grad_clip, --dtype bf16 or fp32, or --nan_policy skip"
         )
 
 
 class _StepReduction:
-    """The few numbers that ranks share at every step, in one small reduction: loss, who is not finite, who was asked to stop, what else was asked."""
+    """The few numbers that ranks share at every step, in one small reduction: loss, who is not finite, who was asked to
+    stop, what else was asked."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -262,7 +264,8 @@ class _StepReduction:
 
 
 def denoising_objective(denoiser: TrainedModule) -> Objective:
-    """Squared error of what the family's module is asked for (a velocity, the noise, v) on the family's path from image to noise."""
+    """Squared error of what the family's module is asked for (a velocity, the noise, v) on the family's path from image
+    to noise."""
     path = denoiser.noise_path
 
     def losses(module: nn.Module, rows: MicroBatch) -> Tensor:

@@ -28,8 +28,8 @@ from halation.training.config import TrainConfig
 from halation.training.loop import MODEL, TrainedNetwork, denoising_objective, mixed_precision
 from halation.training.training_task import TrainingTask
 
-# Measured with saved-tensor hooks on the tiny and small DiT at 16 to 256 tokens: 1.9 to 2.5 kept values for each value that a
-# matrix product puts out; with checkpointing one block's share and the blocks' inputs.
+# Measured with saved-tensor hooks on the tiny and small DiT at 16 to 256 tokens: 1.9 to 2.5 kept values for each value
+# that a matrix product puts out; with checkpointing one block's share and the blocks' inputs.
 SAVED_VALUES_PER_OUTPUT = 2.2
 NUM_HOST_BATCHES = 5  # batches the loader holds ahead, and the one in use
 BYTES_PER_VALUE = {"fp32": 4.0, "bf16": 2.6, "fp16": 2.6}  # autocast leaves norms and residuals in float32
@@ -59,7 +59,8 @@ class ImageCost:
         )
 
     def bytes_on(self, device: torch.device) -> float:
-        """Bytes an image. On a GPU, where a batch too large is a clean error, half of it: only the hopeless is refused early."""
+        """Bytes an image. On a GPU, where a batch too large is a clean error, half of it: only the hopeless is refused
+        early."""
         if device.type == "cuda":
             return self.activation_bytes() / 2
         return self.activation_bytes() + NUM_HOST_BATCHES * 5 * self.num_values
@@ -100,7 +101,7 @@ def _cgroup_free_bytes() -> float:
 
 
 def _used_bytes(cgroup: Path) -> float:
-    """Bytes in use less the file cache, which the system gives up as soon as somebody asks for memory."""
+    """Bytes in use less the file cache, which the system gives up as soon as memory is asked for."""
     cached = 0.0
     for line in (cgroup / "memory.stat").read_text().splitlines():
         name, _, value = line.partition(" ")
@@ -112,15 +113,17 @@ def _used_bytes(cgroup: Path) -> float:
 def weights_error(
     num_trained: int, num_frozen: int, weight_bytes: int, num_shards: int, capacity: float
 ) -> InputError | None:
-    """The error for a model whose training cannot fit into a device of `capacity` bytes, whatever the batch: weights, their gradients,
-    two moments, and an average in float32."""
+    """The error for a model whose training cannot fit into a device of `capacity` bytes, whatever the batch: weights,
+    their gradients, two moments, and an average in float32."""
     needed = num_trained * (4 * weight_bytes + 4) / num_shards + num_frozen * weight_bytes
     if needed <= capacity:
         return None
     return InputError(
-        f"training {num_trained / 1e9:.1f} billion parameters takes {needed / 2**30:.0f} GiB on each device before any image",
+        f"training {num_trained / 1e9:.1f} billion parameters takes {needed / 2**30:.0f} GiB on each device "
+        "before any image",
         f"at most the {capacity / 2**30:.0f} GiB of one",
-        "share them out with --engine fsdp or deepspeed on more GPUs, train adapters (--lora_rank 16), use --weights_dtype bf16, or a smaller model",
+        "share them out with --engine fsdp or deepspeed on more GPUs, train adapters (--lora_rank 16), "
+        "use --weights_dtype bf16, or a smaller model",
     )
 
 
@@ -129,7 +132,8 @@ def batch_error(rows: int, accumulate: int, cost: ImageCost, device: torch.devic
     bytes_per_image = cost.bytes_on(device)
     if rows * bytes_per_image <= free:
         return None
-    found = f"--batch_size {rows} would take about {_format_bytes(rows * bytes_per_image)}, and {_format_bytes(free)} are free on {device}"
+    needed = _format_bytes(rows * bytes_per_image)
+    found = f"--batch_size {rows} would take about {needed}, and {_format_bytes(free)} are free on {device}"
     if 0.8 * free < bytes_per_image:
         return InputError(found, "a batch that fits", "try a smaller --model or --image_size; not even one image fits")
     fits = 1 << (int(0.8 * free / bytes_per_image).bit_length() - 1)
@@ -154,13 +158,15 @@ def warm_up(
     checkpoints: CheckpointWriter,
     global_batch: int,
 ) -> None:
-    """One pass that is thrown away: it settles DDP's buckets, compiles, and finds a batch that does not fit before it costs anything."""
+    """One pass that is thrown away: it settles DDP's buckets, compiles, and finds a batch that does not fit before it
+    costs anything."""
     world = task.world
     _, rows = work_division.micro_batch_layout(global_batch, world.size, config.batch_size)
     _check_batch_fits(world, config, task.denoiser, rows)
     if config.compile and world.is_rank_zero:
         log.warning("compiling the blocks, which takes a minute or two before the first step")
-    # While blocks are compiled: taking pinned memory makes a GPU wait, so it is done before the first step, or it would slow many.
+    # While blocks are compiled: taking pinned memory makes a GPU wait, so it is done before the first step, or it would
+    # slow many.
     checkpoints.reserve(checkpoint_state.pinned_tensor_bytes(networks))
     try:
         for network in networks.values():
@@ -183,7 +189,8 @@ def warm_up(
 
 
 def check_weights_fit(world: World, config: TrainConfig, denoiser: TrainedModule) -> None:
-    """A model that cannot be trained on these GPUs is told so before texts are encoded or a teacher is asked for hours."""
+    """A model that cannot be trained on these GPUs is told so before texts are encoded or a teacher is asked for
+    hours."""
     device = world.device
     if device.type != "cuda" or config.engine == "deepspeed" or config.offload_optimizer:
         return
@@ -220,7 +227,8 @@ def _check_batch_fits(world: World, config: TrainConfig, denoiser: Denoiser, row
 def check_samples_fit(
     task: TrainingTask, config: TrainConfig, networks: Mapping[str, TrainedNetwork], settings: SampleSettings
 ) -> None:
-    """Whether samples and the validation loss fit beside everything else, asked once before it can cost a checkpoint's worth of work.
+    """Whether samples and the validation loss fit beside everything else, asked once before it can cost a checkpoint's
+    worth of work.
 
     What the optimizer will hold from its first step on is set aside meanwhile.
     """

@@ -54,7 +54,8 @@ SaveKind = Literal["kept", "latest"]
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSchedule:
-    """The dates of one run. Epoch ends count too, thinned out where epochs are short, or a small folder would only save."""
+    """The dates of one run. Epoch ends count too, thinned out where epochs are short, or a small folder would only
+    save."""
 
     n_steps: int
     ckpt_every: int
@@ -63,8 +64,8 @@ class CheckpointSchedule:
     global_batch: int
     eval_every: int = 0
     epoch_interval: int = 0
-    """Every how many epochs an epoch's end is a date, where somebody counts in epochs: whole steps then, and one at least. 0 thins
-    them out by the other intervals."""
+    """Every how many epochs an epoch's end is a date, where a run counts in epochs: whole steps then, and one at
+    least. 0 thins them out by the other intervals."""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -115,7 +116,8 @@ def remove_reports_after(run: runs.RunFolder, step: int) -> None:
 
 @dataclasses.dataclass(kw_only=True)
 class PeriodicTasks:
-    """Validation loss and samples of saved steps, and evaluations; called again for a step they do only what is still open."""
+    """Validation loss and samples of saved steps, and evaluations; called again for a step they do only what is still
+    open."""
 
     world: World
     config: TrainConfig
@@ -147,7 +149,8 @@ class PeriodicTasks:
         self._run_tasks(step, loss, tasks, self._sample_folder(step, num_ranks))
 
     def draw_samples(self, step: int, loss: float) -> None:
-        """The samples of a step that is no date, and nothing else, in a folder of its own: names by the epoch belong to its date."""
+        """The samples of a step that is no date, and nothing else, in a folder of its own: names by the epoch belong to
+        its date."""
         sample_folder = SampleFolder(folder=self.run.samples_at(step), naming=self._naming(), label=self._label())
         if self.world.is_rank_zero:
             sample_folder.clear()  # what a start that never saved this step may have left
@@ -170,7 +173,8 @@ class PeriodicTasks:
             self._publish_samples(step, loss, drawn)
 
     def _remove_outdated_and_find_pending(self, step: int) -> tuple[list[str], int]:
-        """What is not there yet, everything after a save and after a kill what it left undone, and the ranks its names are made for."""
+        """What is not there yet, everything after a save and after a kill what it left undone, and the ranks its names
+        are made for."""
         tasks = []
         known = any(row.get("metric") == "heldout_loss" and row["step"] == step for row in self.metrics.read_rows())
         if self.num_validation and not known:
@@ -184,7 +188,8 @@ class PeriodicTasks:
             or recorded.get("settings", self._settings_json()) != self._settings_json()
         ):
             recorded = {}
-            sample_folder.clear()  # drawn another way before this start, or at another step of this epoch; the names would hide it
+            # Drawn another way before this start, or at another step of this epoch; the names would hide it.
+            sample_folder.clear()
         elif not recorded and sample_folder.prefix:
             sample_folder.clear()  # whatever these are of
         sample_folder = self._sample_folder(
@@ -215,7 +220,8 @@ class PeriodicTasks:
         return "student" if self.comparison_folder else ""
 
     def _write_empty_index(self, step: int, sample_folder: SampleFolder) -> None:
-        """Say how the images of this folder are drawn before the first is there: a kill may leave some of them behind."""
+        """Say how the images of this folder are drawn before the first is there: a kill may leave some of them
+        behind."""
         with contextlib.suppress(OSError):  # a disk that cannot be written costs the samples, not the training
             sample_folder.create()
             write_json_with_digest(
@@ -304,9 +310,11 @@ class PeriodicTasks:
 
     @contextlib.contextmanager
     def _swap_in_ema(self) -> Iterator[None]:
-        """The averages in the model's place; whatever happens inside, shards are where the EMA expects them when it goes back.
+        """The averages in the model's place; whatever happens inside, shards are where the EMA expects them when it
+        goes back.
 
-        After an error the module is not told of its own weights again: that may take all ranks, and the error may be one rank's.
+        After an error the module is not told of its own weights again: that may take all ranks, and the error may be
+        one rank's.
         """
         self.ema.swap()
         try:
@@ -318,7 +326,8 @@ class PeriodicTasks:
         self.engine.sync_master_weights()
 
     def _log_report(self, report: EvaluationReport) -> None:
-        """The report's numbers to metrics.jsonl and the trackers, unless a kill came between the report and the rest of this."""
+        """The report's numbers to metrics.jsonl and the trackers, unless a kill came between the report and the rest of
+        this."""
         step, lines = report["step"], evaluation_rows(report)
         known = [row for row in self.metrics.read_rows() if row["step"] == step and is_evaluation_row(row)]
         lines = [line for line in lines if line not in known]
@@ -361,7 +370,7 @@ class PeriodicTasks:
                 "cannot write to directory %s: %s; training goes on", sample_folder.folder, error.strerror or error
             )
             return
-        except InputError as error:  # somebody removed or damaged an image between its writing and now
+        except InputError as error:  # an image was removed or damaged between its writing and now
             log.error("a sample cannot be read again; training goes on: %s", error)
             return
         for tracker in self.trackers:
@@ -389,8 +398,8 @@ def compute_validation_losses(
 ) -> dict[int, list[float]]:
     """This rank's losses by row: image `row // NUM_BINS` at the middle of time bin `row % NUM_BINS`.
 
-    Rows are cut into batches of one size and dealt round-robin, so that every rank makes the same number of forwards and
-    no number depends on how many ranks there are.
+    Rows are cut into batches of one size and dealt round-robin, so that every rank makes the same number of forwards
+    and no number depends on how many ranks there are.
     """
     num_rows = num_images * NUM_BINS
     num_batches = -(-num_rows // VALIDATION_BATCH_SIZE)

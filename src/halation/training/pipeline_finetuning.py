@@ -128,7 +128,7 @@ def _encode_texts(
 
 
 def _require_finite(encode: Encode) -> Encode:
-    """A cache of what overflowed would make every later loss NaN, and nobody would look for it there."""
+    """A cache of what overflowed would make every later loss NaN, and it is the last place to look for one."""
 
     def encode_checked(texts: Sequence[str]) -> Mapping[str, Tensor]:
         rows = encode(texts)

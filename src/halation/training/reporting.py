@@ -58,7 +58,8 @@ def log_run_start(
     global_batch: int,
     resumed_at: int | None,
 ) -> None:
-    """Log what is trained on what, and on which ranks; `resumed_at` is the step of the checkpoint, None for a new run."""
+    """Log what is trained on what, and on which ranks; `resumed_at` is the step of the checkpoint, None for a new
+    run."""
     world, source = task.world, task.source
     if world.device.type == "cuda" and settings.batch_size == 1 and len(settings.prompts) > 2 * world.size:
         log.info("samples are drawn one by one; --sample_batch_size %d would draw them at once", len(settings.prompts))
@@ -230,7 +231,8 @@ TRACKER_PACKAGES = {
 
 
 def select_trackers(names: Sequence[str], required: bool) -> tuple[str, ...]:
-    """The trackers that can be used; one that was asked for and is not installed is an error, a default one is left out."""
+    """The trackers that can be used; one that was asked for and is not installed is an error, a default one is left
+    out."""
     usable = []
     for name in names:
         if name == "none":

@@ -119,7 +119,8 @@ class TrainingSession:
         self.is_prepared = True
 
     def _build_networks(self) -> None:
-        # Sharding takes one unit after the other to the device; a model that only fits in shards must not be there whole.
+        # Sharding takes one unit after the other to the device; a model that only fits in shards must not be there
+        # whole.
         self.denoiser.to(self.world.device, module=self.config.engine != "fsdp")
         self.denoiser.module.train()
         if self.config.gradient_checkpointing:
@@ -328,7 +329,8 @@ class TrainingSession:
         remove_reports_after(self.folder, step)
 
     def _wait_for_save(self) -> None:
-        """Until all ranks know the last save to be whole. Nobody leaves earlier: who stays behind a leaver is soon ended too."""
+        """Until all ranks know the last save to be whole. No rank leaves earlier: who stays behind a leaver is soon
+        ended too."""
         with HeartbeatMonitor(
             self.world, f"saving step {self.train_state.step}", self.config.dist_timeout_s
         ) as monitor:
@@ -352,7 +354,7 @@ class TrainingSession:
         return requested - refused.keys()
 
     def _interrupt(self, step: int, stop_signal: int = 0) -> None:
-        """End after a save, because of a signal or (0) because somebody asked for it, whom the first rank knows."""
+        """End after a save, because of a signal or (0) because of a request, whose sender the first rank knows."""
         by = (
             f"(signal {stop_signal})"
             if stop_signal
@@ -392,7 +394,8 @@ class TrainingSession:
         self._raise_if_stopped(step)
 
     def _evaluate(self, step: int, saved: bool) -> bool:
-        """The evaluation of this step if it is due; whether it was. An unsaved step is not the place to stop: the next one saves."""
+        """The evaluation of this step if it is due; whether it was. An unsaved step is not the place to stop: the next
+        one saves."""
         if not self.schedule.should_evaluate(step):
             return False
         self.checkpoints.wait_for_copy()

@@ -198,7 +198,8 @@ def positions(
 
 @dataclass(frozen=True)
 class BatchTransform:
-    """Turns a host batch into tensors: noise, times, dropped captions. Runs in the loader's threads, ahead of the step."""
+    """Turns a host batch into tensors: noise, times, dropped captions. Runs in the loader's threads, ahead of the
+    step."""
 
     denoiser: Denoiser
     _: KW_ONLY
@@ -223,7 +224,8 @@ class BatchTransform:
         return pack_batch(batch["step"], tensors, condition, self.num_real, self.pin)
 
     def _sizes(self, pixels: np.ndarray) -> tuple[int, int, tuple[int, ...]]:
-        """Height and width of a batch's images, and the shape of the tensor behind one; latents have that shape already."""
+        """Height and width of a batch's images, and the shape of the tensor behind one; latents have that shape
+        already."""
         if pixels.dtype == np.uint8:
             height, width = pixels.shape[1:3]
             return height, width, self.denoiser.sample_shape(height, width)
@@ -241,7 +243,8 @@ def encode_conditions(
 ) -> Condition:
     """The conditions of a batch's captions on the CPU, with none in the rows that are `dropped`.
 
-    What is `from_prompts` from prompts is told what the family says when it draws; of an image it says what file it was cut from.
+    What is `from_prompts` from prompts is told what the family says when it draws; of an image it says what file it was
+    cut from.
     """
     captions: list[str] = batch["captions"]
     if from_prompts:
