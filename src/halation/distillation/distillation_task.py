@@ -17,15 +17,6 @@ from halation.distillation import objectives
 from halation.distillation import teacher as teachers
 from halation.distillation import teacher_targets as targets
 from halation.distillation.config import DistillConfig
-from halation.distillation.objectives import (
-    FAKE,
-    PROJECTION,
-    DistributionMatching,
-    FeatureMatching,
-    NoiseTransform,
-    TeacherInputs,
-    TeacherTargetTransform,
-)
 from halation.distillation.teacher import Teacher
 from halation.distributed.engines.ddp_fsdp import Engine
 from halation.distributed.world import World, run_on_rank_zero, run_with_heartbeat
@@ -58,7 +49,7 @@ class DistillationTask(TrainingTask):
     teacher: Teacher | None = None
     teacher_targets: targets.TeacherTargets | None = None
     _active_networks: tuple[str, ...] = (MODEL,)
-    _dmd: DistributionMatching | None = None
+    _dmd: objectives.DistributionMatching | None = None
     _num_training_rows: int = 0
     """That the student will have learned from in the end."""
 
@@ -233,7 +224,7 @@ class DistillationTask(TrainingTask):
                 folder,
             )
             self.denoiser.to(world.device, module=False)  # images become latents there
-            inputs = TeacherInputs(self.denoiser, self.source, world.device, plan.dropout_mask)
+            inputs = objectives.TeacherInputs(self.denoiser, self.source, world.device, plan.dropout_mask)
             with (
                 log_duration("computing teacher targets"),
                 teachers.build_together(world, config, self.teacher, len(inputs) - len(missing), len(inputs)) as build,
@@ -366,11 +357,15 @@ class DistillationTask(TrainingTask):
                 self.denoiser, targets.loss_weights(self._target_plan, self.denoiser.noise_path)
             )
         else:
-            features = FeatureMatching(self.denoiser, teacher, config.feature_weight) if config.feature_weight else None
+            features = (
+                objectives.FeatureMatching(self.denoiser, teacher, config.feature_weight)
+                if config.feature_weight
+                else None
+            )
             if features is not None:
                 projection_engine = build_engine(features.projection.to(self.world.device), [])
                 features.wrapped_projection = projection_engine.wrapped_module
-                auxiliary[PROJECTION] = TrainedNetwork(engine=projection_engine)
+                auxiliary[objectives.PROJECTION] = TrainedNetwork(engine=projection_engine)
             objective = objectives.velocity_objective(self.denoiser, teacher, features)
         self._active_networks = (MODEL, *auxiliary)
         return {MODEL: TrainedNetwork(engine=engine, ema=ema, objective=objective), **auxiliary}
@@ -388,14 +383,16 @@ class DistillationTask(TrainingTask):
         if config.compile:
             compile_blocks(fake.shard_units())
         fake_engine = build_engine(fake.module, fake.shard_units())
-        dmd = DistributionMatching(
+        dmd = objectives.DistributionMatching(
             self.denoiser, self.teacher, fake, times=self.student_times, fake_updates=config.fake_updates
         )
         dmd.reshard_student, dmd.reshard_fake = engine.reshard, fake_engine.reshard
         self._dmd = dmd
         return {
             MODEL: TrainedNetwork(engine=engine, ema=ema, objective=dmd.student_losses),
-            FAKE: TrainedNetwork(engine=fake_engine, objective=dmd.fake_losses, lr=config.fake_lr or config.lr),
+            objectives.FAKE: TrainedNetwork(
+                engine=fake_engine, objective=dmd.fake_losses, lr=config.fake_lr or config.lr
+            ),
         }
 
     def active_networks(self, step: int) -> tuple[str, ...]:
@@ -410,9 +407,9 @@ class DistillationTask(TrainingTask):
             "pin": self.world.device.type == "cuda",
         }
         if self.teacher_targets is not None:
-            return TeacherTargetTransform(self.denoiser, self.teacher_targets, self._target_plan, **common)
+            return objectives.TeacherTargetTransform(self.denoiser, self.teacher_targets, self._target_plan, **common)
         if config.objective == "dmd":
-            return NoiseTransform(
+            return objectives.NoiseTransform(
                 self.denoiser,
                 seed=config.seed,
                 dropout=config.caption_dropout,

@@ -15,13 +15,13 @@ import torch
 from halation.distillation.config import DistillConfig
 from halation.distributed.engines.ddp_fsdp import FSDPEngine
 from halation.distributed.launcher import is_lost_peer_message, num_gpus
-from halation.distributed.rng import DTYPES
 from halation.distributed.stop_signals import StopSignals, exit_code
 from halation.distributed.world import HeartbeatMonitor, World, run_on_rank_zero, run_with_heartbeat
 from halation.errors import HalationError, InputError, Interrupted, RankFailure, os_error_message
 from halation.models.checkpoint_loading import load_denoiser
 from halation.models.denoiser import Denoiser, compile_blocks
 from halation.models.dit.denoiser import DiTDenoiser
+from halation.models.dtypes import DTYPES
 from halation.progress import delayed_progress
 from halation.runs.run_folder import write_json_with_digest
 from halation.sampling.all_rank_sampler import DenoiserSampler, SampleSettings

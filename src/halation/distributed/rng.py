@@ -15,9 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""What a `--dtype` means."""
-
 
 def seed_all(seed: int, rank: int) -> None:
     """Give the states of a fresh run a beginning of their own, or python's and numpy's would come from the clock."""

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from halation.distributed.rng import DTYPES
 from halation.errors import HalationError, InputError
 from halation.flow.paths import NoisePath, TimeDistribution
 from halation.flow.samplers import SAMPLERS
 from halation.models.async_image_result import Frames, ImageError, PendingImages
+from halation.models.dtypes import DTYPES
 from halation.sample_specs import SampleBatch, SampleSpec
 
 Condition = dict[str, Tensor]

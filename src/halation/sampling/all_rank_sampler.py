@@ -25,6 +25,7 @@ from halation.distributed.world import HeartbeatMonitor, World
 from halation.errors import RankFailure
 from halation.fault_injection import fault_point
 from halation.models.denoiser import DecodedImages, SamplingInputs, SamplingModel, SolverSettings, decode
+from halation.models.dtypes import DTYPES
 from halation.sample_specs import SampleBatch, SampleSpec
 from halation.sampling.sample_folder import SampleFolder, SampleRow, SampleWriter, is_drawn
 
@@ -423,7 +424,7 @@ class DenoiserSampler:
         solver = SolverSettings(
             sampler=settings.sampler,
             use_cfg=self.uses_guidance,
-            dtype=rng.DTYPES[settings.dtype],
+            dtype=DTYPES[settings.dtype],
             shift=settings.time_shift,
         )
 

@@ -21,13 +21,7 @@ from halation.fault_injection import fault_point
 from halation.images.grid import make_grid
 from halation.images.png_codec import encode_png, metadata_texts, read_png
 from halation.input_files import parse_json
-from halation.runs.run_folder import (
-    make_subfolder,
-    read_json_with_digest,
-    step_name,
-    write_atomic,
-    write_json_with_digest,
-)
+from halation.runs import run_folder as runs
 from halation.sample_specs import SampleBatch, SampleSpec
 
 log = logging.getLogger(__name__)
@@ -69,7 +63,7 @@ class SampleFolder:
     show."""
 
     def create(self) -> None:
-        make_subfolder(self.folder, self.depth)
+        runs.make_subfolder(self.folder, self.depth)
 
     @property
     def prefix(self) -> str:
@@ -118,7 +112,7 @@ class ComparisonImages:
 def remove_samples_after(samples: Path, step: int) -> None:
     """Remove the samples of later steps: they will be drawn again, from weights trained again."""
     for folder in samples.glob("step_*"):
-        if folder.name > step_name(step) or step < 0:
+        if folder.name > runs.step_name(step) or step < 0:
             shutil.rmtree(folder, ignore_errors=True)
     for path in samples.glob("epoch_*_samples.json"):
         index = _read_index(path)
@@ -138,7 +132,7 @@ def _remove_files(folder: Path, prefix: str) -> None:
 
 def _read_index(path: Path) -> dict[str, Any]:
     try:
-        index = read_json_with_digest(path)
+        index = runs.read_json_with_digest(path)
     except (OSError, InputError):
         return {}
     return index if isinstance(index, dict) else {}
@@ -169,8 +163,8 @@ class SampleWriter:
         data = encode_png(pixels, metadata_texts(spec.as_json(), sampler=self.sampler))
         for is_last_try in (False, True):  # a full or flickering disk gets a second chance
             try:
-                write_atomic(self.sample_folder.image_path(spec), data)
-                write_atomic(self.sample_folder.prompt_path(spec), spec.prompt.encode())
+                runs.write_atomic(self.sample_folder.image_path(spec), data)
+                runs.write_atomic(self.sample_folder.prompt_path(spec), spec.prompt.encode())
                 return
             except OSError:
                 if is_last_try:
@@ -229,6 +223,6 @@ def publish_index(
     if cells:
         group = 2 if comparison else 1
         image = make_grid(cells, columns=min(4, group * len(rows)), labels=labels, group=group)
-        write_atomic(sample_folder.grid_path, encode_png(image, {}))
-    write_json_with_digest(sample_folder.index_path, metadata | {"samples": index_rows})
+        runs.write_atomic(sample_folder.grid_path, encode_png(image, {}))
+    runs.write_json_with_digest(sample_folder.index_path, metadata | {"samples": index_rows})
     return image

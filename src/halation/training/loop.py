@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from halation.distributed.engines.ddp_fsdp import Engine
-from halation.distributed.rng import DTYPES
 from halation.distributed.world import World
 from halation.errors import HalationError
 from halation.fault_injection import fault_point
 from halation.flow.ema import Ema
 from halation.models.denoiser import TrainedModule
+from halation.models.dtypes import DTYPES
 
 MAX_SKIPPED_STEPS = 20
 _STORED_AS = {"num_images": "pictures"}

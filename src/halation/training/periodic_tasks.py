@@ -38,14 +38,8 @@ from halation.sampling.sample_folder import (
     is_drawn,
     publish_index,
 )
+from halation.training import evaluation
 from halation.training.config import TrainConfig
-from halation.training.evaluation import (
-    EvaluationReport,
-    TrainingEvaluator,
-    evaluation_rows,
-    is_evaluation_row,
-    publish_plot,
-)
 from halation.training.loop import MicroBatch, Objective, denoising_objective, mixed_precision
 from halation.training.reporting import Tracker
 
@@ -132,7 +126,7 @@ class PeriodicTasks:
     stop: Callable[[], int]
     print_line: Callable[[str], None]
     epoch_of: Callable[[int], int]
-    evaluator: TrainingEvaluator | None = None
+    evaluator: evaluation.TrainingEvaluator | None = None
     comparison_folder: SampleFolder | None = None
     other_engines: tuple[Engine, ...] = ()
     """Engines of networks that are trained and not drawn from."""
@@ -289,7 +283,7 @@ class PeriodicTasks:
         if self.world.is_rank_zero and report is not None:
             self._log_report(report)
 
-    def _run_evaluation(self, evaluator: TrainingEvaluator, step: int) -> EvaluationReport | None:
+    def _run_evaluation(self, evaluator: evaluation.TrainingEvaluator, step: int) -> evaluation.EvaluationReport | None:
         try:
             with self._offload_optimizers():
                 return evaluator.run(step, self._make_sampler(evaluator.settings), self._swap_in_ema, self.stop)
@@ -325,11 +319,11 @@ class PeriodicTasks:
             self.ema.swap()
         self.engine.sync_master_weights()
 
-    def _log_report(self, report: EvaluationReport) -> None:
+    def _log_report(self, report: evaluation.EvaluationReport) -> None:
         """The report's numbers to metrics.jsonl and the trackers, unless a kill came between the report and the rest of
         this."""
-        step, lines = report["step"], evaluation_rows(report)
-        known = [row for row in self.metrics.read_rows() if row["step"] == step and is_evaluation_row(row)]
+        step, lines = report["step"], evaluation.evaluation_rows(report)
+        known = [row for row in self.metrics.read_rows() if row["step"] == step and evaluation.is_evaluation_row(row)]
         lines = [line for line in lines if line not in known]
         if not lines:
             return
@@ -338,7 +332,7 @@ class PeriodicTasks:
         for tracker in self.trackers:
             tracker.log_scalars(step, {f"eval/{line['metric']}": line["value"] for line in lines})
         try:
-            publish_plot(self.run, self.metrics.read_rows())
+            evaluation.publish_plot(self.run, self.metrics.read_rows())
         except OSError as error:
             log.error("cannot plot the evaluations; training goes on: %s", error)
         summary = ", ".join(f"{line['metric']} {line['value']:.4g}" for line in lines)

@@ -27,6 +27,7 @@ from halation.errors import HalationError, InputError, Interrupted, RankFailure
 from halation.flow.ema import Ema
 from halation.logging_setup import log_duration
 from halation.models.denoiser import compile_blocks
+from halation.models.dtypes import DTYPES
 from halation.progress import StepProgress
 from halation.runs import control_requests
 from halation.runs import run_folder as runs
@@ -430,7 +431,7 @@ class TrainingSession:
 
 def measure_peak_flops(device: torch.device, dtype: str) -> float:
     """Floating-point operations a second of a large matrix product in the training precision, on this device, now."""
-    kind = rng.DTYPES[dtype]
+    kind = DTYPES[dtype]
     size, repeats = (8192, 10) if device.type == "cuda" else (512, 3)
     # Not zeros, on which some devices run faster than on numbers; not random, to leave every generator alone.
     ramp = torch.arange(size * size, device=device, dtype=torch.float32).reshape(size, size).sin()

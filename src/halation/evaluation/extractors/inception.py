@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halation.distributed.rng import DTYPES
 from halation.errors import InputError
 from halation.evaluation.extractors.extractor import Extractor
 from halation.evaluation.extractors.resize import ResizeRule, SquareResize, describe_transform
 from halation.evaluation.extractors.weights import FID_SHA256, fetch_fid_weights, read_state_dict
 from halation.input_files import file_sha256
+from halation.models.dtypes import DTYPES
 
 INPUT_SIZE = 299
 NUM_FEATURES = 2048

@@ -13,10 +13,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from halation.distributed.rng import DTYPES
 from halation.evaluation.extractors.extractor import Extractor
 from halation.evaluation.extractors.resize import SquareResize, describe_transform
 from halation.input_files import file_sha256
+from halation.models.dtypes import DTYPES
 
 INPUT_SIZE: Final = 64
 NUM_FEATURES: Final = 256

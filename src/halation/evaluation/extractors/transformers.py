@@ -12,16 +12,11 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from halation.distributed.rng import DTYPES
 from halation.errors import InputError
+from halation.evaluation.extractors import huggingface_resolver
 from halation.evaluation.extractors.extractor import Extractor, full_precision
-from halation.evaluation.extractors.huggingface_resolver import (
-    ClipPreprocessing,
-    ModelFolder,
-    find_model_folder,
-    read_clip_preprocessing,
-)
 from halation.evaluation.extractors.resize import ImageTransform, ResizeRule, SquareResize, describe_transform
+from halation.models.dtypes import DTYPES
 
 _TEXT_BATCH_SIZE = 64
 _VOCABULARY_FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"))
@@ -109,7 +104,7 @@ def open_transformers_extractor(
     default_model = DEFAULT_MODELS.get(name)
     if default_model is None and weights:
         raise InputError(f"--extractor {name} and {flag} {weights}", "one of them names the model", f"leave out {flag}")
-    folder = find_model_folder(weights or default_model or name, flag)
+    folder = huggingface_resolver.find_model_folder(weights or default_model or name, flag)
     extractor_class = _FAMILIES.get(folder.model_type)
     if extractor_class is None or (default_model and extractor_class.family != name):
         raise InputError(
@@ -130,7 +125,9 @@ class _TransformerExtractor(Extractor):
     family: str
     model_class: Any
 
-    def __init__(self, folder: ModelFolder, *, name: str, device: str, dtype: str, rule: ResizeRule) -> None:
+    def __init__(
+        self, folder: huggingface_resolver.ModelFolder, *, name: str, device: str, dtype: str, rule: ResizeRule
+    ) -> None:
         self.name = name
         self.device = torch.device(device)
         self._dtype = DTYPES[dtype]
@@ -177,7 +174,9 @@ class Dinov2Extractor(_TransformerExtractor):
     family = "dinov2"
     model_class: Any = transformers.Dinov2Model
 
-    def __init__(self, folder: ModelFolder, *, name: str, device: str, dtype: str, rule: ResizeRule) -> None:
+    def __init__(
+        self, folder: huggingface_resolver.ModelFolder, *, name: str, device: str, dtype: str, rule: ResizeRule
+    ) -> None:
         super().__init__(folder, name=name, device=device, dtype=dtype, rule=rule)
         self.num_features = int(self._model.config.hidden_size)
 
@@ -203,9 +202,11 @@ class ClipExtractor(_TransformerExtractor):
 
     family = "clip"
     model_class = transformers.CLIPModel
-    _preprocessing: ClipPreprocessing
+    _preprocessing: huggingface_resolver.ClipPreprocessing
 
-    def __init__(self, folder: ModelFolder, *, name: str, device: str, dtype: str, rule: ResizeRule) -> None:
+    def __init__(
+        self, folder: huggingface_resolver.ModelFolder, *, name: str, device: str, dtype: str, rule: ResizeRule
+    ) -> None:
         super().__init__(folder, name=name, device=device, dtype=dtype, rule=rule)
         self.num_features = int(self._model.config.projection_dim)
         # Bytes times the factor in float64, then float32: the numbers transformers' processor computes.
@@ -214,7 +215,7 @@ class ClipExtractor(_TransformerExtractor):
         self._embedder: TextEmbedder | None = None
 
     def _build_transform(self, rule: ResizeRule) -> tuple[ImageTransform, dict[str, Any]]:
-        self._preprocessing = read_clip_preprocessing(self._folder)
+        self._preprocessing = huggingface_resolver.read_clip_preprocessing(self._folder)
         if rule != "clean":
             logger.warning("--resize %s does not apply to CLIP, which prepares images as its own files say", rule)
         facts = {"resize": "as the model's preprocessor_config.json", "preparation": self._preprocessing.description}
@@ -250,7 +251,7 @@ _FAMILIES: dict[str, type[_TransformerExtractor]] = {
 }
 
 
-def _load_model(model_class: Any, folder: ModelFolder, dtype: torch.dtype) -> nn.Module:
+def _load_model(model_class: Any, folder: huggingface_resolver.ModelFolder, dtype: torch.dtype) -> nn.Module:
     had_progress_bar = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
     try:

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from halation.distributed.rng import DTYPES
 from halation.errors import InputError
+from halation.models.dtypes import DTYPES
 from halation.models.pipelines.family_quirks import FAMILIES, PipelineFamily
 from halation.models.pipelines.pipeline_hooks import boundary_timestep
 from halation.models.pipelines.schedulers import copy_with_timesteps

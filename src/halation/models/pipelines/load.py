@@ -16,9 +16,9 @@ import torch
 import transformers
 from torch import nn
 
-from halation.distributed.rng import DTYPES
 from halation.errors import HalationError, InputError
 from halation.models.denoiser import compile_blocks
+from halation.models.dtypes import DTYPES
 from halation.models.pipelines.capabilities import PipelineOptions, check_text_only
 from halation.models.pipelines.folder_safety_check import PipelineFiles
 from halation.models.pipelines.pipeline_hooks import DENOISER_COMPONENTS

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from halation.distributed.rng import DTYPES
 from halation.errors import InputError
 from halation.flow import paths
 from halation.models.autoencoder import make_latent_space
@@ -26,6 +25,7 @@ from halation.models.denoiser import (
     SolverSettings,
     apply_gradient_checkpointing,
 )
+from halation.models.dtypes import DTYPES
 from halation.models.model_folder import components_fingerprint
 from halation.models.pipelines.capabilities import PipelineChecker, PipelineOptions, call_parameters
 from halation.models.pipelines.family_quirks import get_family

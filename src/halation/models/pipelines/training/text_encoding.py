@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from halation.distributed.rng import DTYPES
 from halation.models.denoiser import Condition
+from halation.models.dtypes import DTYPES
 from halation.models.model_folder import components_fingerprint
 from halation.models.pipelines.capabilities import call_parameters
 from halation.models.pipelines.family_quirks import get_family
