@@ -67,13 +67,14 @@ lint: $(STAMP)
 	$(RUN) mypy
 	$(VENV)/bin/lint-imports
 
-# The few that failed for the time something took have a second chance, by the rule that .ci/fast.py states.
+# Two groups: parallel, then serial (.ci/tests.py).
 test: lint browser
-	$(VENV)/bin/python .ci/fast.py -m "not slow and not gpu" $(PYTEST_ARGS)
+	$(VENV)/bin/python .ci/tests.py $(PYTEST_ARGS)
 
-# pytest ends with 5 where no test is marked slow.
+# SLOW_CAP_S=1200 starts no test after that time, and a different part of the tests first for each commit.
+SLOW_CAP_S ?= 0
 test-slow: $(STAMP) browser
-	$(VENV)/bin/python .ci/fast.py -m "slow and not gpu" $(PYTEST_ARGS) || [ $$? -eq 5 ]
+	$(VENV)/bin/python .ci/tests.py --slow --cap_s $(SLOW_CAP_S) $(PYTEST_ARGS)
 
 # Never fails: without Chromium the browser tests are skipped, and say so.
 browser:

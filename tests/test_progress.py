@@ -32,8 +32,6 @@ from halation.progress import (
     format_speed,
 )
 
-pytestmark = pytest.mark.ranks
-
 DEMO = Path(__file__).with_name("support") / "progress_demo.py"
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 

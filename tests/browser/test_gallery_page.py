@@ -218,6 +218,7 @@ def test_a_search_typed_before_the_settings_have_come_is_applied_to_them(
     assert page.locator("tr[data-setting]").count() == 1
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_samples_of_a_real_training_appear_by_themselves_and_it_can_be_asked_for_more(
     tmp_path: Path, page: Page
@@ -332,7 +333,7 @@ def test_prompts_ids_and_scores_are_text_whatever_they_say(served: Opened, folde
     assert page.locator("main script, main iframe, main object, main style").count() == 0
 
 
-@pytest.mark.parametrize("scheme", ["dark", "light"])
+@pytest.mark.parametrize("scheme", [pytest.param("dark", marks=pytest.mark.slow), "light"])
 def test_everything_fits_a_phone_and_has_a_name(
     served: Opened, folders: Path, new_page: Callable[..., Page], scheme: str
 ) -> None:
@@ -382,6 +383,7 @@ def test_the_way_back_closes_what_is_open_before_it_leaves_the_run(served: Opene
     page.locator("main[data-view='runs']").wait_for()
 
 
+@pytest.mark.slow
 def test_a_gallery_that_was_started_anew_says_that_its_link_is_another(
     folders: Path, tmp_path: Path, page: Page, complaints: Complaints
 ) -> None:

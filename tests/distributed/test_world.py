@@ -47,6 +47,7 @@ def test_a_rank_reports_a_refused_file_in_a_sentence(tmp_path: Path, monkeypatch
     assert row["message"].startswith("file is not read: it is a device\n")
 
 
+@pytest.mark.slow
 def test_work_may_take_longer_than_the_timeout_while_it_makes_progress(ranks: RankPool) -> None:
     for value, seconds in ranks.run(3, jobs.on_first_slowly, 8, 0.4):
         assert value == "done"

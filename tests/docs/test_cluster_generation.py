@@ -18,8 +18,6 @@ import yaml
 
 from halation.cli import parse
 
-pytestmark = pytest.mark.ranks
-
 PAGE = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
 SCRIPTS = [script for script in re.findall(r"```bash\n(#!.*?)```", PAGE, re.DOTALL) if "halation generate" in script]
 MANIFESTS = [part for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL) for part in yaml.safe_load_all(block)]
@@ -60,7 +58,6 @@ def test_the_page_shows_two_scripts_and_three_manifests() -> None:
     assert [manifest["kind"] for manifest in MANIFESTS] == ["Job", "PersistentVolumeClaim", "RayJob"]
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("script", SCRIPTS, ids=["one node", "several nodes"])
 def test_a_script_draws_every_image(tmp_path: Path, script: str) -> None:
     assert job(script, tmp_path, 6).wait(60) == 0

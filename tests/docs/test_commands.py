@@ -44,7 +44,6 @@ SLOW = {
 """Pages with commands that take seconds each; what these do is held to its laws by faster tests elsewhere."""
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     "page",
     [

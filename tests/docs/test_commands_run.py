@@ -60,7 +60,6 @@ def beginning(words: tuple[str, ...]) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.ranks
 @pytest.mark.parametrize("command", [pytest.param(command, id=command.where) for command in to_run()])
 def test_a_command_that_a_page_shows_works(command: Command, store: Store, tmp_path: Path) -> None:
     words = beginning(command.ours() or ())

@@ -17,8 +17,6 @@ import torch.distributed as dist
 from halation.gallery.run_catalog import read_run_kind
 from support.rank_pool import RankPool
 
-pytestmark = pytest.mark.ranks
-
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = ("plain_torch", "with_accelerate", "with_lightning", "with_transformers")
 

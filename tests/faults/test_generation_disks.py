@@ -22,8 +22,6 @@ from support.generation_commands import (
     unbroken,
 )
 
-pytestmark = pytest.mark.faults
-
 STRERROR = {
     "ENOSPC": "No space left on device",
     "EIO": "Input/output error",

@@ -239,6 +239,7 @@ def test_two_signals_end_it_at_once_and_leave_nothing_behind(tmp_path: Path) -> 
     assert_completed_by_the_same_command(tmp_path, micro_batch=4)
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_does_not_keep_a_signal_waiting_for_good(tmp_path: Path) -> None:
     with started(generate(tmp_path, nproc=1), tmp_path / "log", "paint.000006:1+:sleep=1000") as command:
         until(lambda: bool(fired(tmp_path / "log")), command=command)

@@ -82,6 +82,7 @@ def test_a_prompt_that_kills_its_worker_is_tried_three_times_and_set_aside_alone
     assert_completed_by_the_same_command(tmp_path)
 
 
+@pytest.mark.slow
 def test_two_prompts_of_one_batch_that_kill_are_both_found(tmp_path: Path) -> None:
     assert run(tmp_path, "paint.000005:1+:kill;paint.000007:1+:kill", nproc=1) == 1
     assert_set_aside(tmp_path, {4: "SIGKILL", 6: "SIGKILL"}, tries=3)

@@ -11,8 +11,6 @@ import pytest
 from support import checker, commands
 from support.commands import finish, fired, halation, train
 
-pytestmark = pytest.mark.faults
-
 
 def test_a_disk_that_is_full_from_the_start_is_told_in_a_sentence(tmp_path: Path) -> None:
     began = time.monotonic()
@@ -27,7 +25,6 @@ def test_a_disk_that_is_full_from_the_start_is_told_in_a_sentence(tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.ranks
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_disk_that_fills_up_while_saving_ends_the_run_and_space_lets_it_go_on(tmp_path: Path, rank: int) -> None:
     run = tmp_path / "run"
@@ -48,7 +45,6 @@ def test_a_disk_that_fills_up_while_saving_ends_the_run_and_space_lets_it_go_on(
 
 
 @pytest.mark.slow
-@pytest.mark.ranks
 def test_a_disk_that_refuses_once_costs_nothing(tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert finish(halation(train(run)), tmp_path / "log", "checkpoint.part:4:EIO:0;publish.fsync:3:ENOSPC:1") == 0

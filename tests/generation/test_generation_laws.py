@@ -14,8 +14,6 @@ from support import tiny_pipelines
 from support.commands import finish, fired
 from support.generation_commands import assert_whole, generate, run, said, unbroken
 
-pytestmark = pytest.mark.ranks
-
 
 def mixed_rows(path: Path, num_rows: int = 21) -> Path:
     """Rows with sizes, steps, guidance, seeds and negative prompts of their own, in no order; no group fills its last batch."""

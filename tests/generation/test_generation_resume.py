@@ -14,8 +14,6 @@ from halation.runs import run_folder as runs
 from support import generation_checker as checker
 from support.generation_commands import PROMPTS, assert_completed_by_the_same_command, run, said
 
-pytestmark = pytest.mark.ranks
-
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -13,7 +13,7 @@ from support.generation_commands import assert_whole, run, said
 pytestmark = pytest.mark.ranks
 
 
-@pytest.mark.parametrize("nproc", [2, 3])
+@pytest.mark.parametrize("nproc", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_every_worker_starts_with_its_turn(tmp_path: Path, nproc: int) -> None:
     """With workers of one speed nobody takes over from anybody, until the last round: worker r has r, r + W, r + 2W ..."""
     assert run(tmp_path, nproc=nproc, batch_size=1, model_path="testcard:0.15", micro_batch=1) == 0
@@ -42,6 +42,7 @@ def test_one_image_and_more_workers_than_images_are_drawn_once(tmp_path: Path) -
     assert_whole(tmp_path, "alone\n", batch_size=1)
 
 
+@pytest.mark.slow
 def test_a_place_whose_worker_keeps_dying_is_given_up_and_the_others_draw_its_share(tmp_path: Path) -> None:
     """Worker 1 dies with every batch it begins; worker 0 is slow enough that it gets the chance to."""
     assert run(tmp_path, "paint:1+:kill:1;paint:1+:sleep=0.7:0") == 0, said(tmp_path)
@@ -73,6 +74,7 @@ def test_what_a_slow_worker_holds_but_has_not_begun_is_drawn_by_those_who_are_do
     assert checker.problems(tmp_path / "out", 6) == []
 
 
+@pytest.mark.slow
 def test_a_batch_that_was_taken_from_a_worker_comes_back_to_it_where_the_new_one_dies(tmp_path: Path) -> None:
     """Worker 0 draws its first batch for long and so loses the others it holds to worker 1, which dies over one of them for good."""
     prompts = "one\ntwo\nthree\nfour\n"

@@ -64,6 +64,7 @@ def test_the_command_refuses_bad_ids_within_a_second_and_leaves_nothing(tmp_path
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_an_error_of_all_ranks_is_told_once_without_a_traceback(tmp_path: Path) -> None:
     words = halation(train(tmp_path / "run", engine="single", max_restarts=3))
     assert finish(words, tmp_path / "log") == 2

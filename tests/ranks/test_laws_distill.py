@@ -153,6 +153,7 @@ def test_a_sampler_far_slower_than_the_timeout_hangs_nobody(ranks: RankPool, tmp
         assert [(row["state"], row["seconds"] > 12) for row in index["samples"]] == [("done", True)]
 
 
+@pytest.mark.slow
 def test_an_error_of_one_rank_while_it_samples_costs_its_image_and_nothing_else(
     ranks: RankPool, tmp_path: Path
 ) -> None:

@@ -200,7 +200,7 @@ def test_halation_evaluate_finds_the_same_numbers_for_the_same_images_of_the_run
     ("engine", "point", "culprit"),
     [
         pytest.param("auto", "evaluate.features:2:raise", 1, marks=pytest.mark.slow),
-        ("fsdp", "evaluate.features:2:raise", 0),
+        pytest.param("fsdp", "evaluate.features:2:raise", 0, marks=pytest.mark.slow),
         pytest.param("fsdp", "sample.decode:2:raise", 1, marks=pytest.mark.slow),
         pytest.param("auto", "sample.forward:2:raise", 1, marks=pytest.mark.slow),
         pytest.param("auto", "chunk.write:2:ENOSPC", 1, marks=pytest.mark.slow),
@@ -265,8 +265,9 @@ def train_clumsily(world: Any, config: TrainConfig) -> int:
         return session.num_failures
 
 
+@pytest.mark.slow
 @pytest.mark.faults
-@pytest.mark.parametrize("engine", ["fsdp", pytest.param("auto", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("engine", ["fsdp", "auto"])
 def test_an_evaluation_that_fails_in_the_middle_of_its_drawing_leaves_the_bits_of_training(
     ranks: RankPool, tmp_path: Path, trained: Callable[[str], Path], engine: str
 ) -> None:
@@ -357,6 +358,7 @@ def test_a_report_without_its_lines_is_told_and_an_evaluation_that_is_there_is_n
     assert report(folder, 2)["generated"]["num"] == 20, "asked for in another way it is another evaluation"
 
 
+@pytest.mark.slow
 def test_evaluations_after_the_checkpoint_are_forgotten_and_made_again(
     ranks: RankPool, tmp_path: Path, trained: Callable[[str], Path]
 ) -> None:

@@ -41,7 +41,6 @@ def unharmed(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Calla
 
 
 FAST = [
-    ("ddp", 3, "sample.forward", 2),
     ("fsdp", 2, "sample.decode", 1),
 ]
 GRID = [
@@ -117,7 +116,8 @@ def test_a_rank_that_raises_inside_a_sharded_forward_ends_all_and_is_named_by_al
     assert "fault injected at sample.forward" in caught.value.troubles[culprit].message
 
 
-@pytest.mark.parametrize("action", ["sleep=5", pytest.param("stop", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("action", ["sleep=5", "stop"])
 def test_a_rank_that_hangs_while_sampling_is_named_in_time_with_its_stack_where_it_can_speak(
     ranks: RankPool, tmp_path: Path, action: str
 ) -> None:

@@ -103,6 +103,7 @@ def test_more_ranks_than_the_pool_has_are_refused(ranks: RankPool) -> None:
         ranks.run(4, who, "w")
 
 
+@pytest.mark.slow
 def test_ranks_are_gone_soon_after_their_owner_was_killed(tmp_path: Path) -> None:
     script = tmp_path / "owner.py"
     script.write_text(

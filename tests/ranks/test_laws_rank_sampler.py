@@ -198,6 +198,7 @@ def test_a_rank_that_is_busy_or_stopped_has_not_left(ranks: RankPool, tmp_path: 
     assert ranks.run(3, jobs.drawn_while_stopped, str(tmp_path)) == [["done"] * 3] * 3
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_calls_is_missed_after_the_timeout(ranks: RankPool, tmp_path: Path) -> None:
     with pytest.raises(RanksFailed) as caught:
         ranks.run(2, jobs.called_by_first_alone, str(tmp_path / "run"))
@@ -236,6 +237,7 @@ def test_a_wrapper_whose_forward_waits_for_others_is_refused_and_nobody_waits(ra
     assert len(told[0]) == 5
 
 
+@pytest.mark.slow
 def test_a_slow_draw_does_not_meet_the_patience_of_the_trainers_group(ranks: RankPool, tmp_path: Path) -> None:
     told = ranks.run(2, jobs.drawn_slowly, str(tmp_path / "run"), world_timeout_s=1.0, timeout_s=30.0)
     assert told == [["done", "done"]] * 2

@@ -102,7 +102,7 @@ def sampled(folder: Path, **changes: Any) -> TrainConfig:
 
 SIZES = [
     pytest.param("ddp", 2, marks=pytest.mark.slow),
-    ("ddp", 3),
+    pytest.param("ddp", 3, marks=pytest.mark.slow),
     ("fsdp", 2),
     pytest.param("fsdp", 3, marks=pytest.mark.slow),
 ]
@@ -143,7 +143,7 @@ def trained(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callab
     return folder
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+@pytest.mark.parametrize("engine", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_a_checkpoint_gives_the_images_that_training_published_on_one_two_and_three_ranks(
     ranks: RankPool, tmp_path: Path, trained: Callable[[str], Path], engine: str
 ) -> None:
@@ -161,7 +161,7 @@ def test_a_checkpoint_gives_the_images_that_training_published_on_one_two_and_th
 
 
 @pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("num", [0, 1, 5])
+@pytest.mark.parametrize("num", [0, pytest.param(1, marks=pytest.mark.slow), 5])
 def test_none_one_and_five_prompts_are_the_same_bytes_on_any_number_of_ranks(
     ranks: RankPool, tmp_path: Path, trained: Callable[[str], Path], engine: str, num: int
 ) -> None:

@@ -156,6 +156,7 @@ def told(folder: Path, epoch: int) -> dict[str, Any]:
     return said
 
 
+@pytest.mark.slow
 def test_a_run_has_its_samples_of_all_epochs_in_one_folder_and_a_resumed_one_the_same_on_other_ranks(
     ranks: RankPool, tmp_path: Path
 ) -> None:

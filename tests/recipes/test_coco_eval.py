@@ -86,7 +86,6 @@ def test_help_shows_the_flags_of_the_page_and_a_batch_of_one_image(tmp_path: Pat
 NAMES = ["000001_seed42.png", "000002_seed43.png", "000003_seed44.png"]
 
 
-@pytest.mark.ranks
 def test_the_first_command_draws_every_prompt(place: Path) -> None:
     done = started([*on_cpu(commands()[0]), "--num_inference_steps", "2"], place)
     assert done.returncode == 0, done.stderr
@@ -107,7 +106,6 @@ def test_the_first_command_draws_every_prompt(place: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.ranks
 def test_the_first_command_again_draws_only_what_is_gone(place: Path) -> None:
     command = [*on_cpu(commands()[0]), "--num_inference_steps", "2"]
     folder = place / "generated_images"
@@ -123,7 +121,6 @@ def test_the_first_command_again_draws_only_what_is_gone(place: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.ranks
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_the_other_commands_of_the_page_work(place: Path, number: int) -> None:
     command = on_cpu(commands()[number])

@@ -60,7 +60,6 @@ def taken_port() -> Iterator[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.ranks
 def test_run_ddp_trains_on_two_cpu_ranks_from_a_foreign_folder_with_its_port_taken(
     tmp_path: Path, taken_port: int
 ) -> None:
@@ -101,7 +100,6 @@ def test_run_ddp_trains_on_two_cpu_ranks_from_a_foreign_folder_with_its_port_tak
     assert json.loads((run / "evaluation/step_0000004.json").read_text())["num_ranks"] == 2
 
 
-@pytest.mark.ranks
 def test_run_single_gpu_is_one_rank_and_flags_and_wandb_mode_win_over_the_recipe(tmp_path: Path) -> None:
     command = ["bash", RECIPE / "run_single_gpu.sh", *TINY, *QUIET, "--report_to", "wandb", "--output-dir", "here"]
     done = started(command, tmp_path, WANDB_MODE="disabled")
@@ -112,7 +110,6 @@ def test_run_single_gpu_is_one_rank_and_flags_and_wandb_mode_win_over_the_recipe
 
 
 @pytest.mark.slow
-@pytest.mark.ranks
 def test_under_torchrun_its_ranks_are_joined(tmp_path: Path) -> None:
     torchrun = [TORCHRUN, "--standalone", "--nproc_per_node=2", RECIPE / "train.py"]
     done = started([*torchrun, *TINY, *QUIET, "--report_to", "none", "--output_dir", tmp_path / "run"], tmp_path)

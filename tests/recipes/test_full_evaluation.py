@@ -77,7 +77,6 @@ def report_of(path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.ranks
 @pytest.mark.timeout(600)
 def test_captions_become_prompts_images_and_scores_and_again_nothing_is_drawn(
     tmp_path: Path, parts: dict[str, str]
@@ -156,7 +155,6 @@ def test_what_is_missing_is_said_before_the_first_image(
 
 
 @pytest.mark.slow
-@pytest.mark.ranks
 def test_every_variable_reaches_its_command(tmp_path: Path, parts: dict[str, str]) -> None:
     (tmp_path / "given.txt").write_text("a red bus\ntwo dogs\na sign\n")
     chosen = {
@@ -179,7 +177,6 @@ def test_every_variable_reaches_its_command(tmp_path: Path, parts: dict[str, str
 
 
 @pytest.mark.slow
-@pytest.mark.ranks
 def test_another_extractor_has_metrics_of_its_own(tmp_path: Path, parts: dict[str, str]) -> None:
     (tmp_path / "given.txt").write_text("a red car in a city\na rainy street at night\nthree trees\n")
     used = {name: value for name, value in parts.items() if name not in ("INCEPTION_WEIGHTS", "CLIP_MODEL")}

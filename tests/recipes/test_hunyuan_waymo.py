@@ -201,7 +201,6 @@ def test_the_page_shows_the_prompts_that_are_drawn() -> None:
 # Training
 
 
-@pytest.mark.ranks
 def test_a_given_model_is_trained_and_draws_the_first_prompts_under_their_names(tiny: Path, tmp_path: Path) -> None:
     code, _, said = started([*BASE, "1", *SMALL, "--nproc", "1"], tmp_path, MODEL_PATH=str(tiny))
     assert code == 0, said
@@ -214,7 +213,6 @@ def test_a_given_model_is_trained_and_draws_the_first_prompts_under_their_names(
 
 
 @pytest.mark.slow
-@pytest.mark.ranks
 @pytest.mark.timeout(600)
 def test_from_nothing_two_ranks_train_on_the_cpu_and_more_steps_on_one_rank_go_on(tmp_path: Path) -> None:
     code, _, said = started([*BASE, "20", "--max_images", "16"], tmp_path)
@@ -239,7 +237,6 @@ def test_from_nothing_two_ranks_train_on_the_cpu_and_more_steps_on_one_rank_go_o
 
 
 @pytest.mark.slow
-@pytest.mark.ranks
 @with_deepspeed
 def test_train_deepspeed_takes_the_flags_of_the_page_on_two_ranks(tiny: Path, tmp_path: Path) -> None:
     flags = ["--ckpt-every", "2", "--ckpt-latest-every", "1", "--n-steps", "2"]
@@ -320,7 +317,6 @@ def test_the_quick_test_is_content_with_good_samples_and_fails_on_each_that_is_n
 
 
 @pytest.mark.slow
-@pytest.mark.ranks
 @pytest.mark.timeout(600)
 def test_the_quick_test_runs_four_ranks_and_tells_what_it_checked(tmp_path: Path) -> None:
     code, said, errors = started(["bash", RECIPE / "scripts" / "test_sampling.sh"], tmp_path)
@@ -364,7 +360,6 @@ def sampled(world: Any, model: Path, results: Path, wrapping: str, **asked: Any)
     return rows
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(("size", "wrapping", "num"), [(2, "ddp", 2), (3, "fsdp", 2)])
 def test_the_function_draws_on_all_ranks_what_the_pipeline_draws_alone(
     ranks: RankPool, tmp_path: Path, size: int, wrapping: str, num: int
@@ -403,7 +398,6 @@ def refused(world: Any, model: Path, results: Path) -> str:
     return str(refusal.value)
 
 
-@pytest.mark.ranks
 def test_ranks_that_do_not_know_each_other_are_refused(ranks: RankPool, tmp_path: Path) -> None:
     model = tiny_pipelines.built("hunyuan")
     words = ranks.run(2, refused, model, tmp_path)

@@ -32,7 +32,6 @@ def packed_by_the_recipe(folder: Path, num_steps: int) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.ranks
 def test_a_model_is_trained_packed_and_measured_beside_real_and_blurred_scenes(tmp_path: Path) -> None:
     small = ["--n_steps", "2", "--batch_size", "2", "--no_compile", "--dtype", "fp32", "--num_workers", "0"]
     call(tmp_path, "bash", str(RECIPE / "train.sh"), *small, "--sample_steps", "2", "--validation_images", "2")
@@ -57,7 +56,6 @@ def test_a_model_is_trained_packed_and_measured_beside_real_and_blurred_scenes(t
 
 
 @pytest.mark.slow
-@pytest.mark.ranks
 def test_the_model_of_the_package_is_distilled_to_four_steps_and_packed(tmp_path: Path) -> None:
     small = [
         "--n_steps",

@@ -204,7 +204,6 @@ def image_names(samples: Path, epoch: int) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.ranks
 @pytest.mark.timeout(600)
 def test_the_documents_two_commands_run_on_one_process_and_on_four_and_draw_the_same_teacher(tmp_path: Path) -> None:
     one, four = tmp_path / "one", tmp_path / "four"
@@ -249,7 +248,6 @@ def test_samples_go_where_they_are_wanted_and_none_are_drawn_unasked(tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.ranks
 @pytest.mark.timeout(600)
 def test_the_script_that_tries_four_ranks_tells_what_it_checked(tmp_path: Path) -> None:
     code, said, errors = started([sys.executable, check.__file__, tmp_path / "here"], tmp_path, timeout_s=500)
@@ -334,7 +332,6 @@ def test_alone_and_under_data_parallel_it_is_one_process_and_draws_what_the_pipe
 
 
 @pytest.mark.slow
-@pytest.mark.ranks
 @pytest.mark.parametrize(("size", "wrapping"), [(2, "ddp"), (3, "fsdp")])
 def test_the_function_draws_on_all_ranks_what_the_pipeline_draws_alone(
     ranks: RankPool, tiny: Path, tmp_path: Path, size: int, wrapping: str

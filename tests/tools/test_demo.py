@@ -138,6 +138,7 @@ def test_folders_that_lack_the_same_image_are_not_taken_for_whole(tmp_path: Path
 # -- processes
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 def test_a_command_killed_in_the_middle_goes_on_and_ends_as_one_that_never_was(tmp_path: Path) -> None:
     config = DemoConfig(output_dir=tmp_path, progress="none")

@@ -21,7 +21,6 @@ DOCTOR = "import sys, tyro; from halation.tools.doctor import run; from halation
 COMMAND = [sys.executable, "-c", DOCTOR + "sys.exit(run(tyro.cli(DoctorConfig)))"]
 
 
-@pytest.mark.ranks
 def test_json_is_one_object_with_every_section_and_no_secret(tmp_path: Path) -> None:
     secrets = {"WANDB_API_KEY": "canary-1", "HF_TOKEN": "canary-2", "NCCL_AUTH": "canary-3", "NCCL_DEBUG": "WARN"}
     folder = tmp_path / "not" / "yet"
@@ -51,7 +50,6 @@ def test_json_is_one_object_with_every_section_and_no_secret(tmp_path: Path) -> 
             assert (package in extra["installed"]) != (f"'{requirement}'" in (extra["install"] or "")), package
 
 
-@pytest.mark.ranks
 def test_on_a_terminal_it_is_a_table_and_a_failed_check_ends_with_one() -> None:
     ours, theirs = pty.openpty()
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "nosuch0", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "300"}
@@ -72,7 +70,6 @@ def test_on_a_terminal_it_is_a_table_and_a_failed_check_ends_with_one() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.ranks
 @pytest.mark.faults
 def test_a_rank_that_hangs_is_named_within_the_timeout_and_none_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -86,7 +83,6 @@ def test_a_rank_that_hangs_is_named_within_the_timeout_and_none_is_left(
     assert not [child for child in psutil.Process().children() if "rank_main" in " ".join(child.cmdline())]
 
 
-@pytest.mark.ranks
 @pytest.mark.faults
 def test_a_rank_that_fails_is_named_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HALATION_FAULT", "doctor.all_reduce:1:raise:1")
@@ -95,7 +91,6 @@ def test_a_rank_that_fails_is_named_with_its_error(monkeypatch: pytest.MonkeyPat
     assert "fault injected at doctor.all_reduce" in result["errors"]["rank 1"]
 
 
-@pytest.mark.ranks
 def test_off_a_terminal_each_line_names_section_item_and_value(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,8 +27,6 @@ from halation.watcher.config import WatchConfig
 from halation.watcher.watch_loop import CheckpointWatcher
 from support import commands
 
-pytestmark = pytest.mark.ranks
-
 SMALL = ["--num_samples", "6", "--num_reference", "32", "--num_inference_steps", "2", "--nproc", "1"]
 INCEPTION, STREETS = ["--extractor", "inception"], ["--extractor", "streets"]
 FEW = [*SMALL, "--allow_few", "--metrics", "fd", "agreement"]
@@ -179,6 +177,7 @@ def last_alone(trained: Path, tmp_path: Path) -> Path:
     return run
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_killed_or_stopped_while_drawing_it_leaves_no_process_behind(last_alone: Path, tmp_path: Path) -> None:
     words = commands.halation(["watch", str(last_alone), *FEW])
@@ -197,6 +196,7 @@ def test_killed_or_stopped_while_drawing_it_leaves_no_process_behind(last_alone:
     assert "the same command goes on" in command.said()
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_a_checkpoint_that_is_removed_while_it_is_scored_is_scored_to_the_end(last_alone: Path, tmp_path: Path) -> None:
     words = commands.halation(["watch", str(last_alone), *FEW])
@@ -211,6 +211,7 @@ def test_a_checkpoint_that_is_removed_while_it_is_scored_is_scored_to_the_end(la
     assert (last_alone / "watch/best_checkpoint/ema.safetensors").exists()
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("is_damaged", [False, True])
 def test_a_checkpoint_whose_turn_came_is_not_called_skipped_when_it_is_removed(
@@ -300,6 +301,7 @@ def test_a_refused_evaluation_ends_the_watch_and_images_are_not_drawn_again(last
     assert drawn(last_alone / "watch") == before
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_killed_at_any_time_the_same_command_ends_with_the_same_numbers(trained: Path, tmp_path: Path) -> None:
@@ -323,6 +325,7 @@ def test_killed_at_any_time_the_same_command_ends_with_the_same_numbers(trained:
     assert leftovers == []
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_it_follows_a_training_that_rotates_its_checkpoints(tmp_path: Path) -> None:
     run = tmp_path / "run"

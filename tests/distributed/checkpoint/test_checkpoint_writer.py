@@ -240,6 +240,7 @@ OK_ONCE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 def test_a_disk_that_refuses_once_is_asked_again(ranks: RankPool, tmp_path: Path) -> None:
     for number, request in enumerate(OK_ONCE):
@@ -253,7 +254,7 @@ def test_a_disk_that_refuses_once_is_asked_again(ranks: RankPool, tmp_path: Path
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("error", ["ENOSPC", "EIO", "EROFS"])
+@pytest.mark.parametrize("error", ["ENOSPC", *(pytest.param(e, marks=pytest.mark.slow) for e in ("EIO", "EROFS"))])
 def test_a_disk_that_refuses_for_good_is_reported_and_harms_nothing(
     ranks: RankPool, tmp_path: Path, error: str
 ) -> None:

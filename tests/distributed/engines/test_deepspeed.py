@@ -182,6 +182,7 @@ def test_a_file_that_agrees_or_says_auto_is_accepted_and_its_other_keys_pass(ran
     assert ranks.run(1, jobs.accepted, config, tmp_path)[0] == (3, 10)
 
 
+@pytest.mark.slow
 def test_deepspeed_is_imported_only_where_it_is_asked_for_and_missed_with_the_name_of_its_extra(tmp_path: Path) -> None:
     code = (
         "import sys; import halation.training.session; assert 'deepspeed' not in sys.modules\n"

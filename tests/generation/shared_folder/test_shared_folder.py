@@ -113,7 +113,7 @@ def codes(running: Sequence[Started]) -> list[int]:
 # -- whoever is there
 
 
-@pytest.mark.parametrize("num_processes", [1, 2, 3])
+@pytest.mark.parametrize("num_processes", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])
 def test_any_number_of_processes_leaves_the_same_bytes_and_draws_every_image_once(
     tmp_path: Path, alone: dict[str, bytes], num_processes: int
 ) -> None:
@@ -286,6 +286,7 @@ def test_a_disk_that_refuses_an_outcome_once_is_asked_again(tmp_path: Path, alon
     assert left(folder) == alone
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 def test_a_image_that_fails_is_set_aside_by_all_and_tried_again_by_a_later_command(
     tmp_path: Path, alone: dict[str, bytes]

@@ -23,7 +23,7 @@ from halation.generation.workers.ray_pool import GenerationActor, assign_slots, 
 from support.commands import Started, finish, fired, halation, started, until
 from support.ray_nodes import CLIENTS, Nodes, nodes
 
-pytestmark = pytest.mark.ranks
+pytestmark = pytest.mark.ray
 
 pytest.importorskip("ray")
 
