@@ -49,9 +49,9 @@ def test_a_rank_reports_a_refused_file_in_a_sentence(tmp_path: Path, monkeypatch
 
 @pytest.mark.slow
 def test_work_may_take_longer_than_the_timeout_while_it_makes_progress(ranks: RankPool) -> None:
-    for value, seconds in ranks.run(3, jobs.on_first_slowly, 8, 0.4):
+    for value, seconds in ranks.run(3, jobs.on_first_slowly, 10, 0.4):
         assert value == "done"
-        assert 3.0 < seconds < 6.0
+        assert seconds > 4.0, "longer than the timeout of 2 s"
 
 
 @pytest.mark.faults

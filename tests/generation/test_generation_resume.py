@@ -46,7 +46,7 @@ def test_another_setting_is_refused_with_what_is_different(folder: Path, name: s
     before = checker.state(folder / "out"), (folder / "out" / "config.json").read_bytes()
     began = time.monotonic()
     assert run(folder, **{name: value}) == 2
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
     assert words in said(folder)
     assert "--accept_changes" in said(folder)
     assert (checker.state(folder / "out"), (folder / "out" / "config.json").read_bytes()) == before

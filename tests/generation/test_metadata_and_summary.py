@@ -371,7 +371,7 @@ def test_a_video_whose_frames_are_gone_is_missing(folder: Path, ledger: Ledger) 
 
 
 @pytest.mark.slow
-def test_a_look_at_700_000_images_takes_two_seconds_at_most(folder: Path) -> None:
+def test_a_look_at_700_000_images_takes_seconds(folder: Path) -> None:
     source = folder / "000001_seed42.png"
     source.touch()
     for index in range(1, 700_000):
@@ -383,7 +383,7 @@ def test_a_look_at_700_000_images_takes_two_seconds_at_most(folder: Path) -> Non
     names = [(index, f"{index + 1:06d}_seed{index + 42}", 1) for index in range(700_000)]
     started = time.perf_counter()
     assert metadata_and_summary.find_missing(folder, names) == []
-    assert time.perf_counter() - started < 2.0
+    assert time.perf_counter() - started < 8.0  # 0.7 s on a quiet machine; a look at each file takes minutes
 
 
 def test_a_row_out_of_order_is_our_own_mistake(folder: Path, ledger: Ledger) -> None:

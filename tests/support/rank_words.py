@@ -62,7 +62,7 @@ def on_first_slowly(world: World, beats: int, pause_s: float) -> tuple[Any, floa
         return "done"
 
     began = time.monotonic()
-    return run_on_rank_zero(world, "slow work", work, 1.0), time.monotonic() - began
+    return run_on_rank_zero(world, "slow work", work, 2.0), time.monotonic() - began
 
 
 def meet(world: World, timeout_s: float, idle: dict[int, str]) -> tuple[str, float]:

@@ -264,7 +264,7 @@ def test_a_disk_that_refuses_for_good_is_reported_and_harms_nothing(
         began = time.monotonic()
         environment = fault(tmp_path, f"{point}:1+:{error}")
         [[message]] = ranks.run(1, jobs.save, tmp_path, [(2, "kept")], 1, environment=environment)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 20
         assert len(fired(tmp_path)) >= 2, "tried again before giving up"
         assert str(tmp_path) in message
         assert "run the same command again" in message
