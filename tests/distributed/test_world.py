@@ -61,7 +61,7 @@ def test_a_rank_that_sleeps_is_named_by_all_others_with_the_place_it_sleeps_at(r
         sentence, seconds = told[rank]
         assert sentence.startswith("rank 1 has made no progress for 2 s in a test (beat 3)")
         assert "in doze_off" in sentence
-        assert seconds < 2.0 + 5.0
+        assert seconds < 20.0
     assert told[1][1] > 5.0, "it slept"
 
 
