@@ -62,7 +62,7 @@ def test_the_usual_names_of_columns_go_before_others(tmp_path: Path) -> None:
         ("picture,text,x", "no column of files among 'picture', 'text', 'x'", "rename the right one to 'file_name'"),
         ("file,label,x", "no column of captions among 'file', 'label', 'x'", "rename the right one to 'text'"),
         ("file_name;text", "no column of files among 'file_name;text'", "put commas between"),
-        ("text,text,image", "the column 'text' is there twice", "rename or remove"),
+        ("text,text,image", "the column 'text' appears twice", "rename or remove"),
     ],
 )  # fmt: skip
 def test_columns_that_cannot_be_told_are_refused_with_those_found(
