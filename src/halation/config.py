@@ -239,7 +239,7 @@ def load_settings(config_type: type[ConfigType], path: Path) -> dict[str, Any]:
 
 
 def validate_settings(config_type: type[ConfigType], values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Convert settings to their declared types; errors name the setting and its source `where`."""
+    """Convert settings to their declared types; errors name the setting and its source."""
     import pydantic
 
     hints = typing.get_type_hints(config_type)

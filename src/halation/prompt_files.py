@@ -293,7 +293,7 @@ def _parquet_page_sizes(data: bytes, start: int, stop: int) -> Iterator[int]:
 
 
 def _read_thrift(data: bytes, offset: int, kind: int = 12, depth: int = 0) -> tuple[Any, int]:
-    """Return a value of Thrift's compact protocol and its end; a struct is a dict by field number."""
+    """Return a value of Thrift's compact protocol (struct: dict by field number) and its end."""
     match kind:
         case 1 | 2:
             return kind == 1, offset

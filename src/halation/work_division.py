@@ -111,7 +111,7 @@ def contiguous_batch(round_index: int, rank: int, world_size: int, num_batches: 
 
 
 def rank_and_offset(index: int, total: int, world_size: int) -> tuple[int, int]:
-    """Return (rank, offset): the rank whose contiguous share has the index, and the offset in it."""
+    """Return (rank, offset): the rank whose contiguous share has the index, and its offset."""
     if not 0 <= index < total:
         raise ValueError(f"{index} is out of range for {total}")
     return divmod(index, -(-total // world_size))

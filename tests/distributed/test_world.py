@@ -58,7 +58,7 @@ def test_a_rank_that_sleeps_is_named_by_all_others_with_the_place_it_sleeps_at(r
     told = ranks.run(3, jobs.meet, 2.0, {1: "sleep"})
     for rank in (0, 2):
         sentence, seconds = told[rank]
-        assert sentence.startswith("rank 1 has made no progress for 2 s in a test (beat 3)")
+        assert sentence.startswith("rank 1 has made no progress for 2 s in a test (heartbeat 3)")
         assert "in doze_off" in sentence
         assert seconds < 2.0 + 5.0
     assert told[1][1] > 5.0, "it slept"

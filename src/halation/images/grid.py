@@ -34,7 +34,7 @@ def load_font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
 
 
 def _wrap(text: str, size: int, width: int, max_lines: int) -> list[str]:
-    """Wrap `text` to at most `max_lines` lines of `width` pixels; longer text ends in an ellipsis."""
+    """Wrap `text` to at most `max_lines` lines of `width` pixels, with an ellipsis if cut."""
     font = load_font(size)
     # Accents are removed, as the built-in font has none; a missing character becomes an empty box.
     letters = unicodedata.normalize("NFKD", text[:600].replace("\u00df", "ss"))
@@ -108,7 +108,7 @@ def _paste_into_cell(canvas: Image.Image, image: Pixels | None, x: int, y: int, 
 def make_grid(
     images: Sequence[Pixels | None], columns: int, labels: Sequence[str] | None = None, group: int = 1
 ) -> Pixels:
-    """Return a grid of images in rows of `columns` with a caption under each; None is a failed image.
+    """Return a grid of images with a caption under each; None is a failed image.
 
     There is a wider gap after every `group` columns.
     """

@@ -23,10 +23,10 @@ BT709 = 1
 
 
 def encode_mp4(frames: Pixels, fps: int, text: Mapping[str, str]) -> bytes:
-    """Encode `frames` (uint8, F x H x W x 3) as H.264 in yuv420p, which browsers and phones play.
+    """Encode `frames` (uint8, F x H x W x 3) as H.264 in yuv420p.
 
-    For a side of odd length the last row or column is repeated, because yuv420p stores colours per 2x2 pixels. Equal
-    frames give equal bytes.
+    Browsers and phones play it. For a side of odd length the last row or column is repeated, because yuv420p stores
+    colours per 2x2 pixels. Equal frames give equal bytes.
     """
     if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[3] != 3 or 0 in frames.shape:
         raise ValueError(f"a video is uint8 of shape (frames, height, width, 3), not {frames.dtype}, {frames.shape}")
@@ -58,7 +58,7 @@ def encode_mp4(frames: Pixels, fps: int, text: Mapping[str, str]) -> bytes:
 
 
 def import_av() -> ModuleType:
-    """Import PyAV or raise InputError; call it before sampling videos that could not be written."""
+    """Import PyAV or raise InputError; call it before sampling a video, not after."""
     try:
         import av
     except ImportError:

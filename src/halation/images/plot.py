@@ -139,7 +139,7 @@ def _finite_points(panel: PlotPanel) -> list[PlotPoint]:
 
 
 def draw_panels(panels: Sequence[PlotPanel], title: str = "") -> Pixels:
-    """Draw all panels in one image, at most three per row; values that are not finite are skipped."""
+    """Draw all panels in one image, at most three per row; non-finite values are skipped."""
     if not panels:
         raise ValueError("a plot without panels")
     for panel in panels:
@@ -161,7 +161,7 @@ def draw_panels(panels: Sequence[PlotPanel], title: str = "") -> Pixels:
 
 
 def _draw_panel(axes: Axes, panel: PlotPanel) -> None:
-    """Draw one panel; the best point's label is below a lowest or above a highest, clear of the line."""
+    """Draw one panel; a lowest best point has its label below, a highest above."""
     points = _finite_points(panel)
     first, last = min(point.step for point in points), max(point.step for point in points)
     _shorten(axes.set_title(_printable(panel.title), pad=10), PANEL_WIDTH - 90)
@@ -238,7 +238,7 @@ def draw_loss_curve(
 
 
 def _render(width: float, height: float, draw: Callable[[Figure], None], pixels_per_unit: int = 1) -> Pixels:
-    """Render what `draw` adds to a figure; the matplotlib settings of the process are not used or changed."""
+    """Render what `draw` adds to a figure, independent of the process's matplotlib settings."""
     # Imported here: it takes a second, and it logs the path of its font cache.
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     import matplotlib

@@ -34,7 +34,7 @@ _ONES = np.ones(16, np.float32)
 
 
 def deflate(residuals: memoryview) -> bytes:
-    """Compress with Python's zlib: Huffman coding, or RLE for mostly zeros; matches for flat images.
+    """Compress with Python's zlib: Huffman, RLE for mostly zeros, matches for flat images.
 
     Pillow's default spends most of its time searching for matches, and finds hardly any in a photograph.
     """
@@ -63,7 +63,7 @@ CODERS: dict[str, Coder] = {"zlib": deflate, "isal": igzip}
 
 
 def fastest_coder() -> str:
-    """Return the fastest installed coder; a run records it, because coders produce different bytes."""
+    """Return the fastest installed coder; a run records it, as coders produce different bytes."""
     return "isal" if importlib.util.find_spec("isal") is not None else "zlib"
 
 
@@ -92,7 +92,7 @@ def _shorter_stream(residuals: memoryview, stream: bytes) -> bytes:
 
 
 def encode_png(pixels: Pixels, text: Mapping[str, str], compress: Coder = deflate) -> bytes:
-    """Encode `pixels` (uint8, H x W x 3) as lossless PNG with a text chunk for each item of `text`.
+    """Encode `pixels` (uint8, H x W x 3) as lossless PNG with a chunk for each item of `text`.
 
     `compress` returns a zlib stream. It is an argument, not the fastest installed coder, because the bytes of a file
     must not depend on installed packages.
@@ -113,7 +113,7 @@ def encode_png(pixels: Pixels, text: Mapping[str, str], compress: Coder = deflat
 
 
 def _filter_rows(pixels: Pixels) -> Pixels:
-    """Return the filtered rows, each preceded by its filter type; the whole image uses one filter.
+    """Return the filtered rows, each after its filter type; the whole image uses one filter.
 
     Average is best for grain, because the mean of two neighbours has less noise; Paeth is best for edges and smooth
     areas. Equal images give equal bytes: the choice is a function of the pixels.
@@ -205,7 +205,7 @@ def sanitize_text(text: str) -> str:
 
 
 def metadata_texts(spec_json: Mapping[str, Any], model: str = "", sampler: str = "") -> dict[str, str]:
-    """Return the texts of every PNG: the spec as JSON, and `parameters`, which other programs read."""
+    """Return the texts of every PNG: the spec as JSON, and `parameters` for other programs."""
     sampler = sampler or str(spec_json.get("sampler", ""))
     settings = {
         "Steps": spec_json.get("steps", ""),
@@ -227,7 +227,7 @@ def metadata_texts(spec_json: Mapping[str, Any], model: str = "", sampler: str =
 
 
 def read_png(path: str | Path) -> tuple[Pixels, dict[str, str]]:
-    """Read pixels and texts of a file from `encode_png`; raises InputError if any byte is damaged."""
+    """Read pixels and texts of a file of `encode_png`; raises InputError if a byte is damaged."""
     path = Path(path)
     try:
         return _decode_png(input_files.read_bytes(path, input_files.MAX_IMAGE_BYTES))
@@ -239,7 +239,7 @@ def read_png(path: str | Path) -> tuple[Pixels, dict[str, str]]:
 
 
 def read_texts(data: bytes) -> dict[str, str]:
-    """Read the texts before the pixels of a PNG from `encode_png`, without decoding the pixels."""
+    """Read the texts of a PNG of `encode_png` without decoding the pixels."""
     texts = {}
     for kind, body in _iter_chunks(data):
         if kind == b"IDAT":

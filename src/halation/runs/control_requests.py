@@ -119,7 +119,7 @@ def is_starting(folder: Path) -> bool:
 
 
 def _require_running(folder: Path) -> dict[str, Any]:
-    """Return the owner of a running training, or raise; owners on other machines count as running."""
+    """Return the owner of a running training, or raise; remote owners count as running."""
     run = runs.RunFolder(folder)
     if not folder.is_dir():
         raise InputError(f"there is no folder {folder}", "the folder of a running training", "check the path")

@@ -185,9 +185,9 @@ def lock_folder(folder: Path, command: str) -> Iterator[FolderMonitor]:
 def hold_folder(folder: Path) -> BaseFileLock:
     """Lock the folder of a user's training loop.
 
-    The lock is held while it is referenced and this process lives. A second training raises InputError with the owner's name; loops of one process share the lock. The gallery shows
-    the run as running while the process lives, then as stopped. ended.json is written in advance, because nothing is
-    called when the process ends.
+    The lock is held while it is referenced and this process lives. A second training raises InputError, naming the
+    owner; loops of one process share the lock. The gallery shows the run as running while the process lives, then as
+    stopped. ended.json is written in advance, because nothing is called when the process ends.
     """
     from filelock import FileLock
 
@@ -234,7 +234,7 @@ def _owner_record(command: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _record_end(folder: Path, command: str, previous_end: Mapping[str, Any] | None) -> Iterator[None]:
-    """Write ended.json on exit; after a rejected start, restore the previous end and config.json."""
+    """Write ended.json on exit; after a rejected start, restore it and config.json."""
     outputs_before, place = _output_stats(folder), WatchedPath(folder)
     config = folder / CONFIG_FILE
     record = config.read_bytes() if previous_end and config.exists() else None

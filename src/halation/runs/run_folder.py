@@ -52,7 +52,8 @@ def writer_pid(temporary: Path) -> int:
 def atomic_path(path: Path, point: str = "publish", *, durable: bool = True) -> Iterator[Path]:
     """Yield a temporary path that is renamed to `path` on exit.
 
-    The steps are fsync, rename, fsync of the folder. `point` is the prefix of its fault points. Without `durable`, for files that can be recreated, nothing is synced.
+    The steps are fsync, rename, fsync of the folder. `point` is the prefix of its fault points. Without `durable`, for
+    files that can be recreated, nothing is synced.
     """
     temporary = temporary_path(path)
     try:
@@ -267,7 +268,7 @@ def make_folder(folder: Path) -> None:
 
 
 def make_subfolder(folder: Path, num_levels: int = 1) -> None:
-    """Create a folder `num_levels` deep in a run, but not the run folder: it may have been lost."""
+    """Create a folder `num_levels` deep in a run, but never a lost run folder itself."""
     for level in reversed([folder, *folder.parents][:num_levels]):
         level.mkdir(exist_ok=True)
 
