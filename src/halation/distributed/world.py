@@ -459,9 +459,7 @@ class HeartbeatMonitor:
                 elif time.monotonic() - seen[rank][1] > self.timeout_s:
                     raise RankFailure(self._format_stall(rank, state))
             time.sleep(pause_s)
-            pause_s = min(
-                2 * pause_s, POLL_S
-            )  # poll fast at first, then rarely, to limit the load on the store
+            pause_s = min(2 * pause_s, POLL_S)  # poll fast at first, then rarely, to limit the load on the store
         return [results[rank] for rank in range(self.world.size)]
 
     def report_failure(self, reason: str) -> None:

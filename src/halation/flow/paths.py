@@ -65,7 +65,7 @@ class NoisePath(Protocol):
         """Return the image and the noise that the denoiser's output at `x` and `t` implies."""
 
     def step(self, x: Tensor, model_output: Tensor, t: Tensor, s: Tensor) -> Tensor:
-        """Return the state at `s` with that image and noise (deterministic DDIM, Song et al. 2021).
+        """Return the state at `s` for this image and noise (Song et al. 2021, deterministic DDIM).
 
         There is one time per image, s <= t; at s = 0 the state is the image.
         """

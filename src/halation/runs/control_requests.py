@@ -125,9 +125,7 @@ def _require_running(folder: Path) -> dict[str, Any]:
         raise InputError(f"there is no folder {folder}", "the folder of a running training", "check the path")
     if not run.config.exists():
         if is_starting(folder):
-            raise InputError(
-                f"{folder} is still starting", "a running training", "retry in a moment (--wait_s)"
-            )
+            raise InputError(f"{folder} is still starting", "a running training", "retry in a moment (--wait_s)")
         raise InputError(
             f"{folder} is not a run: it has no {runs.CONFIG_FILE}",
             "the --output_dir of a running `halation train` or `distill`",

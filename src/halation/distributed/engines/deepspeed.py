@@ -285,7 +285,7 @@ def build_config(
 
 
 def import_deepspeed(world: World) -> Any:
-    """Import DeepSpeed for this rank's device, with the existing process group, without compiling."""
+    """Import DeepSpeed for this rank's device; it uses the existing process group."""
     if importlib.util.find_spec("deepspeed") is None:
         raise InputError(
             "--engine deepspeed, but DeepSpeed is not installed",
