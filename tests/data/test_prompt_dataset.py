@@ -42,7 +42,7 @@ def test_every_kind_of_file_gives_the_same_source(tmp_path: Path, kind: str) -> 
     assert list(source.all_captions()) == list(source.captions()) == TEXTS
     assert (source.num_validation, source.class_names) == (0, ())
     assert source.train(0).pixels.shape == (16, 32, 3)
-    with pytest.raises(IndexError, match="no images"):
+    with pytest.raises(IndexError, match="no validation images"):
         source.validation(0)
 
 

@@ -74,7 +74,7 @@ def test_a_rank_that_is_stopped_is_named_as_not_answering(ranks: RankPool) -> No
     for rank in (0, 1):
         assert troubles[rank].kind == "RankFailure"
         assert troubles[rank].message.startswith("rank 2 has made no progress for 2 s in a test")
-        assert "its process does not answer" in troubles[rank].message
+        assert "its process does not respond" in troubles[rank].message
 
 
 def test_who_is_furthest_behind_is_blamed(ranks: RankPool) -> None:

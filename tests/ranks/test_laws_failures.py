@@ -132,7 +132,7 @@ def test_a_rank_that_hangs_while_sampling_is_named_in_time_with_its_stack_where_
     assert trouble.kind == "RankFailure"
     assert "rank 1 has made no progress for 2 s in sampling step 1" in trouble.message
     if action == "stop":
-        assert "its process does not answer" in trouble.message
+        assert "its process does not respond" in trouble.message
     else:
         assert "fault_point" in trouble.message, "the stack shows where it stands"
     named_at = float((tmp_path / "run/given_up_0").read_text())

@@ -109,7 +109,7 @@ def is_table(path: Path) -> bool:
 
 
 def read_table(table: Path) -> FolderListing:
-    """List the images of a CSV file with columns of paths, relative to its folder, and captions."""
+    """List the images of a CSV file with columns for paths (relative to it) and captions."""
     data = _read_table(table)
     header = csv_header(str(table), decode_blocks(data))
     columns = _Columns(

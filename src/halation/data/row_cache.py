@@ -52,7 +52,7 @@ Result = TypeVar("Result")
 
 
 def ensure_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
-    """Write the manifest or check an existing one; all ranks call this, writing the same bytes."""
+    """Write the manifest or check an existing one; all ranks write the same bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         existing = read_manifest(path, int(manifest["format"]))

@@ -46,7 +46,7 @@ def external_world(rank: int, size: int, device: torch.device, timeout_s: float)
         if size != 1:
             raise InputError(
                 f"world_size {size}, but torch.distributed is not initialised",
-                "ranks that know each other",
+                "an initialised process group",
                 "call torch.distributed.init_process_group first, or pass world_size=1",
             )
         # Never create a default group here: code inside the context may check whether there is one.
