@@ -1,9 +1,9 @@
-# From a fresh clone: `make demo` or `make test`, and nothing before them.
+# `make demo` and `make test` work in a fresh clone; no setup needed.
 
 SHELL := /bin/bash
 VENV := .venv
 STAMP := $(VENV)/installed
-# There while packages are installed: an installation that was cut short may hold half a package, and is begun again.
+# Exists during an installation: an interrupted one may have left a partial package and is started over.
 HALF := $(VENV)/half_installed
 RUN := $(VENV)/bin/python -m
 PYTEST_ARGS ?=
@@ -12,18 +12,18 @@ PYTEST_ARGS ?=
 .PHONY: help demo test test-slow browser lint format docs clean
 .DELETE_ON_ERROR:
 
-# The scripts of a virtual environment hold its path: one that was moved or copied is made again.
+# Scripts of a virtual environment contain its path: one that was moved or copied is created again.
 $(shell [ ! -e $(STAMP) ] || [ "$$(cat $(STAMP))" = "$$(pwd -P)" ] || mv $(STAMP) $(HALF))
 
 help:
-	@echo "make demo       the whole loop in minutes: train on two ranks, draw through a kill, score, look (no network, no GPU)"
-	@echo "make test       ruff, mypy, import-linter and the fast tests, those of the page in Chromium too where it is there"
-	@echo "make test-slow  the laws that take long"
-	@echo "make browser    install Chromium for the tests of the page, or say how"
-	@echo "make lint       ruff, mypy and import-linter alone"
-	@echo "make format     put the code in order"
-	@echo "make docs       make docs/api.md anew of docstrings and settings"
-	@echo "make clean      remove caches and build folders (.venv and runs stay)"
+	@echo "make demo       the whole workflow in minutes: train on two ranks, generate through a kill, score, view (no network, no GPU)"
+	@echo "make test       ruff, mypy, import-linter and the fast tests (with browser tests if Chromium is installed)"
+	@echo "make test-slow  the slow tests"
+	@echo "make browser    install Chromium for the browser tests, or print how to"
+	@echo "make lint       only ruff, mypy and import-linter"
+	@echo "make format     fix and format the code with ruff"
+	@echo "make docs       regenerate docs/api.md from docstrings and settings"
+	@echo "make clean      remove caches and build folders (keeps .venv and runs)"
 
 $(STAMP): pyproject.toml constraints.txt tests/oracles.txt
 	@set -e; start=$$(date +%s); \
@@ -34,19 +34,19 @@ $(STAMP): pyproject.toml constraints.txt tests/oracles.txt
 	    if [ -z "$$found" ]; then \
 	        echo "make: python3 is $$(python3 --version 2>&1 || true)"; \
 	        echo "  expected: Python 3.11 or newer"; \
-	        echo "  to do:    install it, or name it: make PYTHON=/path/to/python3.11 ..."; \
+	        echo "  to do:    install it, or give its path: make PYTHON=/path/to/python3.11 ..."; \
 	        exit 2; \
 	    fi; \
-	    echo "Making $(VENV) with $$("$$found" --version)"; \
+	    echo "Creating $(VENV) with $$("$$found" --version)"; \
 	    "$$found" -m venv --clear $(VENV) || { \
-	        echo "make: no virtual environment could be made"; \
+	        echo "make: cannot create a virtual environment"; \
 	        echo "  expected: the venv and ensurepip modules of $$found"; \
 	        echo "  to do:    install them (Debian and Ubuntu: apt install python3-venv)"; \
 	        exit 2; \
 	    }; \
 	fi; \
 	touch $(HALF); \
-	echo "Installing torch, then the rest, into $(VENV): a few minutes the first time"; \
+	echo "Installing torch, then the other packages, into $(VENV) (a few minutes the first time)"; \
 	$(RUN) pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0; \
 	$(RUN) pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'; \
 	rm -rf $(VENV)/oracles; $(RUN) pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/oracles -r tests/oracles.txt; \
@@ -56,7 +56,7 @@ $(STAMP): pyproject.toml constraints.txt tests/oracles.txt
 demo: $(STAMP)
 	@$(VENV)/bin/halation demo
 
-# One thread, because the number of threads changes the bits; no AMX, because some machines report one that they cannot use.
+# One thread, because results depend on the number of threads; no AMX, because some machines report it but cannot use it.
 test test-slow: export OMP_NUM_THREADS = 1
 test test-slow: export ONEDNN_MAX_CPU_ISA = AVX512_CORE_BF16
 test test-slow: export HF_HUB_OFFLINE = 1
@@ -76,7 +76,7 @@ SLOW_CAP_S ?= 0
 test-slow: $(STAMP) browser
 	$(VENV)/bin/python .ci/tests.py --slow --cap_s $(SLOW_CAP_S) $(PYTEST_ARGS)
 
-# Never fails: without Chromium the browser tests are skipped, and say so.
+# Never fails: without Chromium the browser tests are skipped with a reason.
 browser:
 	@found() { command -v chromium || command -v chromium-browser || command -v google-chrome; }; \
 	found > /dev/null && exit 0; \
@@ -86,7 +86,7 @@ browser:
 	    (apt-get update -qq && apt-get install -qq -y chromium) > /dev/null || true; \
 	fi; \
 	found > /dev/null || { \
-	    echo "make: no Chromium is there: the browser tests will be skipped"; \
+	    echo "make: Chromium is not installed: the browser tests will be skipped"; \
 	    echo "  expected: chromium, chromium-browser or google-chrome on the PATH"; \
 	    echo "  to do:    install one (Debian: apt install chromium; as root, make browser does it)"; \
 	}

@@ -329,7 +329,7 @@ def parquet_of_shared_pages(num_groups: int, num_pages: int) -> bytes:
 
 @pytest.mark.parametrize(
     ("num_groups", "num_pages", "words"),
-    [(20_000, 50_000, "row group 2 lies in another one"), (1, 1_100_000, "more than 1000000 pages")],
+    [(20_000, 50_000, "row group 2 overlaps another one"), (1, 1_100_000, "more than 1000000 pages")],
 )
 def test_pages_of_a_parquet_file_are_counted_and_belong_to_one_row_group(
     tmp_path: Path, num_groups: int, num_pages: int, words: str

@@ -312,7 +312,7 @@ def test_a_dumb_terminal_gets_plain_lines() -> None:
     written, code = on_a_terminal(80, 24, 1, 0.2, TERM="dumb")
     assert code == 0
     assert "\x1b[" not in written
-    assert "990 of 1250 images are there" in written
+    assert "990 of 1250 images are done" in written
 
 
 def test_many_threads_may_tell_at_once_while_the_bars_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -395,7 +395,7 @@ def test_plain_lines_come_at_the_start_at_events_and_at_the_end_and_not_at_every
         progress.print_line("a warning\x1b[31m")
     progress.finish()
     assert stream.getvalue().split("\n") == [
-        "3 of 10 images are there, 1 failed before; drawing with GPU 0, GPU 1",
+        "3 of 10 images are done, 1 failed before; generating on GPU 0, GPU 1",
         "GPU 0: loading",
         "a warning\\x1b[31m",
         "6 of 10 images, 2 failed, 2.0/s, in 2 s (GPU 0: 4, GPU 1: 0)",
@@ -441,7 +441,7 @@ def test_long_work_gets_a_bar_on_rank_0_and_every_rank_sends_heartbeats(
             time.sleep(0.01)
             update(1, 2)
     assert len(beats) == 3
-    assert capsys.readouterr().err == "caching 1/2 images, the first of 2 shares\n"
+    assert capsys.readouterr().err == "caching 1/2 images, rank 0 of 2\n"
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ def test_a_file_of_many_blocks_keeps_its_rows_and_their_lines(tmp_path: Path, en
         (b"a\0", "line 60002, column 2: a NUL character"),
         (b"ab\xff", "line 60002, column 3: byte 0xff is not UTF-8"),
         ("the driverâ€™s".encode(), "line 60002, column 11: 'â€™s' looks like UTF-8 that was read as cp1252"),
-        (b"a,b", "line 60002, column 1: 2 fields where the header has 1"),
+        (b"a,b", "line 60002, column 1: 2 fields, but the header has 1"),
         (b'"a\nb" c', "line 60003, column 3: text after a closing quote"),
         (b'"a\nb', "line 60002, column 1: a quote that is never closed"),
         (b"abc\rd", "line 60002, column 4: a carriage return"),
@@ -236,7 +236,7 @@ def test_a_bare_carriage_return_is_refused_where_it_is(tmp_path: Path, name: str
 def test_ragged_rows_are_refused_with_their_line(tmp_path: Path, record: str) -> None:
     found = refused(write(tmp_path, "p.csv", f'prompt,seed\n"two\nlines",3\n{record}\n'))
     assert "line 4, column 1: " in found
-    assert "fields where the header has 2 (prompt, seed)" in found
+    assert "fields, but the header has 2 (prompt, seed)" in found
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_ragged_rows_are_refused_with_their_line(tmp_path: Path, record: str) ->
     [
         ('prompt\nx\n"never closed\n', "line 3, column 1: a quote that is never closed"),
         ('prompt,seed\n"a" b,3\n', "line 2, column 4: text after a closing quote"),
-        ("prompt,prompt\na,b\n", "line 1, column 1: the column 'prompt' is there twice"),
+        ("prompt,prompt\na,b\n", "line 1, column 1: the column 'prompt' appears twice"),
         ("prompt,seed\na,seven\n", "line 2, column 1: seed is 'seven'"),
         ("prompt,seed\na,1_000\n", "line 2, column 1: seed is '1_000'"),
         ("prompt,guidance_scale\na,nan\n", "line 2, column 1: guidance_scale is 'nan'"),
@@ -330,11 +330,11 @@ def test_a_value_beyond_its_bounds_is_refused(tmp_path: Path, column: str, text:
     ("line", "place"),
     [
         ('{"prompt": "a",}', "line 2, column 16: not JSON"),
-        ('["a"]', "line 2, column 1: JSON, but a list"),
+        ('["a"]', "line 2, column 1: a JSON list"),
         ('{"words": "a"}', "line 2, column 1: no prompt column among 'words'"),
         ('{"prompt": null}', "line 2, column 1: the prompt is None"),
         ('{"prompt": 7}', "line 2, column 1: the prompt is 7"),
-        ('{"prompt": "a", "prompt": "b"}', "line 2, column 1: the key 'prompt' is there twice"),
+        ('{"prompt": "a", "prompt": "b"}', "line 2, column 1: the key 'prompt' appears twice"),
         ('{"prompt": "a\\ud83d"}', "line 2, column 1: half of a surrogate pair"),
         ('{"prompt": "a", "seed": 1.5}', "line 2, column 1: seed is 1.5"),
         ('{"prompt": "a", "seed": true}', "line 2, column 1: seed is True"),
@@ -445,7 +445,7 @@ def test_parquet_that_is_broken_inside_is_refused(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.table({"prompt": letters}), tmp_path / "p.parquet")
     assert "line 2, column 1: byte 0xff is not UTF-8" in refused(tmp_path / "p.parquet")
     parquet.write_table(pyarrow.table([["a"], ["b"]], names=["prompt", "prompt"]), tmp_path / "p.parquet")
-    assert "the column 'prompt' is there twice" in refused(tmp_path / "p.parquet")
+    assert "the column 'prompt' appears twice" in refused(tmp_path / "p.parquet")
     parquet.write_table(pyarrow.table({"prompt": [str(n) * 20 for n in range(9999)]}), tmp_path / "p.parquet")
     data = bytearray((tmp_path / "p.parquet").read_bytes())
     data[100:2000] = bytes(1900)

@@ -1,4 +1,4 @@
-"""How a setting is declared, checked, and read from a file or from JSON."""
+"""Declares settings, checks them, and reads them from files or JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ChangePolicy = Literal["refused", "free", "grows"]
 ConfigType = TypeVar("ConfigType")
 ABOVE_ZERO, BELOW_ONE = sys.float_info.min, math.nextafter(1, 0)
 MAX_SEED = 2**63 - 2**32
-"""Every image of a run adds its index to the seed."""
+"""Leaves room for the image index, which is added to the seed."""
 RENAMED_SETTINGS = {
     "max_pictures": "max_images",
     "heldout_pictures": "validation_images",
@@ -31,15 +31,15 @@ RENAMED_SETTINGS = {
     "sheet_size": "model_batch_size",
     "activation_checkpointing": "gradient_checkpointing",
 }
-"""Earlier names of settings. Flags, config files and Python calls take both; config.json keeps the earlier one."""
+"""Earlier to current names. Flags, config files and Python calls accept both; config.json stores the earlier one."""
 
 
 def setting(
     default: Any, *, change: ChangePolicy = "refused", low: float = -math.inf, high: float = sys.float_info.max
 ) -> Any:
-    """A field with a default; `change` says what a resumed run may do with it.
+    """Declare a field with a default; `change` is the policy for resumed runs.
 
-    A number, and each number of a list, lies from `low` to `high`; without `low` it is not checked.
+    A number, or each number of a list, must be in [`low`, `high`]. Without `low` it is not checked.
     """
     if isinstance(default, list | dict):
         raise TypeError("a default must not be shared between configs")
@@ -47,15 +47,15 @@ def setting(
 
 
 def free_setting(default: Any, *, low: float = -math.inf, high: float = sys.float_info.max) -> Any:
-    """A setting that may differ at every call of the same run, because it decides no weight and no image."""
+    """Declare a setting that may change on resume: it affects neither weights nor images."""
     return setting(default, change="free", low=low, high=high)
 
 
 class Conflict:
-    """A combination of settings that is refused: one line of the table `CONFLICTS` of a config class.
+    """A rejected combination of settings: one row of the `CONFLICTS` table of a config class.
 
-    It applies where all of `names` are given and none of `without`, or where `when` is true. A setting is given if it
-    differs from its default. `action` is by default to leave the first one out.
+    It applies if all of `names` and none of `without` are given, or if `when` returns True. A setting is given if it
+    differs from its default. The default `action` is to leave the first of `names` out.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Conflict:
         self.expected, self.action = expected, action or f"leave --{self.names[0]} out"
 
     def check(self, config: Any) -> None:
-        """Raise where the config has this combination."""
+        """Raise InputError if the config has this combination."""
         if self.when is not None:
             applies = self.when(config)
         else:
@@ -90,14 +90,14 @@ class Conflict:
 
 
 def _format_flag(name: str, value: Any) -> str:
-    """A setting as it is written on the command line."""
+    """Format a setting as on the command line."""
     if isinstance(value, bool):
         return f"--{name}" if value else f"--no_{name}"
     return " ".join([f"--{name}", *(str(each) or '""' for each in (value if isinstance(value, tuple) else (value,)))])
 
 
 def format_range(field: dataclasses.Field[Any]) -> str:
-    """The range of a number in words; nothing for a setting without one."""
+    """Return the range of a number as text, empty for a setting without a range."""
     low, high = field.metadata.get("low", -math.inf), field.metadata.get("high", math.inf)
     if low == -math.inf:
         return ""
@@ -106,7 +106,7 @@ def format_range(field: dataclasses.Field[Any]) -> str:
 
 
 def check_settings(config: Any) -> None:
-    """Refuse numbers out of their range, and settings that do not go together."""
+    """Raise InputError for numbers out of range and for conflicting settings."""
     for field in dataclasses.fields(config):
         value, range_text = getattr(config, field.name), format_range(field)
         numbers = () if value is None or not range_text else value if isinstance(value, tuple) else (value,)
@@ -116,43 +116,43 @@ def check_settings(config: Any) -> None:
             raise InputError(
                 _format_flag(field.name, value),
                 f"a number {range_text}",
-                f"change --{field.name}; --help says what it means",
+                f"change --{field.name}; see --help",
             )
     for conflict in getattr(config, "CONFLICTS", ()):
         conflict.check(config)
 
 
 def from_json(config_type: type[ConfigType], values: Mapping[str, Any]) -> ConfigType:
-    """The config whose settings `as_json` gave."""
+    """Return the config from the output of `as_json`."""
     return config_type(**validate_settings(config_type, values, "the settings of a rank"))
 
 
 def as_json(config: Any) -> dict[str, Any]:
-    """The settings as plain JSON values, in the order they are declared."""
+    """Return the settings as plain JSON values, in declaration order."""
     values: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config), default=str))
     return to_stored_names(values)
 
 
 def to_stored_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by the names that config.json stores."""
+    """Rename settings to the names that config.json stores."""
     earlier = {new: old for old, new in RENAMED_SETTINGS.items()}
     return {earlier.get(name, name): value for name, value in values.items()}
 
 
 def to_current_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by the names of today, whichever they are given by."""
+    """Rename settings to their current names."""
     return {RENAMED_SETTINGS.get(name, name): value for name, value in values.items()}
 
 
 def fixed_settings(config: Any) -> dict[str, Any]:
-    """The settings that a resumed run must not change."""
+    """Return the settings that a resumed run must not change."""
     names = {f.name: None for f in dataclasses.fields(config) if f.metadata.get("change", "refused") == "refused"}
     values = as_json(config)
     return {name: values[name] for name in to_stored_names(names)}
 
 
 def read_settings_file(path: Path) -> dict[str, Any]:
-    """Settings from a YAML, TOML or JSON file, by its ending."""
+    """Read settings from a YAML, TOML or JSON file; the file extension selects the format."""
     if not path.is_file():
         raise InputError(
             f"there is no file {path}", "a YAML, TOML or JSON file of settings", "check the path given to --config"
@@ -184,7 +184,7 @@ def read_settings_file(path: Path) -> dict[str, Any]:
         values = {}
     if not isinstance(values, dict):
         raise InputError(
-            f"{path} holds a {type(values).__name__}", "a table of settings (key: value)", "write one setting a line"
+            f"{path} holds a {type(values).__name__}", "a table of settings (key: value)", "write one setting per line"
         )
     return {str(key).replace("-", "_"): value for key, value in values.items()}
 
@@ -193,9 +193,9 @@ def _parse_yaml(text: str) -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """YAML 1.1 reads 1e-4 as text; here it is a number.
+        """A safe loader that reads 1e-4 as a number (YAML 1.1: text) and rejects aliases.
 
-        Aliases are refused: a few of them can stand for more values than any memory holds.
+        A few nested aliases can expand to more values than fit in memory.
         """
 
         def compose_node(self, parent: Any, index: Any) -> Any:
@@ -228,7 +228,10 @@ def _parse_toml(text: str) -> dict[str, Any]:
 
 
 def load_settings(config_type: type[ConfigType], path: Path) -> dict[str, Any]:
-    """The file's settings with their declared types; an unknown key is an error that names the nearest known one."""
+    """Read and validate the settings of a file.
+
+    An unknown key raises InputError, which names the nearest known one.
+    """
     values = read_settings_file(path)
     if {"job", "settings", "fixed"} <= values.keys() and isinstance(values["settings"], dict):
         values = values["settings"]  # the config.json of a run
@@ -236,7 +239,7 @@ def load_settings(config_type: type[ConfigType], path: Path) -> dict[str, Any]:
 
 
 def validate_settings(config_type: type[ConfigType], values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Settings with their declared types, or an error that says where and what was wrong with one."""
+    """Convert settings to their declared types; errors name the setting and its source."""
     import pydantic
 
     hints = typing.get_type_hints(config_type)
@@ -280,7 +283,7 @@ def _show_value(value: Any) -> str:
 
 
 def _setting_aliases(config_type: type[ConfigType]) -> dict[str, str]:
-    """The setting for each second name that the command line knows it by."""
+    """Map the aliases that the command line accepts to setting names."""
     hints = typing.get_type_hints(config_type, include_extras=True)
     aliases = {old: new for old, new in RENAMED_SETTINGS.items() if new in hints}
     for name, hint in hints.items():

@@ -1,7 +1,7 @@
-"""Reads UTF-8 text, CSV and JSON lines exactly, or raises with file, line and column.
+"""Reads UTF-8 text, CSV and JSON lines; errors name the file, line and column.
 
-A text is a string, or an iterator of blocks that end with a line end, so that a file of a million rows is never decoded
-as a whole (one emoji makes every letter of a string take four bytes).
+A text is a string or an iterator of blocks that end with a line end. Blocks avoid decoding a file of a million rows as
+a whole: a single emoji makes every character of a Python string take four bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _PUNCTUATION = frozenset("\xa0\xab\xbb\u2013\u2014\u2018\u2019\u201a\u201c\u201d\u201e\u2022\u2026\u2039\u203a")
 _MIN_SEQUENCES = 3
 MAX_PATH_SHOWN = 300
-_OTHER_MARKS = {  # UTF-32's first mark begins with that of UTF-16
+_OTHER_MARKS = {  # UTF-32 first: its little-endian mark begins with that of UTF-16
     "UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
     "UTF-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
 }
@@ -41,19 +41,19 @@ _MAX_DIGITS = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class TableRow:
-    """One record with the place where it begins."""
+    """One record and the line it begins on."""
 
     line: int
     values: dict[str, Any]
 
 
 def error_at(name: str, line: int, column: int, found: str, expected: str, action: str) -> InputError:
-    """The error for one place in a file; lines and columns count from 1, columns in characters."""
+    """Return the error for a position in a file; line and column (in characters) count from 1."""
     return InputError(f"{name}, line {line}, column {column}: {found}", expected, action)
 
 
 def read_text_bytes(path: Path, *, within: str | None = None) -> bytes:
-    """The checked bytes of a table, for `decode_blocks`; FileNotFoundError where there is none."""
+    """Read and check the bytes of a table, for `decode_blocks`; raises FileNotFoundError."""
     try:
         data = input_files.read_bytes(path, input_files.MAX_TABLE_BYTES, within=within)
     except input_files.RefusedFileError as error:
@@ -65,7 +65,7 @@ def read_text_bytes(path: Path, *, within: str | None = None) -> bytes:
 
 
 def check_text(name: str, data: bytes) -> None:
-    """Refuse bytes that are not UTF-8, NULs and text that was once read in another code page, each with its place."""
+    """Raise InputError with the position of invalid UTF-8, a NUL or encoding damage."""
     for encoding, marks in _OTHER_MARKS.items():
         if data.startswith(marks):
             raise error_at(name, 1, 1, f"{encoding} text (its byte order mark)", "UTF-8 text", _SAVE_AS_UTF8)
@@ -99,7 +99,7 @@ def check_text(name: str, data: bytes) -> None:
 
 
 def decode_blocks(data: bytes) -> Iterator[str]:
-    """The text of checked bytes, a block at a time."""
+    """Yield the text of checked bytes block by block."""
     for block in _byte_blocks(data):
         yield block.decode("utf-8")
 
@@ -117,7 +117,7 @@ def _limit_error(name: str, line: int, found: str, expected: str) -> InputError:
 
 
 def check_field(name: str, line: int, column: str, text: str) -> None:
-    """Refuse a text that no prompt, caption or id is as long as."""
+    """Raise InputError if a prompt, caption or id is longer than MAX_FIELD_CHARS."""
     max_chars = input_files.limit(input_files.MAX_FIELD_CHARS)
     if len(text) > max_chars:
         found = f"{format_value(column)} has {len(text)} characters"
@@ -131,7 +131,7 @@ def check_num_rows(name: str, line: int, num_rows: int) -> None:
 
 
 def check_num_lines(name: str, data: bytes) -> None:
-    """Refuse checked bytes with a row a line that have too many, before any of them is parsed."""
+    """Raise InputError if checked bytes with one row per line have too many rows."""
     max_rows = input_files.limit(input_files.MAX_TABLE_ROWS)
     if data.count(b"\n") < max_rows:
         return
@@ -147,13 +147,13 @@ def check_num_columns(name: str, line: int, num_columns: int) -> None:
 
 
 def line_and_column(text: str, offset: int, first_line: int = 1) -> tuple[int, int]:
-    """Line and column of a character, both from 1, in a text that begins with `first_line`."""
+    """Return line and column, both from 1, of an offset in a text that starts at `first_line`."""
     line_start = text.rfind("\n", 0, offset) + 1
     return text.count("\n", 0, line_start) + first_line, min(offset, len(text)) - line_start + 1
 
 
 def iter_lines(name: str, text: Text) -> Iterator[tuple[int, str]]:
-    """(number, line) of each line that is not blank; lines end with LF or CRLF and with nothing else."""
+    """Yield (number, line) for each line that is not blank; only LF and CRLF end a line."""
     number = 0
     for block in _iter_blocks(text):
         for line in block.removesuffix("\n").split("\n"):
@@ -170,9 +170,10 @@ def iter_lines(name: str, text: Text) -> Iterator[tuple[int, str]]:
 
 
 def csv_rows(name: str, text: Text) -> Iterator[TableRow]:
-    """Records of a comma-separated file with a header; blank lines are skipped, every other line is read or refused.
+    """Yield the records of a comma-separated file with a header.
 
-    A field that begins with a quote ends with one; commas, line ends and doubled quotes inside are kept as they are.
+    Blank lines are skipped; a malformed line raises InputError. A field that begins with a quote must end with one and
+    may contain commas, line ends and doubled quotes.
     """
     header, records = csv_table(name, text)
     for line, fields in records:
@@ -180,36 +181,36 @@ def csv_rows(name: str, text: Text) -> Iterator[TableRow]:
 
 
 def csv_table(name: str, text: Text) -> tuple[list[str], Iterator[CsvRecord]]:
-    """The header, and the records with the line they begin on; each record has a field for each column."""
+    """Return the header and the records, each with its first line; the field count is checked."""
     records = _parse_records(name, text)
     line, columns = next(records, (1, []))
     if not columns:
-        raise error_at(name, 1, 1, "no line with text", "a header and one line for each record", "fill the file")
+        raise error_at(name, 1, 1, "no line with text", "a header and one line per record", "add them to the file")
     header = [column.strip() for column in columns]
     check_num_columns(name, line, len(header))
     if twice := find_duplicate(header):
-        found = f"the column {format_value(twice[0])} is there twice"
+        found = f"the column {format_value(twice[0])} appears twice"
         raise error_at(name, line, 1, found, "each column once", "rename or remove one of them")
     return header, _check_records(name, header, records)
 
 
 def csv_header(name: str, text: Text) -> list[str]:
-    """The columns a comma-separated file says it has."""
+    """Return the column names in the header of a comma-separated file."""
     line, columns = next(_parse_records(name, text), (1, []))
     check_num_columns(name, line, len(columns))
     return [column.strip() for column in columns]
 
 
 def find_duplicate(names: Sequence[str]) -> list[str]:
-    """The first of the names that is there twice, or an empty list."""
+    """Return a list with the first duplicate name (in sorted order), or an empty list."""
     return sorted(name for name, count in Counter(names).items() if count > 1)[:1]
 
 
 def _parse_records(name: str, text: Text) -> Iterator[CsvRecord]:
-    """Records that are not blank lines, each with the line it begins on."""
+    """Yield the records, without blank lines, each with the line it begins on."""
     max_chars = input_files.limit(input_files.MAX_ROW_BYTES)
     csv.field_size_limit(max(csv.field_size_limit(), max_chars))
-    record: list[str] = []  # the lines of the record that is being read
+    record: list[str] = []  # lines of the current record
     next_line = first_line = 1
 
     def record_lines() -> Iterator[str]:
@@ -220,7 +221,7 @@ def _parse_records(name: str, text: Text) -> Iterator[CsvRecord]:
             while offset < len(block):
                 if not record:
                     empty = _EMPTY_LINES.match(block, offset) if block[offset] in "\r\n" else None
-                    if empty is not None:  # there may be millions of them
+                    if empty is not None:  # skip all empty lines in one step: there may be millions
                         next_line += block.count("\n", offset, empty.end())
                         offset = empty.end()
                         continue
@@ -229,13 +230,13 @@ def _parse_records(name: str, text: Text) -> Iterator[CsvRecord]:
                 num_chars += stop - offset
                 if num_chars > max_chars and record:
                     found = f"a record of more than {max_chars} characters; perhaps a quote that is never closed"
-                    raise _limit_error(name, first_line, found, "shorter ones")
+                    raise _limit_error(name, first_line, found, "shorter records")
                 record.append(block[offset:stop])
                 next_line += 1
                 yield record[-1]
                 offset = stop
 
-    # Strict, so that text after a closing quote and a quote without an end are errors.
+    # Strict mode rejects text after a closing quote and unclosed quotes.
     reader = csv.reader(record_lines(), strict=True)
     while True:
         try:
@@ -246,14 +247,14 @@ def _parse_records(name: str, text: Text) -> Iterator[CsvRecord]:
             return
         last = record[-1]
         if "\r" in last and last.removesuffix("\n").removesuffix("\r" * last.endswith("\n")).endswith("\r"):
-            raise _csv_error(name, "".join(record), first_line)  # csv takes several of them for one line end
+            raise _csv_error(name, "".join(record), first_line)  # csv takes several carriage returns for one line end
         if not last.isspace() or len(record) > 1:
             yield first_line, fields
         record.clear()
 
 
 def _csv_error(name: str, text: str, line: int) -> InputError:
-    """The error for a record that cannot be read, with the place of the fault in it."""
+    """Return the error for a malformed record, with the position of the defect."""
     offset = 0
     while True:
         field = (_QUOTED_FIELD if text.startswith('"', offset) else _PLAIN_FIELD).match(text, offset)
@@ -262,11 +263,11 @@ def _csv_error(name: str, text: str, line: int) -> InputError:
         offset = field.end() + 1
     if field is None:
         found, expected = "a quote that is never closed", "a closing quote"
-        action = "close it, or double a quote that is meant as such"
+        action = "close it, or double a quote that is part of the text"
     else:
         offset = field.end()
         found, expected = "text after a closing quote", "a comma or the end of the line"
-        action = "double a quote that is meant as such"
+        action = "double a quote that is part of the text"
         if text.startswith("\r", offset):
             found, expected = "a carriage return without a line feed", "lines that end with LF or CRLF"
             action = "convert the line ends, or quote the field"
@@ -279,7 +280,7 @@ def _check_records(name: str, header: Sequence[str], records: Iterator[CsvRecord
         if len(fields) != len(header):
             names = ", ".join(shorten(column) for column in header[:MAX_NAMES_SHOWN])
             names += ", ..." if len(header) > MAX_NAMES_SHOWN else ""
-            found = f"{len(fields)} fields where the header has {len(header)} ({names})"
+            found = f"{len(fields)} fields, but the header has {len(header)} ({names})"
             action = "put quotes around a field that has a comma or a line end in it"
             raise error_at(name, line, 1, found, "the same number of fields in every line", action)
         if num_rows > max_rows:
@@ -291,8 +292,11 @@ def _check_records(name: str, header: Sequence[str], records: Iterator[CsvRecord
 
 
 def json_rows(name: str, text: Text) -> Iterator[TableRow]:
-    """One JSON object a line; blank lines are skipped. `check_num_lines` counts rows before any of them is parsed."""
-    expected, action = "one JSON object a line", "correct the line"
+    """Yield the objects of a file with one JSON object per line; blank lines are skipped.
+
+    The number of rows is not checked here: call `check_num_lines` before parsing.
+    """
+    expected, action = "one JSON object per line", "correct the line"
     max_chars = input_files.limit(input_files.MAX_FIELD_CHARS)
     for number, line in iter_lines(name, text):
         try:
@@ -304,7 +308,7 @@ def json_rows(name: str, text: Text) -> Iterator[TableRow]:
         except RecursionError:
             raise error_at(name, number, 1, "JSON that is nested too deep", expected, action) from None
         if not isinstance(values, dict):
-            raise error_at(name, number, 1, f"JSON, but a {type(values).__name__}", expected, action)
+            raise error_at(name, number, 1, f"a JSON {type(values).__name__}", expected, action)
         check_num_columns(name, number, len(values))
         if len(line) > max_chars:
             for column, value in values.items():
@@ -320,15 +324,15 @@ def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) != len(pairs):
         twice = find_duplicate([key for key, _ in pairs])[0]
-        raise ValueError(f"the key {format_value(twice)} is there twice")
+        raise ValueError(f"the key {format_value(twice)} appears twice")
     for key, value in pairs:
         if isinstance(value, str) and not value.isascii() and _SURROGATE.search(value):
-            raise ValueError(f"half of a surrogate pair in {format_value(key)}, which is no text")
+            raise ValueError(f"half of a surrogate pair in {format_value(key)}, which is not valid text")
     return values
 
 
 def _parse_int(digits: str) -> int:
-    # Beyond this Python refuses to convert, and says so in words that are about Python.
+    # Python rejects longer numbers too (over 4300 digits), with a message about Python internals.
     if len(digits) > _MAX_DIGITS:
         raise ValueError(f"a number of {len(digits)} digits")
     return int(digits)
@@ -345,7 +349,7 @@ _JSON = json.JSONDecoder(
 
 @dataclass(frozen=True, kw_only=True)
 class EncodingDamage:
-    """Where a text was damaged by a conversion, line and column from 1, and what to say about it."""
+    """Position (line and column from 1) of text damaged by a conversion, and its message."""
 
     line: int
     column: int
@@ -354,7 +358,7 @@ class EncodingDamage:
 
 
 def find_encoding_damage(text: str) -> EncodingDamage | None:
-    """The first place where a text is UTF-8 that was read in another code page, or has lost a letter."""
+    """Return the first UTF-8 text read in another code page or lost character, or None."""
     if text.isascii():
         return None
     pages = [page for page in _code_pages() if page.lead_before_continuation.search(text)]
@@ -363,7 +367,7 @@ def find_encoding_damage(text: str) -> EncodingDamage | None:
     for number, line in enumerate(text.split("\n"), start=1):
         lost = line.find("\ufffd")
         if lost >= 0:
-            found = "a replacement character (U+FFFD): a letter was lost when the file was converted"
+            found = "a replacement character (U+FFFD): a character was lost when the file was converted"
             return EncodingDamage(line=number, column=lost + 1, found=found, action="go back to the original file")
         for page in pages if not line.isascii() else ():
             column = _damaged_column(line, page)
@@ -375,7 +379,7 @@ def find_encoding_damage(text: str) -> EncodingDamage | None:
 
 
 class _CodePage(NamedTuple):
-    """A code page, and how UTF-8 bytes look when they are read in it."""
+    """A code page and patterns of UTF-8 bytes that were decoded with it."""
 
     name: str
     sequence: re.Pattern[str]
@@ -390,7 +394,7 @@ def _code_pages() -> tuple[_CodePage, ...]:
         def letters(first: int, last: int, others: str = "") -> str:
             return f"[{re.escape(bytes(range(first, last + 1)).decode(name, errors='ignore') + others)}]"
 
-        # Some programs show a byte that the page does not have as the control code of the same number.
+        # Some programs decode a byte that the page does not define to the control code of the same number.
         lead, more = letters(0xC2, 0xF4), letters(0x80, 0xBF, "".join(map(chr, range(0x80, 0xA0))))
         two, three, four = letters(0xC2, 0xDF), letters(0xE0, 0xEF), letters(0xF0, 0xF4)
         sequence = re.compile(f"{two}{more}|{three}{more}{{2}}|{four}{more}{{3}}")
@@ -400,16 +404,17 @@ def _code_pages() -> tuple[_CodePage, ...]:
 
 
 def _damaged_column(line: str, page: _CodePage) -> int | None:
-    """Where a line begins to be UTF-8 bytes shown as letters of a code page, or None.
+    """Return where a line begins to be UTF-8 decoded with this code page, or None.
 
-    Every letter of such a text is a lead byte and its continuation bytes. The latter stand for signs and rare letters,
-    so in real text few letters have the right number of them behind, once the punctuation that ends words is left out.
+    In such text each character shows as a lead byte and its continuation bytes. In these code pages continuation bytes
+    are signs and rare letters. In real text few letters are followed by the right number of them, once the punctuation
+    that ends words is left out.
     """
     sequences = page.sequence.finditer(line)
     starts = [match.start() for match in sequences if not _PUNCTUATION.issuperset(match.group()[1:])]
     if page.name == "cp1252":
         for start in starts:
-            if line[start] in "ÃÂ" or line.startswith("â€", start):  # no language writes these pairs
+            if line[start] in "ÃÂ" or line.startswith("â€", start):  # no language uses these pairs
                 return start
     if len(starts) < _MIN_SEQUENCES:
         return None

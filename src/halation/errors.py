@@ -30,35 +30,35 @@ class InputError(HalationError):
         self.action = action
 
     def __reduce__(self) -> tuple[type[InputError], tuple[str, str, str]]:
-        return type(self), (self.found, self.expected, self.action)  # or it could not come from another process
+        return type(self), (self.found, self.expected, self.action)  # to be pickled between processes
 
 
 def _shorten(text: str) -> str:
-    """A name or a value from a file may have millions of characters, which no terminal should show."""
+    """Shorten a message: names and values from files may have millions of characters."""
     return text if len(text) <= _MAX_CHARS else f"{text[: _MAX_CHARS - 500]} ... {text[-500:]}"
 
 
 def shorten(text: object, max_chars: int = 60) -> str:
-    """A name from a file, short enough for a message and without characters that a terminal would not show."""
+    """Shorten a name from a file for a message and escape unprintable characters."""
     shown = str(text)
     shown = shown if len(shown) <= max_chars else shown[:max_chars] + "..."
     return shown if shown.isprintable() else repr(shown)[1:-1]
 
 
 def format_names(names: Sequence[str]) -> str:
-    """Names of columns, the first of them where there are many."""
+    """Join column names, at most the first MAX_NAMES_SHOWN."""
     more = [f"{len(names) - MAX_NAMES_SHOWN} more"] if len(names) > MAX_NAMES_SHOWN else []
     return ", ".join([*map(format_value, names[:MAX_NAMES_SHOWN]), *more])
 
 
 def format_value(value: object, max_chars: int = 60) -> str:
-    """A value from a file, short enough for a message."""
+    """Return the repr of a value from a file, shortened for a message."""
     text = repr(value[: max_chars + 1] if isinstance(value, str | bytes) else value)
     return text if len(text) <= max_chars + 2 else text[:max_chars] + "..."
 
 
 class FolderError(HalationError):
-    """The folder that a command writes to is gone, is another one, or takes no more files."""
+    """The output folder of a command is gone, was replaced, or cannot be written to."""
 
 
 class RankFailure(HalationError):
@@ -66,7 +66,7 @@ class RankFailure(HalationError):
 
 
 class Interrupted(HalationError):
-    """The run was asked to stop, has saved, and the same command goes on from there."""
+    """The run was stopped and has saved its state; the same command resumes it."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -74,7 +74,7 @@ class Interrupted(HalationError):
 
 
 def os_error_message(error: BaseException) -> str | None:
-    """A sentence for a full, broken or read-only disk and the like, which needs no traceback."""
+    """Return a message for OS errors such as a full disk, which need no traceback, else None."""
     if not isinstance(error, OSError) or error.errno not in RESOURCE_ERRNOS + PERMISSION_ERRNOS:
         return None
     where = f" ({error.filename})" if error.filename else ""
@@ -83,4 +83,4 @@ def os_error_message(error: BaseException) -> str | None:
         if error.errno in PERMISSION_ERRNOS
         else "fix the cause (for a full disk, free some space)"
     )
-    return f"the system refused: {error.strerror}{where}; {action}, then run the same command again"
+    return f"{error.strerror}{where}: {action}, then run the same command again"

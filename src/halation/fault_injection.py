@@ -1,12 +1,11 @@
-"""Named points where a test may make the program fail, hang or die; free otherwise.
+"""Named points where a test can make the program fail, hang or die; no-ops otherwise.
 
-`HALATION_FAULT="name:N:action[:rank][:once]"` fires `action` the Nth time `fault_point(name)` is passed (N+ fires
-from then on); the name `*` counts every passage of every point. Several faults are separated by `;`. Actions: raise,
-kill, stop, sleep=SECONDS, OOM for a MemoryError, and ENOSPC, EIO, EROFS, EMFILE for OSErrors.
+`HALATION_FAULT="name:N:action[:rank][:once]"` triggers `action` at the Nth call of `fault_point(name)`; `N+` triggers
+it at the Nth and every later call. The name `*` counts the calls of all points. Separate several faults with `;`.
+Actions: raise, kill, stop, sleep=SECONDS, OOM for a MemoryError, and ENOSPC, EIO, EROFS, EMFILE for OSErrors.
 
-Each firing is appended to the file named by `HALATION_FAULT_LOG`, so that a test can prove that its fault fired.
-Passages are counted by process; `once` is for ranks that are started again: it fires only while the log has no word
-of it.
+Each triggered fault is appended to the file named by `HALATION_FAULT_LOG`, so that a test can prove that it happened.
+Calls are counted per process. `once` is for ranks that are restarted: the fault is skipped if the log already has it.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ _counts: dict[str, int] = {}
 
 
 class InjectedFault(RuntimeError):
-    """Raised by a fault point on a test's request."""
+    """Raised by a fault point with the action `raise`."""
 
 
 def fault_point(name: str) -> None:
-    """Do nothing, unless the environment asks this point to fail."""
+    """Trigger the faults that HALATION_FAULT requests for this point."""
     request = os.environ.get("HALATION_FAULT")
     if not request:
         return

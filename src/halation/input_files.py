@@ -1,8 +1,9 @@
 """Opens files that come from users: regular files only, within size and memory limits.
 
-The limits of all readers stand here. `--input_limits SCALE` multiplies them (`--input_limits 4`), for all processes
-of a command; with them, nothing that is refused takes more than 2 GiB or 30 s. `--follow_links` allows links in a
-folder of images to lead out of it. Both reach other processes in the environment, and are no part of what a run is.
+The limits of all readers are defined here. With the default limits, rejecting a file takes at most 2 GiB and 30 s.
+`--input_limits SCALE` multiplies all limits (`--input_limits 4`) for all processes of a command. `--follow_links`
+allows links in a folder of images to point outside of it. Both are passed to other processes in the environment and are
+not recorded in a run's config.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ MAX_JSON_BYTES = 64 << 20
 MAX_JSON_VALUES = 4_000_000
 """Counted by commas and brackets: 64 MiB of `[[],[],...` would take 2 GiB."""
 MAX_JSON_DEPTH = 64
-"""Of lists in lists: what is much deeper cannot be written again."""
+"""Nested lists and objects; much deeper values cannot be serialised again."""
 MAX_IMAGE_BYTES = 256 << 20
 MAX_IMAGE_PIXELS = 64 * 10**6
-"""Of one image, and of all that the threads of a process decode at a time; one that is larger is decoded alone."""
+"""Of one image, and of all images that the threads of a process decode at a time; a larger one is decoded alone."""
 MAX_IMAGE_CHUNKS = 200_000
-"""Of a PNG, or segments before the pixels of a JPEG: each takes microseconds, 256 MiB could hold 64 million."""
+"""Chunks of a PNG, or segments before the pixels of a JPEG. Each takes microseconds; 256 MiB could hold 64 million."""
 MAX_JPEG_SCANS = 100
 MAX_JPEG_SCANNED_PIXELS = 2 * 10**9
 """Scans times pixels: each scan of a progressive JPEG covers the whole image. Cameras write at most 10."""
@@ -39,39 +40,39 @@ MAX_TABLE_BYTES = 512 << 20
 """Of a file, and of the text that a Parquet file unpacks to."""
 MAX_TABLE_ROWS = 5_000_000
 MAX_TABLE_LINES = 4 * MAX_TABLE_ROWS
-"""With the blank ones, and those inside of quotes."""
+"""Includes blank lines and lines inside quotes."""
 MAX_TABLE_COLUMNS = 16_384
 MAX_ROW_BYTES = 16 << 20
 MAX_FIELD_CHARS = 1 << 20
 """Of one prompt, caption or id."""
 MAX_PARQUET_FOOTER_BYTES = 16 << 20
 MAX_PARQUET_PAGES = 1_000_000
-"""Of the columns that are read."""
+"""Of the columns that are read, together."""
 MAX_ARRAY_BYTES = 256 << 20
 """Of one array in a .npz file: a covariance of 5792 features."""
 MAX_ZIP_DIRECTORY_BYTES = 1 << 20
 MAX_SAFETENSORS_HEADER_BYTES = 32 << 20
 MAX_VOCABULARY_BYTES = 16 << 20
-"""Of a file beside a model's weights that is neither JSON nor weights: merges.txt, tokenizer.model."""
+"""Of a model file that is neither JSON nor weights: merges.txt, tokenizer.model."""
 MAX_PICKLE_BYTES = 16 << 20
-"""Of the pickle in a .pth file, which names the tensors and holds none."""
+"""Of the pickle in a .pth file, which holds the names of the tensors but not their data."""
 MAX_FOLDER_ENTRIES = 20_000_000
 MAX_MODEL_ENTRIES = 100_000
-"""Files and folders below a folder of images, and below a model."""
+"""MAX_FOLDER_ENTRIES: files and folders below a folder of images; MAX_MODEL_ENTRIES: below a model folder."""
 MAX_SETTINGS_BYTES = 1 << 20
-"""Of a file that is typed by hand: --config, --student_config, --deepspeed_config."""
+"""Of a hand-written file: --config, --student_config, --deepspeed_config."""
 MAX_SETTINGS_DOTS = 256
-"""In a line of a TOML file: the time for a key grows with the square of its parts."""
+"""In one line of a TOML file: the time to parse a dotted key is quadratic in its parts."""
 MAX_SETTINGS_DIGITS = 1000
 
 SCALE_VARIABLE = "HALATION_INPUT_LIMITS"
 LINKS_VARIABLE = "HALATION_FOLLOW_LINKS"
-RAISE_ACTION = "where it is meant, raise all limits with --input_limits 4 (or more)"
-_REGULAR_ACTION = "give a regular file; what a pipe brings can be given as `-` where standard input is read"
+RAISE_ACTION = "if this is intended, raise all limits with --input_limits 4 (or more)"
+_REGULAR_ACTION = "give a regular file; to read from a pipe, use `-` if the option accepts standard input"
 _LINK_ACTION = "copy the file into the folder, or give --follow_links"
 _BLOCK_BYTES = 1 << 20
 _ZIP_END_BYTES = 22 + 2**16
-"""The record that ends a zip file, and the longest comment after it."""
+"""Size of the end record of a zip file with the longest comment."""
 _KINDS = (
     (stat.S_ISFIFO, "a named pipe"),
     (stat.S_ISCHR, "a device"),
@@ -81,7 +82,7 @@ _KINDS = (
 
 
 class RefusedFileError(OSError):
-    """A file that is not read: it is no regular file, lies outside of its folder, or is beyond a limit."""
+    """A rejected file: not a regular file, outside of its folder, or over a limit."""
 
     def __init__(self, path: str | Path, reason: str, action: str) -> None:
         super().__init__(errno.EINVAL, reason, str(path))
@@ -91,26 +92,26 @@ class RefusedFileError(OSError):
         return type(self), (str(self.filename), str(self.strerror), self.action)
 
     def as_input_error(self) -> InputError:
-        """The sentence for a command that has nothing more to add."""
+        """Convert to an InputError for users."""
         return InputError(
             f"{self.filename} is not read: {self.strerror}", "a regular file within the limits", self.action
         )
 
 
 def over_limit_error(found: str, expected: str) -> InputError:
-    """What is said of a value that is beyond one of the limits."""
+    """Return the InputError for a value over one of the limits."""
     return InputError(found, expected, RAISE_ACTION)
 
 
 def limit(value: int) -> int:
-    """One of the limits of this module, as `--input_limits` raises it."""
+    """Return a limit of this module, multiplied by `--input_limits`."""
     return int(value * _parse_scale(os.environ.get(SCALE_VARIABLE) or "1"))
 
 
 def check_numbers(source: str, values: Mapping[str, Any], ranges: Mapping[str, tuple[float, float]]) -> None:
-    """Refuse a number of a model's config that is none or beyond its range; a range of whole numbers wants whole ones.
+    """Raise InputError for values of a model's config that are not numbers or out of range.
 
-    What is not there is not looked at. `--input_limits` raises the upper ends.
+    A range of integers requires an integer. Missing keys are skipped. `--input_limits` raises integer upper limits.
     """
     for name, (low, high) in ranges.items():
         if name not in values:
@@ -129,7 +130,7 @@ def check_numbers(source: str, values: Mapping[str, Any], ranges: Mapping[str, t
 
 @contextlib.contextmanager
 def use_limits(scale: str | None, follow_links: bool) -> Iterator[None]:
-    """What `--input_limits` and `--follow_links` ask for, in this process and those it starts."""
+    """Apply `--input_limits` and `--follow_links` to this process and its children."""
     wanted = {SCALE_VARIABLE: scale, LINKS_VARIABLE: "1" if follow_links else None}
     before = {name: os.environ.get(name) for name in wanted}
     _parse_scale(before[SCALE_VARIABLE] or "1" if scale is None else scale)
@@ -164,14 +165,14 @@ def format_size(num_bytes: int) -> str:
 def open_regular_file(
     path: str | Path, *, within: str | Path | None = None, max_bytes: int | None = None
 ) -> BufferedReader:
-    """A regular file, opened; RefusedFileError where it is something else, or another OSError.
+    """Open a regular file; raises RefusedFileError for anything else, or another OSError.
 
-    A pipe or a device would keep its reader waiting, or give bytes without end. `within` is a folder that the file
-    must really lie in, whatever links lead to it; `max_bytes` the largest size, one of the limits above.
+    Reading a pipe or a device could block or never end. `within` is a folder that must contain the file after links
+    are resolved. `max_bytes` is the largest allowed size, one of the limits above.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
-    except ValueError as error:  # a name that no file can have
+    except ValueError as error:  # an invalid file name
         raise FileNotFoundError(errno.ENOENT, str(error), repr(path)) from error
     except OSError as error:
         if error.errno == errno.ENXIO:
@@ -213,10 +214,10 @@ def walk_folder(
     once: bool = False,
     onerror: Callable[[OSError], object] | None = None,
 ) -> Iterator[tuple[str, list[str], list[str]]]:
-    """`os.walk` that follows links and comes to an end: a folder is not entered again below itself.
+    """Walk like `os.walk`, following links but never entering a folder again below itself.
 
-    With `once`, a folder that has several names is entered under the first one alone. RefusedFileError beyond
-    `max_entries`.
+    With `once`, a folder with several paths is entered only by the first. Raises RefusedFileError if there are more
+    than `max_entries` files and folders.
     """
     above: dict[str, frozenset[tuple[int, int]]] = {os.fspath(folder): frozenset()}
     seen: set[tuple[int, int]] = set()
@@ -224,7 +225,7 @@ def walk_folder(
     for current, subfolders, names in os.walk(folder, followlinks=True, onerror=onerror):
         status = os.stat(current)
         own, outer = (status.st_dev, status.st_ino), above.pop(current)
-        if own in (seen if once else outer):  # a link back to where it came from
+        if own in (seen if once else outer):  # a link cycle, or with `once` a second path
             subfolders.clear()
             continue
         seen.add(own)
@@ -237,12 +238,12 @@ def walk_folder(
 
 
 def data_folder(folder: str | Path) -> str | None:
-    """The real path of a folder of images, for `within`; None where --follow_links lets its links lead anywhere."""
+    """Return the real path of a folder of images, for `within`; None with --follow_links."""
     return None if os.environ.get(LINKS_VARIABLE) else os.path.realpath(folder)
 
 
 def read_bytes(path: str | Path, max_bytes: int, *, within: str | Path | None = None) -> bytes:
-    """A whole file of at most `max_bytes`; RefusedFileError, or another OSError."""
+    """Read a whole file of at most `max_bytes`; raises RefusedFileError or another OSError."""
     with open_regular_file(path, within=within, max_bytes=max_bytes) as file:
         size = os.fstat(file.fileno()).st_size
         data = file.read(size + 1)
@@ -250,7 +251,7 @@ def read_bytes(path: str | Path, max_bytes: int, *, within: str | Path | None = 
 
 
 def file_sha256(*paths: str | Path) -> str:
-    """The SHA-256 of files' bytes, one after the other."""
+    """Return the SHA-256 of the concatenated bytes of the files."""
     digest = hashlib.sha256()
     for path in paths:
         with open_regular_file(path) as file:
@@ -259,7 +260,7 @@ def file_sha256(*paths: str | Path) -> str:
 
 
 def read_stream(stream: IO[bytes], name: str, max_bytes: int, num_before: int = 0) -> bytes:
-    """What comes from a stream whose size is not known, such as standard input, up to its end."""
+    """Read a stream of unknown size, such as standard input, to its end."""
     data = bytearray()
     while block := stream.read(_BLOCK_BYTES):
         data += block
@@ -269,12 +270,12 @@ def read_stream(stream: IO[bytes], name: str, max_bytes: int, num_before: int = 
 
 
 def read_json(path: str | Path, *, within: str | Path | None = None, max_bytes: int = MAX_JSON_BYTES) -> Any:
-    """What a JSON file says. OSError or ValueError, in a few words, where it cannot be read."""
+    """Read a JSON file; raises OSError or ValueError with a short message."""
     return parse_json(read_bytes(path, max_bytes, within=within))
 
 
 def parse_json(data: bytes) -> Any:
-    """JSON of bounded size and depth; ValueError for everything else."""
+    """Parse JSON of limited size and depth; raises ValueError otherwise."""
     if len(data) > limit(MAX_JSON_BYTES):
         raise ValueError(f"JSON of {format_size(len(data))}, and the limit is {format_size(limit(MAX_JSON_BYTES))}")
     if data.count(b",") + data.count(b"[") + data.count(b"{") > limit(MAX_JSON_VALUES):
@@ -289,7 +290,7 @@ def parse_json(data: bytes) -> Any:
 
 
 def is_too_deep(data: bytes, value: object) -> bool:
-    """Whether lists and objects are nested deeper than MAX_JSON_DEPTH in the value that was read from `data`."""
+    """Return True if the value parsed from `data` is nested deeper than MAX_JSON_DEPTH."""
     max_depth = limit(MAX_JSON_DEPTH)
     if data.count(b"[") + data.count(b"{") <= max_depth:
         return False
@@ -301,7 +302,7 @@ def is_too_deep(data: bytes, value: object) -> bool:
 
 
 def check_zip_directory(stream: BinaryIO) -> None:
-    """Refuse a list of members that would take much memory to read."""
+    """Raise ValueError for a zip directory that would take too much memory to read."""
     end = stream.seek(0, os.SEEK_END)
     stream.seek(max(0, end - _ZIP_END_BYTES))
     tail = stream.read()
@@ -312,7 +313,7 @@ def check_zip_directory(stream: BinaryIO) -> None:
 
 
 def read_safetensors_header(path: str | Path) -> dict[str, Any]:
-    """The header of a whole safetensors file: ValueError where the file is shorter or longer than the header says."""
+    """Read the header of a safetensors file; raises ValueError if the file size is wrong."""
     with open_regular_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
@@ -328,7 +329,7 @@ def read_safetensors_header(path: str | Path) -> dict[str, Any]:
     except (ValueError, AttributeError, KeyError, TypeError, IndexError) as error:
         raise ValueError(f"a damaged safetensors header: {type(error).__name__}: {error}") from None
     if not shapes_are_lists:
-        raise ValueError("a damaged safetensors header: a shape that is no list")
+        raise ValueError("a damaged safetensors header: a shape that is not a list")
     if end != size - 8 - length:
-        raise ValueError(f"{size - 8 - length} bytes of weights where its header says {end}")
+        raise ValueError(f"{size - 8 - length} bytes of weights, but its header requires {end}")
     return dict(header)

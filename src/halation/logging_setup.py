@@ -1,4 +1,4 @@
-"""Where log lines go: a file for each rank, and warnings of rank 0 to the console."""
+"""Sets up logging: a file for each rank, and warnings of rank 0 on the console."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 class ConsoleWarningHandler(logging.Handler):
-    """Hands warnings to the progress bar that is drawn, so that a line does not tear it."""
+    """Prints warnings through the active progress display, so that they do not break its bars."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -20,12 +20,12 @@ class ConsoleWarningHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if self.print_line is not None:
             self.print_line(record.getMessage())
-        else:  # before the bar and after it: a damaged checkpoint is found then
+        else:  # before and after the display, for example about a damaged checkpoint
             sys.stderr.write(f"halation: {record.getMessage()}\n")
 
 
 class _LogFile(logging.FileHandler):
-    """A log that cannot be written costs its lines; the disk's error is raised where results are written."""
+    """A log file that ignores write errors: the disk error is raised when results are written."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, encoding="utf-8")
@@ -36,7 +36,7 @@ class _LogFile(logging.FileHandler):
 
 @contextlib.contextmanager
 def exclusive_console_handler(console_handler: ConsoleWarningHandler) -> Iterator[None]:
-    """This one speaks to the person, and not also one that an earlier job of this process left behind."""
+    """Use only this console handler, without those left by earlier jobs of this process."""
     logger = logging.getLogger("halation")
     previous_handlers = [handler for handler in logger.handlers if isinstance(handler, ConsoleWarningHandler)]
     for handler in previous_handlers:
@@ -51,7 +51,7 @@ def exclusive_console_handler(console_handler: ConsoleWarningHandler) -> Iterato
 
 
 def configure_rank_logging(folder: Path, rank: int) -> ConsoleWarningHandler:
-    """Log to `train.log` on rank 0 and `rank_K.log` elsewhere; called once in a process."""
+    """Log to `train.log` on rank 0 and to `rank_K.log` on rank K; call once per process."""
     folder.mkdir(parents=True, exist_ok=True)
     logger = logging.getLogger("halation")
     logger.setLevel(logging.INFO)
@@ -70,7 +70,7 @@ def configure_rank_logging(folder: Path, rank: int) -> ConsoleWarningHandler:
 
 @contextlib.contextmanager
 def log_duration(step: str) -> Iterator[None]:
-    """Log a step of a long preparation when it begins, and how long it took when it is done."""
+    """Log the start of a preparation step, and its duration when it is done."""
     logger = logging.getLogger("halation.prepare")
     logger.info("%s", step)
     start_time = time.perf_counter()
@@ -80,7 +80,7 @@ def log_duration(step: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def log_to_folder(folder: Path) -> Iterator[ConsoleWarningHandler]:
-    """generate.log for everything, and warnings for the person."""
+    """Log everything to generate.log and warnings to the console."""
     folder.mkdir(parents=True, exist_ok=True)
     logger = logging.getLogger("halation")
     file = _LogFile(folder / "generate.log")

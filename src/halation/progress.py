@@ -1,7 +1,7 @@
 """Progress of all commands: bars on a terminal, plain lines, JSON lines, or nothing.
 
-A display never stops the job: a terminal or pipe that goes away only silences it. rich is imported when the first bar
-is drawn.
+A display never stops the job: if the terminal or pipe is closed, output is dropped. rich is imported with the first
+bar.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ JSON_EVERY_S = 1.0
 MIN_BAR, MAX_BAR = 8, 40
 MIN_WORDS = 16
 DELAY_S = 2.0
-"""How long work may take before it gets a bar."""
+"""`delayed_progress` shows a bar only for work that takes longer."""
 COLUMN_ORDER = ("count", "times", "success", "failed", "speed", "state", "words")
 
 
 @dataclass(kw_only=True)
 class Bar:
-    """One bar: how far it is, since when, and what is being done."""
+    """Counts, times and state of one bar."""
 
     label: str
     total: int = 0
     num_succeeded: int = 0
     num_failed: int = 0
     num_before: int = 0
-    """How many of these were there before this call: they count, but not for the rate."""
+    """Images finished before this call: they count as done but not for the rate."""
     state: str = "waiting"
     rate_start: float | None = None
-    """When the first image was begun: loading a model says nothing about its speed."""
+    """When the first image was started; the time to load the model does not count for the rate."""
     end_time: float | None = None
 
     @property
@@ -60,12 +60,12 @@ class Bar:
     def remaining_s(self, now: float) -> float | None:
         if self.end_time is not None or 0 < self.total <= self.num_finished:
             return 0.0
-        per_s = self.per_s(now)  # a worker that loads has no total yet
+        per_s = self.per_s(now)  # a worker that is still loading has no total
         return (self.total - self.num_finished) / per_s if self.total and per_s else None
 
 
 def format_speed(per_s: float) -> str:
-    """Images per second; slow ones per minute or hour instead of 0.0/s."""
+    """Format a rate per second, or per minute or hour if it would round to 0.0/s."""
     if per_s >= 0.1:
         return f"{per_s:.1f}/s" if per_s < 100 else f"{per_s:.0f}/s"
     return f"{per_s * 60:.1f}/min" if per_s * 60 >= 0.1 else f"{per_s * 3600:.1f}/h"
@@ -80,7 +80,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_clock(seconds: float | None) -> str:
-    """30:00, 2:30:00, or 4d02:30 where a clock has no more room."""
+    """Format as 30:00, 2:30:00 or, from 100 hours, 4d04:30."""
     if seconds is None:
         return "-:--"
     minutes, rest = divmod(int(seconds), 60)
@@ -91,7 +91,7 @@ def format_clock(seconds: float | None) -> str:
 
 
 def escape_control_characters(text: str) -> str:
-    """Spell out control characters, so that a prompt cannot steer a terminal."""
+    """Escape control characters, so that a prompt cannot control the terminal."""
     return "".join(
         letter if letter.isprintable() or letter == "\n" else letter.encode("unicode_escape").decode()
         for letter in text
@@ -99,9 +99,9 @@ def escape_control_characters(text: str) -> str:
 
 
 def fit_columns(wanted: Mapping[str, int], label_width: int, width: int) -> dict[str, int]:
-    """Column widths from left to right; the last of `wanted` go first where the terminal is narrow.
+    """Return column widths from left to right; a narrow terminal drops the last of `wanted`.
 
-    They follow from the plan and the terminal, never from how far the work is, so that nothing jumps.
+    Widths depend on the plan and the terminal but not on progress, so that columns do not move.
     """
     room = width - label_width - MIN_BAR - 2
     chosen: dict[str, int] = {}
@@ -116,7 +116,7 @@ def fit_columns(wanted: Mapping[str, int], label_width: int, width: int) -> dict
 
 
 class SafeStream:
-    """A stream whose reader may go away: what can no longer be written is dropped."""
+    """A stream that drops output when its reader is gone."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -137,7 +137,7 @@ class SafeStream:
     def _ignore_errors(self) -> Iterator[None]:
         try:
             yield
-        except BrokenPipeError:  # Python flushes once more at exit, and would turn this into an exit code of its own
+        except BrokenPipeError:  # Python flushes again at exit; an error there would change the exit code
             with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as empty:
                 os.dup2(empty.fileno(), self.stream.fileno())
         except (OSError, ValueError):
@@ -145,13 +145,13 @@ class SafeStream:
 
 
 class ProgressDisplay:
-    """What all displays share: their kind, their stream and where a line goes; a context manager.
+    """Base class of all displays: their kind, stream and event lines; a context manager.
 
-    Any thread may call it. A signal handler may not: it could interrupt the write that it starts again.
+    Thread-safe. Not for signal handlers: one could interrupt a write and start another.
     """
 
     is_transient = False
-    """Whether the bars vanish at the end."""
+    """True if the bars are removed at the end."""
 
     def __init__(self, kind: str, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         stream = stream or sys.stderr
@@ -169,8 +169,8 @@ class ProgressDisplay:
             from rich.console import Console
             from rich.live import Live
 
-            # rich draws in its own thread and reads the counts without our lock: a line that is an image behind does no
-            # harm, while waiting for our lock inside rich's lock could deadlock.
+            # rich draws in its own thread and reads the counts without `self.lock`: a count that is one image behind
+            # is harmless, while waiting for `self.lock` inside rich's lock could deadlock.
             console = Console(file=cast("TextIO", self._stream), highlight=False, markup=False, emoji=False)
             self._live = Live(
                 console=console,
@@ -191,7 +191,7 @@ class ProgressDisplay:
             self._live.stop()
 
     def show_line(self, text: str, json_object: Mapping[str, Any]) -> None:
-        """A line that stays: above the bars, as it is, or as JSON."""
+        """Print a permanent line: above the bars, as plain text, or as JSON."""
         with self.lock:
             if self._live is not None:
                 self._live.console.print(escape_control_characters(text))
@@ -201,11 +201,11 @@ class ProgressDisplay:
                 self._stream.flush()
 
     def render(self, width: int, height: int) -> RenderableType:
-        """What a terminal of this size shows now."""
+        """Return the current content for a terminal of this size."""
         raise NotImplementedError
 
     def render_bars(self, bars: Sequence[Bar], wanted: Mapping[str, int], width: int, height: int) -> RenderableType:
-        """The bars as they fit; the last one is always shown, others that do not fit are summed up in a line."""
+        """Render the bars that fit, always the last one; one line sums up the others."""
         from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.table import Table
@@ -239,7 +239,7 @@ class ProgressDisplay:
             return grid
 
         *others, last = bars
-        room = max(height - 2, 0)  # without the last bar and the line of the cursor
+        room = max(height - 2, 0)  # minus the last bar and the cursor line
         num_shown = len(others) if len(others) <= room else max(room - 1, 0)
         shown, hidden = others[:num_shown], others[num_shown:]
         parts = [render_grid(shown)] if shown else []
@@ -278,7 +278,7 @@ class StepProgress(ProgressDisplay):
             self.show_line(line, {"step": step, "total": bar.total, **numbers})
 
     def print_line(self, text: str) -> None:
-        """An event: a checkpoint, samples, a warning."""
+        """Print an event: a checkpoint, samples, a warning."""
         self.show_line(text, {"event": text})
 
     def render(self, width: int, height: int) -> RenderableType:
@@ -290,9 +290,9 @@ class StepProgress(ProgressDisplay):
 def delayed_progress(
     kind: str, title: str, unit: str, heartbeat: Callable[[], None], rank_and_size: tuple[int, int] = (0, 1)
 ) -> Iterator[Callable[[int, int], None]]:
-    """A function `update(done, total)` that sends a heartbeat; on rank 0 it shows a bar if the work takes long."""
+    """Yield `update(done, total)`, which sends heartbeats; rank 0 shows a bar after DELAY_S."""
     rank, size = rank_and_size
-    words = f"{unit}, the first of {size} shares" if size > 1 else unit
+    words = f"{unit}, rank 0 of {size}" if size > 1 else unit
     start_time = time.monotonic()
     with contextlib.ExitStack() as stack:
         bar: StepProgress | None = None
@@ -309,19 +309,19 @@ def delayed_progress(
 
 
 class WatchProgress(ProgressDisplay):
-    """Progress of `halation watch`: what is being done in one live line, and events that stay."""
+    """Progress of `halation watch`: one live line for the current activity, and event lines."""
 
     is_transient = True
     _status, _details = "", ""
 
     def show_status(self, status: str, details: str = "") -> None:
-        """What is being done now; details, which change all the time, are for the live line alone."""
+        """Show the current activity; `details` change often and appear only in the live line."""
         if self.kind != "rich" and status != self._status:
             self.show_event("doing", status)
         self._status, self._details = status, details
 
     def show_event(self, event: str, text: str, **facts: Any) -> None:
-        """An event: a message, a warning (shown by the kind none too) or a score."""
+        """Print an event: a message, a warning (also printed by the kind `none`) or a score."""
         if event == "warning" and self.kind == "none":
             self._stream.write(f"{escape_control_characters(text)}\n")
         self.show_line(text, {"event": event, "text": text, **facts})
@@ -337,9 +337,9 @@ class WatchProgress(ProgressDisplay):
 
 
 class GenerationProgress(ProgressDisplay):
-    """Progress of `halation generate`: a bar for each worker and one for all.
+    """Progress of `halation generate`: a bar for each worker and one for the total.
 
-    `num_done` and `num_failed` are what earlier calls left. JSON goes to standard output, all else to standard error.
+    `num_done` and `num_failed` count images of earlier calls. JSON goes to standard output, all else to standard error.
     """
 
     def __init__(
@@ -367,7 +367,7 @@ class GenerationProgress(ProgressDisplay):
         if self.kind in ("plain", "json"):
             num_done, num_failed = self.num_before
             failed = f", {num_failed} failed before" if num_failed else ""
-            text = f"{num_done} of {self.num_planned} images are there{failed}; drawing with {', '.join(self.workers)}"
+            text = f"{num_done} of {self.num_planned} images are done{failed}; generating on {', '.join(self.workers)}"
             self.show_line(text, self._json_object("start"))
             self._thread.start()
         return self
@@ -383,7 +383,7 @@ class GenerationProgress(ProgressDisplay):
             now = self.clock()
             for bar in self.workers.values():
                 bar.end_time = bar.end_time or now
-                if bar.is_drawing:  # what is shown now stays on the screen
+                if bar.is_drawing:  # this state stays on the screen
                     bar.state = "finished" if bar.num_finished >= bar.total else "stopped"
             if self.kind != "rich":
                 text = self._format_counts(f"in {format_duration(now - self.start_time)}")
@@ -391,7 +391,7 @@ class GenerationProgress(ProgressDisplay):
         super().finish()
 
     def overall(self) -> Bar:
-        """All workers together, with what was there before and what other commands did."""
+        """Return the bar for the total, with images of earlier calls and of other commands."""
         bars = list(self.workers.values())
         return Bar(
             label="all",
@@ -404,41 +404,42 @@ class GenerationProgress(ProgressDisplay):
         )
 
     def set_state(self, worker: str, text: str) -> None:
-        """What a worker is doing, in words; an event, unless it is only the next step of drawing."""
+        """Set a worker's state text; a new state is an event unless it starts with "drawing"."""
         text = escape_control_characters(text)
         with self.lock:
             bar = self._start_bar(worker, self.clock() if text.startswith("drawing") else None)
             is_event = text != bar.state and not text.startswith("drawing")
             bar.state, bar.end_time = text, self.clock() if text == "finished" else None
-        # On a terminal the state stands in the worker's line; only that a worker is gone is worth a line that stays.
+        # On a terminal the worker's bar shows the state; only the loss of a worker gets a permanent line.
         if is_event and (self.kind != "rich" or text.startswith("gone")):
             self.show_line(f"{worker}: {text}", self._json_object("worker", worker=worker, text=text))
 
     def set_step(self, worker: str, steps_done: int, steps_total: int) -> None:
-        """How far a worker is with its batch."""
+        """Set how many steps of its batch a worker has done."""
         with self.lock:
             bar = self._start_bar(worker, self.clock())
             bar.state, bar.end_time = f"drawing {steps_done} of {steps_total} steps", None
 
     def add_images(self, worker: str, success: int, failed: int) -> None:
-        """So many more images of this worker are done, or have failed."""
+        """Add finished and failed images to a worker's counts."""
         with self.lock:
-            # The first image of a model without steps took since the others began, or since the start.
+            # A model without steps reports no start: its first image counts from the start of generation, or of this
+            # display if no worker has started.
             bar = self._start_bar(worker, self.start_time if self._drawing_start is None else self._drawing_start)
             bar.num_succeeded += success
             bar.num_failed += failed
 
     def set_assigned(self, worker: str, num: int) -> None:
-        """This worker's bar should now reach `num` images."""
+        """Set the total of a worker's bar."""
         with self.lock:
             self._start_bar(worker, None).total = num
 
     def set_other_process_counts(self, success: int, failed: int) -> None:
-        """Images done and failed since the start by other commands that share the folder."""
+        """Set the images done and failed since the start by other commands that share the folder."""
         self.num_elsewhere = (success, failed)
 
     def print_line(self, text: str) -> None:
-        """A line above the bars."""
+        """Print a line above the bars."""
         self.show_line(text, self._json_object("message", text=escape_control_characters(text)))
 
     def render(self, width: int, height: int) -> RenderableType:
@@ -454,7 +455,7 @@ class GenerationProgress(ProgressDisplay):
         return self.render_bars([*list(self.workers.values()), self.overall()], wanted, width, height)
 
     def _start_bar(self, worker: str, drawing_start: float | None) -> Bar:
-        """The bar of a worker, which may have joined late; the first time that it draws is kept."""
+        """Return a worker's bar, created if it joined late; the first start of generation is kept."""
         bar = self.workers.setdefault(worker, Bar(label=worker))
         if bar.rate_start is None:
             bar.rate_start = drawing_start

@@ -1,4 +1,4 @@
-"""Reads prompt files exactly or refuses them: CSV, TXT, JSON lines, Parquet, in UTF-8."""
+"""Reads prompts from CSV, TXT, JSON lines or Parquet, in UTF-8, with strict checks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from halation.input_files import format_size
 
 FORMATS = ("csv", "txt", "jsonl", "parquet")
 PROMPT_COLUMNS = ("prompt", "caption", "text")
-"""The first wherever it is there; of the others the one that is there."""
+"""`prompt` if present, else the one of the others that is present; both without `prompt` is an error."""
 NUM_SEEDS = 2**63
 _SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}
 _MAX_COLUMNS_SHOWN = 20
@@ -31,7 +31,7 @@ _NUMBER = re.compile(r"\s*[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?\s*")
 
 
 class _ColumnType(NamedTuple):
-    """What a column besides the prompt may be called, and may hold."""
+    """Accepted names and values of a column other than the prompt."""
 
     names: tuple[str, ...]
     type: type
@@ -49,17 +49,17 @@ _COLUMN_TYPES = {
     "steps": _ColumnType(("steps", "num_inference_steps"), int, "a whole number from 1 to 10000", 1, 10000),
     "guidance_scale": _ColumnType(("guidance_scale",), float, "a finite number, 0 or more", 0, sys.float_info.max),
 }
-_FORMAT_HINT = "name the file .csv, .txt, .jsonl or .parquet after what is in it"
+_FORMAT_HINT = "use the extension of its format: .csv, .txt, .jsonl or .parquet"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptRow:
-    """One prompt with what its file says about it; None where the file says nothing."""
+    """One prompt with the values of its row; None for values that the file does not have."""
 
     prompt: str
     """Exactly as in the file, spaces included."""
     image_id: str | None = None
-    """Raw text: not yet fit to be part of a file name."""
+    """Raw text, not safe as part of a file name."""
     seed: int | None = None
     negative_prompt: str | None = None
     width: int | None = None
@@ -67,25 +67,28 @@ class PromptRow:
     steps: int | None = None
     guidance_scale: float | None = None
     line: int = 0
-    """Where it begins in its file (the row in Parquet), from 1; 0 where there is no file."""
+    """Line in the file (row in Parquet), from 1; 0 without a file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptFile:
-    """A prompt file's bytes, read once because standard input cannot be read twice, and the rows in them."""
+    """The bytes of a prompt file, read once because standard input cannot be read twice."""
 
     name: str
-    """For messages."""
+    """Name in messages."""
     format: str
     sha256: str
-    """Of the bytes as they are in the file."""
+    """Of the file's bytes."""
     ignored_columns: tuple[str, ...]
-    """Columns that mean nothing here, as far as the file's beginning tells."""
+    """Columns of the CSV header that are not used; empty for other formats."""
     data: bytes = field(repr=False)
 
     @classmethod
     def open(cls, path: str | Path, format: str | None = None) -> PromptFile:
-        """Read a file, or standard input for "-" (TXT unless `format` is given); the format follows the ending."""
+        """Read a file, or standard input for "-".
+
+        The format follows the file extension unless `format` is given; standard input is TXT by default.
+        """
         name = "standard input" if str(path) == "-" else str(path)
         kind = format or ("txt" if str(path) == "-" else Path(path).suffix.lower().removeprefix("."))
         if kind not in FORMATS:
@@ -108,49 +111,49 @@ class PromptFile:
         return cls(name=name, format=kind, sha256=sha256, ignored_columns=ignored_columns, data=data)
 
     def rows(self) -> Iterator[PromptRow]:
-        """The rows, converted one by one as they are asked for; a faulty one is refused when its turn comes."""
+        """Yield the rows, converted one by one; a malformed row raises InputError."""
         row = None
         for row in _READERS[self.format](self.name, self.data):
             yield row
         if row is None:
-            raise InputError(f"{self.name} has no prompts", "at least one", "write one prompt a line")
+            raise InputError(f"{self.name} has no prompts", "at least one", "write one prompt per line")
 
 
 def read_prompts(path: str | Path, format: str | None = None) -> list[PromptRow]:
-    """The prompts of a file, or of standard input for "-" (TXT unless `format` says otherwise), in the file's order.
+    """Read the prompts of a file, or of standard input for "-", in file order.
 
-    The format follows the ending. CSV has a header with a `prompt` column (or, where there is none, one of `caption`
-    and `text`); JSON lines hold objects with the same names; other columns are ignored. In TXT every line is a prompt.
-    Blank lines are skipped in all three. Nothing else is changed: "null" is a prompt, an empty field is an empty
-    prompt, spaces stay.
+    The format follows the file extension unless `format` is given; standard input is TXT by default. CSV has a header
+    with a `prompt` column or, without it, either `caption` or `text`. JSON lines are objects with the same names. Other
+    columns are ignored. In TXT every line is a prompt. Blank lines are skipped in all three. Nothing else is changed:
+    "null" is a prompt, an empty field is an empty prompt, spaces are kept.
     """
     return list(iter_prompts(path, format))
 
 
 def iter_prompts(path: str | Path, format: str | None = None) -> Iterator[PromptRow]:
-    """What `read_prompts` reads, row by row, so that a million rows take little more memory than the file's bytes."""
+    """Iterate over the rows of `read_prompts`; memory stays close to the size of the file."""
     return PromptFile.open(path, format).rows()
 
 
 def collect_prompts(prompts: Sequence[str], file: str | Path | None) -> list[str]:
-    """The prompts given on the command line, followed by those of a file; a lone `-` stands for standard input."""
+    """Return the prompts of the command line (`-`: of standard input), then those of a file."""
     if list(prompts) == ["-"]:
         prompts = [row.prompt for row in read_prompts("-")]
     return [*prompts, *([row.prompt for row in read_prompts(file)] if file is not None else [])]
 
 
 def _check_not_table(data: bytes) -> None:
-    """Refuse a table on standard input, which has no file ending: its header would be drawn as a prompt."""
+    """Reject a table on standard input: without a format, its header would become a prompt."""
     first = next(decode_blocks(data), "").partition("\n")[0].strip()
     names = [word.strip().strip('"') for word in first.split(",")]
-    # "text" is a word of prompts too; only without a space beside its comma it is a column.
+    # "text" also occurs in prompts; it is a column only without a space next to its comma.
     known = set(names) & set(PROMPT_COLUMNS[:2]) or "text" in first.replace('"', "").split(",")
     if (len(names) > 1 and known) or first.startswith('{"'):
         kind = "jsonl" if first.startswith("{") else "csv"
         raise InputError(
-            f"standard input begins with {first[:80]!r}, which is no prompt",
-            "a prompt a line, or the format",
-            f"give --prompts_format {kind}, or --prompts_format txt where it is a prompt",
+            f"standard input begins with {first[:80]!r}, which looks like a table",
+            "one prompt per line, or the format of the table",
+            f"give --prompts_format {kind}, or --prompts_format txt if it is a prompt",
         )
 
 
@@ -167,7 +170,7 @@ def _read_bytes(path: str | Path, name: str) -> bytes:
         raise InputError(f"{name} is a folder", "a file with prompts", "name the file in it") from None
     except OSError as error:
         raise InputError(
-            f"{name} cannot be read: {error.strerror}", "a file with prompts", "check its rights"
+            f"{name} cannot be read: {error.strerror}", "a file with prompts", "check its permissions"
         ) from None
 
 
@@ -214,7 +217,7 @@ def _read_parquet(name: str, data: bytes) -> Iterator[PromptRow]:
         csv_jsonl_reader.check_num_rows(name, file.metadata.num_rows, file.metadata.num_rows)
         wanted = [_prompt_column(name, 1, names), *_map_columns(names).values()]
         if twice := csv_jsonl_reader.find_duplicate([column for column in names if column in wanted]):
-            found = f"the column {format_value(twice[0])} is there twice"
+            found = f"the column {format_value(twice[0])} appears twice"
             raise error_at(name, 1, 1, found, "each column once", "rename or remove one of them")
         types = pyarrow.types
         is_plain = [types.is_string, types.is_large_string, types.is_integer, types.is_floating, types.is_boolean]
@@ -223,7 +226,7 @@ def _read_parquet(name: str, data: bytes) -> Iterator[PromptRow]:
             type = file.schema_arrow.field(column).type
             value_type = type.value_type if types.is_dictionary(type) else type
             if not any(is_kind(value_type) for is_kind in is_plain):
-                found = f"the column {format_value(column)} is of the type {shorten(type)}"
+                found = f"the column {format_value(column)} has type {shorten(type)}"
                 raise error_at(name, 1, 1, found, "text or numbers", "convert the column")
         batch_size = _parquet_batch_size(name, data, wanted)
         yield from _parse_typed_rows(name, _iter_parquet_rows(name, file, wanted, batch_size))
@@ -233,17 +236,17 @@ def _read_parquet(name: str, data: bytes) -> Iterator[PromptRow]:
 
 
 def _parquet_batch_size(name: str, data: bytes, columns: Sequence[str]) -> int:
-    """How many rows can be unpacked at once; files that unpack to more than a table may hold are refused.
+    """Return how many rows to unpack at a time; raises if the file unpacks to too many bytes.
 
-    A value can be as large as its page, and stand in every row of it at the price of a few bits. Sizes in the footer
-    may be wrong; a page's own header says what the reader allocates.
+    A value can be as large as its page and be repeated in every row of it at a cost of a few bits. Sizes in the footer
+    may be wrong; the reader allocates the size in the page header.
     """
     max_bytes = input_files.limit(input_files.MAX_TABLE_BYTES)
     max_pages = input_files.limit(input_files.MAX_PARQUET_PAGES)
     num_bytes, num_pages, largest, end = 0, 0, 1, 0
     for start, stop, group in sorted(_parquet_chunks(data, columns)):
         if start < end or stop > len(data):
-            raise OSError(f"row group {group + 1} lies in another one, or behind the end of the file")
+            raise OSError(f"row group {group + 1} overlaps another one, or ends after the end of the file")
         end = max(end, stop)
         for size in _parquet_page_sizes(data, start, stop):
             num_bytes, num_pages, largest = num_bytes + size, num_pages + 1, max(largest, size)
@@ -259,9 +262,9 @@ def _parquet_batch_size(name: str, data: bytes, columns: Sequence[str]) -> int:
 
 
 def _parquet_chunks(data: bytes, columns: Sequence[str]) -> Iterator[tuple[int, int, int]]:
-    """First byte, end and row group of the chunks of these columns that hold anything.
+    """Yield first byte, end and row group of the non-empty chunks of these columns.
 
-    Read here and not by pyarrow, whose own view of a damaged footer may end the process.
+    The footer is parsed here because pyarrow can crash the process on a damaged one.
     """
     paths = [[column.encode("utf-8", "surrogatepass")] for column in columns]
     footer = data[-8 - int.from_bytes(data[-8:-4], "little") : -8]
@@ -276,7 +279,7 @@ def _parquet_chunks(data: bytes, columns: Sequence[str]) -> Iterator[tuple[int, 
 
 
 def _parquet_page_sizes(data: bytes, start: int, stop: int) -> Iterator[int]:
-    """The unpacked size of each page, from the headers of the pages."""
+    """Yield the unpacked size of each page, from its header."""
     while 0 <= start < min(stop, len(data)):
         try:
             fields, start = _read_thrift(data, start)
@@ -290,7 +293,7 @@ def _parquet_page_sizes(data: bytes, start: int, stop: int) -> Iterator[int]:
 
 
 def _read_thrift(data: bytes, offset: int, kind: int = 12, depth: int = 0) -> tuple[Any, int]:
-    """A value of Thrift's compact protocol (a struct by the numbers of its fields), and where it ends."""
+    """Return a value of Thrift's compact protocol (struct: dict by field number) and its end."""
     match kind:
         case 1 | 2:
             return kind == 1, offset
@@ -311,7 +314,7 @@ def _read_thrift(data: bytes, offset: int, kind: int = 12, depth: int = 0) -> tu
                 size, offset = _read_thrift_varint(data, offset)
             values = []
             for _ in range(size):
-                # In a list, a truth value takes a byte.
+                # In a list, a boolean takes a byte.
                 value, offset = _read_thrift(data, offset, 3 if kind in (1, 2) else kind, depth + 1)
                 values.append(value)
                 if offset > len(data):
@@ -345,7 +348,7 @@ def _iter_parquet_rows(name: str, file: Any, columns: Sequence[str], batch_size:
     for batch in file.iter_batches(batch_size=batch_size, columns=list(columns), use_threads=False):
         try:
             records = batch.to_pylist()
-        except UnicodeDecodeError as error:  # the row is found by reading the rows one by one
+        except UnicodeDecodeError as error:  # read the rows one by one to find the bad one
             records = []
             with contextlib.suppress(UnicodeDecodeError):
                 for offset in range(batch.num_rows):
@@ -403,7 +406,7 @@ def _prompt_column(name: str, line: int, columns: Sequence[str]) -> str:
 
 
 def _map_columns(columns: Iterable[str]) -> dict[str, str]:
-    """From the fields of PromptRow to the columns that fill them, where there is one."""
+    """Map fields of PromptRow to the columns that are present."""
     found = {
         part: next((alias for alias in kind.names if alias in columns), None) for part, kind in _COLUMN_TYPES.items()
     }
@@ -411,7 +414,7 @@ def _map_columns(columns: Iterable[str]) -> dict[str, str]:
 
 
 def _parse_typed_rows(name: str, rows: Iterable[TableRow]) -> Iterator[PromptRow]:
-    """Rows of typed values; escapes may bring what a text file cannot hold, so texts are checked one by one."""
+    """Yield rows of typed values; texts are checked, as escapes can hold NULs and the like."""
     for row in rows:
         column = _prompt_column(name, row.line, list(row.values))
         prompt = row.values[column]
@@ -443,10 +446,10 @@ def _bad_value_error(name: str, line: int, column: str, value: Any, kind: _Colum
 
 
 def _parse_number(value: str, kind: _ColumnType) -> Any:
-    """A number from text, or None where the field is empty."""
+    """Parse a number, or return None for an empty field."""
     if not value or value.isspace():
         return None
-    # int() and float() also take 1_000, full-width digits and "nan".
+    # int() and float() also accept 1_000, full-width digits and "nan".
     if not (_WHOLE_NUMBER if kind.type is int else _NUMBER).fullmatch(value):
         raise ValueError(value)
     return _check_range(kind.type(value), kind)

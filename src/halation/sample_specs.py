@@ -1,4 +1,4 @@
-"""Specs, everything that decides one image, and the batches in which they are drawn."""
+"""Specs (everything that decides one image) and the batches they are sampled in."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class SampleSpec:
-    """Everything that decides one image; two equal specs give equal bytes from one model on one device type."""
+    """Everything that decides one image.
+
+    Equal specs give equal bytes with the same model on the same device type.
+    """
 
     index: int
     id: str
@@ -23,7 +26,7 @@ class SampleSpec:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """What must be equal for two specs to stand in one batch."""
+        """The values that all specs of a batch have in common."""
         return (self.height, self.width, self.num_frames, self.steps)
 
     def as_json(self) -> dict[str, Any]:
@@ -32,7 +35,10 @@ class SampleSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleBatch:
-    """A full row of specs of one shape; those from `num_real` on are fillers that are drawn and thrown away."""
+    """A full batch of specs of one shape.
+
+    Specs from `num_real` on are padding entries: they are sampled and discarded.
+    """
 
     specs: tuple[SampleSpec, ...]
     num_real: int

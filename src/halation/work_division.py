@@ -1,4 +1,4 @@
-"""Which rank or worker draws what: all division of work, as pure functions of integers."""
+"""Assigns specs to batches and batches to ranks or workers, as pure functions of integers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from halation.sample_specs import SampleBatch, SampleSpec
 def make_batches(specs: Sequence[SampleSpec], batch_size: int) -> tuple[SampleBatch, ...]:
     """Group specs by shape, then cut each group into batches of `batch_size` by index.
 
-    The last batch of a group is padded with its own last spec. The world size is no argument: the same specs make the
-    same batches on one GPU and on eight.
+    The last batch of a group is padded with its last spec. Batches do not depend on the world size: the same specs make
+    the same batches on one GPU and on eight.
     """
     if batch_size < 1:
         raise ValueError(f"a batch holds at least one spec, not {batch_size}")
@@ -31,7 +31,7 @@ def make_batches(specs: Sequence[SampleSpec], batch_size: int) -> tuple[SampleBa
 
 
 class BatchPlan:
-    """The batches of rows known by their index only, numbered by their first index: in the order of the file."""
+    """The batches of rows that are known only by index, numbered by their first index."""
 
     def __init__(self, groups: Sequence[npt.NDArray[np.int64]], batch_size: int) -> None:
         if batch_size < 1:
@@ -52,82 +52,82 @@ class BatchPlan:
         self._sorted_indices = self._indices[ascending]
         self._batch_numbers = np.repeat(np.argsort(order), stops - starts)[ascending]
         if (np.diff(self._sorted_indices) == 0).any():
-            raise ValueError("an index stands in two groups")
+            raise ValueError("an index is in two groups")
 
     def __len__(self) -> int:
         return len(self._starts)
 
     def rows(self, number: int) -> npt.NDArray[np.int64]:
-        """The indices in a batch, ascending; fewer than the batch's size where the rest are fillers."""
+        """Return the indices in a batch, ascending, without padding entries."""
         return self._indices[self._starts[number] : self._stops[number]]
 
     def first_rows(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The first index on each of these batches."""
+        """Return the first index of each of these batches."""
         rows: npt.NDArray[np.int64] = self._indices[self._starts[numbers]]
         return rows
 
     def find_batches(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The numbers of the batches these rows stand on, ascending, each once."""
+        """Return the numbers of the batches with these rows, ascending, without duplicates."""
         positions = np.searchsorted(self._sorted_indices, indices)
         if not np.isin(indices, self._sorted_indices).all():
-            raise ValueError("a row that stands in no batch")
+            raise ValueError("a row is in no batch")
         return np.unique(self._batch_numbers[positions])
 
 
 def plan_batches(groups: Sequence[npt.NDArray[np.int64]], batch_size: int) -> BatchPlan:
-    """Cut groups of rows of one shape, given by their ascending indices, as `cut` cuts their specs."""
+    """Cut groups of rows of one shape (ascending indices) into batches like `make_batches`."""
     return BatchPlan(groups, batch_size)
 
 
 def initial_batches(num_batches: int, num_workers: int, worker: int) -> range:
-    """The batches a worker begins with, round-robin: worker r of W has r, r + W, r + 2W ..."""
+    """Return a worker's initial batches, round-robin: worker r of W has r, r + W, r + 2W, etc."""
     return range(worker, num_batches, num_workers)
 
 
 def num_rounds(num_batches: int, world_size: int) -> int:
-    """How many batches every rank draws, fillers included, so that all ranks make the same number of forwards."""
+    """Return the number of batches per rank, padding included; it is the same on all ranks."""
     return -(-num_batches // world_size)
 
 
 def round_robin_batch(round_index: int, rank: int, world_size: int, num_batches: int) -> int | None:
-    """The batch `rank` draws in this round (round-robin), or None where it draws a filler."""
+    """Return the batch of `rank` in this round (round-robin), or None for a padding batch."""
     batch = round_index * world_size + rank
     return batch if batch < num_batches else None
 
 
 def rank_range(total: int, world_size: int, rank: int) -> range:
-    """Contiguous shares by ceiling division: 6 on 4 ranks are 2, 2, 2, 0."""
+    """Return the contiguous share of a rank, by ceiling division: 6 on 4 ranks are 2, 2, 2, 0."""
     size = -(-total // world_size)
     return range(min(rank * size, total), min((rank + 1) * size, total))
 
 
 def contiguous_batch(round_index: int, rank: int, world_size: int, num_batches: int) -> int | None:
-    """The batch `rank` draws in this round where shares are contiguous, or None where it draws a filler.
+    """Return the batch of `rank` in this round (contiguous), or None for a padding batch.
 
-    It takes as many rounds as round-robin.
+    The number of rounds is the same as for round-robin.
     """
     assigned = rank_range(num_batches, world_size, rank)
     return assigned[round_index] if round_index < len(assigned) else None
 
 
 def rank_and_offset(index: int, total: int, world_size: int) -> tuple[int, int]:
-    """(rank, number) of an index in the contiguous shares: whose share it is in, and its number there, from 0."""
+    """Return (rank, offset): the rank whose contiguous share has the index, and its offset."""
     if not 0 <= index < total:
-        raise ValueError(f"{index} is none of {total}")
+        raise ValueError(f"{index} is out of range for {total}")
     return divmod(index, -(-total // world_size))
 
 
 def most_loaded_rank(num_unstarted: Sequence[int]) -> int | None:
-    """The rank with the most batches that are not begun, the first of equals; None where all are begun."""
+    """Return the (first) rank with the most unstarted batches, or None if there are none."""
     most = max(num_unstarted, default=0)
     return num_unstarted.index(most) if most > 0 else None
 
 
 def micro_batch_layout(total: int, world_size: int, max_size: int) -> tuple[int, int]:
-    """(number, size) of the micro-batches in which every rank takes its share of `total` rows.
+    """Return (number, size) of the micro-batches that each rank runs for `total` rows.
 
-    A micro-batch has at most `max_size` rows. The same on all ranks, whose last rows may be fillers: the number of
-    forwards and their shape must not depend on the rank.
+    A micro-batch has at most `max_size` rows. The result is the same on all ranks, whose last rows may be padding
+    entries: the number of forwards and their shape must not depend on the rank.
     """
     size = -(-total // world_size)
     number = -(-size // max_size)

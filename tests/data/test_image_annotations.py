@@ -62,7 +62,7 @@ def test_the_usual_names_of_columns_go_before_others(tmp_path: Path) -> None:
         ("picture,text,x", "no column of files among 'picture', 'text', 'x'", "rename the right one to 'file_name'"),
         ("file,label,x", "no column of captions among 'file', 'label', 'x'", "rename the right one to 'text'"),
         ("file_name;text", "no column of files among 'file_name;text'", "put commas between"),
-        ("text,text,image", "the column 'text' is there twice", "rename or remove"),
+        ("text,text,image", "the column 'text' appears twice", "rename or remove"),
     ],
 )  # fmt: skip
 def test_columns_that_cannot_be_told_are_refused_with_those_found(
@@ -81,7 +81,7 @@ def test_whole_paths_may_lead_into_the_folder_and_nowhere_else(tmp_path: Path, m
     assert ImageFolder(path, 8, 8).file_name(0) == "pictures/1.png"
     for name in (str(beside), "../beside.png", f"{inside}/../beside.png", f"{inside}x.png"):
         error = refused(listed(inside, f"path,text\n{name},x\n"))
-        assert f"line 2, column 1: path {name!r} leaves the folder" in error.found
+        assert f"line 2, column 1: path {name!r} is outside the folder" in error.found
         assert (
             "move list.csv into a folder above all its images, or link to their folder and give --follow_links"
             in error.action
@@ -97,7 +97,7 @@ def test_whole_paths_may_lead_into_the_folder_and_nowhere_else(tmp_path: Path, m
 def test_a_csv_file_that_lacks_something_is_refused(tmp_path: Path) -> None:
     assert "no such file" in refused(tmp_path / "none.csv").found
     error = refused(listed(tmp_path, "path,text\npictures/9.png,x\npictures/1.png,y\n"))
-    assert "names 1 files that are not there: pictures/9.png (line 2)" in error.found
+    assert "lists 1 files that do not exist: pictures/9.png (line 2)" in error.found
     assert error.expected == "every path to be a file in that folder"
     assert "lists no images" in refused(listed(tmp_path, "path,text\n")).found
     assert "path is ''" in refused(listed(tmp_path, "path,text\n,x\n")).found

@@ -238,7 +238,7 @@ def test_an_encoder_that_gives_something_else_is_our_mistake(tmp_path: Path) -> 
 def test_shards_of_different_shapes_are_refused(tmp_path: Path) -> None:
     text_cache.build(["a"], tmp_path, Encoder(), fingerprint=FINGERPRINT)
     text_cache.build(["b"], tmp_path, lambda wanted: {"embeds": torch.zeros(8, 9)}, fingerprint=FINGERPRINT)
-    with pytest.raises(InputError, match="holds other tensors than the shards beside it"):
+    with pytest.raises(InputError, match="holds other tensors than the other shards"):
         text_cache.open_cache(tmp_path, FINGERPRINT).read(["a", "b"])
 
 

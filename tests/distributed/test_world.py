@@ -59,7 +59,7 @@ def test_a_rank_that_sleeps_is_named_by_all_others_with_the_place_it_sleeps_at(r
     told = ranks.run(3, jobs.meet, 2.0, {1: "sleep"})
     for rank in (0, 2):
         sentence, seconds = told[rank]
-        assert sentence.startswith("rank 1 has made no progress for 2 s in a test (beat 3)")
+        assert sentence.startswith("rank 1 has made no progress for 2 s in a test (heartbeat 3)")
         assert "in doze_off" in sentence
         assert seconds < 20.0
     assert told[1][1] > 5.0, "it slept"
@@ -75,7 +75,7 @@ def test_a_rank_that_is_stopped_is_named_as_not_answering(ranks: RankPool) -> No
     for rank in (0, 1):
         assert troubles[rank].kind == "RankFailure"
         assert troubles[rank].message.startswith("rank 2 has made no progress for 2 s in a test")
-        assert "its process does not answer" in troubles[rank].message
+        assert "its process does not respond" in troubles[rank].message
 
 
 def test_who_is_furthest_behind_is_blamed(ranks: RankPool) -> None:

@@ -77,7 +77,7 @@ def assert_generated(folder: Path) -> None:
     ("lose", "expected"),
     [
         (move, "out is gone: it was removed or moved"),
-        (replace, "out is another one than when this command began"),
+        (replace, "out was replaced while this command wrote to it"),
     ],
 )
 def test_a_generation_whose_folder_is_moved_goes_on_when_it_is_back(
@@ -147,7 +147,7 @@ def test_a_generation_whose_folder_becomes_read_only_goes_on_when_it_is_writable
         until(lambda: num_images(folder) >= 4, command=command)
         folder.chmod(0o555)
         try:
-            assert_ends_with_one_message(command, "out cannot be written any more: Permission denied")
+            assert_ends_with_one_message(command, "out is no longer writable: Permission denied")
         finally:
             folder.chmod(0o755)
     assert "set aside" not in command.said()
@@ -240,7 +240,7 @@ def test_a_training_whose_folder_becomes_read_only_goes_on_when_it_is_writable(
         until(lambda: (run / "checkpoints" / "step_0000040").exists(), command=command)
         run.chmod(0o555)
         try:
-            assert_ends_with_one_message(command, f"{run} cannot be written any more: Permission denied")
+            assert_ends_with_one_message(command, f"{run} is no longer writable: Permission denied")
         finally:
             run.chmod(0o755)
     newest = max(checker.good(run / "checkpoints"))

@@ -160,7 +160,7 @@ def test_what_is_not_a_video_is_not_encoded() -> None:
     for frames in (moving(2, 16, 16)[0], moving(2, 16, 16).astype(np.float32), moving(2, 16, 16)[:0]):
         with pytest.raises(ValueError, match="a video is uint8"):
             encode_mp4(frames, 8, {})
-    with pytest.raises(ValueError, match="one or more frames a second"):
+    with pytest.raises(ValueError, match="one or more frames per second"):
         encode_mp4(moving(2, 16, 16), 0, {})
-    with pytest.raises(ValueError, match="not for 'colour'"):
+    with pytest.raises(ValueError, match="not 'colour'"):
         encode_mp4(moving(2, 16, 16), 8, {"colour": "red"})

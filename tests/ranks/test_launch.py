@@ -40,9 +40,9 @@ def test_a_negative_number_of_ranks_is_refused() -> None:
 
 @pytest.mark.gpu
 def test_a_gpu_given_twice_or_shared_is_refused() -> None:
-    with pytest.raises(InputError, match="a GPU twice in --gpu_ids 0 0"):
+    with pytest.raises(InputError, match="duplicate GPU in --gpu_ids 0 0"):
         launcher.select_devices(0, (0, 0), False)
-    with pytest.raises(InputError, match="at most one rank a GPU"):
+    with pytest.raises(InputError, match="at most one rank per GPU"):
         launcher.select_devices(2, (0,), False)
     assert launcher.select_devices(2, (0,), True) == ("cuda:0", "cuda:0")
 
@@ -71,7 +71,7 @@ def test_an_error_of_all_ranks_is_told_once_without_a_traceback(tmp_path: Path) 
     said = (tmp_path / "log").read_text()
     assert said.count("--engine single with 2 ranks") == 1
     assert "Traceback" not in said
-    assert "starting again" not in said
+    assert "restarting" not in said
     assert checker.leftovers(tmp_path / "run") == []
 
 
@@ -136,7 +136,7 @@ def test_a_warning_to_one_rank_alone_stops_all_at_one_step(tmp_path: Path) -> No
         os.kill(command.rank_pids()[1], signal.SIGUSR1)
         assert command.process.wait(30) == 143
         command.until_gone(5.0)
-        assert "starting again" not in command.said()
+        assert "restarting" not in command.said()
     [folder] = checker.good(run / "checkpoints").values()
     assert json.loads((folder / "state.json").read_text())["position"]["step"] < 6
 
@@ -165,7 +165,7 @@ def test_a_signal_while_ranks_are_starting_is_no_failure(tmp_path: Path, number:
         command.process.send_signal(number)
         assert command.process.wait(20) == code
         command.until_gone(5.0)
-        assert "before all ranks had begun" in command.said()
+        assert "before all ranks had started" in command.said()
         assert "Traceback" not in command.said()
     assert checker.leftovers(tmp_path / "run") == []
 
@@ -181,7 +181,7 @@ def test_a_signal_to_one_rank_while_it_starts_is_no_failure_and_no_reason_to_sta
         assert command.process.wait(60) == code, command.said()
         command.until_gone(5.0)
         assert f"rank 1 was asked to stop (signal {number})" in command.said()
-        assert "starting again" not in command.said()
+        assert "restarting" not in command.said()
         assert "Traceback" not in command.said()
     assert checker.leftovers(tmp_path / "run") == []
     assert finish(halation(train(tmp_path / "run")), tmp_path / "log") == 0
@@ -210,7 +210,7 @@ def test_ranks_die_with_a_killed_parent_and_a_killed_rank_is_started_again(tmp_p
     assert fired(tmp_path / "log") == ["train.step:2:kill:1"]
     said = (tmp_path / "log").read_text()
     assert "rank 1 was killed by signal 9 (SIGKILL)" in said
-    assert "starting again from the last checkpoint (1 of 1)" in said
+    assert "restarting from the last checkpoint (1 of 1)" in said
     assert commands.last_bits(run) == commands.unbroken()
 
 
@@ -230,7 +230,7 @@ def test_a_rank_that_always_dies_is_started_again_as_often_as_allowed(tmp_path: 
     assert finish(words, tmp_path / "log", "train.step:2:kill:1") == 1
     assert fired(tmp_path / "log") == ["train.step:2:kill:1"] * 2
     said = (tmp_path / "log").read_text()
-    assert said.count("starting again") == 1
+    assert said.count("restarting from") == 1
     assert said.rstrip().splitlines()[-1].startswith("halation: rank 1 was killed by signal 9")
     assert checker.leftovers(tmp_path / "run") == []
 

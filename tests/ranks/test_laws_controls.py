@@ -100,7 +100,7 @@ def test_all_ranks_stop_at_the_step_at_which_one_of_them_was_asked(ranks: RankPo
     assert ranks.run(3, train_asked, config, {2: ("stop", "sample")}) == [(3, words, 130)] * 3
     assert answers(run) == [("sample", 3, ""), ("stop", 3, "")]
     assert saved_steps(run) == drawn_steps(run) == [3], "the stop comes last"
-    assert "stop, asked for by `halation ctl`, is taken at step 3" in run_folders.log_of(run, 0)
+    assert "stop, requested by `halation ctl`, is taken at step 3" in run_folders.log_of(run, 0)
     assert not (run / control_requests.CONTROL_FOLDER).exists()
 
 
@@ -146,9 +146,9 @@ def test_what_was_asked_of_a_dead_run_or_at_the_last_step_is_dropped_and_no_samp
     )
     assert answers(tmp_path) == [("sample", 2, none), ("save", 4, last), ("stop", 4, last), ("sample", 4, over)]
     log = run_folders.log_of(tmp_path, 0)
-    assert "dropped stop-0.json: it was not asked of this start of the run" in log
+    assert "dropped stop-0.json: it was not sent to this start of the run" in log
     assert "dropped save-1.json" in log
-    assert f"sample, asked for by `halation ctl`, is not done at step 2: {none}" in log
+    assert f"sample, requested by `halation ctl`, is not done at step 2: {none}" in log
     assert not (tmp_path / control_requests.CONTROL_FOLDER).exists()
     assert not (tmp_path / "samples").exists()
 

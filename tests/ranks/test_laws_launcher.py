@@ -52,7 +52,7 @@ def test_a_failure_inside_a_sharded_forward_names_its_rank_and_is_mended_by_star
     assert fired.read_text() == f"sample.forward:1:raise:{culprit}\n"
     assert f"rank {culprit} failed inside a sharded forward while sampling" in result.stderr
     assert "fault injected at sample.forward" in result.stderr
-    assert "starting again from the last checkpoint (1 of 1)" in result.stderr
+    assert "restarting from the last checkpoint (1 of 1)" in result.stderr
     for step in (1, 2):
         assert [row["state"] for row in run_folders.samples(tmp_path / "run", step)] == ["done", "done"]
     ranks.run(2, rank_jobs.train, rank_jobs.small_config(tmp_path / "never", **settings))

@@ -83,8 +83,8 @@ def test_a_run_that_ended_says_how(tmp_path: Path) -> None:
     (saved / "checkpoints/step_0000010").mkdir(parents=True)
     for folder, found, action in (
         (finished, "finished is not running: it is finished", "more steps"),
-        (failed, "failed is not running: it failed: the loss is not finite", "begins again, as nothing was saved"),
-        (saved, "saved is not running: it failed: the loss is not finite", "goes on from its last checkpoint"),
+        (failed, "failed is not running: it failed: the loss is not finite", "starts over, as nothing was saved"),
+        (saved, "saved is not running: it failed: the loss is not finite", "resumes from its last checkpoint"),
     ):
         with pytest.raises(InputError) as told:
             control_requests.send_request(folder, "save")

@@ -133,7 +133,7 @@ def cut(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "words"),
     [
-        (cut, "bytes of weights where its header says"),
+        (cut, "bytes of weights, but its header requires"),
         (lambda folder: (folder / "unet/model-00001-of-00002.safetensors").unlink(), "model-00001-of-00002.safetensors is missing"),
         (lambda folder: shutil.rmtree(folder / "vae"), "vae/ is missing"),
         (lambda folder: (folder / "model_index.json").write_text('{"unet'), "cannot be read"),

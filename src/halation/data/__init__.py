@@ -1,1 +1,1 @@
-"""Data sets: read, cropped, shuffled, cached and prefetched."""
+"""Datasets: reading, cropping, shuffling, caching and prefetching."""

@@ -1,4 +1,4 @@
-"""Aspect buckets: a few shapes of about one area, so that images are cropped little."""
+"""Aspect buckets: a few shapes of about equal area, so that images are cropped little."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_ASPECT_RATIO = 2.0
 
 
 class BucketAssignment(NamedTuple):
-    """How the train part of a source is sorted into shapes."""
+    """The assignment of train images to shapes."""
 
     bucket_indices: np.ndarray
     """The bucket of each image, an index into `shapes`."""
@@ -25,13 +25,16 @@ class BucketAssignment(NamedTuple):
 
 
 def buckets_of(source: ImageDataset) -> BucketAssignment | None:
-    """The buckets of a source, or None where all its images have one shape."""
+    """Return the buckets of a source, or None if all its images have one shape."""
     of: np.ndarray | None = getattr(source, "bucket_of", None)
     return None if of is None else BucketAssignment(of, source.shapes)  # type: ignore[attr-defined]
 
 
 def bucket_shapes(height: int, width: int, multiple: int) -> tuple[ImageShape, ...]:
-    """Shapes of at most this area whose sides are multiples, from 1:2 to 2:1, none inside another; tall first."""
+    """Return shapes of at most this area from 1:2 to 2:1, tall first.
+
+    Sides are multiples of `multiple`; no shape fits inside another.
+    """
     area = height * width
     sides = range(multiple, math.isqrt(int(MAX_ASPECT_RATIO * area)) + 1, multiple)
     pairs = [(side, area // side // multiple * multiple) for side in sides]
@@ -42,7 +45,7 @@ def bucket_shapes(height: int, width: int, multiple: int) -> tuple[ImageShape, .
     if not found:
         raise InputError(
             f"aspect buckets of the area {height} x {width} with sides that are multiples of {multiple}",
-            f"room for an image of {multiple} x {multiple} at least",
+            f"an area of at least {multiple} x {multiple}",
             "give a larger --image_size, or leave --aspect_buckets out",
         )
     maximal = [
@@ -54,7 +57,7 @@ def bucket_shapes(height: int, width: int, multiple: int) -> tuple[ImageShape, .
 
 
 def describe_buckets(source: ImageDataset, multiple: int) -> list[str]:
-    """Lines for the log: which shapes there are and how many images have them; where there is only one, why."""
+    """Return log lines: the shapes and their numbers of images and, if there is only one, why."""
     buckets = buckets_of(source)
     if buckets is None:
         return []
@@ -65,22 +68,22 @@ def describe_buckets(source: ImageDataset, multiple: int) -> list[str]:
     possible_shapes = bucket_shapes(source.height, source.width, multiple)
     if len(possible_shapes) == 1:
         lines.append(
-            f"--aspect_buckets does nothing here: with sides that are multiples of {multiple} this area has room for "
-            "one shape; a larger --image_size has more"
+            f"--aspect_buckets has no effect: with sides that are multiples of {multiple} this area allows only one "
+            "shape; a larger --image_size allows more"
         )
     elif len(descriptions) == 1:
         lines.append(
-            f"--aspect_buckets does nothing here: of {len(possible_shapes)} shapes, one is the nearest to all images"
+            f"--aspect_buckets has no effect: of {len(possible_shapes)} shapes, one is the nearest for all images"
         )
     return lines
 
 
 def nearest_shape_indices(sizes: np.ndarray, shapes: Sequence[ImageShape]) -> np.ndarray:
-    """For each (height, width) the shape whose proportions are nearest, by the difference of their logarithms."""
+    """Return for each (height, width) the shape with the nearest aspect ratio, on a log scale."""
     ratios = np.log(np.array([wide / high for high, wide in shapes]))
     if not len(sizes):
         return np.empty(0, np.int64)
     sizes = np.asarray(sizes, np.float64)
     own = np.log(sizes[:, 1] / sizes[:, 0])
-    # Rounded, or the last bit of a logarithm would decide between two shapes that are equally near.
+    # Rounded, so that the last bit of a logarithm does not decide between two equally near shapes.
     return np.stack([np.round(np.abs(own - ratio), 9) for ratio in ratios]).argmin(0)

@@ -1,4 +1,4 @@
-"""The dataset protocol: images with captions or classes, one by one and in batches."""
+"""The dataset protocol: images with captions or classes, single and in batches."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from numpy.typing import NDArray
 JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
 
 
-# eq=False: arrays do not compare to one truth value, so the generated == would raise.
+# eq=False: comparing arrays gives an array, so the generated == would raise.
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CaptionedImage:
-    """One image with what is known about it."""
+    """One image with its caption or class."""
 
     pixels: NDArray[np.uint8]
     """(height, width, 3), sRGB."""
     caption: str
-    """Empty where the source has classes instead."""
+    """Empty if the source has classes instead."""
     label: int = -1
-    """The class, an index into the source's `class_names`; -1 where there are no classes."""
+    """The class, an index into the source's `class_names`; -1 without classes."""
     original_size: tuple[int, int] = (0, 0)
-    """Height and width before it was cropped and resized; those of the pixels unless told otherwise."""
+    """Height and width before cropping and resizing; by default those of `pixels`."""
 
     def __post_init__(self) -> None:
         if self.original_size == (0, 0):
@@ -32,11 +32,11 @@ class CaptionedImage:
 
 
 class ImageDataset(Protocol):
-    """A source of images in two parts that do not meet; both are pure functions of the index."""
+    """A source of images in two disjoint splits; both are pure functions of the index."""
 
     @property
     def name(self) -> str:
-        """The source in a word: `streets`, or the folder."""
+        """The name of the source: `streets`, or the folder."""
 
     @property
     def fingerprint(self) -> dict[str, JSON]:
@@ -44,49 +44,49 @@ class ImageDataset(Protocol):
 
     @property
     def num_train(self) -> int:
-        """How many images there are to train on."""
+        """Number of train images."""
 
     @property
     def num_validation(self) -> int:
-        """How many images are kept aside."""
+        """Number of validation images."""
 
     @property
     def height(self) -> int:
-        """Rows of every image."""
+        """Height of every image."""
 
     @property
     def width(self) -> int:
-        """Columns of every image."""
+        """Width of every image."""
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """The classes that labels count; empty where there are captions."""
+        """The class names that labels index; empty if there are captions."""
 
     def train(self, index: int) -> CaptionedImage:
-        """Image `index` of the train part, 0 <= index < num_train."""
+        """Return train image `index`, 0 <= index < num_train."""
 
     def validation(self, index: int) -> CaptionedImage:
-        """Image `index` of the validation part, 0 <= index < num_validation."""
+        """Return validation image `index`, 0 <= index < num_validation."""
 
     def captions(self) -> Iterable[str]:
-        """A bounded sample of the train part's captions, to build a tokenizer from."""
+        """Return a limited number of train captions, to build a tokenizer from."""
 
     def all_captions(self) -> Iterable[str]:
-        """The captions of all images of both parts, repeated ones too."""
+        """Return the captions of all images of both splits, with duplicates."""
 
 
 class ImageBatch(NamedTuple):
-    """Some images, stacked: pixels (or latents) first."""
+    """Stacked images (or latents) with captions, labels and original sizes."""
 
     pixels: np.ndarray
     captions: list[str]
     labels: np.ndarray
     originals: np.ndarray
-    """(n, 2) int64: heights and widths of the images as they were."""
+    """(n, 2) int64: original heights and widths."""
 
 
 def stack_images(images: Sequence[CaptionedImage]) -> ImageBatch:
-    """Images of one shape as one array."""
+    """Stack images of one shape."""
     return ImageBatch(
         np.stack([image.pixels for image in images]),
         [image.caption for image in images],
@@ -96,7 +96,7 @@ def stack_images(images: Sequence[CaptionedImage]) -> ImageBatch:
 
 
 def unstack_images(batch: ImageBatch) -> list[CaptionedImage]:
-    """The single images again; their pixels are views."""
+    """Split a batch into single images; their pixels are views."""
     originals = [(height, width) for height, width in batch.originals.tolist()]
     rows = zip(batch.pixels, batch.captions, batch.labels.tolist(), originals, strict=True)
     return [
@@ -106,7 +106,7 @@ def unstack_images(batch: ImageBatch) -> list[CaptionedImage]:
 
 
 def concat_batches(batches: Sequence[ImageBatch]) -> ImageBatch:
-    """Several stacks as one, in order."""
+    """Concatenate batches in order."""
     captions = [caption for one in batches for caption in one.captions]
     labels = np.concatenate([one.labels for one in batches])
     originals = np.concatenate([one.originals for one in batches])
@@ -114,6 +114,6 @@ def concat_batches(batches: Sequence[ImageBatch]) -> ImageBatch:
 
 
 def load_images(source: ImageDataset, split: str, indices: Sequence[int]) -> ImageBatch:
-    """The images of `split` ("train" or "heldout") at these indices, made in this process."""
+    """Load the images of `split` ("train" or "heldout") at these indices in this process."""
     load_image = source.train if split == "train" else source.validation
     return stack_images([load_image(int(index)) for index in indices])

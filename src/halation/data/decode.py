@@ -1,4 +1,4 @@
-"""PNG, JPEG and WebP files to pixels, with limits that are checked before decoding."""
+"""Decodes PNG, JPEG and WebP files, with limits that are checked before decoding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from halation import input_files
 
 VERSION = 1
-"""Counts changes of this file that change pixels; part of every fingerprint."""
+"""Incremented by changes to this file that change pixels; part of every fingerprint."""
 FORMATS = ("PNG", "JPEG", "WEBP")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 UNSUPPORTED_SUFFIXES = (".bmp", ".gif", ".tif", ".tiff", ".avif", ".heic", ".jxl", ".jp2", ".ppm", ".tga")
@@ -30,23 +30,26 @@ _STRIP_PIXELS = 1 << 20
 _BLOCK_BYTES = 1 << 20
 _JPEG_MARKER = re.compile(rb"\xff([^\x00\xff])")
 _JPEG_SCAN = b"\xff\xda"
-# Pillow's plugins raise all of these, by format and by kind of damage.
+# Pillow's plugins raise all of these, depending on the format and the damage.
 _DECODE_ERRORS = (
     OSError, SyntaxError, ValueError, TypeError, KeyError, IndexError, EOFError, MemoryError, struct.error, zlib.error,
 )  # fmt: skip
 
 
 class BrokenImageError(Exception):
-    """A file that gives no image; the text says why."""
+    """A file that cannot be decoded; the message has the reason."""
 
 
 class _Gate:
-    """Lets threads in while what they hold together is within a limit; one that wants more is let in alone."""
+    """A semaphore over an amount: threads wait while the total would exceed the capacity.
+
+    A thread that needs more than the capacity runs alone.
+    """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self.reset()
-        os.register_at_fork(after_in_child=self.reset)  # the threads that hold something are not in the child
+        os.register_at_fork(after_in_child=self.reset)  # the threads that hold an amount do not exist in the child
 
     def reset(self) -> None:
         self._used = 0
@@ -66,16 +69,16 @@ class _Gate:
                 self._changed.notify()
 
 
-# Always in this order: bytes of the file, which a decoder may read at once, then pixels.
+# Always acquired in this order: bytes of the file, which a decoder may read as a whole, then pixels.
 _bytes_gate = _Gate(input_files.MAX_IMAGE_BYTES)
 _pixels_gate = _Gate(input_files.MAX_IMAGE_PIXELS)
-# Blocks below 32 MiB, as Pillow's own of 16, may be kept by the allocator for the thread that freed them.
+# The allocator may keep freed blocks below 32 MiB (Pillow's default is 16) for the thread that freed them.
 Image.core.set_block_size(64 << 20)
 
 
 @contextlib.contextmanager
 def _hold_pixels(image: Image.Image, num_pixels: int) -> Iterator[None]:
-    """While this many pixels may be in memory; they are given back at its end."""
+    """Hold this many pixels of the limit; the image is closed at the end."""
     with _pixels_gate.hold(num_pixels):
         try:
             yield
@@ -84,31 +87,31 @@ def _hold_pixels(image: Image.Image, num_pixels: int) -> Iterator[None]:
 
 
 class DecodedFile(NamedTuple):
-    """Pixels, and the height and width that the upright image had."""
+    """Pixels, and height and width of the upright image before cropping and resizing."""
 
     pixels: np.ndarray
     original_size: tuple[int, int]
 
 
 def left_out_message(names: Sequence[str]) -> str:
-    """What is said of images in a folder whose formats are not read."""
+    """Return the warning for images of unsupported formats in a folder."""
     first = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
     verb = "image is" if len(names) == 1 else "images are"
-    return f"{len(names)} {verb} left out, because only PNG, JPEG and WebP are read: {first}"
+    return f"{len(names)} {verb} left out, because only PNG, JPEG and WebP are supported: {first}"
 
 
 def decode(path: Path, height: int, width: int, within: str | None = None) -> np.ndarray:
-    """(height, width, 3) uint8: turned as its EXIF says, over white, the middle cut to the shape, resampled."""
+    """Decode to (height, width, 3) uint8: EXIF orientation, over white, centre crop, resize."""
     return decode_with_size(path, height, width, within).pixels
 
 
 def decode_with_size(path: Path, height: int, width: int, within: str | None = None) -> DecodedFile:
-    """What `decode` gives, with the size it had before."""
+    """Decode an image like `decode` and return its original size too."""
     with _as_broken_image(), _open_file(path, within) as file, _open_image(file) as image:
         across, down = image.size
-        # JPEG can decode at 1/2, 1/4, 1/8 for a fraction of the time; twice the final size keeps the filter honest.
+        # JPEG can decode at 1/2, 1/4, 1/8 in a fraction of the time; twice the final size keeps the filter accurate.
         image.draft(None, (2 * max(height, width),) * 2)
-        # A progressive one is held at its full size all the same.
+        # A progressive JPEG takes memory for its full size anyway.
         with _hold_pixels(image, across * down if "progressive" in image.info else image.width * image.height):
             if image.getexif().get(ExifTags.Base.Orientation) in _ROTATED_ORIENTATIONS:
                 across, down = down, across
@@ -119,7 +122,7 @@ def decode_with_size(path: Path, height: int, width: int, within: str | None = N
 
 @contextlib.contextmanager
 def _as_broken_image() -> Iterator[None]:
-    """Raise what Pillow raises for a damaged file as a BrokenImageError."""
+    """Convert Pillow's errors for damaged files to BrokenImageError."""
     try:
         yield
     except _DECODE_ERRORS as error:
@@ -127,16 +130,19 @@ def _as_broken_image() -> Iterator[None]:
 
 
 def read_upright_size(path: Path, within: str | None = None) -> tuple[int, int]:
-    """Height and width as its EXIF turns it, mostly from the file's first bytes alone."""
+    """Return the upright height and width (EXIF), usually from the first bytes of the file."""
     with _as_broken_image(), _open_file(path, within) as file, _open_image(file) as image:
         across, down = image.size
-        with _hold_pixels(image, across * down):  # the EXIF of a PNG may stand after its pixels
+        with _hold_pixels(image, across * down):  # the EXIF of a PNG may follow its pixels
             is_rotated = image.getexif().get(ExifTags.Base.Orientation) in _ROTATED_ORIENTATIONS
         return (across, down) if is_rotated else (down, across)
 
 
 def verify_image(path: Path, height: int, width: int, within: str | None = None) -> tuple[int, int]:
-    """Its upright height and width, or BrokenImageError unless it is whole; `decode` takes a PNG that lacks its end."""
+    """Return the upright height and width; raises BrokenImageError for any damage.
+
+    `decode` alone accepts a PNG without its last bytes.
+    """
     original_size = decode_with_size(path, height, width, within).original_size
     with _as_broken_image(), _open_file(path, within) as file, _open_image(file) as image:
         image.verify()
@@ -144,18 +150,18 @@ def verify_image(path: Path, height: int, width: int, within: str | None = None)
 
 
 def decode_full_size(data: bytes) -> np.ndarray:
-    """(height, width, 3) uint8 at the file's own size, turned as its EXIF says, over white; finds any damage."""
+    """Decode at full size to (height, width, 3) uint8, upright, over white; finds any damage."""
     with _as_broken_image():
         with _open_image(io.BytesIO(data)) as image, _hold_pixels(image, image.width * image.height):
             ImageOps.exif_transpose(image, in_place=True)
             pixels = np.asarray(_to_rgb(image))
         with _open_image(io.BytesIO(data)) as image:
-            image.verify()  # a PNG that lacks its end is decoded without a word
+            image.verify()  # a PNG without its last bytes decodes without an error
         return pixels
 
 
 def read_image_bytes(path: str | Path, within: str | None = None) -> bytes:
-    """The bytes of an image file; `within` is the folder that links may not lead out of."""
+    """Read the bytes of an image file; `within` is the folder that links must not leave."""
     try:
         return input_files.read_bytes(path, input_files.MAX_IMAGE_BYTES, within=within)
     except OSError as error:
@@ -182,7 +188,7 @@ def _open_image(file: BinaryIO) -> Image.Image:
     _check_num_chunks(file)
     try:
         if max_pixels > (Image.MAX_IMAGE_PIXELS or max_pixels):
-            Image.MAX_IMAGE_PIXELS = max_pixels  # Pillow's own limit, for images that --input_limits allows
+            Image.MAX_IMAGE_PIXELS = max_pixels  # raise Pillow's limit for images that --input_limits allows
         image = Image.open(file, formats=FORMATS)
     except UnidentifiedImageError:
         is_empty = file.seek(0, io.SEEK_END) == 0
@@ -195,13 +201,13 @@ def _open_image(file: BinaryIO) -> Image.Image:
             f"{image.width} x {image.height} pixels; the limit is {max_pixels // 10**6} million; "
             f"{input_files.RAISE_ACTION}"
         )
-    if image.format not in ("PNG", "WEBP"):  # JPEG, or MPO: a JPEG with others behind it
+    if image.format not in ("PNG", "WEBP"):  # JPEG, or MPO: a JPEG followed by others
         _check_num_scans(file, image.width * image.height)
     return image
 
 
 def _check_num_chunks(file: BinaryIO) -> None:
-    """Refuse what has so many chunks that to go through them takes long, before Pillow goes through them."""
+    """Reject files with too many chunks before Pillow spends a long time on them."""
     max_chunks = input_files.limit(input_files.MAX_IMAGE_CHUNKS)
     start, num_chunks = file.read(8), 0
     is_png, is_jpeg = start.startswith(b"\x89PNG"), start.startswith(b"\xff\xd8")
@@ -223,7 +229,7 @@ def _skip_png_chunk(file: BinaryIO) -> bool:
 
 
 def _skip_jpeg_segment(file: BinaryIO) -> bool:
-    """False where the pixels begin, and at the end; a byte that begins no segment counts as one."""
+    """Skip a segment; False at the pixels or the end. A byte outside segments counts as one."""
     head = file.read(4)
     if len(head) < 4 or head.startswith(_JPEG_SCAN):
         return False
@@ -237,7 +243,7 @@ def _skip_jpeg_segment(file: BinaryIO) -> bool:
 
 
 def _check_num_scans(file: BinaryIO, num_pixels: int) -> None:
-    """Refuse a JPEG that goes over its pixels too often; the bytes are left where they were."""
+    """Reject a JPEG with too many scans over its pixels; the file position is restored."""
     max_scans = min(
         input_files.limit(input_files.MAX_JPEG_SCANS),
         input_files.limit(input_files.MAX_JPEG_SCANNED_PIXELS) // max(1, num_pixels),
@@ -249,7 +255,7 @@ def _check_num_scans(file: BinaryIO, num_pixels: int) -> None:
         num_found += block.count(_JPEG_SCAN) + (last + block[:1] == _JPEG_SCAN)
         last = block[-1:]
     file.seek(0)
-    # A video behind the pixels, as telephones write it, has these two bytes by chance.
+    # A video after the pixels, as phones write it, contains these two bytes by chance.
     if num_found > max_scans and _has_more_scans(file.read(), max_scans):
         raise BrokenImageError(
             f"a JPEG of {num_pixels} pixels with more than {max_scans} scans; {input_files.RAISE_ACTION}"
@@ -268,10 +274,10 @@ def _has_more_scans(data: bytes, max_scans: int) -> bool:
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    """RGB with 8 bits; transparent parts become white before the resampling, or their hidden colours would bleed in."""
+    """Convert to 8-bit RGB over white; before resizing, or hidden colours would bleed in."""
     if image.mode.startswith("I"):
         deep = np.asarray(image).astype(np.int32)
-        deep.clip(0, 65535, out=deep)  # 255 times that still fits
+        deep.clip(0, 65535, out=deep)  # 255 times that fits into int32
         deep *= 255
         deep += 32767
         deep //= 65535
@@ -281,7 +287,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     image = image if image.mode == "RGBA" else image.convert("RGBA")
     flat = Image.new("RGB", image.size)
     num_rows = max(1, _STRIP_PIXELS // image.width)
-    for top in range(0, image.height, num_rows):  # in strips, because a whole image of each step would take much memory
+    for top in range(0, image.height, num_rows):  # in strips: full-size intermediate images would take much memory
         strip = image.crop((0, top, image.width, min(top + num_rows, image.height)))
         white = Image.new("RGBA", strip.size, (255, 255, 255, 255))
         flat.paste(Image.alpha_composite(white, strip).convert("RGB"), (0, top))

@@ -1,4 +1,4 @@
-"""File names of images with their captions or classes, from a table or from subfolders."""
+"""Lists image files with their captions or classes, from a table or from subfolders."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from halation.input_files import data_folder
 METADATA_FILES = ("metadata.jsonl", "metadata.csv")
 FILE_COLUMNS = ("file_name", "filename", "file", "image", "image_path", "path")
 TEXT_COLUMNS = ("text", "caption", "prompt", "description")
-"""What the two columns of a table of images may be called; the first goes before the others."""
+"""Accepted names of the two columns of a table of images; the first has precedence."""
 VALIDATION_SPLITS = ("validation", "valid", "val", "test")
 _NUM_SHOWN = 10
 _LAYOUT_ADVICE = (
-    "put a metadata.jsonl or metadata.csv with the columns file_name and text beside the images, "
-    "or the images of each class into a folder of their own"
+    "put a metadata.jsonl or metadata.csv with the columns file_name and text next to the images, "
+    "or put the images of each class into a separate folder"
 )
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class ImageEntry:
-    """One image as its folder lists it."""
+    """One image of a folder."""
 
     name: str
-    """The path below the given folder, with slashes."""
+    """The path relative to the given folder, with slashes."""
     num_bytes: int
     caption: str
     label: int = -1
@@ -47,24 +47,27 @@ class ImageEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class FolderListing:
-    """All images of a folder; `validation` is None where the folder has no split of its own."""
+    """All images of a folder; `validation` is None if the folder has no validation split."""
 
     train: tuple[ImageEntry, ...]
     validation: tuple[ImageEntry, ...] | None
     class_names: tuple[str, ...]
     left_out: tuple[str, ...] = ()
-    """Images in the class folders whose formats are not read."""
+    """Images of unsupported formats in the class folders."""
 
 
 def read_folder(folder: Path) -> FolderListing:
-    """List a folder with metadata or one folder per class, itself or in `train/` (with `validation/` or `test/`)."""
+    """List a folder with a metadata file or one folder per class.
+
+    Both may be in the folder itself, or in `train/` (with `validation/` or `test/`).
+    """
     if not folder.exists():
         raise InputError(f"no such folder: {folder}", "a folder with images", "check the path")
     if not folder.is_dir():
-        raise InputError(f"{folder} is a file", "a folder with images", "name the folder the images are in")
+        raise InputError(f"{folder} is a file", "a folder with images", "give the folder that contains the images")
     if not any(folder.iterdir()):
         raise InputError(f"{folder} is empty", "a folder with images", _LAYOUT_ADVICE)
-    # A `train/` with metadata or classes in it is a split; one with bare images is a class of trains.
+    # A `train/` with metadata or class folders is a split; one with only images is a class named train.
     train_folder = folder / "train"
     has_splits = (
         _find_metadata(folder) is None
@@ -91,7 +94,7 @@ def read_folder(folder: Path) -> FolderListing:
 
 
 class _Columns(NamedTuple):
-    """What the two columns are called."""
+    """The names of the two columns."""
 
     file: str
     text: str
@@ -101,12 +104,12 @@ _DEFAULT_COLUMNS = _Columns("file_name", "text")
 
 
 def is_table(path: Path) -> bool:
-    """Whether this names a CSV file of images, and not a folder of them."""
+    """Return True for a CSV file of images, False for a folder."""
     return path.suffix.lower() == ".csv" and not path.is_dir()
 
 
 def read_table(table: Path) -> FolderListing:
-    """List the images of a CSV file with a column of paths, from its own folder on, and one of captions."""
+    """List the images of a CSV file with columns for paths (relative to it) and captions."""
     data = _read_table(table)
     header = csv_header(str(table), decode_blocks(data))
     columns = _Columns(
@@ -117,7 +120,7 @@ def read_table(table: Path) -> FolderListing:
 
 
 def has_file_column(table: Path) -> bool:
-    """Whether a CSV file has a column that could be one of images."""
+    """Return True if a CSV file has a column that could contain image paths."""
     return bool(_matching_columns(FILE_COLUMNS, csv_header(str(table), decode_blocks(_read_table(table)))))
 
 
@@ -157,7 +160,7 @@ def _list_validation(folder: Path, other: Path, names: tuple[str, ...]) -> tuple
     unknown = sorted(set(own) - set(names))
     if unknown:
         raise InputError(
-            f"{other} has classes that train/ has not: {', '.join(unknown[:10])}",
+            f"{other} has classes that train/ does not have: {', '.join(unknown[:10])}",
             f"some of the {len(names)} classes of train/",
             "rename or remove them",
         )
@@ -172,9 +175,7 @@ def _list_validation(folder: Path, other: Path, names: tuple[str, ...]) -> tuple
 def _find_metadata(folder: Path) -> Path | None:
     existing = [folder / name for name in METADATA_FILES if (folder / name).is_file()]
     if len(existing) > 1:
-        raise InputError(
-            f"{folder} has both {' and '.join(METADATA_FILES)}", "one of them", "remove the one that is not meant"
-        )
+        raise InputError(f"{folder} has both {' and '.join(METADATA_FILES)}", "one of them", "remove the wrong one")
     return existing[0] if existing else None
 
 
@@ -203,7 +204,7 @@ def _list_classes(folder: Path, top: Path) -> tuple[tuple[ImageEntry, ...], tupl
 
 
 def _list_files(folder: Path) -> list[Path]:
-    """What is no folder: a pipe or a link to nothing that is called as an image is one that is broken."""
+    """List all non-folders: a pipe or dangling link named like an image is a broken image."""
     return sorted(path for path in folder.rglob("*") if not path.name.startswith(".") and not path.is_dir())
 
 
@@ -239,7 +240,7 @@ def _read_entries(folder: Path, table: Path, rows: Iterable[TableRow], columns: 
     if missing:
         names = ", ".join(f"{shorten(row.values[columns.file], MAX_PATH_SHOWN)} (line {row.line})" for row in missing)
         raise InputError(
-            f"{table} names {num_missing} files that are not there: {names}",
+            f"{table} lists {num_missing} files that do not exist: {names}",
             f"every {columns.file} to be a file in that folder",
             "add the files, or remove their lines",
         )
@@ -265,7 +266,7 @@ def _check_columns(metadata: Path, line: int, columns: Iterable[str]) -> None:
 
 
 def _closest_column(expected: str, synonyms: Sequence[str], columns: Sequence[str]) -> str | None:
-    """The column that was probably meant: the same in other letters, a usual name for it, or one that contains it."""
+    """Return the most likely column: another spelling, a synonym, or a name that contains one."""
     rules = (
         lambda column: column.lower().replace("_", "") == expected.replace("_", ""),
         lambda column: column.lower() in synonyms,
@@ -275,7 +276,7 @@ def _closest_column(expected: str, synonyms: Sequence[str], columns: Sequence[st
 
 
 def _parse_file_name(table: Path, row: TableRow, columns: _Columns, tops: Sequence[str]) -> str:
-    """Below the table's folder; a whole path that leads into it (begins with one of `tops`) is taken from there on."""
+    """Return the path relative to the table's folder; absolute paths must start with a `tops`."""
     if columns == _DEFAULT_COLUMNS:
         _check_columns(table, row.line, row.values)
     name = row.values[columns.file]
@@ -285,7 +286,7 @@ def _parse_file_name(table: Path, row: TableRow, columns: _Columns, tops: Sequen
     below = next((name.removeprefix(top) for top in tops if name.startswith(top)), name)
     parts = below.replace("\\", "/").split("/")
     if "" in parts[:1] or ".." in parts or "\0" in below or re.match(r"[A-Za-z]:[\\/]", below):
-        found = f"{columns.file} {format_value(name, MAX_PATH_SHOWN)} leaves the folder"
+        found = f"{columns.file} {format_value(name, MAX_PATH_SHOWN)} is outside the folder"
         action = (
             f"move {table.name} into a folder above all its images, or link to their folder and give --follow_links"
         )

@@ -29,27 +29,27 @@ _MIN_IMAGES_TO_SPLIT = 20
 _MAX_BROKEN_FRACTION = 0.01
 _MAX_CAPTIONS = 100_000
 _SORT_KEY = attrgetter("name", "num_bytes", "caption", "label")
-"""Entries compare alike without it, in three times the time."""
+"""Gives the same order as comparing entries, three times as fast."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckReport:
-    """What decoding every image once has shown."""
+    """The result of decoding every image once."""
 
     num_checked: int
     broken: dict[str, str]
     """File name to reason; these are left out."""
     from_cache: bool
-    """True where an earlier check of the same files was found, and nothing was decoded."""
+    """True if the result of an earlier check of the same files was used."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _CheckResult:
-    """What a look at every image has found."""
+    """Broken images and sizes, as cached."""
 
     broken: dict[str, str]
     sizes: list[ImageShape]
-    """By name in order; (0, 0) of a broken one."""
+    """In order of file names; (0, 0) for a broken image."""
 
     @classmethod
     def load(cls, cache_file: Path, num: int, with_sizes: bool) -> _CheckResult | None:
@@ -69,17 +69,18 @@ class _CheckResult:
             cache_file.parent.mkdir(parents=True, exist_ok=True)
             content = json.dumps(record | {DIGEST_KEY: json_digest(record)}).encode()
             write_atomic(cache_file, content, "image_check", durable=False)
-        except OSError as error:  # a memory that cannot be kept costs time at the next start, nothing else
-            _log.warning("the check of the images is not remembered: %s: %s", cache_file, error)
+        except OSError as error:  # the next start only has to check again
+            _log.warning("cannot cache the check of the images: %s: %s", cache_file, error)
 
 
 class ImageFolder:
-    """The images of a folder or CSV file at one size; with `buckets`, the train part in the nearest of them.
+    """The images of a folder or CSV file at one size, or in `buckets`.
 
-    Held out is what a `validation/` or `test/` beside `train/` holds, else the images whose name hashes into the lowest
-    5 %, at most `validation_images` of them, none below 20 images. So more images never make a validation one of one
-    that was trained on, and move none at all while there are fewer validation ones than allowed. `max_images` keeps the
-    first ones of the train part, by name.
+    With `buckets`, each train image has the nearest of these shapes. Validation images are those in `validation/` or
+    `test/` next to `train/`. Otherwise they are the images whose name hashes into the lowest 5 %, at most
+    `validation_images`, and none if there are fewer than 20 images. So adding images never turns a train image into a
+    validation image, and moves no image while there are fewer validation images than allowed. `max_images` keeps the
+    first train images by name.
     """
 
     def __init__(
@@ -118,21 +119,21 @@ class ImageFolder:
         self._train = self._train[:num]
         num_missing_classes = len(self.class_names) - len({entry.label for entry in self._train})
         if self.class_names and num_missing_classes:
-            _log.warning("the first %d images of %s are of %d classes fewer", num, self.name, num_missing_classes)
+            _log.warning("the first %d images of %s lack %d of the classes", num, self.name, num_missing_classes)
 
     @property
     def num_train(self) -> int:
-        """How many images there are to train on."""
+        """Number of train images."""
         return len(self._train)
 
     @property
     def num_validation(self) -> int:
-        """How many images are kept aside."""
+        """Number of validation images."""
         return len(self._validation)
 
     @property
     def fingerprint(self) -> dict[str, JSON]:
-        """What decides pixels and captions; no times and no absolute paths, so a copy of the folder has the same."""
+        """Everything that decides pixels and captions; a copy of the folder has the same."""
         facts: dict[str, JSON] = {
             "kind": "images",
             "train": _digest_entries(self._train),
@@ -155,7 +156,7 @@ class ImageFolder:
 
     @property
     def shapes(self) -> tuple[ImageShape, ...]:
-        """Those of the buckets that have images."""
+        """The shapes of the buckets that have images."""
         return self._assign_buckets().shapes if self._bucket_shapes else ()
 
     def _assign_buckets(self) -> BucketAssignment:
@@ -174,7 +175,7 @@ class ImageFolder:
             raise self._unreadable_error(entry, error) from None
 
     def train(self, index: int) -> CaptionedImage:
-        """Image `index` of the train part."""
+        """Return train image `index`."""
         shape = (self.height, self.width)
         if self._bucket_shapes and 0 <= index < self.num_train:
             of, shapes = self._assign_buckets()
@@ -182,29 +183,29 @@ class ImageFolder:
         return self._load_image(self._train, index, shape)
 
     def validation(self, index: int) -> CaptionedImage:
-        """Image `index` of the validation part."""
+        """Return validation image `index`."""
         return self._load_image(self._validation, index, (self.height, self.width))
 
     def captions(self) -> Iterable[str]:
-        """Captions of the train part, at most a hundred thousand."""
+        """Return train captions, at most 100,000."""
         return [entry.caption for entry in self._train[:_MAX_CAPTIONS]]
 
     def all_captions(self) -> Iterable[str]:
-        """The captions of all images of both parts."""
+        """Return the captions of all images of both splits."""
         return (entry.caption for entry in (*self._train, *self._validation))
 
     def file_name(self, index: int) -> str:
-        """The file of train image `index`, below the folder."""
+        """Return the file of train image `index`, relative to the folder."""
         return self._train[index].name
 
     def prompt(self, index: int) -> str:
-        """What train image `index` is drawn for: its caption, or the name of its class; nothing is decoded."""
+        """Return the caption or class name of train image `index` without decoding it."""
         entry = self._train[index]
         return self.class_names[entry.label] if self.class_names else entry.caption
 
     def _load_image(self, entries: Sequence[ImageEntry], index: int, shape: ImageShape) -> CaptionedImage:
         if not 0 <= index < len(entries):
-            raise IndexError(f"{self.folder} has {len(entries)} such images; asked for {index}")
+            raise IndexError(f"{self.folder} has {len(entries)} such images; requested {index}")
         entry = entries[index]
         try:
             pixels, original_size = decode.decode_with_size(self.folder / entry.name, *shape, self._within)
@@ -215,7 +216,7 @@ class ImageFolder:
     def _unreadable_error(self, entry: ImageEntry, error: decode.BrokenImageError) -> InputError:
         return InputError(
             f"{self.folder / entry.name} cannot be read: {error}",
-            "a whole PNG, JPEG or WebP file, as when the folder was checked",
+            "a complete PNG, JPEG or WebP file, as when the folder was checked",
             "replace or remove the file; the next start checks the folder again",
         )
 
@@ -227,10 +228,10 @@ class ImageFolder:
         on_progress: Callable[[int, int], None] | None = None,
         quiet: bool = False,
     ) -> CheckReport:
-        """Decode every image once and leave the broken ones out; from 1 % on they are an InputError instead.
+        """Decode every image once and exclude broken ones; raises InputError from 1 % on.
 
-        The result is remembered in the folder `cache_folder` under the names, sizes and times of the files, so that the
-        next start decodes nothing.
+        The result is cached in `cache_folder`, keyed by names, sizes and times of the files, so that the next start
+        decodes nothing.
         """
         names = sorted({entry.name for entry in (*self._train, *self._validation)})
         cache_file = None if cache_folder is None else Path(cache_folder) / f"checked-{self._cache_key(names)}.json"
@@ -269,7 +270,7 @@ class ImageFolder:
         return result
 
     def _check_file(self, name: str) -> ImageShape | str:
-        """Its size, or what is wrong with it."""
+        """Return the size of an image, or what is wrong with it."""
         try:
             return decode.verify_image(self.folder / name, self.height, self.width, self._within)
         except decode.BrokenImageError as error:
@@ -281,8 +282,8 @@ class ImageFolder:
         if len(broken) >= _MAX_BROKEN_FRACTION * num and broken:
             raise InputError(
                 f"{len(broken)} of the {num} images of {self.folder} cannot be read:{examples}{more}",
-                f"fewer than {_MAX_BROKEN_FRACTION:.0%} such ones",
-                "do what is said of each; replace the others, or remove them and their lines in the metadata",
+                f"fewer than {_MAX_BROKEN_FRACTION:.0%} broken images",
+                "follow the advice for each; replace the others, or remove them and their lines in the metadata",
             )
         if broken and not quiet:
             _log.warning(
@@ -299,7 +300,7 @@ class ImageFolder:
             _log.warning("all captions of %s are empty: nothing is learned about prompts", self.folder)
 
     def _cache_key(self, names: Sequence[str]) -> str:
-        """A key over everything that tells whether a file is still the one that was checked."""
+        """Return a key that changes if a file or the reading rules have changed since the check."""
         allowed = [] if self._within and limit(1000) == 1000 else [self._within is None, limit(1000)]
         digest = hashlib.sha256(json.dumps([str(self.folder.resolve()), decode.VERSION, *allowed]).encode())
         for name in names:
@@ -310,7 +311,7 @@ class ImageFolder:
 
 
 def split_validation(entries: Sequence[ImageEntry], max_validation: int) -> tuple[list[ImageEntry], list[ImageEntry]]:
-    """(train, held out), by a hash of each file's name alone."""
+    """Split entries into (train, validation) by a hash of each file name."""
     if len(entries) < _MIN_IMAGES_TO_SPLIT:
         return list(entries), []
     hashes = {int.from_bytes(hashlib.sha256(entry.name.encode()).digest()[:8], "big"): entry.name for entry in entries}

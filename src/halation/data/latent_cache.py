@@ -1,8 +1,8 @@
 """A cache of pixels or latents: built by all ranks, resumable, memory-mapped.
 
-A folder holds `cache.json` (what was asked for), and for each shard `train-00000.safetensors` with one tensor "x" and
-`train-00000.json` with captions, labels, original sizes, size and SHA-256. A shard holds samples of one shape: where
-the source has buckets, the images of one of them, and its note says which.
+A folder holds `cache.json` (the manifest) and for each shard `train-00000.safetensors` with one tensor "x" and
+`train-00000.json` with captions, labels, original sizes, size and SHA-256. A shard holds samples of one shape: if the
+source has buckets, images of one bucket, whose indices are in the JSON file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from halation.data.process_pool import ProcessPool
 FORMAT = 2
 SPLITS = ("train", "heldout")
 CHUNK_SIZE = 32
-"""Images a process makes at a time, and the size of every batch `encode` sees unless told otherwise."""
+"""Images that a process loads at a time, and the default batch size of `encode`."""
 MAX_SHARD_SIZE, TARGET_NUM_SHARDS = 1024, 64
 _MANIFEST = "cache.json"
 _DTYPES: dict[str, np.dtype[Any]] = {
@@ -52,13 +52,13 @@ def build(
     num_workers: int = 0,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Write the shards of this rank that are not there yet; the caller waits for the other ranks.
+    """Write the missing shards of this rank; the caller waits for the other ranks.
 
-    Without `encode` pixels are kept (uint8, NHWC). `encode` always gets exactly `encode_size` images of one shape, a
-    shard's last batch filled up by repetition, so that a latent does not depend on the number of ranks; it gives
-    float16 or float32. A shard holds `shard_size` images; by default as many as in a cache that was begun, else by
-    their number alone. `num_workers` processes make the images; 0 makes them here. `on_progress(done, total)` counts
-    this rank's images.
+    Without `encode` the cache holds pixels (uint8, NHWC). `encode` always gets exactly `encode_size` images of one
+    shape (the last batch of a shard is padded by repetition), so that a latent does not depend on the number of ranks;
+    it returns float16 or float32. A shard holds `shard_size` images; the default is that of a partial cache in the
+    folder, else it depends only on the number of images. `num_workers` processes load the images; 0 loads them here.
+    `on_progress(done, total)` counts this rank's images.
     """
     folder = Path(folder)
     rank, world_size = rank_and_size
@@ -98,24 +98,26 @@ def build(
 
 
 def _encode_batch(encode: Encode, pixels: np.ndarray, size: int) -> np.ndarray:
-    """The latents of these images, encoded in a batch of exactly `size`: the last image fills it up."""
+    """Encode images in a batch of exactly `size`, padded with the last image."""
     batch = list(pixels)
     latents = np.asarray(encode(batch + batch[-1:] * (size - len(batch))))
     if latents.shape[0] != size or latents.dtype not in (np.float16, np.float32):
-        raise ValueError(f"encode gave {latents.dtype} {latents.shape}; expected float16 or float32 ({size}, C, h, w)")
+        raise ValueError(
+            f"encode returned {latents.dtype} {latents.shape}; expected float16 or float32 ({size}, C, h, w)"
+        )
     return latents[: len(batch)]
 
 
 def default_shard_size(num: int, encode_size: int) -> int:
-    """Small enough that many ranks get a share of few images, in whole batches, and never too large to lose."""
+    """Return a shard size in whole batches, for about TARGET_NUM_SHARDS shards."""
     whole_batches = -(-num // (TARGET_NUM_SHARDS * encode_size)) * encode_size
     return min(MAX_SHARD_SIZE, max(encode_size, whole_batches))
 
 
 def open_cache(folder: str | Path, fingerprint: dict[str, JSON], *, verify: bool = True) -> CachedImageDataset:
-    """Map a finished cache; refused if it was made for something else, or if a shard is missing or damaged.
+    """Map a complete cache; raises InputError on another fingerprint or a bad shard.
 
-    `verify` reads everything once to compare the SHA-256s (one rank of a machine is enough); sizes are compared always.
+    `verify` reads everything once to check the SHA-256 sums (one rank per machine is enough); sizes are always checked.
     """
     folder = Path(folder)
     manifest = row_cache.read_manifest(folder / _MANIFEST, FORMAT)
@@ -127,7 +129,7 @@ def open_cache(folder: str | Path, fingerprint: dict[str, JSON], *, verify: bool
 
 
 class CachedImageDataset:
-    """A cache as a source: images whose pixels (or latents) are views of the mapped files."""
+    """A cache as a dataset; pixels (or latents) are views of the mapped files."""
 
     def __init__(self, folder: Path, manifest: dict[str, Any], shards: Sequence[tuple[_Shard, dict[str, Any]]]) -> None:
         self.name = str(manifest["name"])
@@ -147,41 +149,41 @@ class CachedImageDataset:
         self.shapes: tuple[tuple[int, int], ...] = (
             tuple((high, wide) for high, wide in buckets["shapes"]) if buckets else ()
         )
-        """Heights and widths in pixels of the buckets of the train part; empty where there are none."""
+        """Heights and widths in pixels of the train buckets; empty without buckets."""
         self.bucket_of: np.ndarray | None = self._splits["train"].buckets if buckets else None
-        """The bucket of each train image; None where there are none."""
+        """The bucket of each train image; None without buckets."""
 
     @property
     def holds_latents(self) -> bool:
-        """True where an encoder made the samples: floats, channels first."""
+        """True if the samples are latents of an encoder: floats, channels first."""
         return self.dtype != np.uint8
 
     def train(self, index: int) -> CaptionedImage:
-        """Image `index` of the train part; its pixels are a read-only view of the file."""
+        """Return train image `index`; its pixels are a read-only view of the file."""
         return self._read_image("train", index, self.num_train)
 
     def validation(self, index: int) -> CaptionedImage:
-        """Image `index` of the validation part."""
+        """Return validation image `index`."""
         return self._read_image("heldout", index, self.num_validation)
 
     def captions(self) -> Iterable[str]:
-        """The first captions of the train part, at most a hundred thousand."""
+        """Return the first train captions, at most 100,000."""
         return self._splits["train"].captions[:_MAX_CAPTIONS]
 
     def all_captions(self) -> Iterable[str]:
-        """The captions of both parts."""
+        """Return the captions of both splits."""
         return [caption for part in self._splits.values() for caption in part.captions]
 
     def read(self, indices: Sequence[int] | np.ndarray, split: str = "train") -> ImageBatch:
-        """Many samples of one shape at once, copied into one new array: the fast way for a batch."""
+        """Return a batch of samples of one shape, copied into one new array."""
         split_arrays = self._splits[split]
         wanted = np.asarray(indices, np.int64)
         num = len(split_arrays.captions)
         if len(wanted) and (wanted.min() < 0 or wanted.max() >= num):
-            raise IndexError(f"the {split} part holds {num} images; asked for {wanted.min()} to {wanted.max()}")
+            raise IndexError(f"the {split} split has {num} images; requested {wanted.min()} to {wanted.max()}")
         buckets = split_arrays.buckets[wanted]
         if len(wanted) and (buckets != buckets[0]).any():
-            raise ValueError(f"images of {len(np.unique(buckets))} buckets were asked for at once")
+            raise ValueError(f"images of {len(np.unique(buckets))} buckets were requested in one batch")
         files, rows = split_arrays.shard_indices[wanted].tolist(), split_arrays.row_indices[wanted].tolist()
         shape = (
             split_arrays.arrays[files[0] if files else 0].shape[1:]
@@ -198,7 +200,7 @@ class CachedImageDataset:
 
     def _read_image(self, split: str, index: int, num: int) -> CaptionedImage:
         if not 0 <= index < num:
-            raise IndexError(f"the {split} part holds {num} images; asked for {index}")
+            raise IndexError(f"the {split} split has {num} images; requested {index}")
         split_arrays = self._splits[split]
         high, wide = split_arrays.originals[index].tolist()
         return CaptionedImage(
@@ -213,11 +215,11 @@ class CachedImageDataset:
 class _Shard:
     split: str
     number: int
-    """Counted over both parts: the rank that writes it is number % world_size."""
+    """Counted over both splits; rank `number % world_size` writes it."""
     index_in_split: int
     bucket: int
     start: int
-    """How many images of its part, or of its bucket, lie in shards before it."""
+    """Number of images of its split, or of its bucket, in earlier shards."""
     num_images: int
     is_bucketed: bool
 
@@ -227,7 +229,7 @@ class _Shard:
 
 
 class _SplitArrays:
-    """The mapped arrays of one split, and for each image its place in them, caption, label and original size."""
+    """The mapped arrays of one split, and for each image its position and annotations."""
 
     def __init__(self, shards: Sequence[tuple[_Shard, dict[str, Any]]], folder: Path) -> None:
         self.arrays = []
@@ -245,7 +247,7 @@ class _SplitArrays:
             -1, 2
         )
         if any(shard.is_bucketed for shard, _ in shards):
-            # From the order of the shards, which is by bucket, to that of the images.
+            # Shards are ordered by bucket; restore the order of the images.
             order = np.argsort([index for _, commit in shards for index in commit["indices"]])
             self.shard_indices, self.row_indices = self.shard_indices[order], self.row_indices[order]
             self.buckets, self.labels, self.originals = self.buckets[order], self.labels[order], self.originals[order]
@@ -301,7 +303,7 @@ def _plan_shards(manifest: dict[str, Any]) -> Iterator[_Shard]:
 
 
 def _read_commit(folder: Path, shard: _Shard, *, verify: bool) -> dict[str, Any] | None:
-    """What is written beside a shard, or None where shard or note are missing, cut or changed."""
+    """Read the record of a shard; None if shard or record are missing, truncated or changed."""
     commit = row_cache.read_commit(folder / shard.name, verify=verify)
     if commit is None or any(len(commit[key]) != shard.num_images for key in ("captions", "labels", "originals")):
         return None
@@ -311,7 +313,7 @@ def _read_commit(folder: Path, shard: _Shard, *, verify: bool) -> dict[str, Any]
 def _load_shards(
     source: ImageDataset, pool: ProcessPool[ImageBatch] | None, shards: Sequence[_Shard]
 ) -> Iterator[tuple[_Shard, list[int], ImageBatch]]:
-    """Shard after shard with its images; processes work a large shard ahead of the one that is encoded and written."""
+    """Yield shards with their images; processes load up to MAX_SHARD_SIZE images ahead."""
     pending: deque[tuple[_Shard, list[int], list[Future[ImageBatch]]]] = deque()
     remaining = deque(shards)
     while remaining or pending:

@@ -1,4 +1,4 @@
-"""Order of the data, and prefetch of its batches in the background."""
+"""Data order, and prefetching of batches in the background."""
 
 from __future__ import annotations
 
@@ -23,13 +23,16 @@ from halation.data.dataset_protocol import (
 )
 from halation.data.process_pool import ProcessPool
 
-_NUM_CACHED_EPOCHS = 2  # batches that are being fetched may straddle the end of an epoch
+_NUM_CACHED_EPOCHS = 2  # batches in flight may span the end of an epoch
 _UINT64_RANGE = 2**64
 _STREAM_STRIDE = 2**40  # more epochs than any run has
 
 
 class ShuffledOrder:
-    """Position p in [0, inf) is image `permutation(seed, p // num)[p % num]`, on any rank and in any batch."""
+    """A shuffled order, the same for any number of ranks and any batch size.
+
+    Position p in [0, inf) is image `permutation(seed, p // num)[p % num]`.
+    """
 
     def __init__(self, seed: int, num_images: int) -> None:
         if num_images < 1:
@@ -40,7 +43,7 @@ class ShuffledOrder:
         self._lock = threading.Lock()
 
     def epoch(self, position: int) -> int:
-        """Number of whole passes over the images before this position."""
+        """Return the number of complete passes over the images before this position."""
         _check_not_negative(position)
         return position // self.num_images
 
@@ -49,7 +52,7 @@ class ShuffledOrder:
         return int(self._permutation(self.epoch(position))[position % self.num_images])
 
     def indices(self, start: int, stop: int) -> np.ndarray:
-        """The images at positions start..stop-1 as int64; the range may span any number of epochs."""
+        """Return the images at positions start..stop-1 as int64; the range may span many epochs."""
         _check_not_negative(start)
         pieces = [np.empty(0, np.int64)]
         while start < stop:
@@ -83,11 +86,12 @@ class ShuffledOrder:
 
 
 class BucketOrder:
-    """An order whose every global batch, positions [s * global_batch, (s + 1) * global_batch), lies in one bucket.
+    """A shuffled order in which each global batch contains images of one bucket.
 
-    Each bucket's images come as an endless series of permutations, which its batches cut up one after the other, so no
-    image of a bucket is ever ahead of another by more than one. How many batches a bucket has had follows its share of
-    the images; within an epoch's worth of batches, which bucket comes when is shuffled.
+    Global batch s has positions [s * global_batch, (s + 1) * global_batch). Each bucket has an endless series of
+    permutations of its images, from which its batches are taken in order, so the numbers of uses of two images of a
+    bucket differ by at most one. The number of batches of a bucket is proportional to its images; the order of buckets
+    is shuffled within each epoch.
     """
 
     def __init__(self, seed: int, bucket_of: np.ndarray, global_batch: int) -> None:
@@ -105,8 +109,8 @@ class BucketOrder:
         counts = np.bincount(bucket_of)
         self._counts = counts
         self._members = np.split(np.argsort(bucket_of, kind="stable"), np.cumsum(counts)[:-1])
-        # Whose batch is next, spread as evenly as whole batches allow: the bucket of each turn, and how many it has had
-        # before. As many turns as there are images give every bucket as many as it has; from there on it repeats.
+        # Buckets take turns, spread as evenly as possible: the bucket of each turn, and how many turns it had before.
+        # In one cycle, with as many turns as images, a bucket has as many turns as images; then the cycle repeats.
         buckets = np.repeat(np.arange(len(counts)), counts)
         numbers = np.arange(len(buckets)) - np.repeat(np.cumsum(counts) - counts, counts)
         spread = np.argsort((numbers + 0.5) / counts[buckets], kind="stable")
@@ -117,7 +121,7 @@ class BucketOrder:
         self._lock = threading.Lock()
 
     def epoch(self, position: int) -> int:
-        """Number of passes before this position: as many images as there are, some buckets a batch ahead of others."""
+        """Return the number of passes before this position; buckets may differ by a batch."""
         _check_not_negative(position)
         return position // self.num_images
 
@@ -131,7 +135,7 @@ class BucketOrder:
         return self.indices_at(np.arange(start, stop))
 
     def bucket_at(self, batch: int) -> int:
-        """The bucket of a global batch."""
+        """Return the bucket of a global batch."""
         _check_not_negative(batch)
         epoch, turn = divmod(batch, self._num_batches)
         return int(self._get_schedule(epoch)[0][turn])
@@ -151,7 +155,7 @@ class BucketOrder:
         return found
 
     def _bucket_images(self, bucket: int, positions: np.ndarray) -> np.ndarray:
-        """The images at these places of a bucket's endless series."""
+        """Return the images at these positions of a bucket's endless series."""
         epochs, offsets = np.divmod(positions, int(self._counts[bucket]))
         found = np.empty_like(positions)
         for epoch in np.unique(epochs).tolist():
@@ -165,14 +169,14 @@ class BucketOrder:
             if epoch not in permutations:
                 while len(permutations) >= _NUM_CACHED_EPOCHS:
                     permutations.pop(next(iter(permutations)))
-                # One stream for each bucket; that below them all shuffles the batches.
+                # One stream per bucket; the one below shuffles the batches.
                 permutations[epoch] = permutation(
                     self.seed, epoch + (bucket + 1) * _STREAM_STRIDE, int(self._counts[bucket])
                 )
             return permutations[epoch]
 
     def _get_schedule(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """For each batch of an epoch its bucket, and how many batches that bucket has had before."""
+        """Return for each batch of an epoch its bucket and its number within that bucket."""
         with self._lock:
             if epoch not in self._schedules:
                 while len(self._schedules) >= _NUM_CACHED_EPOCHS:
@@ -185,7 +189,7 @@ class BucketOrder:
         buckets = self._bucket_cycle[0][turns]
         numbers = self._bucket_cycle[1][turns] + rounds * self._counts[buckets]
         shuffled = buckets[permutation(self.seed, epoch, self._num_batches)]
-        # A bucket's batches keep their own order: only which bucket is next was shuffled.
+        # The batches of a bucket keep their order: only the sequence of buckets is shuffled.
         in_order = np.empty_like(numbers)
         in_order[np.argsort(shuffled, kind="stable")] = numbers[np.argsort(buckets, kind="stable")]
         return shuffled, in_order
@@ -195,10 +199,10 @@ class BucketOrder:
 
 
 def permutation(seed: int, epoch: int, num: int) -> np.ndarray:
-    """The shuffle of one epoch as int64.
+    """Return the permutation of one epoch as int64.
 
-    Sorted raw Philox words, and not Generator.permutation: numpy promises the words for all its versions, the shuffle
-    only until it finds a better one, and a run resumed after an upgrade must go on in the same order.
+    It sorts raw Philox words instead of using Generator.permutation: numpy guarantees the words for all versions but
+    not the permutation, and a run that resumes after an upgrade must keep its order.
     """
     words = np.random.Philox(key=np.array([seed % _UINT64_RANGE, epoch % _UINT64_RANGE], np.uint64)).random_raw(num)
     return np.argsort(words, kind="stable").astype(np.int64, copy=False)
@@ -213,15 +217,15 @@ Batch = dict[str, Any]
 
 
 class BatchPrefetcher:
-    """Iterates over batches, one for each (step, positions) given.
+    """Iterates over batches, one for each given (step, positions).
 
     A batch is a dict with the keys "step", "positions", "indices", "pixels", "captions", "labels" and "originals";
     `indices` are the images that the order has at those positions.
 
-    `num_threads` threads fetch up to `depth` batches ahead, in the order given. `positions` is read ahead of what is
-    delivered, so a saved position is that of the last batch delivered, not of the iterator. With `num_workers` the
-    images are made in that many processes. `memory_bytes` keeps decoded images up to that size; an order without
-    repetition gains nothing from eviction, so the first ones stay. `transform` runs in the prefetching thread.
+    `num_threads` threads fetch up to `depth` batches ahead, in order. `positions` is read ahead of delivery, so the
+    position to save is that of the last batch delivered, not of the iterator. With `num_workers` that many processes
+    load the images. `memory_bytes` is the size of a cache of decoded images; the first ones stay, because eviction does
+    not help in an order without repetition. `transform` runs in the prefetching thread.
     """
 
     def __init__(
@@ -281,7 +285,7 @@ class BatchPrefetcher:
         return batch if self._transform is None else self._transform(batch)
 
     def close(self) -> None:
-        """End the threads and processes; nothing is left behind. May be called twice."""
+        """Stop the threads and processes. May be called twice."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -299,7 +303,7 @@ class BatchPrefetcher:
 
 
 class _ImageFetcher:
-    """Images by index from memory where they are kept, from processes, or from the source itself."""
+    """Fetches images by index from the memory cache, worker processes, or the source."""
 
     def __init__(self, source: ImageDataset, num_workers: int, memory_bytes: int) -> None:
         self._source = source
@@ -340,7 +344,7 @@ class _ImageFetcher:
                 if self._free_bytes < image.pixels.nbytes or index in self._cached:
                     continue
                 self._free_bytes -= image.pixels.nbytes
-                # A copy: a row of the batch would keep all of it alive, and a transform may write into it.
+                # A copy: a view would keep the whole batch alive, and a transform may write into it.
                 self._cached[index] = replace(image, pixels=image.pixels.copy())
 
     def close(self) -> None:

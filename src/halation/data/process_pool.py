@@ -1,7 +1,7 @@
-"""A pool of spawned processes for decoding, which may crash; they end with their parent.
+"""A pool of spawned processes for decoding, which may crash; they die with their parent.
 
-`concurrent.futures.ProcessPoolExecutor` is not enough here: its workers share one pipe for results, so one that is
-killed while it writes leaves the parent waiting for ever, and nothing says which call it had (decision 25).
+`concurrent.futures.ProcessPoolExecutor` is not sufficient: its workers share one pipe for results. If one is killed
+while it writes, the parent waits forever, and the call it was working on is unknown (decision 25).
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from halation.errors import HalationError
 
 Result = TypeVar("Result")
 _JOIN_TIMEOUT_S = 5.0
-"""For the end of a process that was killed; one that hangs in a file system's code outlasts it."""
+"""How long to wait for a killed process; one that hangs in file system code may take longer."""
 
 
 class WorkerDied(HalationError):
-    """A process ended while it was needed: a decoder crashed, or the system killed it for memory."""
+    """A worker process died: a decoder crashed, or the system killed it for memory."""
 
     def __init__(self, exit_reason: str, arguments: Sequence[Any]) -> None:
         super().__init__(
-            f"a process that makes images {exit_reason}. A decoder crashed on an image, or memory ran out: "
+            f"a process that loads images {exit_reason}. A decoder crashed on an image, or memory ran out: "
             "use fewer processes (--num_workers)"
         )
         self.exit_reason = exit_reason
         self.arguments = tuple(arguments)
-        """Of the call it was working on."""
+        """Arguments of the call it was working on."""
 
 
 class ProcessPool(Generic[Result]):
-    """A fixed number of processes, each with its own copy of `function`, its own pipe and a thread that hands it calls.
+    """A fixed number of processes, each with a copy of `function`, a pipe and a thread.
 
-    A pipe has one process at its end, so a death is an end of file, even in the middle of an answer. The first death
-    ends all processes, and every call that is waiting or made later raises it. It lives as long as the thread that made
-    it.
+    Each pipe has one process at its end, so a death is seen as end of file, even in the middle of an answer. The first
+    death ends all processes, and all waiting and later calls raise it. The processes die with the thread that created
+    the pool.
     """
 
     def __init__(self, function: Callable[..., Result], num_workers: int) -> None:
@@ -59,11 +59,11 @@ class ProcessPool(Generic[Result]):
         self._threads: list[threading.Thread] = []
         pickled_function = pickle.dumps(function)
         context = multiprocessing.get_context("spawn")
-        # Before multiprocessing ends them: by a signal that they ignore, and waiting for them.
+        # Run before multiprocessing's exit handler, which would send a signal that they ignore and wait for them.
         atexit.register(self.close)
         try:
             for _ in range(num_workers):
-                # In this thread: the kernel ends a child with the thread that started it.
+                # Start in this thread: the kernel kills a child together with the thread that started it.
                 pipe, child_pipe = context.Pipe()
                 with child_pipe:
                     process = context.Process(target=_worker_main, args=(child_pipe, os.getpid()), daemon=True)
@@ -78,7 +78,7 @@ class ProcessPool(Generic[Result]):
             thread.start()
 
     def submit(self, *arguments: Any) -> Future[Result]:
-        """`function` of these arguments, in one of the processes."""
+        """Call `function` with these arguments in one of the processes."""
         future: Future[Result] = Future()
         with self._lock:
             if self._end_error is None:
@@ -88,7 +88,7 @@ class ProcessPool(Generic[Result]):
         return future
 
     def close(self) -> None:
-        """End the processes; calls that are not answered raise."""
+        """Terminate the processes; pending calls raise."""
         atexit.unregister(self.close)
         self._stop(RuntimeError("the processes were closed"))
         for thread in self._threads:
@@ -98,7 +98,7 @@ class ProcessPool(Generic[Result]):
             process.join(_JOIN_TIMEOUT_S)
 
     def _stop(self, error: Exception) -> None:
-        """Kill the processes, and raise the first error that this was called with wherever an answer is awaited."""
+        """Kill the processes; pending calls raise the first error passed to this method."""
         with self._lock:
             self._end_error = self._end_error or error
             with contextlib.suppress(queue.Empty):
@@ -111,7 +111,7 @@ class ProcessPool(Generic[Result]):
                 self._calls.put(None)
 
     def _serve(self, process: SpawnProcess, pipe: Connection, pickled_function: bytes) -> None:
-        """Hand calls to one process, one after the other, until there are no more or it dies."""
+        """Send calls to one process, one at a time, until the pool is closed or it dies."""
         future: Future[Any] | None = None
         arguments: tuple[Any, ...] = ()
         try:
@@ -126,7 +126,7 @@ class ProcessPool(Generic[Result]):
                             future.set_result(value)
                         else:
                             future.set_exception(value)
-        except (EOFError, OSError):  # of the pipe: the process is gone
+        except (EOFError, OSError):  # from the pipe: the process is gone
             pass
         finally:
             process.join(_JOIN_TIMEOUT_S)
@@ -137,7 +137,7 @@ class ProcessPool(Generic[Result]):
 
 def _worker_main(pipe: Connection, parent_pid: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # the parent decides, and its end is the end of this process
+        signal.signal(number, signal.SIG_IGN)  # the parent decides, and this process dies with it
     tie_to_parent(parent_pid)
     with contextlib.suppress(EOFError):
         function = pickle.loads(pipe.recv_bytes())
@@ -145,13 +145,13 @@ def _worker_main(pipe: Connection, parent_pid: int) -> None:
             arguments = pipe.recv()
             try:
                 answer = pickle.dumps((True, function(*arguments)), pickle.HIGHEST_PROTOCOL)
-            except BaseException as error:  # noqa: BLE001 - whatever it is, the caller gets it
+            except BaseException as error:  # noqa: BLE001 - raised in the caller
                 answer = _pickle_error(error)
             pipe.send_bytes(answer)
 
 
 def _pickle_error(error: BaseException) -> bytes:
-    """An error with its traceback as a note; one that cannot be pickled becomes a RuntimeError."""
+    """Pickle an error with its traceback as a note; RuntimeError if it cannot be pickled."""
     formatted = "".join(traceback.format_exception(error))
     error.add_note(f"in another process:\n{formatted}")
     try:

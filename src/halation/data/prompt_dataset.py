@@ -1,4 +1,4 @@
-"""A file of prompts as a dataset without images, for a teacher to draw from."""
+"""A file of prompts as a dataset without images, for sampling from a teacher."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _MAX_CAPTIONS = 100_000
 
 
 class PromptDataset:
-    """Prompts of a TXT, CSV, JSONL or Parquet file, in the file's order and repeated until there are `num_items`.
+    """Prompts of a TXT, CSV, JSONL or Parquet file, in file order, repeated up to `num_items`.
 
-    `max_prompts` keeps the first ones; 0 keeps all.
-    There are no images: pixels are one black dot, spread to the size by its strides, so that they cost nothing.
+    `max_prompts` keeps only the first ones; 0 keeps all. There are no images: pixels are one black pixel, broadcast to
+    the size, so that they take no memory.
     """
 
     class_names: tuple[str, ...] = ()
@@ -30,13 +30,13 @@ class PromptDataset:
         self.width = width
         texts = [row.prompt for row in iter_prompts(file)]
         if max_prompts < 0 or num_items < 0:
-            raise ValueError(f"{num_items} items of the first {max_prompts} prompts; expected numbers from 0 on")
+            raise ValueError(f"{num_items} items of the first {max_prompts} prompts; expected numbers of at least 0")
         self.texts = tuple(texts[:max_prompts] if max_prompts else texts)
         self.num_train = max(len(self.texts), num_items)
 
     @property
     def fingerprint(self) -> dict[str, JSON]:
-        """The texts and how many items they make; neither the file's name nor its format."""
+        """The texts and the number of items; independent of the file's name and format."""
         digest = hashlib.sha256()
         for text in self.texts:
             data = text.encode("utf-8", "surrogatepass")
@@ -50,19 +50,19 @@ class PromptDataset:
         }
 
     def caption(self, index: int) -> str:
-        """The prompt of item `index`."""
+        """Return the prompt of item `index`."""
         if not 0 <= index < self.num_train:
-            raise IndexError(f"item {index} of {self.name}, which makes {self.num_train}")
+            raise IndexError(f"item {index} of {self.name}, which has {self.num_train}")
         return self.texts[index % len(self.texts)]
 
     def train(self, index: int) -> CaptionedImage:
         return CaptionedImage(pixels=self._blank_pixels(), caption=self.caption(index))
 
     def validation(self, index: int) -> CaptionedImage:
-        raise IndexError(f"{self.name} holds prompts, and no images are kept out of it")
+        raise IndexError(f"{self.name} holds prompts and has no validation images")
 
     def read(self, indices: Sequence[int] | np.ndarray) -> ImageBatch:
-        """Many items at once, for a batch."""
+        """Return the items of a batch."""
         wanted = [int(index) for index in indices]
         num = len(wanted)
         return ImageBatch(

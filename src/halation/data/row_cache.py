@@ -1,8 +1,9 @@
 """Caches of tensors: a manifest, memory-mapped safetensors shards, rows by key.
 
-The manifest says what the rows were made from. A shard counts when its note is there, with its size and SHA-256.
-Latents lie in planned shards (`latent_cache`); a `RowFolder` holds rows by key in shards `KIND-*.safetensors`, with the
-keys in the notes, and may grow. Nothing here knows what a key or a row stands for.
+The manifest has the fingerprint of the inputs. A shard is complete when its record, a JSON file with its size and
+SHA-256, exists. Latents are in planned shards (`latent_cache`). A `RowFolder` holds rows by key in shards
+`KIND-*.safetensors`, with the keys in the records, and may grow. This module is independent of the meaning of keys and
+rows.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ Result = TypeVar("Result")
 
 
 def ensure_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
-    """Make the folder of this manifest ours, or refuse it: every rank does this and writes the same bytes."""
+    """Write the manifest or check an existing one; all ranks write the same bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         existing = read_manifest(path, int(manifest["format"]))
@@ -64,7 +65,7 @@ def ensure_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def read_manifest(path: Path, expected_format: int) -> dict[str, Any]:
-    """What a cache was made for, in the format that is wanted."""
+    """Read the manifest of a cache of the expected format."""
     try:
         manifest = read_json(path)
     except FileNotFoundError:
@@ -74,16 +75,16 @@ def read_manifest(path: Path, expected_format: int) -> dict[str, Any]:
     except ValueError as error:
         raise InputError(f"{path} is damaged: {error}", "JSON", _REBUILD_ADVICE) from None
     if not isinstance(manifest, dict) or manifest.get("format") != expected_format:
-        raise InputError(f"{path} is of another format", f"format {expected_format}", _REBUILD_ADVICE)
+        raise InputError(f"{path} has another format", f"format {expected_format}", _REBUILD_ADVICE)
     if manifest.pop(DIGEST_KEY, None) not in (None, json_digest(manifest)):
-        raise InputError(f"{path} is damaged: it is not what was written", "the manifest of a cache", _REBUILD_ADVICE)
+        raise InputError(f"{path} is damaged: its digest does not match", "the manifest of a cache", _REBUILD_ADVICE)
     if not isinstance(manifest.get("fingerprint"), dict):
-        raise InputError(f"{path} does not say what the cache was made for", "a manifest of a cache", _REBUILD_ADVICE)
+        raise InputError(f"{path} has no fingerprint", "the manifest of a cache", _REBUILD_ADVICE)
     return manifest
 
 
 def check_fingerprint(folder: Path, cached: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Raise with every difference between what a cache was made for and what is wanted."""
+    """Raise InputError with all differences between the cached and the expected fingerprint."""
     lines = [
         f"\n    {key}: {_shorten_hashes(first)} in the cache, {_shorten_hashes(second)} wanted"
         for key, first, second in _find_differences(dict(cached), json.loads(json.dumps(expected)))
@@ -92,12 +93,12 @@ def check_fingerprint(folder: Path, cached: Mapping[str, Any], expected: Mapping
         raise InputError(
             f"the cache {folder} was made for something else:{''.join(lines)}",
             "a cache made with exactly these settings",
-            "delete the folder or name another one, and the cache is built again",
+            "delete the folder or choose another one; the cache is then rebuilt",
         )
 
 
 def _find_differences(cached: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Names and both values of what differs; objects that both have are looked into."""
+    """Yield names and both values of differences; compares nested objects recursively."""
     for key in sorted(cached.keys() | expected.keys()):
         first, second = cached.get(key), expected.get(key)
         if isinstance(first, Mapping) and isinstance(second, Mapping):
@@ -107,12 +108,12 @@ def _find_differences(cached: Mapping[str, Any], expected: Mapping[str, Any]) ->
 
 
 def _shorten_hashes(value: Any) -> str:
-    """A value for a message: a hash by its beginning."""
+    """Format a value for a message, with shortened hashes."""
     return re.sub(r"\b[0-9a-f]{32,}\b", lambda found: f"{found[0][:12]}...", repr(value))
 
 
 def publish_shard(path: Path, content: bytes, notes: Mapping[str, Any]) -> None:
-    """A shard and, when it is whole, its note."""
+    """Write a shard and, when it is complete, its record."""
     commit = {"num_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest(), **notes}
     commit[DIGEST_KEY] = json_digest(commit)
     write_atomic(path, content, point="cache")
@@ -120,7 +121,10 @@ def publish_shard(path: Path, content: bytes, notes: Mapping[str, Any]) -> None:
 
 
 def read_commit(path: Path, *, verify: bool) -> dict[str, Any] | None:
-    """The note of a shard, or None where shard or note are missing, cut or changed; `verify` reads all of it."""
+    """Read the record of a shard; None if shard or record are missing, truncated or changed.
+
+    `verify` reads the whole shard.
+    """
     try:
         commit = read_json(path.with_suffix(".json"))
         size = path.stat().st_size
@@ -132,7 +136,7 @@ def read_commit(path: Path, *, verify: bool) -> dict[str, Any] | None:
 
 
 def has_valid_checksum(path: Path, commit: Mapping[str, Any]) -> bool:
-    """Whether a shard's bytes are those that its note was written for."""
+    """Return True if the bytes of a shard match the SHA-256 in its record."""
     try:
         return bool(file_sha256(path) == commit["sha256"])
     except FileNotFoundError:
@@ -140,26 +144,26 @@ def has_valid_checksum(path: Path, commit: Mapping[str, Any]) -> bool:
 
 
 def map_in_threads(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """For files that are read through: hashing releases the interpreter lock."""
+    """Map a function in threads, for hashing files, which releases the GIL."""
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
         return list(threads.map(function, items))
 
 
 def require_commits(paths: Sequence[Path], commits: Sequence[dict[str, Any] | None]) -> list[dict[str, Any]]:
-    """What is written beside these shards of a folder; raises where one of them is missing or damaged."""
+    """Return the records of these shards; raises InputError if one is missing or damaged."""
     damaged = [path.name for path, commit in zip(paths, commits, strict=True) if commit is None]
     if damaged:
         raise InputError(
             f"{len(damaged)} of {len(paths)} shards of the cache {paths[0].parent} are missing or damaged: "
             f"{', '.join(damaged[:10])}",
-            "every shard with the size and SHA-256 written beside it",
-            "build the cache again with the same settings; only these shards are made",
+            "every shard with the size and SHA-256 of its record",
+            "build the cache again with the same settings; only these shards are rebuilt",
         )
     return [commit for commit in commits if commit is not None]
 
 
 class MappedTensor(NamedTuple):
-    """A tensor of a shard: its type as safetensors calls it, its shape, and its bytes in the mapped file."""
+    """A tensor of a shard: safetensors dtype name, shape, and bytes in the mapped file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -167,7 +171,7 @@ class MappedTensor(NamedTuple):
 
 
 def map_shard(path: Path) -> dict[str, MappedTensor]:
-    """The tensors of a shard by name."""
+    """Map the tensors of a shard, by name."""
     entries = read_safetensors_header(path)
     with open_regular_file(path) as file:
         start = 8 + int.from_bytes(file.read(8), "little")
@@ -181,7 +185,7 @@ def map_shard(path: Path) -> dict[str, MappedTensor]:
 
 
 def remove_stale_temp_files(folder: Path) -> None:
-    """Temporary files of killed processes of this machine; those of living ones and of other machines are theirs."""
+    """Remove temporary files of dead processes of this machine, but not of other machines."""
     for path in folder.glob(f".*.{socket.gethostname()}-*.tmp"):
         owner = writer_pid(path)
         if owner != os.getpid() and not Path(f"/proc/{owner}").exists():
@@ -190,7 +194,7 @@ def remove_stale_temp_files(folder: Path) -> None:
 
 
 class RowFolder:
-    """The folder of rows by key. `kind` is what its files and their keys are called: a word in the plural."""
+    """A folder of rows by key; `kind`, a plural such as `texts`, names its files and keys."""
 
     def __init__(self, folder: str | Path, kind: str, format: int) -> None:
         self.path = Path(folder)
@@ -199,18 +203,18 @@ class RowFolder:
         self._manifest_path = self.path / f"{kind}.json"
 
     def ensure_manifest(self, fingerprint: Mapping[str, JSON]) -> None:
-        """Make the folder ours, or refuse it: every rank does this and writes the same bytes."""
+        """Write the manifest, or check an existing one; every rank writes the same bytes."""
         ensure_manifest(self._manifest_path, {"format": self.format, "fingerprint": fingerprint})
 
     def check_fingerprint(self, fingerprint: Mapping[str, JSON]) -> None:
-        """Raise where the rows were made by something else, or the folder is none of these."""
+        """Raise InputError if the folder has another fingerprint or is not a cache."""
         existing = read_manifest(self._manifest_path, self.format)
         check_fingerprint(self.path, existing["fingerprint"], fingerprint)
 
     def find_missing(self, keys: Iterable[str], fingerprint: Mapping[str, JSON]) -> tuple[list[str], list[Path]]:
-        """Which of these keys have no row yet, each once, and which shards are damaged; what is there is read through.
+        """Return the distinct keys without a row, and the damaged shards.
 
-        Refused where the folder holds rows that something else made.
+        Existing shards with these keys are read completely. Raises InputError if the folder has another fingerprint.
         """
         unique = dict.fromkeys(keys)
         if not self._manifest_path.exists():
@@ -220,7 +224,10 @@ class RowFolder:
         return [key for key in unique if key not in present], damaged
 
     def find_keys(self, own_keys: AbstractSet[str]) -> tuple[set[str], list[Path]]:
-        """Keys in shards that look whole, those with keys of mine read through; and shards that are damaged."""
+        """Return the keys of undamaged shards, and the damaged shards.
+
+        Shards with keys of `own_keys` are read completely; of the others only the size is checked.
+        """
 
         def read_keys(path: Path) -> list[str] | None:
             commit = read_commit(path, verify=False)
@@ -235,18 +242,18 @@ class RowFolder:
         return present, [path for path, keys in zip(paths, found, strict=True) if keys is None]
 
     def remove_damaged(self, damaged: Sequence[Path]) -> None:
-        """Those that are damaged still: one with the same keys has taken its predecessor's name."""
+        """Remove shards that are still damaged; one rebuilt with the same keys has the same name."""
         for path in damaged:
             if read_commit(path, verify=True) is None:
-                _log.warning("%s was damaged and is removed; its %s are made again", path, self.kind)
+                _log.warning("%s was damaged and is removed; its %s are rebuilt", path, self.kind)
                 path.with_suffix(".json").unlink(missing_ok=True)
                 path.unlink(missing_ok=True)
 
     def open(self, fingerprint: Mapping[str, JSON], verify: bool = True) -> CachedRows:
-        """Map all shards; refused if something else made them or one is damaged.
+        """Map all shards; raises InputError on another fingerprint or a damaged shard.
 
-        `verify` reads everything once to compare the SHA-256s (one rank of a machine is enough); sizes are compared
-        always.
+        `verify` reads everything once to check the SHA-256 sums (one rank per machine is enough); sizes are always
+        checked.
         """
         self.check_fingerprint(fingerprint)
         paths = self._shard_paths()
@@ -254,24 +261,24 @@ class RowFolder:
         return CachedRows(self.path, [(path, commit[self.kind]) for path, commit in zip(paths, commits, strict=True)])
 
     def _shard_paths(self) -> list[Path]:
-        """The shards that have a note."""
+        """Return the shards that have a record."""
         return sorted(path.with_suffix(".safetensors") for path in self.path.glob(f"{self.kind}-*.json"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRows:
-    """What all ranks together will write; the first rows tell whether there is room for it."""
+    """What all ranks together will write, to check the disk space with the first rows."""
 
     num_rows: int
     name: str
-    """What the rows are called in a message."""
+    """Name of the rows in messages."""
     action: str
-    """What to do where there is no room."""
+    """What to do if the disk space is not sufficient."""
     log_size: bool
 
 
 class RowCacheWriter:
-    """Gathers rows and publishes a shard when there are `shard_size`, when they are large, or have waited long."""
+    """Collects rows and writes a shard at `shard_size` rows, a size limit or `max_wait_s`."""
 
     def __init__(
         self, folder: RowFolder, shard_size: int, planned: PlannedRows | None = None, max_wait_s: float = math.inf
@@ -285,7 +292,7 @@ class RowCacheWriter:
         self._pending_since_s = 0.0
 
     def add(self, keys: list[str], rows: Mapping[str, torch.Tensor]) -> None:
-        """A key for each row."""
+        """Add rows, with a key for each."""
         row_bytes = sum(math.prod(tensor.shape[1:]) * tensor.dtype.itemsize for tensor in rows.values())
         if self._planned is not None:
             self._check_disk_space(self._planned, row_bytes)
@@ -299,7 +306,7 @@ class RowCacheWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Publish what is gathered."""
+        """Write the collected rows."""
         if self._pending:
             keys = [key for names, _ in self._pending for key in names]
             names = self._pending[0][1]
@@ -315,21 +322,21 @@ class RowCacheWriter:
             raise InputError(
                 f"{planned.name} take {needed / _GIB:.1f} GiB, "
                 f"and {self._free_bytes / _GIB:.1f} GiB are free in {folder}",
-                "room for all of them",
-                f"make room there, or name a folder on a larger disk by --cache_dir, or {planned.action}",
+                "enough free disk space",
+                f"free some space, or choose a folder on a larger disk with --cache_dir, or {planned.action}",
             )
         if planned.log_size and needed > _LOG_ABOVE_BYTES:
             _log.info("%s take %.1f GiB in %s", planned.name, needed / _GIB, folder)
 
 
 class CachedRows:
-    """Rows by their keys; may be read from several threads."""
+    """Rows by key; thread-safe."""
 
     def __init__(self, folder: Path, shards: Sequence[tuple[Path, Sequence[str]]]) -> None:
         self.folder = folder
         self._paths = [path for path, _ in shards]
         self._starts = list(itertools.accumulate((len(keys) for _, keys in shards), initial=0))
-        # One number a key, and not a pair: there may be millions.
+        # One number per key instead of a pair, to save memory: there may be millions.
         self._rows = {key: number for number, key in enumerate(key for _, keys in shards for key in keys)}
         self._mapped_shards: dict[int, dict[str, MappedTensor]] = {}
 
@@ -341,13 +348,13 @@ class CachedRows:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """What a row of each tensor looks like; empty where there are no rows."""
+        """The row shape of each tensor; empty without rows."""
         return {name: tensor.shape[1:] for name, tensor in self._map_shard(0).items()} if self._paths else {}
 
     def read(self, keys: Sequence[str], entry_indices: Sequence[int] | None = None) -> Tensors:
-        """The tensors of these keys, a row for each, copied; a key that is not there is a KeyError.
+        """Return copies of the tensors of these keys, a row for each; raises KeyError.
 
-        `entry_indices` reads of each row only the entry of that number, where all rows are lists of as many entries.
+        With `entry_indices`, rows are lists of equal length, and only the entry of that index is read from each.
         """
         numbers = [self._rows[key] for key in keys]
         if not self._paths:
@@ -360,7 +367,7 @@ class CachedRows:
             length = row_bytes
             if entry_indices is not None:
                 if not row_shape or not all(0 <= number < row_shape[0] for number in entry_indices):
-                    raise IndexError(f"a row of {row_shape[0] if row_shape else 'no'} entries was asked for others")
+                    raise IndexError(f"entry index out of range: {row_shape[0] if row_shape else 'no'} entries per row")
                 length, row_shape = row_bytes // row_shape[0], row_shape[1:]
             content = np.empty((len(numbers), length), np.uint8)
             for row, (file, number) in enumerate(zip(files, numbers, strict=True)):
@@ -371,13 +378,13 @@ class CachedRows:
         return rows
 
     def _map_shard(self, shard: int) -> dict[str, MappedTensor]:
-        """Two threads may both map it; either result will do."""
+        """Map a shard once; two threads may both map it, which is harmless."""
         if shard not in self._mapped_shards:
             mapped = map_shard(self._paths[shard])
             other = next(iter(self._mapped_shards.values()), mapped)
             if _row_layouts(mapped) != _row_layouts(other):
                 raise InputError(
-                    f"{self._paths[shard]} holds other tensors than the shards beside it",
+                    f"{self._paths[shard]} holds other tensors than the other shards",
                     "the same names, shapes and types in every shard",
                     _REBUILD_ADVICE,
                 )

@@ -1,7 +1,7 @@
 """A cache of text embeddings: encoded once by all ranks, resumable, memory-mapped.
 
-A folder holds `texts.json` (which encoders), and shards of rows of tensors with the texts they belong to. It may grow:
-texts that are there already are not encoded again.
+A folder holds `texts.json` (the fingerprint of the encoders) and shards with a row of tensors per text. It may grow:
+texts that it already has are not encoded again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from halation.data.row_cache import CachedRows, PlannedRows, RowCacheWriter, Row
 
 FORMAT = 1
 CachedTexts = CachedRows
-"""Rows by the texts themselves."""
+"""The keys of the rows are the texts."""
 
 Encode = Callable[[Sequence[str]], Mapping[str, torch.Tensor]]
 
@@ -37,11 +37,11 @@ def build(
     encode_size: int = 8,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Encode the texts of this rank that are not there yet; the caller waits for the other ranks.
+    """Encode the missing texts of this rank; the caller waits for the other ranks.
 
-    `encode` always gets exactly `encode_size` texts, the last ones filled up by repetition, and gives tensors with a
-    row for each, of the same shapes and kinds every time. A shard is closed with `shard_size` texts, or when it is
-    large. `on_progress(done, total)` counts this rank's different texts.
+    `encode` always gets exactly `encode_size` texts (the last batch is padded by repetition) and returns tensors with a
+    row per text, always of the same shapes and dtypes. A shard is closed with `shard_size` texts, or when it is large.
+    `on_progress(done, total)` counts this rank's distinct texts.
     """
     if shard_size < 1 or encode_size < 1:
         raise ValueError(f"shards of {shard_size} and batches of {encode_size} texts; expected at least 1")
@@ -49,7 +49,7 @@ def build(
     row_folder.ensure_manifest(_as_mapping(fingerprint))
     unique = list(dict.fromkeys(texts))
     rank, world_size = rank_and_size
-    # By the text alone, so that ranks which look at different moments still share without a gap.
+    # Assigned by the text alone, so that no text is missed if ranks list the folder at different times.
     own_texts = {text for text in unique if zlib.crc32(text.encode("utf-8", "surrogatepass")) % world_size == rank}
     present, damaged = row_folder.find_keys(own_texts)
     missing = [text for text in unique if text not in present]
@@ -69,7 +69,7 @@ def build(
         rows = encode(batch + batch[-1:] * (encode_size - len(batch)))
         wrong = {name: tuple(one.shape) for name, one in rows.items() if one.dim() < 1 or one.shape[0] != encode_size}
         if wrong or not rows:
-            raise ValueError(f"encode gave {wrong or 'nothing'}; expected tensors with {encode_size} rows")
+            raise ValueError(f"encode returned {wrong or 'nothing'}; expected tensors with {encode_size} rows")
         writer.add(batch, {name: rows[name][: len(batch)] for name in sorted(rows)})
         done += len(batch)
         if done == len(own_texts):
@@ -80,16 +80,20 @@ def build(
 
 
 def count_missing(texts: Iterable[str], folder: str | Path, fingerprint: JSON) -> int:
-    """How many different texts are not encoded yet, plus damaged shards; refused where other encoders made the folder.
+    """Return the number of distinct texts without embeddings, plus that of damaged shards.
 
-    What is there is read through, so that a damaged shard is found while it can still be made again.
+    Existing shards are read completely, so that a damaged one is found while it can still be rebuilt. Raises InputError
+    if other encoders made the folder.
     """
     missing, damaged = _row_folder(folder).find_missing(texts, _as_mapping(fingerprint))
     return len(missing) + len(damaged)
 
 
 def open_cache(folder: str | Path, fingerprint: JSON, verify: bool = True) -> CachedTexts:
-    """Map a cache; refused if other encoders made it or a shard is damaged. For `verify` see `RowFolder.open`."""
+    """Map a cache; raises InputError if other encoders made it or a shard is damaged.
+
+    For `verify` see `RowFolder.open`.
+    """
     return _row_folder(folder).open(_as_mapping(fingerprint), verify)
 
 

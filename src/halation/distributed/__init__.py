@@ -1,1 +1,1 @@
-"""Ranks, process groups, launcher, engines, checkpoints; knows nothing of diffusion."""
+"""Ranks, process groups, launcher, engines, checkpoints; independent of diffusion."""

@@ -1,6 +1,7 @@
 """Child processes: start, tie to the parent, stop, describe how they ended.
 
-A child ends with its parent (PR_SET_PDEATHSIG) and is signalled by it alone (own process group).
+A child is killed when its parent ends (PR_SET_PDEATHSIG) and has its own process group, so that only the parent signals
+it.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ LAUNCHER_ENV_VARS = (
     "MASTER_PORT",
     "TORCHELASTIC_RUN_ID",
 )
-"""Set by whatever launched this process; a child that is no rank of the same world must not see them."""
+"""Set by the launcher of this process; a child that is not a rank of the same world must not see them."""
 _PR_SET_PDEATHSIG = 1
 POLL_S = 0.1
 REPORT_INTERVAL_S = 1.0
 STOP_TIMEOUT_S = 60.0
 NUM_TAIL_BYTES = 64 * 1024
 NUM_TAIL_LINES = 12
-# Until the command line handles Ctrl+C, it ends the process without Python's traceback.
+# Until the command line handles Ctrl+C, it terminates the process without a traceback.
 BOOTSTRAP_CODE = (
     "import signal; from halation.distributed.stop_signals import unblock_interrupts; unblock_interrupts(); "
     "from halation.distributed.child_process import tie_to_parent; tie_to_parent(); "
@@ -50,10 +51,10 @@ BOOTSTRAP_CODE = (
 
 
 def tie_to_parent(parent_pid: int | None = None) -> None:
-    """In a child: have the kernel kill this process when its parent ends. Linux only; elsewhere it does nothing.
+    """In a child on Linux: have the kernel kill this process when its parent ends.
 
     The kernel watches the thread that started the child: start children from a thread that outlives them.
-    `parent_pid` defaults to what `start_child` left in the environment.
+    `parent_pid` defaults to the value that `start_child` sets in the environment.
     """
     if sys.platform != "linux":
         return
@@ -73,7 +74,7 @@ def start_child(
     stderr: IO[bytes] | int | None = None,
     pass_fds: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
-    """Start `python ARGUMENTS...` in a process group of its own; it calls `tie_to_parent` first.
+    """Start `python ARGUMENTS...` in its own process group; it should call `tie_to_parent`.
 
     SIGINT is blocked until the child calls `unblock_interrupts`: while Python starts, Ctrl+C would print a traceback.
     """
@@ -94,12 +95,12 @@ def start_child(
 
 
 def environment_without_launcher() -> dict[str, str]:
-    """The environment for a child that is no rank of this process's world."""
+    """Return the environment for a child that is not a rank of this world."""
     return {name: value for name, value in os.environ.items() if name not in LAUNCHER_ENV_VARS}
 
 
 def wait_or_kill(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float = 0.0) -> None:
-    """Wait for processes to end, and kill those that have not after `timeout_s`."""
+    """Wait for processes to end, and kill those that still run after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     for process in processes:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -111,7 +112,7 @@ def wait_or_kill(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float 
 
 
 def describe_exit(code: int | None) -> str:
-    """How a process ended; `code` as subprocess and multiprocessing report it."""
+    """Describe how a process ended; `code` as in subprocess and multiprocessing."""
     if code is None or code >= 0:
         return f"ended with exit code {code}"
     words = f"was killed by signal {-code} ({signal.Signals(-code).name})"
@@ -133,10 +134,10 @@ def run_command(
     on_report: Callable[[dict[str, Any]], None],
     monitor: FolderMonitor,
 ) -> CommandResult:
-    """Run `halation ARGUMENTS...` to its end; a stop signal is passed on, then raised as Interrupted.
+    """Run `halation ARGUMENTS...` to its end; forward a stop signal, then raise Interrupted.
 
-    Its output goes to `log`; the newest JSON line there goes to `on_report` now and then. The command is killed when
-    `monitor` finds that its folder is lost.
+    Its output goes to `log`; the newest JSON line there is passed to `on_report` every REPORT_INTERVAL_S. The command
+    is killed when `monitor` finds that its folder is lost.
     """
     with open(log, "wb") as file:
         process = start_command(arguments, file)
@@ -154,7 +155,7 @@ def run_command(
 
     wait_for_command(process, signals, report_progress, POLL_S)
     if signals.number:
-        raise Interrupted("stopped; the same command goes on from here", exit_code(signals.number))
+        raise Interrupted("stopped; run the same command to resume", exit_code(signals.number))
     # The last lines that are not JSON.
     lines = [line for line in _read_tail(log) if line.strip() and not line.startswith("{")]
     tail = "\n".join(lines[-NUM_TAIL_LINES:]) or f"it {describe_exit(process.returncode)}"
@@ -162,7 +163,7 @@ def run_command(
 
 
 def start_command(arguments: Sequence[str], output: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
-    """Start `halation ARGUMENTS...` as a child; it writes to `output`, or to this process's standard output."""
+    """Start `halation ARGUMENTS...` as a child that writes to `output` or standard output."""
     return start_child(
         ["-c", BOOTSTRAP_CODE, *arguments], environment_without_launcher(), stdout=output, stderr=subprocess.STDOUT
     )
@@ -171,9 +172,9 @@ def start_command(arguments: Sequence[str], output: IO[bytes] | None = None) -> 
 def wait_for_command(
     process: subprocess.Popen[bytes], signals: StopSignals, should_kill: Callable[[], bool], poll_s: float
 ) -> bool:
-    """Wait for a command to end, and pass the first stop signal on to it.
+    """Wait for a command to end, and forward the first stop signal to it.
 
-    It is killed as soon as `should_kill` returns True; the result is whether that ended it.
+    It is killed as soon as `should_kill` returns True. Return True if that kill ended it.
     """
     signalled_at, killed = 0.0, False
     try:

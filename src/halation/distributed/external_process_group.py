@@ -1,4 +1,4 @@
-"""Use the process group and modules of a caller's training loop; both stay unchanged."""
+"""Use the process group and modules of a user's training loop without changing them."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ CONNECT_TIMEOUT_S = 10.0
 HELLO_TIMEOUT_S = 2.0
 NETWORK_ERRNOS = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
 KEEPALIVE_S = (10, 5, 4)
-"""A machine that has not answered for 10 + 4 * 5 seconds is gone; one whose process is stopped still answers."""
+"""A machine that does not respond for 10 + 4 * 5 seconds is gone; one with a stopped process still responds."""
 TOKEN_BYTES = 16
 SIOCGIFADDR = 0x8915
 
 
 @contextlib.contextmanager
 def external_world(rank: int, size: int, device: torch.device, timeout_s: float) -> Iterator[World]:
-    """The caller's own ranks, with a group of ours for words; or a world of one."""
+    """Yield the user's ranks with a control group of our own, or a world of one."""
     if not dist.is_initialized():
         if size != 1:
             raise InputError(
                 f"world_size {size}, but torch.distributed is not initialised",
-                "ranks that know each other",
+                "an initialised process group",
                 "call torch.distributed.init_process_group first, or pass world_size=1",
             )
-        # No group is made, not even for a while: what the caller runs inside may ask whether there is one.
+        # Never create a default group here: code inside the context may check whether there is one.
         yield World(
             rank=0, size=1, local_rank=0, device=device, store=dist.HashStore(), control=None, timeout_s=timeout_s
         )
@@ -57,7 +57,7 @@ def external_world(rank: int, size: int, device: torch.device, timeout_s: float)
     if (rank, size) != (dist.get_rank(), dist.get_world_size()):
         raise InputError(
             f"rank {rank} of {size}",
-            f"what torch.distributed says: {dist.get_rank()} of {dist.get_world_size()}",
+            f"rank and size of torch.distributed: {dist.get_rank()} of {dist.get_world_size()}",
             "pass dist.get_rank() and dist.get_world_size()",
         )
     store = dist.distributed_c10d._get_default_store()
@@ -73,13 +73,13 @@ def external_world(rank: int, size: int, device: torch.device, timeout_s: float)
     scoped_store: _ScopedStore | None = None
     try:
         world = _join_control_group(world)
-        # Words of an earlier call must not pass for words of this one, and ranks need not have called equally often.
+        # A fresh prefix: keys of earlier calls must not be read, and ranks may have made different numbers of calls.
         scoped_store = _ScopedStore(f"halation/{world.broadcast_from_rank_zero(uuid.uuid4().hex)}", store, set())
         yield replace(world, store=scoped_store)
-        world.all_gather_object("")  # everybody has read what others left
+        world.all_gather_object("")  # all ranks have read the keys of the others
     except BaseException as error:
         failure = _lost_peer_failure(world, error, scoped_store is not None)
-        _leave_control_group(world, failure or error)  # words of ranks that part ways must not meet later ones
+        _leave_control_group(world, failure or error)  # so that stale messages are not read by a later call
         if failure is not None:
             raise failure from error
         raise
@@ -87,7 +87,7 @@ def external_world(rank: int, size: int, device: torch.device, timeout_s: float)
 
 
 class _ScopedStore(dist.PrefixStore):
-    """A part of the caller's store that is left empty: the store may live as long as a job, and calls are many."""
+    """A prefix of the user's store that is cleared after use: a job may make many calls."""
 
     def __init__(self, prefix: str, store: dist.Store, keys: set[str]) -> None:
         super().__init__(prefix, store)
@@ -99,29 +99,29 @@ class _ScopedStore(dist.PrefixStore):
 
     def clone(self) -> _ScopedStore:
         prefix, store, keys = self._scope
-        base_store: Any = store  # a store's stubs lack what all of them have
+        base_store: Any = store  # the type stubs lack `clone`
         return _ScopedStore(prefix, base_store.clone(), keys)
 
     def clear(self) -> None:
-        """Of the keys of this rank."""
-        with contextlib.suppress(dist.DistNetworkError):  # the host of the store may have ended already
+        """Delete the keys of this rank."""
+        with contextlib.suppress(dist.DistNetworkError):  # the host of the store may have exited already
             for key in self._scope[2]:
                 self.delete_key(key)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Departure:
-    """How a rank left; `because_of` is the rank whose end was its reason, -1 where it had one of its own."""
+    """How a rank left; `because_of` is the rank that caused it, or -1."""
 
     reason: str = ""
     because_of: int = -1
 
 
 class PeerLinks:
-    """A TCP connection from this rank to every other one, which the kernel closes with its process.
+    """TCP connections from this rank to all others, closed by the kernel when a process ends.
 
-    That is exact where heartbeats would guess: a rank that is busy or stopped keeps its connections, one that was
-    killed or ended does not, and one that leaves by an error sends the reason first.
+    This is exact, while heartbeats would guess: a rank that is busy or stopped keeps its connections, one that was
+    killed or has exited does not, and one that leaves with an error sends the reason first.
     """
 
     def __init__(self, rank: int, links: dict[int, socket.socket]) -> None:
@@ -136,12 +136,12 @@ class PeerLinks:
         _open_links.add(self)
 
     def departed(self) -> set[int]:
-        """The ranks that are known to have left."""
+        """Return the ranks that are known to have left."""
         self._read_links(0.0)
         return set(self._departures)
 
     def blame(self, rank: int | None = None, wait_s: float = 0.0) -> str:
-        """Why this rank (None: any rank) left, or which one made it leave; empty where none has left."""
+        """Return why `rank` (None: any) left, or which rank caused it; empty if none has left."""
         deadline = time.monotonic() + wait_s
         while True:
             self._read_links(max(0.0, deadline - time.monotonic()))
@@ -163,7 +163,7 @@ class PeerLinks:
         )
 
     def leave(self, reason: str) -> None:
-        """Send the others the reason why this rank leaves, and close the connections."""
+        """Send the reason why this rank leaves to the others and close the connections."""
         words = {"reason": reason, "because_of": self._blamed}
         with self._lock:
             for link in self._links.values():
@@ -194,7 +194,7 @@ class PeerLinks:
         except OSError as error:
             data = b""
             if error.errno in NETWORK_ERRNOS:
-                log.warning("the connection to rank %d is lost: its end is known after the timeout only", rank)
+                log.warning("lost the connection to rank %d: its exit is detected only after the timeout", rank)
                 self._links.pop(rank).close()
                 return
         self._received[rank] += data
@@ -209,7 +209,7 @@ _open_links: weakref.WeakSet[PeerLinks] = weakref.WeakSet()
 
 
 def _close_links_of_parent() -> None:
-    """A forked process (a worker of a data loader) that outlives its rank must not hold the rank's connections open."""
+    """Close connections in a forked process (a data loader worker): it may outlive its rank."""
     for links in list(_open_links):
         links._lock = threading.Lock()  # another thread of the parent may have held it
         links.close()
@@ -219,7 +219,7 @@ os.register_at_fork(after_in_child=_close_links_of_parent)
 
 
 def _connect_peers(world: World) -> PeerLinks:
-    """Connect all ranks with each other; a rank that cannot be reached so is missed after the timeout only."""
+    """Connect all ranks; the exit of an unreachable one is detected only after the timeout."""
     is_one_machine = len(set(world.all_gather_object(_network_place()))) == 1
     host = "127.0.0.1" if is_one_machine else _own_address()
     token = os.urandom(TOKEN_BYTES)
@@ -227,7 +227,7 @@ def _connect_peers(world: World) -> PeerLinks:
     with contextlib.ExitStack() as stack:
         listener = None
         with contextlib.suppress(OSError):
-            if is_one_machine or not host.startswith("127."):  # which would be another machine's own address there
+            if is_one_machine or not host.startswith("127."):  # loopback addresses do not reach other machines
                 listener = stack.enter_context(socket.create_server((host, 0), backlog=world.size))
         door = [host, listener.getsockname()[1], token.hex()] if listener is not None else None
         doors = world.all_gather_object(door)
@@ -238,14 +238,14 @@ def _connect_peers(world: World) -> PeerLinks:
                     links[rank] = _connect(their_door, world.rank, deadline)
         if listener is not None:
             links |= _accept_links(listener, token, world.size - 1 - world.rank, deadline)
-    # A connection counts where both sides have it; one that the other side refused would look like a lost rank.
+    # Keep connections that both sides have; one that the other side rejected would look like a lost rank.
     linked_by_rank = world.all_gather_object(sorted(links))
     for rank in [rank for rank in links if world.rank not in linked_by_rank[rank]]:
         links.pop(rank).close()
     missing = [rank for rank in range(world.size) if rank not in links and rank != world.rank]
     if missing:
         names = ", ".join(map(str, missing))
-        log.warning("no connection to rank %s: its end is known after timeout_s=%g only", names, world.timeout_s)
+        log.warning("no connection to rank %s: its exit is detected only after timeout_s=%g", names, world.timeout_s)
     return PeerLinks(world.rank, links)
 
 
@@ -259,7 +259,7 @@ def _connect(door: list[Any], rank: int, deadline: float) -> socket.socket:
 def _accept_links(
     listener: socket.socket, token: bytes, num_expected: int, deadline: float
 ) -> dict[int, socket.socket]:
-    """The connections of ranks with a higher number; one without the token is closed."""
+    """Accept connections of higher ranks; those without the token are closed."""
     links: dict[int, socket.socket] = {}
     with contextlib.suppress(TimeoutError):
         while len(links) < num_expected:
@@ -286,7 +286,7 @@ def _keep_alive(link: socket.socket) -> socket.socket:
 
 
 def _network_place() -> str:
-    """The same for processes that can reach each other over the loopback interface."""
+    """Return an id shared by all processes that reach each other over the loopback interface."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{file.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"
@@ -295,9 +295,9 @@ def _network_place() -> str:
 
 
 def _own_address() -> str:
-    """The address at which other machines reach this one, found as gloo finds it."""
+    """Return the address of this machine for other machines, determined like gloo does."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
-    with contextlib.suppress(OSError, UnicodeError):  # the latter of a host name that is too long
+    with contextlib.suppress(OSError, UnicodeError):  # UnicodeError: a host name that is too long
         if not interface:
             return socket.gethostbyname(socket.gethostname())
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -308,7 +308,7 @@ def _own_address() -> str:
 
 @dataclass(frozen=True)
 class _ControlGroup:
-    """Our group beside the caller's default one, for as long as torch knows both, and the connections of its ranks."""
+    """Our group next to the user's default group (weak references), and the peer links."""
 
     default: weakref.ref[Any]
     control: weakref.ref[Any]
@@ -316,11 +316,11 @@ class _ControlGroup:
 
 
 _control_groups: dict[float, _ControlGroup] = {}
-"""By patience."""
+"""By timeout."""
 
 
 def _join_control_group(world: World) -> World:
-    """The world with a group of ours, the same one for as long as the caller's is: making one connects all ranks."""
+    """Return the world with our control group, cached because creating one connects all ranks."""
     known = _control_groups.get(world.timeout_s)
     if known is not None and known.control() is not None and known.default() is dist.group.WORLD:
         return replace(world, control=known.control(), peers=known.peers)
@@ -340,7 +340,7 @@ def _join_control_group(world: World) -> World:
 
 
 def _leave_control_group(world: World, error: BaseException) -> None:
-    """Send the reason why this rank leaves, and end the group: collectives of ranks that wait in it end too."""
+    """Send the reason why this rank leaves and destroy the group; waiting ranks fail too."""
     known = _control_groups.pop(world.timeout_s, None)
     if known is None:
         return
@@ -353,7 +353,7 @@ def _leave_control_group(world: World, error: BaseException) -> None:
 
 
 def _lost_peer_failure(world: World, error: BaseException, has_joined: bool) -> RankFailure | None:
-    """The error of a store or of a collective as a RankFailure, where its cause is that another rank is gone."""
+    """Convert an error of the store or a collective to RankFailure if a lost rank caused it."""
     is_store_lost = isinstance(error, dist.DistNetworkError)
     if not is_store_lost and not (isinstance(error, RuntimeError) and is_lost_peer_message(str(error))):
         return None
@@ -367,23 +367,23 @@ def _lost_peer_failure(world: World, error: BaseException, has_joined: bool) -> 
     if is_store_lost:
         return RankFailure(f"the process that hosts the rendezvous store, rank 0 or the launcher, is gone: {reason}")
     if has_joined and not isinstance(error, dist.DistError) and "gloo" not in str(error):
-        return None  # of the trainer's own
+        return None  # an error of the trainer's own collectives
     return RankFailure(f"not every rank called sampler(step) within {world.timeout_s:.0f} s, or one is gone: {reason}")
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """Without the wrapper of DDP, DataParallel or DeepSpeed; hooks that gather shards are on the modules inside."""
+    """Remove the wrapper of DDP, DataParallel or DeepSpeed; shard hooks are on inner modules."""
     inner = getattr(model, "module", None)
     return inner if isinstance(inner, nn.Module) else model
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """FSDP2's parameters are DTensors, those of ZeRO-3 carry an id: then every forward is a collective."""
+    """Return True for FSDP2 (DTensors) and ZeRO-3 (`ds_id`): every forward is a collective."""
     return any(hasattr(parameter, "ds_id") or hasattr(parameter, "placements") for parameter in module.parameters())
 
 
 def reshard(module: nn.Module) -> None:
-    """Reshard weights that FSDP2 gathered: after a forward without a backward it does not do so by itself."""
+    """Reshard weights that FSDP2 gathered and keeps after a forward without backward."""
     for part in module.modules():
         reshard_part: Any = getattr(part, "reshard", None)
         if reshard_part is not None:
@@ -392,7 +392,7 @@ def reshard(module: nn.Module) -> None:
 
 @contextlib.contextmanager
 def eval_mode(*modules: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; afterwards every part's own mode, and every weight as trainable as it was."""
+    """Use evaluation mode inside; restore all modes and `requires_grad` flags afterwards."""
     modes = [(part, part.training) for module in modules for part in module.modules()]
     grad_flags = [(weight, weight.requires_grad) for module in modules for weight in module.parameters()]
     for module in modules:

@@ -1,7 +1,7 @@
-"""Starting ranks on this machine: devices, rendezvous, errors, restarts.
+"""Starts ranks on this machine: devices, rendezvous, errors, restarts.
 
-The parent imports no torch and owns no port: rank 0 lets the system choose one and writes it to a private folder, so
-that two jobs can never meet.
+The parent does not import torch and opens no port: rank 0 lets the system choose one and writes it to a private folder,
+so that two jobs never connect to each other.
 """
 
 from __future__ import annotations
@@ -42,32 +42,32 @@ EXPECTED_ERRORS = (
     "InputError",
     "RankFailure",
     "OSError",
-)  # ends that a rank's own code has words for
+)  # errors that ranks raise on purpose
 
 
 def is_launched() -> bool:
-    """Whether this process is already a rank, started by this launcher, torchrun or srun."""
+    """Return True if this process is already a rank of this launcher, torchrun or srun."""
     return ("RANK" in os.environ and "WORLD_SIZE" in os.environ) or slurm_world_size() > 1
 
 
 def slurm_world_size() -> int:
-    """The number of tasks srun started this one among; 1 in a batch script or an interactive shell."""
+    """Return the number of tasks of the srun step; 1 in a batch script or interactive shell."""
     if "SLURM_PROCID" not in os.environ or "SLURM_STEP_ID" not in os.environ:
         return 1
     return int(os.environ.get("SLURM_STEP_NUM_TASKS", os.environ.get("SLURM_NTASKS", "1")))
 
 
 def has_restarts_left() -> bool:
-    """Whether torchrun restarts ranks that end with an exit code; one that is asked to stop must then exit with 0."""
+    """Return True if torchrun restarts failed ranks; a stopped rank must then exit with 0."""
     counts = [os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("MAX_RESTARTS", "RESTART_COUNT")]
     return all(count.isdigit() for count in counts) and int(counts[0]) > int(counts[1])
 
 
 def num_gpus() -> int:
-    """GPUs that torch would see; torch itself is imported only where the driver's own list does not settle it."""
+    """Return the number of GPUs that torch sees; imports torch only if NVML cannot answer."""
     if not any(Path(node).exists() for node in ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")):
         return 0
-    # Whether the installed torch can use GPUs at all is seen from its files: its import takes seconds.
+    # Detect a torch build without GPU support by its files: importing it takes seconds.
     torch_spec = importlib.util.find_spec("torch")
     folders = (torch_spec.submodule_search_locations if torch_spec else None) or []
     names = ("libtorch_cuda*", "libtorch_hip*")
@@ -82,14 +82,17 @@ def num_gpus() -> int:
 
 
 def _count_gpus_by_nvml() -> int | None:
-    """GPUs by NVML within a numeric CUDA_VISIBLE_DEVICES, which ends, as in CUDA, at the first missing one."""
+    """Count GPUs with NVML within a numeric CUDA_VISIBLE_DEVICES; None if unknown.
+
+    As in CUDA, the list ends at the first GPU that does not exist.
+    """
     try:
         import pynvml
 
         pynvml.nvmlInit()
         num_present = int(pynvml.nvmlDeviceGetCount())
         pynvml.nvmlShutdown()
-    except Exception:  # noqa: BLE001 - no NVML, no answer: torch knows other ways
+    except Exception:  # noqa: BLE001 - without NVML, torch has other ways
         return None
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
@@ -101,7 +104,7 @@ def _count_gpus_by_nvml() -> int | None:
 
 
 def describe_device(device: str) -> str:
-    """What a run records as the thing that computed: on another one images and weights round differently."""
+    """Return the device name that a run records, because devices round differently."""
     import torch
 
     if torch.device(device).type == "cpu":
@@ -110,7 +113,7 @@ def describe_device(device: str) -> str:
 
 
 def select_devices(nproc: int, gpu_ids: Sequence[int], oversubscribe: bool) -> tuple[str, ...]:
-    """One device for each rank of this machine, or an error that lists what is there."""
+    """Return one device per rank of this machine, or raise InputError with the available ones."""
     num_present = num_gpus()
     available = (
         f"GPUs 0 to {num_present - 1}"
@@ -124,7 +127,7 @@ def select_devices(nproc: int, gpu_ids: Sequence[int], oversubscribe: bool) -> t
         what = (
             f"no such GPU: {', '.join(map(str, bad))}"
             if bad
-            else f"a GPU twice in --gpu_ids {' '.join(map(str, gpu_ids))}"
+            else f"duplicate GPU in --gpu_ids {' '.join(map(str, gpu_ids))}"
         )
         raise InputError(
             what, f"each of --gpu_ids once; this machine has {available}", "choose among these, or leave --gpu_ids out"
@@ -136,21 +139,21 @@ def select_devices(nproc: int, gpu_ids: Sequence[int], oversubscribe: bool) -> t
     if count > len(gpus) and not oversubscribe:
         raise InputError(
             f"--nproc {count} on {len(gpus)} GPU{'s' if len(gpus) > 1 else ''}",
-            f"at most one rank a GPU; this machine has {available}",
+            f"at most one rank per GPU; this machine has {available}",
             f"use --nproc {len(gpus)}, or --oversubscribe to share GPUs (for tests, slow)",
         )
     return tuple(f"cuda:{gpus[rank % len(gpus)]}" for rank in range(count))
 
 
 def tie_rank_to_launcher() -> None:
-    """Tie a rank to this launcher or to torchrun, which leave orphans when they are killed; srun does not."""
+    """Tie a rank to this launcher or torchrun, which leave orphans when killed; srun does not."""
     if RENDEZVOUS_ENV in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
         tie_to_parent()
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankError:
-    """What a rank left behind about its own end."""
+    """The error that a rank reported when it ended."""
 
     rank: int
     kind: str
@@ -160,13 +163,16 @@ class RankError:
 
     @property
     def is_lost_peer(self) -> bool:
-        """Whether it only says that another rank is gone; the last line of a traceback counts, others name timeouts."""
+        """True if the error only reports another lost rank.
+
+        Only the last line of a traceback is checked: others may contain the word timeout.
+        """
         kinds = ("RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError")
         return self.kind in kinds and is_lost_peer_message(self.message.rstrip().rpartition("\n")[2])
 
 
 def report_error(error: BaseException, trace: str) -> None:
-    """Leave this rank's error where the parent looks for it."""
+    """Write this rank's error to a file for the parent."""
     folder = os.environ.get(RENDEZVOUS_ENV)
     if not folder:
         return
@@ -188,9 +194,9 @@ def report_error(error: BaseException, trace: str) -> None:
 def start_ranks(
     run_rank: Callable[[Any], object], config: Any, devices: Sequence[str], folder: Path, *, capture: bool = False
 ) -> list[subprocess.Popen[bytes]]:
-    """Start one process for each device that calls `run_rank(config)`; `folder` gets the reports of their errors.
+    """Start a process per device that calls `run_rank(config)`; error reports go to `folder`.
 
-    With `capture`, their standard errors go to files in it as well, and they print nothing.
+    With `capture`, standard error of the ranks goes to files in `folder` too, and nothing is printed.
     """
     (folder / "config.json").write_text(json.dumps(as_json(config)))
     names = [f"{named.__module__}:{named.__qualname__}" for named in (run_rank, type(config))]
@@ -212,7 +218,7 @@ def start_ranks(
 
 
 class Launcher:
-    """Starts the ranks of one job, waits for them, and starts them again after a failure as often as it may."""
+    """Starts the ranks of a job, waits for them, and restarts them up to `max_restarts` times."""
 
     def __init__(
         self,
@@ -223,10 +229,10 @@ class Launcher:
         folder: Path,
         monitor: FolderMonitor,
     ) -> None:
-        """`run_rank(config)` is called on every rank; the config is passed to it as JSON.
+        """Call `run_rank(config)` on every rank; the config is passed as JSON.
 
-        `folder` is one that this job holds alone: what a killed launcher leaves in it is swept by the next one.
-        `monitor` knows whether the ranks still have a place to write to.
+        `folder` is locked by this job; files of a killed launcher in it are removed by the next one. `monitor` detects
+        that the output folder of the ranks is lost.
         """
         self.run_rank = run_rank
         self.config = config
@@ -238,7 +244,7 @@ class Launcher:
         self.signals: list[int] = []
 
     def run(self) -> None:
-        """Return when all ranks ended well; raise what the first failing one said otherwise."""
+        """Return when all ranks have succeeded; otherwise raise the first error."""
         previous = {
             number: signal.signal(number, self._on_signal)
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -249,11 +255,11 @@ class Launcher:
                 if error is None:
                     return
                 self.monitor.check_now()
-                asked_to_end = self.signals or error.kind == "Interrupted"  # a scheduler may have asked one rank alone
+                asked_to_end = self.signals or error.kind == "Interrupted"  # a scheduler may have signalled one rank
                 if error.exit_code == InputError.exit_code or asked_to_end or attempt == self.max_restarts:
                     self._raise_error(error)
                 log.warning(
-                    "%s\nstarting again from the last checkpoint (%d of %d)",
+                    "%s\nrestarting from the last checkpoint (%d of %d)",
                     _format_error(error),
                     attempt + 1,
                     self.max_restarts,
@@ -287,7 +293,7 @@ class Launcher:
                 num_forwarded += 1
                 if num_forwarded > 1 and number in (signal.SIGINT, signal.SIGTERM):
                     raise Interrupted(
-                        "stopped at once; the same command goes on from the last checkpoint", 128 + number
+                        "stopped immediately; the same command resumes from the last checkpoint", 128 + number
                     )
                 for rank in self.ranks:
                     with contextlib.suppress(ProcessLookupError):
@@ -295,7 +301,7 @@ class Launcher:
             time.sleep(0.05)
 
     def _first_error(self, folder: Path, failed: list[int]) -> RankError:
-        """Wait a moment for other ranks' errors, then return the earliest; a rank's own error comes before a kill."""
+        """Wait up to GRACE_S for errors of other ranks, then return the most likely cause."""
         deadline = time.monotonic() + GRACE_S
         while time.monotonic() < deadline and any(rank.poll() is None for rank in self.ranks):
             time.sleep(0.05)
@@ -307,7 +313,7 @@ class Launcher:
         if self.signals and (not expected or any(-code in self.signals for code in self._exit_codes())):
             return self._early_stop_error()
         stopped = [rank for rank in self.ranks if -(rank.returncode or 0) in STOP_SIGNALS]
-        if stopped:  # sent by a user or a scheduler; a rank dies of these until it trains
+        if stopped:  # sent by a user or a scheduler; until a rank trains, these kill it
             return self._stopped_rank_error(stopped[0])
         silent = [rank for rank in failed if rank not in {error.rank for error in errors}]
         if silent:
@@ -320,15 +326,16 @@ class Launcher:
         return [rank.returncode for rank in self.ranks if rank.returncode is not None]
 
     def _early_stop_error(self) -> RankError:
-        """A rank that was still starting has nothing to save, and simply ends by the signal."""
+        """Return the error for a stop during startup, when ranks have nothing to save."""
         number = self.signals[0]
-        message = f"asked to stop (signal {number}) before all ranks had begun; the same command starts again"
+        message = f"asked to stop (signal {number}) before all ranks had started; run the same command to start again"
         return RankError(rank=0, kind="Interrupted", message=message, exit_code=exit_code(number), time=0.0)
 
     def _stopped_rank_error(self, process: subprocess.Popen[bytes]) -> RankError:
         rank, number = self.ranks.index(process), -process.returncode
         message = (
-            f"rank {rank} was asked to stop (signal {number}) while it was starting or ending; the same command goes on"
+            f"rank {rank} was asked to stop (signal {number}) while it was starting or ending; "
+            "run the same command to resume"
         )
         return RankError(rank=rank, kind="Interrupted", message=message, exit_code=exit_code(number), time=0.0)
 
@@ -348,7 +355,7 @@ class Launcher:
 
 
 def is_lost_peer_message(message: str) -> bool:
-    """Whether a collective's error only says that another rank is gone."""
+    """Return True if the error of a collective only reports that another rank is gone."""
     text = message.lower()
     words = (
         "timed out",

@@ -1,4 +1,4 @@
-"""One rank, as the launcher starts it: `python -m ... FUNCTION CONFIG_CLASS CONFIG.json`."""
+"""Entry point of a rank: `python -m ... FUNCTION CONFIG_CLASS CONFIG.json`."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def main() -> int:
     try:
         config = from_json(pkgutil.resolve_name(config_class), json.loads(Path(path).read_text()))
         pkgutil.resolve_name(function)(config)
-    except BaseException as error:  # noqa: BLE001 - whatever ends a rank, its parent must be told
+    except BaseException as error:  # noqa: BLE001 - report any error to the parent
         trace = traceback.format_exc()
         launcher.report_error(error, trace)
         if os.environ.get("RANK") == "0" and os.environ.get("HALATION_TRACE"):
             sys.stderr.write(trace)
         code = getattr(error, "exit_code", 1)
-        # Other threads may wait in a dead collective; nothing of ours is left to flush.
+        # Other threads may be blocked in a dead collective; flush only the streams.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code if isinstance(code, int) else 1)

@@ -1,6 +1,6 @@
-"""Global state of a rank: random states as JSON, and how torch computes.
+"""Global state of a rank: random states as JSON, and torch's numerical settings.
 
-Halation draws from no global random state; what a user plugs in may.
+Halation uses no global random state; user code may.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 
 def seed_all(seed: int, rank: int) -> None:
-    """Give the states of a fresh run a beginning of their own, or python's and numpy's would come from the clock."""
+    """Seed the global states of a fresh run, which Python and numpy would seed from the clock."""
     words = np.random.SeedSequence((seed, rank)).generate_state(3)
     random.seed(int(words[0]))
     np.random.seed(int(words[1]))
@@ -25,9 +25,9 @@ def seed_all(seed: int, rank: int) -> None:
 
 
 def seed_for_image(seed: int) -> None:
-    """Seed the global states alike on every rank, for samplers that ignore the generator they are given.
+    """Seed the global states equally on every rank, for samplers that ignore their generator.
 
-    Not by torch.manual_seed, which would also seed a GPU that is not in use yet.
+    It does not use torch.manual_seed, which would also seed a GPU that is not in use yet.
     """
     words = np.random.SeedSequence(seed).generate_state(3)
     random.seed(int(words[0]))
@@ -39,7 +39,7 @@ def seed_for_image(seed: int) -> None:
 
 @contextlib.contextmanager
 def fork_rng() -> Iterator[None]:
-    """Restore the states of python, numpy, torch and of every GPU in use at the end."""
+    """Restore the states of Python, numpy, torch and every GPU in use at the end."""
     python, arrays, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     try:
@@ -87,13 +87,13 @@ def _decode_tensor(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(_decode(text)), dtype=torch.uint8)
 
 
-# How torch computes
+# Torch's numerical settings
 
 _UNREADABLE = object()
 
 
 class _TorchSetting(NamedTuple):
-    """A state of torch that the whole process, or this thread, shares."""
+    """A torch setting that is global to the process or this thread."""
 
     read: Callable[[], Any]
     write: Callable[[Any], object]
@@ -116,7 +116,7 @@ def _autocast_depth() -> int:
 
 
 def _set_autocast_depth(depth: int) -> None:
-    """Regions that were entered and never left: torch would never again drop its casts of weights that steps change."""
+    """Exit autocast regions that were left open: torch would keep stale casts of weights."""
     while _autocast_depth() < depth:
         torch.autocast_increment_nesting()
     while _autocast_depth() > depth:
@@ -125,7 +125,7 @@ def _set_autocast_depth(depth: int) -> None:
 
 
 def _set_autocast_cache(enabled: bool) -> None:
-    torch.clear_autocast_cache()  # with the other setting it may hold casts that were made without gradients
+    torch.clear_autocast_cache()  # with the other setting it may hold casts made without gradients
     torch.set_autocast_cache_enabled(enabled)
 
 
@@ -137,7 +137,7 @@ def _set_current_gpu(state: tuple[int, Any]) -> None:
 
 
 def _torch_settings() -> list[_TorchSetting]:
-    """What a forward, a backward or a step of training may depend on besides weights, modes and random states."""
+    """Return settings that affect a training step besides weights, modes and random states."""
     backends: Any = torch.backends
     cudnn, mkldnn = backends.cudnn, backends.mkldnn
     precisions = (backends, cudnn, backends.cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn)
@@ -177,7 +177,7 @@ def _torch_settings() -> list[_TorchSetting]:
                 "fp16_accumulation",
             )
         ),
-        # After the older names of the same numbers: setting those changes these.
+        # After the older names of the same settings, because writing those changes these.
         *(_attribute(owner, "fp32_precision") for owner in precisions),
         _TorchSetting(backends.cuda.flash_sdp_enabled, backends.cuda.enable_flash_sdp),
         _TorchSetting(backends.cuda.mem_efficient_sdp_enabled, backends.cuda.enable_mem_efficient_sdp),
@@ -197,7 +197,7 @@ def _torch_settings() -> list[_TorchSetting]:
 
 
 def _read_setting(setting: _TorchSetting) -> Any:
-    """torch refuses the older name of a setting that was made by its newer name; that one is read too."""
+    """Read a setting; torch raises for an older name if the newer one, also listed, was used."""
     try:
         return setting.read()
     except RuntimeError:
@@ -206,14 +206,17 @@ def _read_setting(setting: _TorchSetting) -> Any:
 
 @contextlib.contextmanager
 def preserve_torch_settings() -> Iterator[None]:
-    """Restore how torch computes: precision, threads, algorithms, autocast, default dtype, devices, gradients."""
+    """Restore torch's settings at the end.
+
+    These are precision, threads, algorithms, autocast, default dtype, devices and gradients.
+    """
     before = [(setting, _read_setting(setting)) for setting in _torch_settings()]
     has_gradients = torch.is_grad_enabled()
     try:
         with torch.inference_mode(torch.is_inference_mode_enabled()), torch.set_grad_enabled(has_gradients):
             yield
     finally:
-        for _ in range(2):  # older and newer names of one precision: writing the one may change what the other says
+        for _ in range(2):  # older and newer names of one precision: writing one may change the other
             for setting, value in before:
                 if value is not _UNREADABLE and _read_setting(setting) != value:
                     setting.write(value)

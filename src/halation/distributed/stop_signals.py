@@ -1,4 +1,4 @@
-"""Stop signals: the first one stops all ranks at one step, the second one at once."""
+"""Stop signals: the first stops all ranks at the same step, the second immediately."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 
-DUPLICATE_SIGNAL_S = 2.0  # a service manager signals a whole group: a rank hears it twice, once from its launcher
+DUPLICATE_SIGNAL_S = 2.0  # a service manager signals a whole group: a rank gets it twice, once from its launcher
 STUCK_S = 6.0
 SECOND_SIGNAL_WAIT_S = 1.0
 CLOCK_SLACK_S = 0.5
@@ -17,10 +17,10 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class StopSignals:
-    """While entered, remembers the stop signal that this process received. SLURM usually sends SIGUSR1 before it kills.
+    """While entered, records the first stop signal that this process receives.
 
-    A second one ends the process at once or, for a parent that has children to end first, sets `is_urgent`. Outside
-    the main thread no handler is installed: there signals belong to the caller.
+    A second signal terminates the process or, for a parent that must stop its children first, sets `is_urgent`. SLURM
+    usually sends SIGUSR1 before it kills. Outside the main thread no handler is installed: signals are the caller's.
     """
 
     def __init__(self, *, exit_on_second: bool = True) -> None:
@@ -58,39 +58,39 @@ class StopSignals:
 
 
 _early_signals = StopSignals()
-"""What came after `remember_signals` and before the first `StopSignals` that was entered."""
+"""Signals received after `remember_signals` and before the first `StopSignals` is entered."""
 _last_handled_at = [0.0]
-"""When a handler ran last, in this process."""
+"""When a handler last ran in this process."""
 
 
 def _handle_signals(handler: Callable[[int, FrameType | None], None]) -> dict[int, object]:
-    """Install a handler for the signals that stop; the earlier handlers. Outside the main thread there are none."""
+    """Install a handler for stop signals (main thread only); return the previous handlers."""
     previous: dict[int, object] = {}
     for number in STOP_SIGNALS if threading.current_thread() is threading.main_thread() else ():
         if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-            continue  # nohup: it is to outlive the terminal
+            continue  # nohup: keep running without the terminal
         previous[number] = signal.signal(number, handler)
     return previous
 
 
 def remember_signals() -> None:
-    """From now on a signal is kept for the next `StopSignals`; a second one ends the process at once.
+    """Record signals for the next `StopSignals`; a second one terminates the process.
 
-    For a rank that torchrun or srun started: it would die of a signal while it loads, be started again by torchrun,
-    or leave the other ranks waiting for it.
+    For ranks started by torchrun or srun. Otherwise a signal during startup would kill the rank, which torchrun would
+    restart, or for which the other ranks would wait.
     """
     if _handle_signals(_early_signals._on_signal):
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # a worker's signals are not this rank's
+        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # signals of workers are not this rank's
         threading.Thread(target=_exit_if_stuck, args=(reader,), name="halation-signals", daemon=True).start()
 
 
 def _exit_if_stuck(reader: int) -> None:
-    """End a process whose main thread does not return to Python, as in a rendezvous with ranks that never come.
+    """Exit if the main thread does not return to Python, as in an incomplete rendezvous.
 
-    Handlers run between two instructions of Python; what arrives in the pipe is written by the signal itself.
+    Python handlers run only between bytecode instructions; the pipe is written by the C signal handler.
     """
     first_at = 0.0
     while data := os.read(reader, 1):
@@ -111,7 +111,7 @@ def _exit_unless_handled(number: int, received_at: float) -> None:
 
 
 def unblock_interrupts() -> None:
-    """Let Ctrl+C end this process without a traceback, until a handler is installed."""
+    """Let Ctrl+C terminate this process without a traceback until a handler is installed."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
@@ -119,12 +119,12 @@ def unblock_interrupts() -> None:
 def leave_signals_to_parent(
     handler: Callable[[int, FrameType | None], None] | signal.Handlers = signal.SIG_IGN,
 ) -> None:
-    """In a child whose parent decides when it stops: a scheduler signals every process of a job."""
+    """Ignore stop signals in a child: schedulers signal all processes, but the parent decides."""
     for number in STOP_SIGNALS:
         signal.signal(number, handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
 def exit_code(number: int) -> int:
-    """130 for Ctrl+C, 143 for every other wish to stop: a scheduler's warning counts as termination."""
+    """Return 130 for Ctrl+C and 143 for all other stop signals, such as a scheduler's warning."""
     return 130 if number == signal.SIGINT else 143

@@ -1,4 +1,4 @@
-"""World: rendezvous of ranks, exchange of values, agreement, and detection of stuck ranks."""
+"""World: rendezvous, exchange of values, checks that ranks agree, and heartbeats."""
 
 from __future__ import annotations
 
@@ -38,24 +38,25 @@ POLL_S = 0.05
 MIN_POLL_S = 0.002
 HEARTBEAT_S = 0.5
 PEER_WAIT_S = 2.0
-"""How long a connection may take to close after a collective failed because of the same end."""
+"""How long the connection to a dead rank may take to close after a collective failed because of it."""
 
 
 class Peers(Protocol):
-    """Which other ranks have left, for ranks that no launcher of ours ends together."""
+    """Which other ranks have left, if Halation's launcher does not stop all ranks together."""
 
     def departed(self) -> Container[int]:
-        """The ranks that are known to have left."""
+        """Return the ranks that are known to have left."""
 
     def blame(self, rank: int | None = None, wait_s: float = 0.0) -> str:
-        """Why this rank (None: any rank) left, or which one made it leave; empty where none has left."""
+        """Return why `rank` (None: any) left, or which rank caused it; empty if none has left."""
 
 
 @dataclass(kw_only=True)
 class World:
-    """This process among its peers. `rank` is global; tensors use the default group, other values `control`.
+    """This process among all ranks.
 
-    A single process without a group has no `control` either.
+    `rank` is global. Tensors use the default group, other values use `control`, which is None for a single process
+    without a group.
     """
 
     rank: int
@@ -72,11 +73,11 @@ class World:
         return self.rank == 0
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's word (plain JSON), in rank order, on every rank."""
+        """Gather a value (plain JSON) of every rank, in rank order."""
         if self.control is None:
             return [json.loads(json.dumps(value))]
         data = torch.frombuffer(bytearray(json.dumps(value).encode() or b" "), dtype=torch.uint8)
-        # On the CPU by name: a trainer may have set another default device.
+        # device="cpu" is explicit: a user's trainer may have set another default device.
         lengths = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.size)]
         dist.all_gather(lengths, torch.tensor([data.numel()], device="cpu"), group=self.control)
         longest = int(max(lengths))
@@ -87,7 +88,7 @@ class World:
         return [json.loads(bytes(row[: int(length)].numpy())) for row, length in zip(rows, lengths, strict=True)]
 
     def free_memory(self) -> None:
-        """Give back the device memory of models that nothing refers to any more."""
+        """Free the device memory of models that are no longer referenced."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -99,21 +100,22 @@ class World:
         return values
 
     def broadcast_from_rank_zero(self, value: Any) -> Any:
-        """Rank 0's word on every rank."""
+        """Return the value of rank 0 on every rank."""
         return self.all_gather_object(value if self.is_rank_zero else None)[0]
 
     @contextlib.contextmanager
     def close_on_success(self) -> Iterator[None]:
         """Destroy the groups at the end, but not after an error.
 
-        That would wait for ranks which wait for this one, and the error would be shown only after their timeout.
+        After an error that could wait for ranks which wait for this one, and the error would appear only after their
+        timeout.
         """
         failed = True
         try:
             yield
             failed = False
         except HalationError as error:
-            log.info("this rank ends: %s", error)  # to its log alone: the launcher reports it
+            log.info("this rank ends: %s", error)  # only to its log file: the launcher reports it
             raise
         except Exception:
             log.info("this rank ends with an error", exc_info=True)
@@ -134,7 +136,7 @@ def init_world(gpu_ids: Sequence[int], oversubscribe: bool, timeout_s: float, nu
     if device is None:
         local = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
         if not gpu_ids and "LOCAL_RANK" not in os.environ and launcher.num_gpus() == 1:
-            return init_from_env(torch.device("cuda:0"), timeout_s)  # the scheduler shows each task its own GPU
+            return init_from_env(torch.device("cuda:0"), timeout_s)  # the scheduler gives each task its own GPU
         count = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", "0"))) or local + 1
         devices = launcher.select_devices(max(count, local + 1), gpu_ids, oversubscribe)
         device = devices[local]
@@ -142,7 +144,7 @@ def init_world(gpu_ids: Sequence[int], oversubscribe: bool, timeout_s: float, nu
 
 
 def init_from_env(device: torch.device | None = None, timeout_s: float = 600.0) -> World:
-    """Join the world that the environment describes: our launcher's, torchrun's, srun's, or a world of one."""
+    """Join the world of Halation's launcher, torchrun or srun, or create a world of one."""
     environment = os.environ
     if launcher.RENDEZVOUS_ENV in environment:
         rank, size, local = int(environment["RANK"]), int(environment["WORLD_SIZE"]), int(environment["LOCAL_RANK"])
@@ -169,7 +171,7 @@ def init_from_env(device: torch.device | None = None, timeout_s: float = 600.0) 
         folder.mkdir(exist_ok=True)
         store = _rendezvous_via_folder(folder, rank, size, socket.gethostname(), timeout_s)
         _gather_via_store(dist.PrefixStore("met", store), rank, size, "")
-        if rank == 0:  # everybody has read the address
+        if rank == 0:  # all ranks have read the address
             shutil.rmtree(folder, ignore_errors=True)
     else:
         rank, size, local = 0, 1, 0
@@ -182,10 +184,10 @@ def init_from_env(device: torch.device | None = None, timeout_s: float = 600.0) 
 def init_process_groups(
     *, rank: int, size: int, local_rank: int, device: torch.device, store: dist.Store, timeout_s: float
 ) -> World:
-    """Make the process groups over a store. Ranks that share a GPU cannot use NCCL, so they speak over gloo."""
+    """Create the process groups over a store; ranks that share a GPU use gloo, as NCCL cannot."""
     timeout = timedelta(seconds=timeout_s)
     if device.type == "cuda":
-        device = torch.device("cuda", device.index or 0)  # torch refuses a GPU without a number here
+        device = torch.device("cuda", device.index or 0)  # init_process_group needs an index
         _init_gpu(device)
     device_key = (
         f"{socket.gethostname()}/{rank if device.type == 'cpu' else torch.cuda.get_device_properties(device).uuid}"
@@ -210,25 +212,24 @@ def init_process_groups(
 
 
 def _init_gpu(device: torch.device) -> None:
-    """Make the GPU this rank's own; a build of torch or a driver that cannot is said so, and not by a traceback."""
+    """Select and initialise this rank's GPU; raises InputError if torch or the driver cannot."""
     try:
         torch.cuda.set_device(device)
         torch.cuda.init()
     except (RuntimeError, AssertionError, AttributeError) as error:
         raise InputError(
             f"torch {torch.__version__} cannot use {device}: {error}",
-            "a CUDA build of torch that fits the driver",
-            "install one (`halation doctor` shows what is there), "
+            "a CUDA build of torch that matches the driver",
+            "install one (`halation doctor` shows what is installed), "
             "or train on the CPU with CUDA_VISIBLE_DEVICES= in front of the command",
         ) from error
 
 
 def _fresh_prefix_store(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist.Store:
-    """A corner of the store that no earlier start of these ranks has written to.
+    """Return a prefix of the store that no earlier start of these ranks has written to.
 
-    torchrun keeps its store when it starts ranks again, and gloo would take the addresses of dead ranks for those of
-    living ones. Restarts are counted by node and cannot tell starts apart, so each rank asks with a word that was
-    never used before.
+    torchrun keeps its store when it restarts ranks, and gloo would use the addresses of dead ranks. The restart count
+    is per node and does not identify a start, so each rank sends a fresh random token to rank 0.
     """
     token = os.urandom(8).hex()
     if rank > 0:
@@ -244,11 +245,11 @@ def _fresh_prefix_store(store: dist.Store, rank: int, size: int, timeout_s: floa
                 peer_token = store.get(f"halation/asks/{peer}").decode()
                 store.set(
                     f"halation/answer/{peer}/{peer_token}", token
-                )  # perhaps to a dead one; the living one asks after it
+                )  # the token may be of a dead rank; the live one then replaces it
                 if store.check([f"{token}/heard/{peer}"]):
                     missing.discard(peer)
         if missing and time.monotonic() > deadline:
-            raise RankFailure(f"rank {min(missing)} did not come within {timeout_s:.0f} s; its log says why")
+            raise RankFailure(f"rank {min(missing)} did not join within {timeout_s:.0f} s; see its log")
         time.sleep(POLL_S if missing else 0)
     return dist.PrefixStore(token, store)
 
@@ -259,7 +260,10 @@ def _gather_via_store(store: dist.Store, rank: int, size: int, value: str) -> li
 
 
 def _rendezvous_via_folder(folder: Path, rank: int, size: int, host: str, timeout_s: float) -> dist.Store:
-    """Rank 0 listens on MASTER_PORT if that is set and free, else on any port, and writes the address to the folder."""
+    """Meet through a folder, in which rank 0 writes its address.
+
+    Rank 0 listens on MASTER_PORT if that is set and free, else on any port.
+    """
     path = folder / "address"
     timeout = timedelta(seconds=timeout_s)
     if rank == 0:
@@ -269,7 +273,7 @@ def _rendezvous_via_folder(folder: Path, rank: int, size: int, host: str, timeou
     deadline = time.monotonic() + timeout_s
     while not path.exists():
         if time.monotonic() > deadline:
-            raise RankFailure(f"rank 0 did not open its port within {timeout_s:.0f} s; its log says why")
+            raise RankFailure(f"rank 0 did not open its port within {timeout_s:.0f} s; see its log")
         time.sleep(POLL_S)
     address, port = path.read_text().split()
     return dist.TCPStore(address, int(port), size, is_master=False, timeout=timeout)
@@ -278,16 +282,16 @@ def _rendezvous_via_folder(folder: Path, rank: int, size: int, host: str, timeou
 def _listen(host: str, size: int, timeout: timedelta) -> dist.TCPStore:
     port = os.environ.get("MASTER_PORT", "")
     if port.isdigit() and _is_port_free(int(port)):
-        with contextlib.suppress(dist.DistNetworkError):  # another process was faster
+        with contextlib.suppress(dist.DistNetworkError):  # another process took the port meanwhile
             return dist.TCPStore(host, int(port), size, is_master=True, wait_for_workers=False, timeout=timeout)
     store = dist.TCPStore(host, 0, size, is_master=True, wait_for_workers=False, timeout=timeout)
     if port not in ("", "0"):
-        log.warning("port %s is taken or not a port; ranks meet on port %d", port, store.port)
+        log.warning("MASTER_PORT %s is in use or not a port; using port %d", port, store.port)
     return store
 
 
 def _is_port_free(port: int) -> bool:
-    """Asked before, because torch tells of a taken port in several lines of its own."""
+    """Check the port first, because torch logs several lines if it is in use."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -298,7 +302,7 @@ def _is_port_free(port: int) -> bool:
 
 
 def checksums(named: Iterable[tuple[str, Tensor]]) -> tuple[list[str], Tensor]:
-    """One integer for each tensor that changes when any of its bits does (up to sums that cancel)."""
+    """Return a checksum per tensor that changes with any bit (unless changes cancel)."""
     names, sums = [], []
     for name, tensor in named:
         words = tensor.detach().contiguous().flatten().view(torch.uint8 if tensor.element_size() < 4 else torch.int32)
@@ -309,7 +313,7 @@ def checksums(named: Iterable[tuple[str, Tensor]]) -> tuple[list[str], Tensor]:
 
 
 def check_ranks_agree(world: World, named: Iterable[tuple[str, Tensor]], when: str) -> None:
-    """Raise on all ranks, naming rank and tensor, where replicated tensors are not bit for bit the same everywhere."""
+    """Raise RankFailure on all ranks if replicated tensors are not bit-identical on all ranks."""
     if world.size == 1:
         return
     names, sums = checksums(named)
@@ -320,12 +324,12 @@ def check_ranks_agree(world: World, named: Iterable[tuple[str, Tensor]], when: s
             raise RankFailure(
                 f"ranks disagree {when}: rank {rank} differs from rank 0 in {len(different)} of {len(names)} tensors, "
                 f"first in {different[0]}; gradients were not synchronised, or a rank's memory is faulty. "
-                "Run the same command again to go on from the last checkpoint."
+                "Run the same command again to resume from the last checkpoint."
             )
 
 
 def run_with_heartbeat(action: Callable[[], Result], heartbeat: Callable[[], None]) -> Result:
-    """The result of something long that cannot beat by itself: it runs on a thread of its own while this one does."""
+    """Run a long action in a thread and call `heartbeat` meanwhile; return its result."""
     with ThreadPoolExecutor(1, thread_name_prefix="long") as thread:
         future = thread.submit(action)
         while not wait([future], HEARTBEAT_S).done:
@@ -334,7 +338,7 @@ def run_with_heartbeat(action: Callable[[], Result], heartbeat: Callable[[], Non
 
 
 def run_on_rank_zero(world: World, name: str, action: Callable[[Callable[[], None]], Any], timeout_s: float) -> Any:
-    """Run a function on rank 0 while the others wait as long as it makes progress; all get its result or error."""
+    """Run a function on rank 0; the others wait for it and get its result or error."""
     outcome: dict[str, Any] = {}
     with HeartbeatMonitor(world, name, timeout_s) as monitor:
         if world.is_rank_zero:
@@ -368,7 +372,7 @@ def run_on_all_ranks(
     action: Callable[[Callable[[], None]], Any],
     recoverable: tuple[type[Exception], ...] = (),
 ) -> list[Any]:
-    """Results of an action that ranks run apart; a recoverable error of one rank is raised on all of them."""
+    """Run an action on all ranks and gather results; raise a recoverable error on all ranks."""
     result, error = None, ""
     with HeartbeatMonitor(world, name, timeout_s) as monitor:
         try:
@@ -384,11 +388,11 @@ def run_on_all_ranks(
 
 
 class HeartbeatMonitor:
-    """A stretch in which ranks work apart for as long as they like, and are missed only when they stop making progress.
+    """Lets ranks work independently for any time and detects those that make no progress.
 
-    Each rank calls `heartbeat` as it works; a thread tells the store. No collective is open meanwhile, so no length
-    of work can run into a process group's timeout. A rank whose count has not moved for `timeout_s` is named, with
-    its stack where its process can still speak.
+    Each rank calls `heartbeat` as it works; a thread publishes the count to the store. No collective is open meanwhile,
+    so long work cannot hit the timeout of a process group. If the count of a rank does not change for `timeout_s`, the
+    error names the rank and shows its stack if its process still responds.
     """
 
     def __init__(self, world: World, name: str, timeout_s: float) -> None:
@@ -401,7 +405,7 @@ class HeartbeatMonitor:
         self._thread_id = threading.get_ident()
         self._closed = threading.Event()
         has_clone = isinstance(world.store, dist.TCPStore | dist.PrefixStore)
-        store: Any = world.store  # a store's stubs lack what these two have
+        store: Any = world.store  # the type stubs lack `clone`
         self._store = store.clone() if has_clone else store
         self._thread = threading.Thread(target=self._publish_heartbeats, name="halation-heartbeat", daemon=True)
 
@@ -422,17 +426,17 @@ class HeartbeatMonitor:
         self._last_heartbeat = time.monotonic()
 
     def check_peers(self) -> None:
-        """Raise where another rank has left since this began: its share is missing, whatever this rank still does."""
+        """Raise RankFailure if another rank has left: its share of the work will be missing."""
         if self._departure:
             raise RankFailure(self._departure)
 
     def publish_result(self, result: Any) -> None:
-        """Leave this rank's word for the others without waiting for theirs."""
+        """Publish this rank's result without waiting for the others."""
         if self.world.size > 1:
             self.world.store.set(f"{self.prefix}/word/{self.world.rank}", json.dumps(result))
 
     def gather_results(self, result: Any) -> list[Any]:
-        """Leave this rank's word and wait for everybody's; raise, naming who stopped, when one makes no progress."""
+        """Publish this rank's result and wait for all; raise if a rank makes no progress."""
         if self.world.size == 1:
             return [result]
         self.publish_result(result)
@@ -441,7 +445,7 @@ class HeartbeatMonitor:
         pause_s = MIN_POLL_S
         while len(results) < self.world.size:
             self.heartbeat()
-            # Read before the words are looked for: a rank may leave as soon as it has left its word.
+            # Read before the results: a rank may exit as soon as it has published its result.
             departed: Container[int] = self.world.peers.departed() if self.world.peers is not None else ()
             for rank in [rank for rank in range(self.world.size) if rank not in results]:
                 if self.world.store.check([f"{self.prefix}/word/{rank}"]):
@@ -455,22 +459,20 @@ class HeartbeatMonitor:
                 elif time.monotonic() - seen[rank][1] > self.timeout_s:
                     raise RankFailure(self._format_stall(rank, state))
             time.sleep(pause_s)
-            pause_s = min(
-                2 * pause_s, POLL_S
-            )  # ranks that are nearly done wait briefly, those that are not do not crowd the store
+            pause_s = min(2 * pause_s, POLL_S)  # poll fast at first, then rarely, to limit the load on the store
         return [results[rank] for rank in range(self.world.size)]
 
     def report_failure(self, reason: str) -> None:
-        """Leave word that this rank cannot go on, for those who will miss it in a collective."""
+        """Publish why this rank fails, for ranks that wait for it in a collective."""
         with contextlib.suppress(RuntimeError):
             self.world.store.set(f"{self.prefix}/failed/{self.world.rank}", reason)
 
     def explain_failure(self) -> str:
-        """Why a collective was not completed: the rank that failed, fell silent, or is furthest behind."""
+        """Explain an incomplete collective: the rank that failed, died or is furthest behind."""
         try:
             return self._find_failed_rank()
         except RuntimeError:
-            return "rank 0 is gone, and with it the store in which ranks leave word"
+            return "rank 0 is gone, and with it the store that it hosts"
 
     def _find_failed_rank(self) -> str:
         store, prefix = self.world.store, self.prefix
@@ -485,10 +487,10 @@ class HeartbeatMonitor:
         before = {rank: self._read_heartbeat(rank) for rank in peers}
         time.sleep(3 * HEARTBEAT_S)
         states = {rank: self._read_heartbeat(rank) for rank in peers}
-        for rank in peers:  # a rank that waits for another may end any moment, and is not the cause
+        for rank in peers:  # a rank that waits for another may exit at any moment and is not the cause
             if states[rank] == before[rank] and not store.check([f"{prefix}/missing/{rank}"]):
                 what, count = prefix.removeprefix("heartbeat/"), states[rank].get("count") or 0
-                return f"rank {rank} fell silent in {what} (beat {count}): it was stopped or killed"
+                return f"rank {rank} stopped responding in {what} (heartbeat {count}): it was stopped or killed"
         states[self.world.rank] = {"count": self.num_heartbeats}
         last = min(states, key=lambda rank: (states[rank].get("count") or 0, rank))
         return self._format_stall(last, states[last])
@@ -505,12 +507,12 @@ class HeartbeatMonitor:
     def _format_stall(self, rank: int, state: dict[str, Any]) -> str:
         stack = state.get("stack")
         where = (
-            f"\nwhere it stands:\n{stack}"
+            f"\nits stack:\n{stack}"
             if stack
-            else "\nits process does not answer (stopped, killed or stuck in the driver)"
+            else "\nits process does not respond (stopped, killed or stuck in the driver)"
         )
         what = self.prefix.removeprefix("heartbeat/")
-        beat = f"(beat {state.get('count') or 0})"
+        beat = f"(heartbeat {state.get('count') or 0})"
         return f"rank {rank} has made no progress for {self.timeout_s:.0f} s in {what} {beat}{where}"
 
     def _publish_heartbeats(self) -> None:
@@ -523,13 +525,13 @@ class HeartbeatMonitor:
                 state["stack"] = "".join(traceback.format_stack(frame)[-12:]) if frame else ""
             try:
                 self._store.set(f"{self.prefix}/beat/{self.world.rank}", json.dumps(state))
-            except (RuntimeError, ValueError):  # the store went with its rank; the launcher speaks then
+            except (RuntimeError, ValueError):  # the store is gone with its rank; the launcher reports that
                 return
             self._log_departure()
             self._closed.wait(HEARTBEAT_S)
 
     def _log_departure(self) -> None:
-        """Log at once that a rank has left: this one may be in a long draw, or in a collective of the trainer."""
+        """Log a departure immediately: this rank may be busy, or in a collective of the trainer."""
         if self.world.peers is not None and not self._departure and not self._closed.is_set():
             self._departure = self.world.peers.blame()
             if self._departure:

@@ -1,4 +1,4 @@
-"""An exponential moving average of parameters in float32 that can be swapped with them."""
+"""An exponential moving average (EMA) of parameters in float32, swappable with them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def _local_tensor(parameter: Tensor) -> Tensor:
-    """The memory this rank owns: a sharded tensor's own piece, or the tensor itself."""
+    """Return this rank's shard of a sharded tensor, or the tensor itself."""
     tensor = parameter.detach()
     to_local = getattr(tensor, "to_local", None)
     local: Tensor = tensor if to_local is None else to_local()
@@ -18,17 +18,17 @@ def _local_tensor(parameter: Tensor) -> Tensor:
 
 
 class Ema:
-    """Averages of named parameters.
+    """The EMA of named parameters.
 
-    The decay warms up as (1 + n) / (10 + n), so that early averages are not the initial weights. Under sharding each
-    rank averages its own piece. `swap` exchanges the contents of parameters and averages in place: modules, optimizers
-    and hooks keep the tensors they hold. A second `swap` restores every bit, also where a parameter is narrower than
-    float32: the average then waits outside while its rounded copy sits in the parameter.
+    The decay warms up as (1 + n) / (10 + n), so that the initial weights have little influence on early averages. With
+    sharding, each rank averages its own shard. `swap` exchanges the contents of parameters and averages in place:
+    modules, optimizers and hooks keep their tensors. A second `swap` restores every bit, also if a parameter is
+    narrower than float32: the exact average is kept aside while the parameter holds its rounded copy.
     """
 
     def __init__(self, parameters: Iterable[tuple[str, Tensor]] | Mapping[str, Tensor], decay: float = 0.9999) -> None:
         if not 0.0 <= decay < 1.0:
-            raise ValueError(f"an EMA decay lies in [0, 1), not {decay}")
+            raise ValueError(f"an EMA decay must be in [0, 1), not {decay}")
         pairs = parameters.items() if isinstance(parameters, Mapping) else parameters
         self.decay = decay
         self.num_updates = 0
@@ -40,14 +40,14 @@ class Ema:
         self._saved_averages: dict[str, Tensor] = {}
 
     def current_decay(self) -> float:
-        """The decay the next update uses."""
+        """Return the decay of the next update."""
         return min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
 
     @torch.no_grad()
     def update(self) -> None:
         """Move the averages towards the parameters; call once after each optimizer step."""
         if self.is_swapped:
-            raise RuntimeError("the averages sit in the parameters: swap back before updating")
+            raise RuntimeError("the EMA is swapped with the parameters: swap back before updating")
         if self._averages:
             weight = 1 - self.current_decay()
             targets = [_local_tensor(parameter).to(torch.float32) for parameter in self._parameters.values()]
@@ -75,7 +75,7 @@ class Ema:
 
     @contextmanager
     def swap_during(self) -> Iterator[None]:
-        """Within the context the parameters hold the averages; they come back whatever happens inside."""
+        """Swap inside the context; the parameters are restored even after an error."""
         self.swap()
         try:
             yield
@@ -83,19 +83,19 @@ class Ema:
             self.swap()
 
     def tensors(self) -> dict[str, Tensor]:
-        """The averages by name (each rank's own pieces under sharding), to be saved; not copies."""
+        """Return the averages by name for saving (this rank's shards); not copies."""
         if self.is_swapped:
-            raise RuntimeError("the averages sit in the parameters: swap back before saving")
+            raise RuntimeError("the EMA is swapped with the parameters: swap back before saving")
         return dict(self._averages)
 
     @torch.no_grad()
     def load_tensors(self, tensors: Mapping[str, Tensor], num_updates: int) -> None:
-        """Take averages saved by `tensors()` and the number of updates behind them."""
+        """Load averages from `tensors()` and their number of updates."""
         if self.is_swapped:
-            raise RuntimeError("the averages sit in the parameters: swap back before loading")
+            raise RuntimeError("the EMA is swapped with the parameters: swap back before loading")
         if tensors.keys() != self._averages.keys():
             different = sorted(tensors.keys() ^ self._averages.keys())
-            raise ValueError(f"the saved averages belong to another model: {', '.join(different[:5])}")
+            raise ValueError(f"the saved EMA belongs to another model: {', '.join(different[:5])}")
         for name, average in self._averages.items():
             if tensors[name].shape != average.shape:
                 raise ValueError(f"{name} is {tuple(tensors[name].shape)}, expected {tuple(average.shape)}")

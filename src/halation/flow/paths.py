@@ -1,4 +1,4 @@
-"""Paths from images (t = 0) to noise (t = 1), straight or by a table; training times."""
+"""Paths from images (t = 0) to noise (t = 1): rectified flow and DDPM; training times."""
 
 from __future__ import annotations
 
@@ -17,67 +17,68 @@ def _broadcast_time(t: Tensor, x: Tensor) -> Tensor:
 
 
 def interpolate(x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-    """The point at time `t` (one per image) on the straight line from `x0` to `noise`."""
+    """Return the point at time `t` (one per image) on the straight line from `x0` to `noise`."""
     time = _broadcast_time(t, x0)
     return (1 - time) * x0 + time * noise
 
 
 def velocity_target(x0: Tensor, noise: Tensor) -> Tensor:
-    """What the model learns: the constant velocity along the line, dx/dt = noise - x0."""
+    """Return the training target: the constant velocity along the line, dx/dt = noise - x0."""
     return noise - x0
 
 
 def shift_times(t: Tensor, shift: float) -> Tensor:
-    """Move times towards noise (shift > 1) as larger images need; 0 and 1 stay where they are."""
+    """Shift times towards noise (shift > 1), as larger images need; 0 and 1 are fixed points."""
     if shift <= 0:
-        raise ValueError(f"a timestep shift is positive, not {shift}")
+        raise ValueError(f"a timestep shift must be positive, not {shift}")
     return shift * t / (1 + (shift - 1) * t)
 
 
 def times_from_uniform(u: Tensor, kind: TimeDistribution = "uniform", shift: float = 1.0) -> Tensor:
-    """Times in [0, 1] from uniform numbers by the inverse CDF: a sample's time is a function of its own draw.
+    """Map uniform numbers to times in [0, 1] by the inverse CDF.
 
-    `logit_normal` puts more weight on the middle of the path (Esser et al. 2024, eq. 19, with location 0 and scale 1).
+    A sample's time depends only on its own random number. `logit_normal` puts more weight on the middle of the path
+    (Esser et al. 2024, eq. 19, with location 0 and scale 1).
     """
     if kind == "uniform":
         t = u
     elif kind == "logit_normal":
         t = torch.sigmoid(torch.special.ndtri(u))
     else:
-        raise ValueError(f"times are one of {', '.join(TIME_DISTRIBUTIONS)}, not {kind!r}")
+        raise ValueError(f"a time distribution is one of {', '.join(TIME_DISTRIBUTIONS)}, not {kind!r}")
     return shift_times(t, shift)
 
 
 class NoisePath(Protocol):
-    """How a family mixes noise in, and what it asks of its module.
+    """How a model family adds noise, and what its denoiser predicts.
 
-    `t` is one number an image, 0 is the image and 1 is noise.
+    `t` has one number per image; 0 is the image and 1 is noise.
     """
 
     def add_noise(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-        """The state at `t` that the module sees."""
+        """Return the input of the denoiser at `t`."""
 
     def target(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-        """What the module should answer there."""
+        """Return the target of the denoiser's output at `t`."""
 
     def predict_x0_and_noise(self, x: Tensor, model_output: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Image and noise that the module's answer at `x` and `t` stands for."""
+        """Return the image and the noise that the denoiser's output at `x` and `t` implies."""
 
     def step(self, x: Tensor, model_output: Tensor, t: Tensor, s: Tensor) -> Tensor:
-        """The state at `s` of those two (Song et al. 2021, DDIM without noise).
+        """Return the state at `s` for this image and noise (Song et al. 2021, deterministic DDIM).
 
-        One time an image, s <= t; at s = 0 it is the image.
+        There is one time per image, s <= t; at s = 0 the state is the image.
         """
 
     def output_leading_to(self, x: Tensor, t: Tensor, end: Tensor, s: Tensor) -> Tensor:
-        """The answer at `x` and `t` whose `step` to `s` lands on `end`; s < t."""
+        """Return the output at `x` and `t` whose `step` to `s` gives `end`; s < t."""
 
     def step_sensitivity(self, t: Tensor, s: Tensor) -> Tensor:
-        """How far an error of 1 in the answer at `t` moves the end of a `step` to `s`; one number an image."""
+        """Return how far an output error of 1 at `t` moves the end of a `step` to `s`, per image."""
 
 
 class RectifiedFlowPath:
-    """Rectified flow (Liu et al. 2022): a straight line, and its velocity."""
+    """Rectified flow (Liu et al. 2022): a straight line and its velocity."""
 
     def add_noise(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
         return interpolate(x0, noise, t)
@@ -100,21 +101,21 @@ class RectifiedFlowPath:
 
 
 class DDPMPath:
-    """DDPM (Ho et al. 2020): a table of signal shares.
+    """DDPM (Ho et al. 2020), given by its table `alphas_cumprod`.
 
-    Predicted is the noise, the image, or the v of Salimans and Ho (2022).
+    The prediction is the noise, the image, or v (Salimans and Ho 2022).
     """
 
     def __init__(self, alphas_cumprod: Tensor, prediction_type: str) -> None:
         if prediction_type not in PREDICTION_TYPES:
-            raise ValueError(f"a prediction is one of {', '.join(PREDICTION_TYPES)}, not {prediction_type!r}")
+            raise ValueError(f"a prediction type is one of {', '.join(PREDICTION_TYPES)}, not {prediction_type!r}")
         self.prediction_type = prediction_type
         self.num_timesteps = len(alphas_cumprod)
         self._signal_scales = alphas_cumprod.to(torch.float32).sqrt()
         self._noise_scales = (1 - alphas_cumprod.to(torch.float32)).sqrt()
 
     def timestep_index(self, t: Tensor) -> Tensor:
-        """The timestep at `t`: uniform times are uniform timesteps."""
+        """Return the timestep at `t`; uniform times give uniform timesteps."""
         return (t.double() * self.num_timesteps).long().clamp_(0, self.num_timesteps - 1)
 
     def add_noise(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
@@ -143,9 +144,9 @@ class DDPMPath:
         return signal * x0 + noise_scale * noise
 
     def output_leading_to(self, x: Tensor, t: Tensor, end: Tensor, s: Tensor) -> Tensor:
-        """`step` is linear in the answer; this solves it.
+        """Solve `step`, which is linear in the output.
 
-        Without the divisions by small shares that `predict_x0_and_noise` needs.
+        This avoids the divisions by small scales in `predict_x0_and_noise`.
         """
         signal, noise_scale = self._scales(t, x)
         signal_after, noise_scale_after = self._end_scales(s, x)
@@ -165,13 +166,13 @@ class DDPMPath:
         return determinant / (signal if self.prediction_type == "epsilon" else noise_scale)
 
     def _end_scales(self, s: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Shares where a step ends: at 0 there is no noise left, though the table's first row has some."""
+        """Return the scales at the end of a step; at 0 there is no noise, unlike in the table."""
         signal, noise_scale = self._scales(s, x)
         at_end = _broadcast_time(s, x) == 0
         return torch.where(at_end, 1.0, signal), torch.where(at_end, 0.0, noise_scale)
 
     def _scales(self, t: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        if self._signal_scales.device != x.device:  # once a device; the tables are small
+        if self._signal_scales.device != x.device:  # once per device; the tables are small
             self._signal_scales, self._noise_scales = self._signal_scales.to(x.device), self._noise_scales.to(x.device)
         index = self.timestep_index(t)
         return _broadcast_time(self._signal_scales[index], x), _broadcast_time(self._noise_scales[index], x)

@@ -1,8 +1,8 @@
-"""Solvers from noise to an image, classifier-free guidance, segments of trajectories.
+"""ODE solvers from noise to an image, classifier-free guidance, segments of trajectories.
 
-A solver of dx/dt = velocity(x, t) goes from noise (t = 1) to an image (t = 0): tensors in, one state out after each
-step. How often a solver calls the velocity depends on its name and the number of steps only (`num_forwards`): under
-sharding one call fewer on one rank would leave all the others waiting.
+A solver integrates dx/dt = velocity(x, t) from noise (t = 1) to an image (t = 0) and yields the state after each step.
+The number of velocity calls depends only on the solver and the number of steps (`num_forwards`): with sharding, a
+missing call on one rank would block all others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Sampler = Callable[[Velocity, Tensor, Sequence[float] | Tensor], Iterator[Tensor
 
 
 def schedule(num_steps: int, shift: float = 1.0) -> Tensor:
-    """`num_steps + 1` float64 times on the CPU, from exactly 1 to exactly 0."""
+    """Return `num_steps + 1` float64 times on the CPU, from exactly 1 to exactly 0."""
     if num_steps < 1:
         raise ValueError(f"sampling takes at least one step, not {num_steps}")
     return shift_times(torch.linspace(1.0, 0.0, num_steps + 1, dtype=torch.float64), shift)
@@ -36,17 +36,17 @@ def _scalar(t: float) -> Tensor:
 
 
 def euler(velocity: Velocity, x: Tensor, times: Sequence[float] | Tensor) -> Iterator[Tensor]:
-    """First order, one forward a step; for rectified flow this is DDIM."""
+    """Euler's method: first order, one forward per step; for rectified flow this is DDIM."""
     for t, next_t in _step_pairs(times):
         x = x + (next_t - t) * velocity(x, _scalar(t))
         yield x
 
 
 def heun(velocity: Velocity, x: Tensor, times: Sequence[float] | Tensor) -> Iterator[Tensor]:
-    """Second order, two forwards a step but one in the last (Karras et al. 2022, algorithm 1, without churn).
+    """Heun's method: second order, two forwards per step (Karras et al. 2022, algorithm 1).
 
-    The last step is Euler's: at t = 0 it lands on the predicted image, and the velocity is never asked at t = 0, where
-    it is worst determined.
+    Without churn. The last step is an Euler step with one forward: it ends at the predicted image, and the velocity is
+    never evaluated at t = 0, where it is least well determined.
     """
     steps = list(_step_pairs(times))
     for index, (t, next_t) in enumerate(steps):
@@ -59,10 +59,11 @@ def heun(velocity: Velocity, x: Tensor, times: Sequence[float] | Tensor) -> Iter
 
 
 def multistep(velocity: Velocity, x: Tensor, times: Sequence[float] | Tensor) -> Iterator[Tensor]:
-    """Second order with one forward a step: Adams-Bashforth 2 for unequal steps, the first and the last step Euler's.
+    """Adams-Bashforth 2 for unequal steps: second order, one forward per step.
 
-    One Euler step errs by O(h^2), so two of them leave the order at 2. A last step without extrapolation costs little
-    on smooth data and halves the error at ten steps on data with sharp modes, which images are.
+    The first and the last step are Euler steps. One Euler step has an error of O(h^2), so two of them keep the order at
+    2. A last step without extrapolation costs little on smooth data, and at ten steps it halves the error on data with
+    sharp modes such as images.
     """
     steps = list(_step_pairs(times))
     previous: Tensor | None = None
@@ -82,7 +83,7 @@ SAMPLERS: dict[str, Sampler] = {"euler": euler, "heun": heun, "multistep": multi
 
 
 def num_forwards(name: str, num_steps: int) -> int:
-    """How often the sampler calls the velocity."""
+    """Return how often the sampler calls the velocity."""
     if name not in SAMPLERS:
         raise ValueError(f"a sampler is one of {', '.join(SAMPLERS)}, not {name!r}")
     return 2 * num_steps - 1 if name == "heun" else num_steps
@@ -93,7 +94,7 @@ Predict = Callable[[Tensor, Tensor, dict[str, Tensor]], Tensor]
 
 
 def _batched_time(t: Tensor, num_images: int, device: torch.device) -> Tensor:
-    # `t` lives on the CPU, so reading it waits for no device; `full` is a kernel where a copy would be a transfer.
+    # `t` is on the CPU, so reading it needs no synchronisation; `full` is a kernel, while a copy would be a transfer.
     return torch.full((num_images,), float(t), dtype=torch.float32, device=device)
 
 
@@ -111,14 +112,14 @@ def guided_velocity(
     truncate_from: int | None = None,
     times: Sequence[float] | Tensor | None = None,
 ) -> Velocity:
-    """A velocity for the samplers from `predict(x, t, condition)`.
+    """Return a velocity with classifier-free guidance from `predict(x, t, condition)`.
 
-    A scale of exactly 1.0 runs the conditional branch only; a tensor (one scale an image) always runs the pair, so that
-    the shape of a forward does not depend on the values in it. With `truncate_from=K` every evaluation at `times[K]`
-    and later runs the conditional branch only: half the cost of those steps, and another distribution of images.
+    A scale of exactly 1.0 runs only the conditional branch; a tensor (one scale per image) always runs both, so that
+    the shape of a forward does not depend on values. With `truncate_from=K` every evaluation at `times[K]` and later
+    runs only the conditional branch: it halves the cost of those steps and changes the distribution of images.
     """
     if truncate_from is not None and times is None:
-        raise ValueError("truncate_from counts steps, so guided() needs the times of the steps")
+        raise ValueError("truncate_from counts steps, so guided_velocity() needs the times of the steps")
     conditional_only = not isinstance(scale, Tensor) and scale == 1.0
     threshold = -1.0
     if truncate_from is not None and times is not None and truncate_from < len(times):
@@ -133,14 +134,14 @@ def guided_velocity(
             return predict(x, _batched_time(t, num, x.device), dict(condition))
         predictions = predict(torch.cat([x, x]), _batched_time(t, 2 * num, x.device), pair)
         conditional, unconditional = predictions.chunk(2)
-        # Written from the conditional side so that a row whose scale is 1 is the conditional prediction to the bit.
+        # In this form a row with scale 1 is bit-identical to the conditional prediction.
         return conditional + (_broadcast_scale(scale, x) - 1) * (conditional - unconditional)
 
     return velocity
 
 
 def drop_conditions(condition: Condition, null: Condition, dropped: Tensor) -> dict[str, Tensor]:
-    """The condition with the null condition in the rows where `dropped` (bool, one an image) is true."""
+    """Use the null condition in the rows where `dropped` (one bool per image) is True."""
     result = {}
     for name, value in condition.items():
         rows = dropped.to(value.device).reshape(-1, *([1] * (value.ndim - 1)))
@@ -149,13 +150,13 @@ def drop_conditions(condition: Condition, null: Condition, dropped: Tensor) -> d
 
 
 ModelOutputFn = Callable[..., Tensor]
-"""States and their times, one a row, to what a module predicts there."""
+"""Maps states and their times (one per row) to the denoiser's output."""
 
 
 class TrajectoryStep(NamedTuple):
-    """One step of a trajectory: at `x` and `t` the module predicted `model_output`, which led to `end` at `s`.
+    """One step of a trajectory: `model_output` at `x` and `t` led to `end` at `s`.
 
-    Times are one a row, float32.
+    Times are float32, one per row.
     """
 
     x: Tensor
@@ -166,13 +167,13 @@ class TrajectoryStep(NamedTuple):
 
 
 def segments(times: Sequence[float], num_steps: int) -> list[list[float]]:
-    """The stretches between neighbours of `times`, each cut into equal steps.
+    """Return the segments between neighbours of `times`, each divided into equal steps.
 
-    `times` go from 1 down to 0; there are `num_steps` steps in all, at least one in each stretch. Every segment is
-    given by the times it goes through, its two ends among them.
+    `times` decrease from 1 to 0. There are `num_steps` steps in total, at least one per segment. A segment is the list
+    of its times, with both ends.
     """
     if len(times) < 2 or times[0] != 1 or times[-1] != 0 or any(t <= s for t, s in itertools.pairwise(times)):
-        raise ValueError(f"a way goes down from 1 to 0, not through {', '.join(map(str, times)) or 'nothing'}")
+        raise ValueError(f"times must decrease from 1 to 0, not {', '.join(map(str, times)) or 'nothing'}")
     num = len(times) - 1
     pieces = []
     for number, (start, stop) in enumerate(itertools.pairwise(float(t) for t in times)):
@@ -185,10 +186,10 @@ def segments(times: Sequence[float], num_steps: int) -> list[list[float]]:
 def solve(
     path: NoisePath, predict: ModelOutputFn, x: Tensor, times: Sequence[float], *conditions: object
 ) -> Iterator[TrajectoryStep]:
-    """From `x` at `times[0]` down to `times[-1]`, one prediction a step; the last step's `end` is where it leads.
+    """Yield the steps of a trajectory from `x` at `times[0]` to `times[-1]`, one forward each.
 
-    `conditions` are handed to `predict`. First order, as a student's few steps are: Euler's method for rectified flow,
-    DDIM for a table.
+    `conditions` are passed to `predict`. The solver is first order, like the few steps of a student: Euler's method for
+    rectified flow, DDIM for DDPM. The last step's `end` is the result.
     """
     rows = torch.ones(len(x), dtype=torch.float32, device=x.device)
     for t, s in itertools.pairwise(times):
@@ -200,26 +201,26 @@ def solve(
 
 
 def stratified_indices(num: int, num_wanted: int, u: float) -> list[int]:
-    """`num_wanted` of `num` numbers in order, one from each of as many equal stretches.
+    """Select `num_wanted` of `num` indices in order, one from each of equal intervals.
 
-    Over all `u` in [0, 1) every number is as likely. All of them where more are wanted than there are.
+    For uniform `u` in [0, 1) every index is equally likely. If `num_wanted >= num`, all are selected.
     """
     if not 0 <= u < 1:
-        raise ValueError(f"a uniform number lies in [0, 1), not {u}")
+        raise ValueError(f"a uniform number must be in [0, 1), not {u}")
     if num_wanted >= num:
         return list(range(num))
     return [min(num - 1, int((stratum + u) * num / num_wanted)) for stratum in range(num_wanted)]
 
 
 def select_steps(pieces: Sequence[Sequence[float]], num_wanted: int, u: float) -> list[int]:
-    """Which steps of a trajectory in segments are kept, by number and in order.
+    """Return the indices of the steps of a trajectory to keep, in order.
 
-    The first of each segment, then others by `u`.
+    These are the first step of each segment, and others selected by `u`.
     """
     lengths = [len(piece) - 1 for piece in pieces]
     starts = list(itertools.accumulate(lengths[:-1], initial=0))
     if num_wanted < len(starts):
-        raise ValueError(f"{num_wanted} states of {len(starts)} segments; expected one of each at least")
+        raise ValueError(f"{num_wanted} states of {len(starts)} segments; expected at least one of each")
     others = sorted(set(range(sum(lengths))) - set(starts))
     chosen = [others[position] for position in stratified_indices(len(others), num_wanted - len(starts), u)]
     return sorted([*starts, *chosen])

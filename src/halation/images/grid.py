@@ -1,6 +1,6 @@
-"""Many images in one: grids with captions, and the progress of a training.
+"""Combines images: grids with captions, and a figure of the progress of a training.
 
-It knows pixels and text alone: no files, no model, no run folder, no torch.
+It handles only pixels and text: no files, models, run folders or torch.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ ERROR_COLOUR: Colour = (176, 58, 46)
 
 @cache
 def load_font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    """The type that comes with Pillow, so that images are the same on every machine."""
+    """Load the font that comes with Pillow, so that images are the same on every machine."""
     return ImageFont.load_default(size)
 
 
 def _wrap(text: str, size: int, width: int, max_lines: int) -> list[str]:
-    """`text` in at most `max_lines` lines of `width` pixels; what does not fit ends in an ellipsis."""
+    """Wrap `text` to at most `max_lines` lines of `width` pixels, with an ellipsis if cut."""
     font = load_font(size)
-    # Accents are left off, as the built-in type has none; a letter that it does not have becomes an empty box.
+    # Accents are removed, as the built-in font has none; a missing character becomes an empty box.
     letters = unicodedata.normalize("NFKD", text[:600].replace("\u00df", "ss"))
     bare = "".join(letter for letter in letters if not unicodedata.combining(letter))
     words = bare.encode("utf-8", "replace").decode("utf-8").replace("\0", " ").split()
@@ -77,7 +77,7 @@ def _line_height(size: int) -> int:
 
 
 def _cell_size(images: Sequence[Pixels | None], smallest: int, largest: int) -> tuple[int, int]:
-    """Height and width of a cell: the largest image's, by a whole factor up or by any factor down."""
+    """Return height and width of a cell: the largest image, enlarged by an integer or reduced."""
     shapes = [image.shape for image in images if image is not None] or [(smallest, smallest, 3)]
     height, width = max(shape[0] for shape in shapes), max(shape[1] for shape in shapes)
     if max(height, width) > largest:
@@ -88,7 +88,7 @@ def _cell_size(images: Sequence[Pixels | None], smallest: int, largest: int) -> 
 
 
 def _paste_into_cell(canvas: Image.Image, image: Pixels | None, x: int, y: int, height: int, width: int) -> None:
-    """Put an image into its cell, or a marked empty cell where there is none."""
+    """Paste an image into its cell, or mark the cell as failed if there is none."""
     if image is None:
         draw = ImageDraw.Draw(canvas)
         draw.rectangle((x, y, x + width - 1, y + height - 1), fill=EMPTY_CELL_COLOUR, outline=GRID_LINE_COLOUR)
@@ -108,9 +108,9 @@ def _paste_into_cell(canvas: Image.Image, image: Pixels | None, x: int, y: int, 
 def make_grid(
     images: Sequence[Pixels | None], columns: int, labels: Sequence[str] | None = None, group: int = 1
 ) -> Pixels:
-    """All images in rows of `columns`, with a caption under each; None is an image that failed.
+    """Return a grid of images with a caption under each; None is a failed image.
 
-    Those that belong together stand closer: every `group` columns there is a wider gap.
+    There is a wider gap after every `group` columns.
     """
     if labels is not None and len(labels) != len(images):
         raise ValueError(f"{len(labels)} labels for {len(images)} images")
@@ -140,7 +140,7 @@ def progress_figure(
     loss: Sequence[tuple[int, float]] | None,
     title: str,
 ) -> Pixels:
-    """How a training went, in one image: a row for each step, a column for each prompt, and the loss below."""
+    """Return a figure of a training: a row per step, a column per prompt, and the loss below."""
     margin, gutter, gap, type_size, title_size = 28, 8, 48, 12, 20
     height, width = _cell_size([image for _, images in rows for image in images], smallest=128, largest=256)
     label_width = 16 + max((int(load_font(14).getlength(f"{step:,}")) for step, _ in rows), default=0)
@@ -168,7 +168,7 @@ def progress_figure(
         for column, image in enumerate(images):
             _paste_into_cell(canvas, image, left + column * (width + gutter), y, height, width)
     if plot_height:
-        # From the left edge of the figure, so that the numbers of the axis stand beside the curve.
+        # The plot starts at the left edge of the figure to leave room for the axis labels.
         curve_box = (left, 30, image_width, plot_height)
         curve = draw_loss_curve(points, [step for step, _ in rows], (size[0], 30 + plot_height + 30), curve_box)
         canvas.paste(Image.fromarray(curve), (0, bottom + gap - 30))

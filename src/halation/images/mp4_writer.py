@@ -1,4 +1,4 @@
-"""MP4 files: frames to H.264 bytes that play everywhere, with texts in the metadata."""
+"""Encodes frames as MP4 files (H.264) that play everywhere, with texts in the metadata."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from halation.errors import InputError
 from halation.images.png_codec import Pixels, sanitize_text
 
 CRF = "17"
-"""x264's constant rate factor: about where the eye no longer tells the video from the frames."""
+"""x264's constant rate factor: visually almost lossless."""
 METADATA_KEYS = {"halation": "comment", "parameters": "description"}
-"""Where the texts of an image stand in an MP4, which has names of its own for them."""
+"""MP4 metadata keys for the texts of an image."""
 ENCODER_OPTIONS = {"crf": CRF, "preset": "medium", "threads": "1", "x264-params": "mbtree=0"}
-"""One thread, because x264 cuts an image by their number. No macroblock tree: its vector code reads memory before it is
-written, so that equal frames gave other bytes from one call to the next (seen with x264 165 in PyAV 18.1)."""
+"""One thread, because x264 partitions an image by the number of threads. No macroblock tree: its vector code reads
+uninitialised memory, so that equal frames gave different bytes between calls (seen with x264 165 in PyAV 18.1)."""
 BT709 = 1
-"""The colours of high definition, written into the file: players guess by its size where nothing is said."""
+"""The HD colour space, written into the file: without it, players guess from the frame size."""
 
 
 def encode_mp4(frames: Pixels, fps: int, text: Mapping[str, str]) -> bytes:
-    """`frames` (uint8, F x H x W x 3) as H.264 with a quarter of the colours, which browsers and phones play.
+    """Encode `frames` (uint8, F x H x W x 3) as H.264 in yuv420p.
 
-    A side of odd length has its last row or column repeated, because colours are kept for squares of four pixels. Equal
-    frames give equal bytes.
+    Browsers and phones play it. For a side of odd length the last row or column is repeated, because yuv420p stores
+    colours per 2x2 pixels. Equal frames give equal bytes.
     """
     if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[3] != 3 or 0 in frames.shape:
         raise ValueError(f"a video is uint8 of shape (frames, height, width, 3), not {frames.dtype}, {frames.shape}")
     if fps < 1:
-        raise ValueError(f"a video shows one or more frames a second, not {fps}")
+        raise ValueError(f"a video has one or more frames per second, not {fps}")
     av = import_av()
     unknown = text.keys() - METADATA_KEYS.keys()
     if unknown:
-        raise ValueError(f"an MP4 has places for the texts {', '.join(METADATA_KEYS)}, not for {unknown.pop()!r}")
+        raise ValueError(f"an MP4 can store the texts {', '.join(METADATA_KEYS)}, not {unknown.pop()!r}")
     metadata = {METADATA_KEYS[key]: sanitize_text(value) for key, value in text.items()}
     even = np.pad(frames, ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0)), mode="edge")
-    # The index goes to the front, so that playing begins before the end has arrived. Moving it there afterwards needs a
-    # file with a name, so its place is kept free instead; a frame takes at most 32 bytes of it.
+    # The index is at the front, so that playback starts before the whole file has arrived. Moving it there afterwards
+    # needs a file with a name, so space is reserved instead; a frame takes at most 32 bytes of it.
     num_index_bytes = 8192 + 40 * len(frames) + sum(len(value.encode()) for value in metadata.values())
     options = {"moov_size": str(num_index_bytes), "fflags": "+bitexact"}
     file = io.BytesIO()
@@ -58,13 +58,13 @@ def encode_mp4(frames: Pixels, fps: int, text: Mapping[str, str]) -> bytes:
 
 
 def import_av() -> ModuleType:
-    """PyAV, or an InputError; call it before anything is drawn that could then not be written."""
+    """Import PyAV or raise InputError; call it before sampling a video, not after."""
     try:
         import av
     except ImportError:
         raise InputError(
-            "a video to write, and PyAV is not installed",
-            "PyAV, which brings the H.264 encoder",
-            "pip install 'halation[video]', or ask for one frame",
+            "a video to write, but PyAV is not installed",
+            "PyAV, which has the H.264 encoder",
+            "pip install 'halation[video]', or request a single frame",
         ) from None
     return av

@@ -1,6 +1,6 @@
-"""Line plots by matplotlib: the panels of metrics.png, and a loss curve.
+"""Line plots with matplotlib: the panels of metrics.png, and a loss curve.
 
-The same input gives the same pixels: font, style and size are fixed here, and the user's matplotlibrc does not count.
+The same input gives the same pixels: font, style and size are fixed here, and the user's matplotlibrc is ignored.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ STYLE: dict[Any, Any] = {
 
 
 def format_number(value: float) -> str:
-    """Three or four figures and no more: 31.2, 0.0123, 1.5k, 2.25M, 3.1e-5."""
+    """Format a number with at most three or four digits: 31.2, 0.0123, 1.5k, 2.25M, 3.1e-5."""
     size = abs(value)
     if size and not 1e-4 <= size < 1e15:
         mantissa, _, exponent = f"{value:.2e}".partition("e")
@@ -68,7 +68,7 @@ def format_number(value: float) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class PlotPoint:
-    """One number; `std` draws a bar of that length on both sides of it."""
+    """One value; `std` is the length of its error bar on both sides."""
 
     step: int
     value: float
@@ -77,7 +77,7 @@ class PlotPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class PlotPanel:
-    """One plot: points joined by a line; `best` says which of them is marked, if any."""
+    """One plot: points joined by a line; `best` selects the point to mark, if any."""
 
     title: str
     points: tuple[PlotPoint, ...]
@@ -85,7 +85,7 @@ class PlotPanel:
 
 
 def best_direction(metric: str, better: object = None) -> BestDirection:
-    """Whether less or more of a metric is better: as `better` says, or by its name; empty where unknown."""
+    """Return which value of a metric is best, from `better` or its name; empty if unknown."""
     if better in ("lower", "higher"):
         return "lowest" if better == "lower" else "highest"
     words = re.split(r"[^a-z0-9]+", metric.lower())
@@ -95,10 +95,10 @@ def best_direction(metric: str, better: object = None) -> BestDirection:
 
 
 def metric_panels(lines: Iterable[Mapping[str, Any]]) -> list[PlotPanel]:
-    """A panel for each metric of a metrics.jsonl, in the order they first appear.
+    """Return a panel for each metric of a metrics.jsonl, in order of first appearance.
 
-    Other lines, and values that are no finite number, are left out. Of two lines for a step the later counts: the step
-    was done again. A line may have a `name` to show, and say which numbers are `better`: lower or higher.
+    Other lines and values that are not finite numbers are skipped. Of two lines for a step the later counts: the step
+    was repeated. A line may have a `name` to display and `better`, either "lower" or "higher".
     """
     titles: dict[str, str] = {}
     better: dict[str, Any] = {}
@@ -126,7 +126,7 @@ def _is_number(value: Any) -> bool:
 
 
 def best_point(panel: PlotPanel) -> PlotPoint | None:
-    """The best point, the earliest of equals; None where all of several are equal."""
+    """Return the best point, the earliest of equals; None if all of several are equal."""
     points = _finite_points(panel)
     if not panel.best or not points or (len(points) > 1 and len({point.value for point in points}) == 1):
         return None
@@ -139,7 +139,7 @@ def _finite_points(panel: PlotPanel) -> list[PlotPoint]:
 
 
 def draw_panels(panels: Sequence[PlotPanel], title: str = "") -> Pixels:
-    """All panels in one image, two or three in a row; a number that is not finite is left out."""
+    """Draw all panels in one image, at most three per row; non-finite values are skipped."""
     if not panels:
         raise ValueError("a plot without panels")
     for panel in panels:
@@ -161,7 +161,7 @@ def draw_panels(panels: Sequence[PlotPanel], title: str = "") -> Pixels:
 
 
 def _draw_panel(axes: Axes, panel: PlotPanel) -> None:
-    """One panel; the label of the best point stands below the lowest or above the highest, where there is no line."""
+    """Draw one panel; a lowest best point has its label below, a highest above."""
     points = _finite_points(panel)
     first, last = min(point.step for point in points), max(point.step for point in points)
     _shorten(axes.set_title(_printable(panel.title), pad=10), PANEL_WIDTH - 90)
@@ -172,7 +172,7 @@ def _draw_panel(axes: Axes, panel: PlotPanel) -> None:
     if first == last:
         axes.set_xticks([first])
         axes.set_xlim(first - 1, first + 1)
-    # Where the points stand closer than they are wide, the line alone is clearer.
+    # With many points, markers would overlap.
     marker = "o" if len(points) <= 50 else ""
     axes.plot([point.step for point in points], [point.value for point in points], color=CURVE, marker=marker, ms=4.5)
     bars = [(point.step, point.value, point.std) for point in points if point.std]
@@ -201,19 +201,20 @@ def draw_loss_curve(
     size: tuple[int, int],
     box: tuple[int, int, int, int],
 ) -> Pixels:
-    """The loss over the steps, each value faint and the running mean clear, in an image of `size` (width, height).
+    """Draw the loss by step: each value in a faint colour, the running mean in a strong one.
 
-    The axes fill `box`: left, top, width and height in pixels. Each of `step_marks` has a mark on the step axis.
+    `size` is (width, height) of the image. The axes fill `box`: left, top, width and height in pixels. Each of
+    `step_marks` has a mark on the step axis.
     """
     steps = np.array([step for step, _ in points], dtype=np.float64)
     values = np.array([value for _, value in points], dtype=np.float64)
-    # The mean over about a twentieth of the curve around each point; at the ends, over the part that is there.
+    # The mean over about a twentieth of the curve around each point, truncated at the ends.
     middle, half_window = np.arange(len(values)), len(values) // 40
     sums = np.concatenate([[0.0], np.cumsum(values)])
     start, end = np.maximum(middle - half_window, 0), np.minimum(middle + half_window + 1, len(values))
     smooth = (sums[end] - sums[start]) / (end - start)
     first, last = float(steps.min()), float(max(steps.max(), steps.min() + 1))
-    # A single huge loss would press the rest of the curve flat against the axis.
+    # A single huge loss would flatten the rest of the curve.
     low, high = float(values.min()), float(max(np.quantile(values, 0.99), smooth.max()))
 
     def draw(figure: Figure) -> None:
@@ -237,15 +238,15 @@ def draw_loss_curve(
 
 
 def _render(width: float, height: float, draw: Callable[[Figure], None], pixels_per_unit: int = 1) -> Pixels:
-    """What `draw` puts on a figure, as pixels; nothing of the process's matplotlib settings is read or changed."""
-    # It takes a second to import, and logs where it keeps its list of fonts.
+    """Render what `draw` adds to a figure, independent of the process's matplotlib settings."""
+    # Imported here: it takes a second, and it logs the path of its font cache.
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from")  # an empty box is drawn for it
+        warnings.filterwarnings("ignore", "Glyph .* missing from")  # matplotlib draws an empty box
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(STYLE)
         canvas: Any = FigureCanvasAgg(Figure((width / 100, height / 100), dpi=100 * pixels_per_unit))
@@ -259,7 +260,7 @@ def _printable(text: str) -> str:
 
 
 def _shorten(text: Text, width: float) -> None:
-    """Cut a text on a figure with two pixels to a unit down to `width` units."""
+    """Shorten a text to `width` units on a figure with two pixels per unit."""
     words = text.get_text()
     while words and text.get_window_extent().width > 2 * width:
         words = words[:-1]

@@ -1,6 +1,6 @@
-"""PNG files: fast lossless bytes with text, and strict reading.
+"""Fast lossless PNG encoding with text chunks, and strict decoding.
 
-It knows pixels and text alone: no model, no run folder, no torch.
+It handles only pixels and text: no models, run folders or torch.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ SIGNATURE = b"\x89PNG\r\n\x1a\n"
 MAX_PIXELS = 1 << 26
 AVERAGE_FILTER, PAETH_FILTER = 3, 4
 BLOCK_BYTES = 1 << 18
-"""Rows are filtered in blocks of about this size, so that what is between two steps stays in the processor's cache."""
+"""Rows are filtered in blocks of about this size, so that intermediate results stay in the CPU cache."""
 NUM_SAMPLED_ROWS = 32
 _ONES = np.ones(16, np.float32)
 
 
 def deflate(residuals: memoryview) -> bytes:
-    """A zlib stream by Python's own zlib: entropy coding, runs where there are many, matches in plain drawings.
+    """Compress with Python's zlib: Huffman, RLE for mostly zeros, matches for flat images.
 
-    Searching for matches is where Pillow's default spends its time, and it finds next to none in a photograph.
+    Pillow's default spends most of its time searching for matches, and finds hardly any in a photograph.
     """
     num_zeros = residuals.nbytes - np.count_nonzero(np.frombuffer(residuals, np.uint8))
     strategy = zlib.Z_RLE if 2 * num_zeros > residuals.nbytes else zlib.Z_HUFFMAN_ONLY
@@ -44,18 +44,18 @@ def deflate(residuals: memoryview) -> bytes:
 
 
 def igzip(residuals: memoryview) -> bytes:
-    """A zlib stream by ISA-L, three to six times as fast as `deflate`; needs the `isal` wheel.
+    """Compress with ISA-L, three to six times as fast as `deflate`; needs the `isal` wheel.
 
-    A window of two bytes leaves it the entropy coder and runs. The matches that it finds in a wider one are short and
-    far away in a photograph: they cost twice the time and make the file a tenth larger.
+    A window of two bytes allows only entropy coding and runs. With a wider window the matches in a photograph are short
+    and distant: they take twice the time and make the file a tenth larger.
     """
     from isal import igzip_lib
 
     stream: bytes = igzip_lib.compress(residuals, 1, igzip_lib.COMP_ZLIB, igzip_lib.MEM_LEVEL_DEFAULT, 1)
-    # It leaves the upper halves of the vector registers in use, and until they are freed all older vector code of this
-    # thread runs at half its speed: zlib, Pillow, copying. numpy frees them at the end of its own vector loops.
+    # ISA-L leaves the upper halves of the vector registers in use, which halves the speed of all SSE code of this
+    # thread (zlib, Pillow, memcpy) until they are cleared. numpy clears them at the end of its vector loops.
     np.exp(_ONES)
-    # Its header promises a window of 256 bytes, which is right but rare; the usual one is read by everything.
+    # Its header declares a window of 256 bytes, which is valid but rare; all readers accept the usual header.
     return _shorter_stream(residuals, b"\x78\x01" + stream[2:])
 
 
@@ -63,7 +63,7 @@ CODERS: dict[str, Coder] = {"zlib": deflate, "isal": igzip}
 
 
 def fastest_coder() -> str:
-    """The fastest coder that is installed; a run records the name, because each coder gives other bytes."""
+    """Return the fastest installed coder; a run records it, as coders produce different bytes."""
     return "isal" if importlib.util.find_spec("isal") is not None else "zlib"
 
 
@@ -72,9 +72,9 @@ def get_coder(name: str) -> Coder:
         raise InputError(f"PNG coder {name!r}", f"one of {', '.join(CODERS)}", "name one of these, or auto")
     if name == "isal" and fastest_coder() != "isal":
         raise InputError(
-            "PNG coder 'isal', and the isal wheel is not installed",
-            "a coder that this Python can import",
-            "pip install 'halation[fast]', or take the zlib coder",
+            "PNG coder 'isal', but the isal wheel is not installed",
+            "an installed coder",
+            "pip install 'halation[fast]', or use the zlib coder",
         )
     return CODERS[name]
 
@@ -85,17 +85,17 @@ def _zlib_stream(residuals: memoryview, level: int, strategy: int) -> bytes:
 
 
 def _shorter_stream(residuals: memoryview, stream: bytes) -> bytes:
-    """`stream`, or a shorter one with matches: flat areas repeat over whole rows, and are quick to search through."""
+    """Return `stream`, or for flat images, whose rows repeat, a shorter stream with matches."""
     if len(stream) * 20 > residuals.nbytes:
         return stream
     return min(stream, _zlib_stream(residuals, 5, zlib.Z_DEFAULT_STRATEGY), key=len)
 
 
 def encode_png(pixels: Pixels, text: Mapping[str, str], compress: Coder = deflate) -> bytes:
-    """A lossless PNG of `pixels` (uint8, H x W x 3) with a text chunk for each item of `text`.
+    """Encode `pixels` (uint8, H x W x 3) as lossless PNG with a chunk for each item of `text`.
 
-    `compress` makes a zlib stream. It is an argument, and not whatever is the fastest installed, because the bytes of a
-    file must not depend on what else is installed.
+    `compress` returns a zlib stream. It is an argument, not the fastest installed coder, because the bytes of a file
+    must not depend on installed packages.
     """
     if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3 or 0 in pixels.shape:
         raise ValueError(f"an image is uint8 of shape (height, width, 3), not {pixels.dtype} of shape {pixels.shape}")
@@ -113,10 +113,10 @@ def encode_png(pixels: Pixels, text: Mapping[str, str], compress: Coder = deflat
 
 
 def _filter_rows(pixels: Pixels) -> Pixels:
-    """The rows as PNG's filters leave them, each after the number of its filter; one filter for the whole image.
+    """Return the filtered rows, each after its filter type; the whole image uses one filter.
 
-    Average is best where there is grain, because a mean of two neighbours has less of it; Paeth where there are edges
-    and smooth areas. Equal images give equal bytes: the choice is a function of the pixels.
+    Average is best for grain, because the mean of two neighbours has less noise; Paeth is best for edges and smooth
+    areas. Equal images give equal bytes: the choice is a function of the pixels.
     """
     height, width, _ = pixels.shape
     padded = np.zeros((height + 1, width * 3 + 3), np.uint8)
@@ -135,7 +135,7 @@ def _filter_rows(pixels: Pixels) -> Pixels:
 
 
 def _best_filter(padded: Pixels) -> int:
-    """The filter whose residuals have the least entropy, by a sample of the rows."""
+    """Return the filter with the lowest entropy of residuals on a sample of the rows."""
     step = max(1, (len(padded) - 1) // NUM_SAMPLED_ROWS)
     rows, above = padded[1 + step // 2 :: step], padded[step // 2 : -1 : step]
     scratch = np.empty((4, len(rows), rows.shape[1] - 3), np.uint8)
@@ -149,7 +149,7 @@ def _best_filter(padded: Pixels) -> int:
 
 
 def _subtract_average(rows: Pixels, above: Pixels, out: Pixels, scratch: Pixels) -> None:
-    """Each byte less floor((left + up) / 2): without leaving uint8, the common bits and half of the others."""
+    """Subtract floor((left + up) / 2) within uint8: the common bits plus half of the others."""
     left, up = rows[:, :-3], above[:, 3:]
     common, others = scratch[0], scratch[1]
     np.bitwise_and(left, up, out=common)
@@ -160,10 +160,10 @@ def _subtract_average(rows: Pixels, above: Pixels, out: Pixels, scratch: Pixels)
 
 
 def _subtract_paeth(rows: Pixels, above: Pixels, out: Pixels, scratch: Pixels) -> None:
-    """Each byte less the one of left, up and corner that is nearest to left + up - corner.
+    """Subtract the one of left, up and corner that is nearest to left + up - corner.
 
-    With the corner clipped to [low, high] of left and up, that is low where 2 (high - corner) <= corner - low, high
-    where 2 (corner - low) <= high - corner, and else the corner: all of it fits into uint8.
+    With the corner clipped to [low, high] of left and up, that is low if 2 (high - corner) <= corner - low, high
+    if 2 (corner - low) <= high - corner, and else the corner. All of it fits into uint8.
     """
     left, up, corner = rows[:, :-3], above[:, 3:], above[:, :-3]
     to_low, to_high, middle, chosen = scratch
@@ -200,12 +200,12 @@ def _make_text_chunk(key: str, value: str) -> bytes:
 
 
 def sanitize_text(text: str) -> str:
-    """`text` with marks for what no file can keep in its texts: a NUL, which ends them, and half a surrogate pair."""
+    """Replace characters that metadata cannot store by U+FFFD: NULs and unpaired surrogates."""
     return text.replace("\0", "\ufffd").encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def metadata_texts(spec_json: Mapping[str, Any], model: str = "", sampler: str = "") -> dict[str, str]:
-    """The texts every PNG carries: the spec as JSON, and the `parameters` text that other programs read."""
+    """Return the texts of every PNG: the spec as JSON, and `parameters` for other programs."""
     sampler = sampler or str(spec_json.get("sampler", ""))
     settings = {
         "Steps": spec_json.get("steps", ""),
@@ -220,14 +220,14 @@ def metadata_texts(spec_json: Mapping[str, Any], model: str = "", sampler: str =
         lines.append(f"Negative prompt: {spec_json['negative_prompt']}")
     values = {name: str(value) for name, value in settings.items() if value != ""}
     for name, value in values.items():
-        if any(mark in value for mark in ",:\n"):  # where readers split, unless it is in a JSON string
+        if any(mark in value for mark in ",:\n"):  # readers split at these, except in a JSON string
             values[name] = json.dumps(value, ensure_ascii=False)
     lines.append(", ".join(f"{name}: {value}" for name, value in values.items()))
     return {"halation": json.dumps(dict(spec_json), sort_keys=True), "parameters": "\n".join(lines)}
 
 
 def read_png(path: str | Path) -> tuple[Pixels, dict[str, str]]:
-    """Pixels and texts of an image as `encode_png` writes it; a file with any byte cut off or changed is refused."""
+    """Read pixels and texts of a file of `encode_png`; raises InputError if a byte is damaged."""
     path = Path(path)
     try:
         return _decode_png(input_files.read_bytes(path, input_files.MAX_IMAGE_BYTES))
@@ -235,11 +235,11 @@ def read_png(path: str | Path) -> tuple[Pixels, dict[str, str]]:
         found = f"{path}: no such file"
     except (ValueError, struct.error, zlib.error, OSError) as error:
         found = f"{path}: {error}"
-    raise InputError(found, "a whole 8-bit RGB PNG", "draw the image again, or name another file")
+    raise InputError(found, "a complete 8-bit RGB PNG", "generate the image again, or name another file")
 
 
 def read_texts(data: bytes) -> dict[str, str]:
-    """The texts that stand before the pixels of a PNG as `encode_png` writes it, without looking at the pixels."""
+    """Read the texts of a PNG of `encode_png` without decoding the pixels."""
     texts = {}
     for kind, body in _iter_chunks(data):
         if kind == b"IDAT":
@@ -264,8 +264,8 @@ def _decode_png(data: bytes) -> tuple[Pixels, dict[str, str]]:
     expected = height * (width * 3 + 1)
     inflater = zlib.decompressobj()
     if len(inflater.decompress(stream, expected + 1)) != expected or not inflater.eof or inflater.unused_data:
-        raise ValueError("the pixels are not as many as the header says")
-    # Only the chunks that decide the pixels go to Pillow, which limits the length of texts.
+        raise ValueError("the number of pixels does not match the header")
+    # Pillow gets only the chunks that decide the pixels, because it limits the length of texts.
     bare = SIGNATURE + _make_chunk(b"IHDR", chunks[0][1]) + _make_chunk(b"IDAT", stream) + _make_chunk(b"IEND", b"")
     with Image.open(io.BytesIO(bare), formats=["PNG"]) as image:
         pixels = np.array(image, dtype=np.uint8)

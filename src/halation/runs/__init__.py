@@ -1,1 +1,1 @@
-"""Run folders: paths, atomic writes, the record of a run, who holds it, requests to it."""
+"""Run folders: paths, atomic writes, the record of a run, its lock and control requests."""

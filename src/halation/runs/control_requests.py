@@ -1,6 +1,6 @@
-"""Requests to a running training, as files in its folder; rank 0 takes and answers them.
+"""Requests to a running training, as files in its folder; rank 0 reads and answers them.
 
-A request names the start of the run that it was sent to, so a later start of the same run never takes it.
+A request records the owner process it was sent to, so a later start of the same run ignores it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from halation.runs import run_folder as runs
 log = logging.getLogger(__name__)
 
 ACTIONS = ("sample", "save", "stop")
-"""What can be asked for, in the order in which it is done."""
+"""Possible requests, in the order of execution."""
 CONTROLLABLE_JOBS = ("train", "distill")
 CONTROL_FOLDER = "control"
 RESPONSES_FILE = "controls.jsonl"
@@ -34,13 +34,13 @@ TAIL_BYTES = 64 * 1024
 
 @dataclass(frozen=True, kw_only=True)
 class ControlRequest:
-    """One request; its file waits at `path` until the run takes it."""
+    """One request; its file is at `path` until the run takes it."""
 
     run: Path
     action: str
     id: str
     owner: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    """The start of the run that it was sent to."""
+    """The owner record of the run when the request was sent."""
 
     @property
     def path(self) -> Path:
@@ -49,7 +49,7 @@ class ControlRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class ControlResponse:
-    """What became of a request; `refused` is why nothing did."""
+    """The response to a request; `refused` is the reason if it was rejected."""
 
     action: str
     step: int
@@ -57,7 +57,7 @@ class ControlResponse:
 
 
 def send_request(folder: Path, action: str, by: str = "`halation ctl`") -> ControlRequest:
-    """Write a request for a run's next step, or raise an InputError where no run would take it."""
+    """Write a request for a run's next step; raises InputError if no run would take it."""
     assert action in ACTIONS
     while True:
         owner = _require_running(folder)
@@ -67,29 +67,29 @@ def send_request(folder: Path, action: str, by: str = "`halation ctl`") -> Contr
             request.path.parent.mkdir(exist_ok=True)
             runs.write_json_atomic(request.path, record)
             return request
-        except FileNotFoundError:  # the run took away the empty folder in between, or ended
+        except FileNotFoundError:  # the run removed the empty folder meanwhile, or ended
             continue
         except OSError as error:
             raise InputError(
                 f"cannot write to {request.path.parent}: {error.strerror or error}",
-                "a run whose folder can be written",
-                "ask as the person whose run it is, or on the machine it runs on",
+                "a run whose folder is writable",
+                "run the command as the user of the run, or on the machine of the run",
             ) from error
 
 
 def cancel_request(request: ControlRequest) -> bool:
-    """Take a request back; False where the run was faster."""
+    """Withdraw a request; return False if the run has already taken it."""
     try:
         request.path.unlink()
     except FileNotFoundError:
         return False
-    with contextlib.suppress(OSError):  # others wait in it, or the run has removed it
+    with contextlib.suppress(OSError):  # it has other requests, or the run has removed it
         request.path.parent.rmdir()
     return True
 
 
 def read_response(request: ControlRequest) -> ControlResponse | None:
-    """The run's answer, if there is one."""
+    """Return the run's response, or None."""
     try:
         with open(request.run / RESPONSES_FILE, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
@@ -105,7 +105,7 @@ def read_response(request: ControlRequest) -> ControlResponse | None:
 
 
 def is_owner_running(request: ControlRequest) -> bool:
-    """Whether the start of the run that it was sent to still runs; a later one would not take it."""
+    """Return True if the process that the request was sent to still runs."""
     try:
         return _require_running(request.run) == request.owner
     except HalationError:
@@ -113,21 +113,19 @@ def is_owner_running(request: ControlRequest) -> bool:
 
 
 def is_starting(folder: Path) -> bool:
-    """Whether a training holds a folder that it has not made a run of yet."""
+    """Return True if a training has locked the folder but not written config.json yet."""
     owner = _read_live_owner(folder)
     return owner is not None and owner.get("command") in CONTROLLABLE_JOBS and not (folder / runs.CONFIG_FILE).exists()
 
 
 def _require_running(folder: Path) -> dict[str, Any]:
-    """The owner of a folder with a running training; an owner on another machine counts as running."""
+    """Return the owner of a running training, or raise; remote owners count as running."""
     run = runs.RunFolder(folder)
     if not folder.is_dir():
         raise InputError(f"there is no folder {folder}", "the folder of a running training", "check the path")
     if not run.config.exists():
         if is_starting(folder):
-            raise InputError(
-                f"{folder} is still starting", "a training that takes steps", "ask again in a moment (--wait_s)"
-            )
+            raise InputError(f"{folder} is still starting", "a running training", "retry in a moment (--wait_s)")
         raise InputError(
             f"{folder} is not a run: it has no {runs.CONFIG_FILE}",
             "the --output_dir of a running `halation train` or `distill`",
@@ -138,7 +136,7 @@ def _require_running(folder: Path) -> dict[str, Any]:
         raise InputError(
             f"{folder} holds a `{job}` run",
             "a running `halation train` or `distill`",
-            "stop it with Ctrl+C or a signal: what it has done is kept",
+            "stop it with Ctrl+C or a signal: finished work is kept",
         )
     owner = _read_live_owner(folder)
     if owner is not None:
@@ -147,16 +145,16 @@ def _require_running(folder: Path) -> dict[str, Any]:
     found, reason = f"{folder} is not running", str(ended.get("reason") or "")
     if ended.get("state") == "finished":
         raise InputError(
-            f"{found}: it is finished", "a training that takes steps", "to train on, give its command more steps"
+            f"{found}: it is finished", "a running training", "to continue it, run its command with more steps"
         )
     if ended.get("state") == "failed":
         found += f": it failed{': ' * bool(reason)}{reason}"
-    goes_on = "goes on from its last checkpoint" if run.has_checkpoints() else "begins again, as nothing was saved"
-    raise InputError(found, "a training that takes steps", f"start it: the command it was begun with {goes_on}")
+    goes_on = "resumes from its last checkpoint" if run.has_checkpoints() else "starts over, as nothing was saved"
+    raise InputError(found, "a running training", f"start it: the same command {goes_on}")
 
 
 def _read_live_owner(folder: Path) -> dict[str, Any] | None:
-    """The record of the process that holds a folder; None where that process, on this machine, has ended."""
+    """Return the owner record of a folder, or None if its process, on this machine, has ended."""
     owner = lock.read_json_object(folder / lock.OWNER_FILE)
     pid = owner.get("pid")
     if owner.get("host") == socket.gethostname() and not (
@@ -167,12 +165,12 @@ def _read_live_owner(folder: Path) -> dict[str, Any] | None:
 
 
 def decode_actions(number: int) -> frozenset[str]:
-    """The actions that a number stands for: ranks share numbers."""
+    """Decode the bit mask in which ranks share actions."""
     return frozenset(action for bit, action in enumerate(ACTIONS) if number >> bit & 1)
 
 
 class ControlInbox:
-    """The run's side, on rank 0: takes requests and answers them; on other ranks it is always empty."""
+    """Takes and answers requests on rank 0; on other ranks it is always empty."""
 
     def __init__(self, folder: Path, *, is_enabled: bool, poll_interval_s: float = POLL_INTERVAL_S) -> None:
         self.folder = folder
@@ -182,40 +180,40 @@ class ControlInbox:
         self._next_poll = 0.0
         self._pending: list[dict[str, Any]] = []
         self.requested_by: dict[str, str] = {}
-        """Who last asked for each action that was answered."""
+        """The last requester of each answered action."""
 
     def poll(self) -> int:
-        """A number for what was requested since the last call.
+        """Return a bit mask of the actions requested since the last call.
 
-        Requests are removed before they are done, so that a kill loses one and repeats none.
+        Requests are removed before they are executed, so that a kill may lose one but never repeats one.
         """
         if not self.is_enabled or time.monotonic() < self._next_poll:
             return 0
         self._next_poll = time.monotonic() + self.poll_interval_s
         try:
             os.stat(self._requests_folder)
-        except OSError:  # as at nearly every step
+        except OSError:  # no requests, the usual case
             return 0
         self._pending += self._pop_requests()
         return sum(1 << ACTIONS.index(action) for action in {row["action"] for row in self._pending})
 
     def respond(self, step: int, refused: Mapping[str, str]) -> None:
-        """Write at which step everything that was taken is done, or why some of it is not."""
+        """Answer the requests that were taken: with the step, or with the reason in `refused`."""
         rows, self._pending = self._pending, []
         for row in rows:
             reason = refused.get(row["action"], "")
             self.requested_by[row["action"]] = str(row["by"])
             what = f"not done at step {step}: {reason}" if reason else f"taken at step {step}"
-            log.warning("%s, asked for by %s, is %s", row["action"], row["by"], what)
+            log.warning("%s, requested by %s, is %s", row["action"], row["by"], what)
             response = {name: row[name] for name in ("action", "id", "by")} | {"step": step, "time": time.time()}
             try:
                 with open(self.folder / RESPONSES_FILE, "ab") as file:
                     file.write((json.dumps(response | ({"refused": reason} if reason else {})) + "\n").encode())
-            except OSError as error:  # costs the answer, not the training
+            except OSError as error:  # a lost response must not stop the training
                 log.error("cannot write %s: %s", self.folder / RESPONSES_FILE, error.strerror or error)
 
     def close(self, step: int) -> None:
-        """Answer what still waits with a refusal, and remove the folder."""
+        """Reject waiting requests and remove their folder."""
         if not self.is_enabled:
             return
         self.is_enabled = False
@@ -236,6 +234,6 @@ class ControlInbox:
                 if row.get("owner") == owner and row.get("action") in ACTIONS and {"id", "by"} <= row.keys():
                     rows.append(row)
                 else:
-                    log.warning("dropped %s: it was not asked of this start of the run", path.name)
+                    log.warning("dropped %s: it was not sent to this start of the run", path.name)
             os.rmdir(self._requests_folder)
         return rows

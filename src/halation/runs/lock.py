@@ -1,4 +1,4 @@
-"""Locks on run folders: who holds one, whether it still exists, how the last owner ended."""
+"""Locks run folders, detects lost folders and records how the last command ended."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ ENDED_FILE = "ended.json"
 LOCK_FILE = ".lock"
 OWNER_FILE = ".owner.json"
 OWN_TRAINER = "own trainer"
-"""The command of an owner that is a training loop which is not Halation's."""
+"""Value of `command` in the owner record of a user's training loop (RankSampler)."""
 KILLED_REASON = "killed; if not by a user, the machine ran out of memory; the same command goes on"
 CHECK_INTERVAL_S = 1.5
 PATIENCE_S = 2.0
-"""How long a folder may be out of reach before the command is ended: network file systems have short outages."""
+"""How long a folder may be unreachable before the command exits: network file systems have short outages."""
 EXIT_TIMEOUT_S = 4.0
-"""How long a command may take to end by itself after its folder was lost. All three together stay below 10 s."""
+"""How long a command may take to exit after its folder was lost. All three together stay below 10 s."""
 
 
 class WatchedPath:
-    """A folder, or a file that stays open, as it was when a command began: another one of that name is not it."""
+    """A folder or an open file, with its inode when the command started: detects replacement."""
 
     def __init__(self, path: Path, identity: tuple[int, int] | None = None) -> None:
-        """`identity` is that of the folder in the process that began the command; by default that of the folder now."""
+        """Use `identity` if another process started the command; by default the current identity."""
         self.path = path
         self.identity = identity or _file_identity(path)
 
     def find_problem(self) -> str:
-        """Why nothing can be written there any more; empty where it can be."""
+        """Return why the path can no longer be written, or an empty string if it can."""
         try:
             identity = _file_identity(self.path)
         except (FileNotFoundError, NotADirectoryError):
@@ -56,20 +56,20 @@ class WatchedPath:
             return f"{self.path} cannot be reached: {error.strerror}; fix the cause, then run the same command again"
         if identity != self.identity:
             return (
-                f"{self.path} is another one than when this command began: it was removed or moved, and made anew; "
-                "put the first one back, then run the same command again"
+                f"{self.path} was replaced while this command wrote to it: it was removed or moved, then created "
+                "again; put the original back, then run the same command again"
             )
         return "" if os.access(self.path, os.W_OK) or not self.path.is_dir() else self._find_refusal()
 
     def _find_refusal(self) -> str:
-        """What the system says to a new file; some file systems answer `access` wrongly."""
+        """Try to create a file, as `access` is wrong on some file systems; return the problem."""
         probe = self.path / f".probe.{os.getpid()}.tmp"
         try:
             probe.touch()
             probe.unlink()
         except OSError as error:
             return (
-                f"{self.path} cannot be written any more: {error.strerror}; "
+                f"{self.path} is no longer writable: {error.strerror}; "
                 "make it writable, then run the same command again"
             )
         return ""
@@ -83,8 +83,8 @@ def _file_identity(path: Path) -> tuple[int, int]:
 class FolderMonitor:
     """Watches the folders that a command writes to, from a thread.
 
-    Code that runs for long calls `check` now and then, which costs nothing. A command that does not end in time after
-    its folder was lost is ended. On exit, errors that a lost folder caused become one FolderError.
+    Long-running code calls `check` regularly, which is free. If the command does not exit within EXIT_TIMEOUT_S after
+    its folder was lost, the process is terminated. On exit, errors caused by a lost folder become one FolderError.
     """
 
     def __init__(self, *paths: Path) -> None:
@@ -94,20 +94,20 @@ class FolderMonitor:
         self._thread = threading.Thread(target=self._watch, name="halation-folder", daemon=True)
 
     def watch(self, path: Path) -> None:
-        """Watch one more path, such as a file that stays open: writing to it still works after its removal."""
+        """Watch another path, such as an open file, which can still be written after its removal."""
         self.watched.append(WatchedPath(path))
 
     def find_problem(self) -> str:
-        """Look now, whatever the thread has found."""
+        """Check all paths now, independent of the thread."""
         return next((problem for each in self.watched if (problem := each.find_problem())), "")
 
     def check(self) -> None:
-        """Raise where the thread has found that the folder was lost."""
+        """Raise FolderError if the thread has found a lost folder."""
         if self.problem:
             raise FolderError(self.problem)
 
     def check_now(self) -> None:
-        """Raise where the folder is lost at this moment."""
+        """Check all paths now and raise FolderError if one is lost."""
         problem = self.find_problem()
         if problem:
             raise FolderError(problem)
@@ -130,7 +130,7 @@ class FolderMonitor:
                 ) from error
 
     def _contains(self, filename: object) -> bool:
-        """Whether a file that could not be written would have a place in a watched folder, of which a part is gone."""
+        """True if the file belongs to a watched folder and its parent folder is gone."""
         if not isinstance(filename, str) or os.path.isdir(os.path.dirname(filename)):
             return False
         return any(Path(os.path.abspath(filename)).is_relative_to(each.path.absolute()) for each in self.watched)
@@ -153,11 +153,10 @@ class FolderMonitor:
 
 @contextlib.contextmanager
 def lock_folder(folder: Path, command: str) -> Iterator[FolderMonitor]:
-    """Hold a run folder alone; a second command is refused with the owner's name.
+    """Lock a run folder and watch it; a second command raises InputError, naming the owner.
 
-    The operating system drops the lock with its owner, so a lock left by a killed command never has to be guessed
-    about. ended.json, which exists while the folder is not held, has how the last command ended. A held folder is
-    watched.
+    The operating system releases the lock when its owner dies, so a killed command leaves no stale lock. ended.json
+    exists while the folder is not locked and records how the last command ended.
     """
     from filelock import FileLock
 
@@ -168,7 +167,7 @@ def lock_folder(folder: Path, command: str) -> Iterator[FolderMonitor]:
     _acquire(lock, folder, "--output_dir")
     try:
         previous_end = read_json_object(folder / ENDED_FILE) or None
-        if previous_end is None and owner_path.exists():  # an owner's card alone is that of a killed command
+        if previous_end is None and owner_path.exists():  # a killed command leaves its owner file and no ended.json
             previous_end = {**_end_record("", None), "state": "stopped", "reason": KILLED_REASON}
         write_json_atomic(owner_path, _owner_record(command))
         with contextlib.suppress(FileNotFoundError):
@@ -178,17 +177,17 @@ def lock_folder(folder: Path, command: str) -> Iterator[FolderMonitor]:
     finally:
         for leftover in (owner_path, path):
             with contextlib.suppress(OSError):
-                if _file_identity(folder) == identity:  # in another folder of this name they are another command's
+                if _file_identity(folder) == identity:  # in a replaced folder the files are another command's
                     leftover.unlink()
         lock.release()
 
 
 def hold_folder(folder: Path) -> BaseFileLock:
-    """Hold the folder of a training loop that is not Halation's, while the lock is referenced and this process lives.
+    """Lock the folder of a user's training loop.
 
-    A second training is refused with the owner's name; loops of one process share the hold. The gallery shows the run
-    as running while the process lives, then as stopped: that end is written beforehand, because nothing is called
-    when it comes.
+    The lock is held while it is referenced and this process lives. A second training raises InputError, naming the
+    owner; loops of one process share the lock. The gallery shows the run as running while the process lives, then as
+    stopped. ended.json is written in advance, because nothing is called when the process ends.
     """
     from filelock import FileLock
 
@@ -199,7 +198,7 @@ def hold_folder(folder: Path) -> BaseFileLock:
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
                 raise
-            log.warning("%s is on a file system without locks: a second training in it is not refused", folder)
+            log.warning("%s is on a file system without locks: a second training in it is not detected", folder)
     write_json_atomic(folder / ENDED_FILE, {**_end_record(OWN_TRAINER, None), "state": "stopped"})
     write_json_atomic(folder / OWNER_FILE, _owner_record(OWN_TRAINER))
     return lock
@@ -218,7 +217,7 @@ def _acquire(lock: BaseFileLock, folder: Path, option: str) -> None:
             holder = f"{command}, process {owner['pid']} on {owner['host']} since {owner['since']}"
         raise InputError(
             f"{folder} is in use by {holder}",
-            "one command or training at a time on a folder",
+            "one command or training at a time in a folder",
             f"wait for it, stop it, or choose another {option}",
         ) from None
 
@@ -235,7 +234,7 @@ def _owner_record(command: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _record_end(folder: Path, command: str, previous_end: Mapping[str, Any] | None) -> Iterator[None]:
-    """ended.json of what happens inside; a start that was refused leaves the run what it was, its record too."""
+    """Write ended.json on exit; after a rejected start, restore it and config.json."""
     outputs_before, place = _output_stats(folder), WatchedPath(folder)
     config = folder / CONFIG_FILE
     record = config.read_bytes() if previous_end and config.exists() else None
@@ -243,8 +242,8 @@ def _record_end(folder: Path, command: str, previous_end: Mapping[str, Any] | No
         yield
     except BaseException as error:
         if isinstance(error, FolderError) and place.find_problem():
-            raise  # whatever has this name now is another command's
-        # By its code: a refusal that a rank or a worker spoke arrives as another kind of error.
+            raise  # a folder of this name now belongs to another command
+        # Compare exit codes: an InputError of a rank or worker arrives here as another type.
         code = error.exit_code if isinstance(error, HalationError) else None
         is_refused = (code == InputError.exit_code or isinstance(error, GeneratorExit)) and _output_stats(
             folder
@@ -271,20 +270,20 @@ def _end_record(command: str, error: BaseException | None) -> dict[str, Any]:
 
 def _write_end(folder: Path, end: Mapping[str, Any]) -> None:
     if not (folder / CONFIG_FILE).exists():
-        return  # it never became a run, and a start that was refused leaves nothing
-    with contextlib.suppress(OSError):  # a full disk has an error of its own; a folder may be gone
+        return  # not a run: a rejected first start leaves nothing behind
+    with contextlib.suppress(OSError):  # a full disk raises elsewhere; the folder may be gone
         write_json_atomic(folder / ENDED_FILE, dict(end), "ended")
 
 
 def _output_stats(folder: Path) -> list[tuple[int, int, int]]:
-    """What changes with the first thing that a command makes in its folder."""
+    """Return inode, size and time of output files, which change with a command's first output."""
     names = (METRICS_FILE, "ledger.sqlite", "metadata.jsonl", "samples.json", "summary.json")
     found = [path.stat() for path in map(folder.joinpath, names) if path.exists()]
     return [(stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in found]
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """A JSON object; an empty one where the file is missing, damaged or something else."""
+    """Read a JSON object, or return an empty one if the file is missing, damaged or no object."""
     with contextlib.suppress(OSError, ValueError):
         value = read_json(path)
         if isinstance(value, dict):
@@ -293,7 +292,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def process_start_ticks(pid: int) -> int | None:
-    """When a process was started, in clock ticks, which tells apart processes with the same pid; None where unknown."""
+    """Return the start time of a process in clock ticks (to detect reused pids), or None."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
     except (OSError, ValueError, IndexError):
@@ -301,7 +300,7 @@ def process_start_ticks(pid: int) -> int | None:
 
 
 def is_alive(pid: int, start: object = None) -> bool:
-    """Whether the process is alive and was started at `start`. Zombies count as dead."""
+    """Return True if the process is alive and was started at `start`. Zombies count as dead."""
     if not 0 < pid < 2**31 or (start is not None and process_start_ticks(pid) not in (None, start)):
         return False
     try:

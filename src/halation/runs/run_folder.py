@@ -1,4 +1,4 @@
-"""Run folders: paths, atomic publish, the run record and what may change on resume."""
+"""Run folders: paths, atomic writes, the run record and the check for changes on resume."""
 
 from __future__ import annotations
 
@@ -25,34 +25,35 @@ from halation.fault_injection import fault_point
 CONFIG_FILE = "config.json"
 METRICS_FILE = "metrics.jsonl"
 COMMIT_FILE = "COMMIT.json"
-"""Written last into a checkpoint: without it there is none."""
+"""Written last: a checkpoint without it is not committed."""
 EXTERNAL_TRAINER = "own"
-"""What the record of a run says under `trainer` whose loop no command of Halation's is."""
+"""Value of the setting `trainer` in the record of a user's training loop (RankSampler)."""
 DIGEST_KEY = "digest"
+"""Key of the SHA-256 of the rest of a JSON object."""
 SCRATCH_MARK = ".halation_scratch"
-"""Where a JSON object has the SHA-256 of everything else in it."""
 
 
 def cache_folder() -> Path:
-    """Where things are kept that can be made again: `$HALATION_CACHE`, or `~/.cache/halation`."""
+    """Return the folder for reproducible files: `$HALATION_CACHE`, or `~/.cache/halation`."""
     return Path(os.environ.get("HALATION_CACHE") or Path.home() / ".cache" / "halation")
 
 
 def temporary_path(path: Path) -> Path:
-    """A name beside `path` for what is not complete yet; no other thread, process or machine has it."""
+    """Return a temporary name next to `path`, unique among threads, processes and machines."""
     return path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}.tmp")
 
 
 def writer_pid(temporary: Path) -> int:
-    """The process of this machine that a temporary path belongs to."""
+    """Return the pid, on this machine, of the writer of a temporary path."""
     return int(temporary.name.removesuffix(".tmp").rsplit("-", 2)[1])
 
 
 @contextlib.contextmanager
 def atomic_path(path: Path, point: str = "publish", *, durable: bool = True) -> Iterator[Path]:
-    """A temporary path for one file, which becomes `path` at the end: fsync, rename, fsync of the folder.
+    """Yield a temporary path that is renamed to `path` on exit.
 
-    `point` is the name of its fault points. What can be made again need not be `durable`: it is then not synced.
+    The steps are fsync, rename, fsync of the folder. `point` is the prefix of its fault points. Without `durable`, for
+    files that can be recreated, nothing is synced.
     """
     temporary = temporary_path(path)
     try:
@@ -76,7 +77,7 @@ def atomic_path(path: Path, point: str = "publish", *, durable: bool = True) -> 
 
 @contextlib.contextmanager
 def open_atomic(path: Path, point: str = "publish", *, durable: bool = True) -> Iterator[BinaryIO]:
-    """`atomic_path`, opened for writing."""
+    """Open an `atomic_path` for writing."""
     with (
         atomic_path(path, point, durable=durable) as temporary,
         open(temporary, "wb", buffering=1 << 20) as file,
@@ -86,15 +87,15 @@ def open_atomic(path: Path, point: str = "publish", *, durable: bool = True) -> 
 
 
 def write_atomic(path: Path, data: bytes, point: str = "publish", *, durable: bool = True) -> None:
-    """Write a whole file, so that its name never stands for half of it."""
+    """Write a file atomically: `path` never has partial content."""
     with open_atomic(path, point, durable=durable) as file:
         file.write(data)
 
 
 def publish_folder(temporary: Path, folder: Path, point: str) -> None:
-    """Sync a complete folder and give it its name; an older folder of that name is removed.
+    """Sync a complete folder and rename it to `folder`; an existing `folder` is removed.
 
-    Between two renames there is neither of them, and never a part of one.
+    Between the two renames neither exists; a partial folder never does.
     """
     for path in (*temporary.rglob("*"), temporary):
         if not path.is_symlink():
@@ -115,7 +116,7 @@ def publish_folder(temporary: Path, folder: Path, point: str) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder, if it is there; it loses its name first, so that a part of it never has it."""
+    """Rename, then remove a folder if it exists: its name never refers to a partial folder."""
     trash = temporary_path(folder)
     with contextlib.suppress(FileNotFoundError):
         os.rename(folder, trash)
@@ -123,7 +124,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def remove_path(path: Path) -> None:
-    """Remove a file or a folder, if it is there."""
+    """Remove a file or a folder if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -131,7 +132,7 @@ def remove_path(path: Path) -> None:
 
 
 def link_once(source: Path, path: Path) -> bool:
-    """Give a file a second name; False where that name is taken: of several processes, one succeeds."""
+    """Create a hard link; return False if `path` exists. Of several processes, one succeeds."""
     try:
         os.link(source, path)
     except FileExistsError:
@@ -140,7 +141,7 @@ def link_once(source: Path, path: Path) -> bool:
         if error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV):
             raise InputError(
                 f"the file system of {path.parent} has no hard links ({error.strerror})",
-                "one on which a name can be created once among all machines: NFS, Lustre, GPFS, a local disk",
+                "one on which machines can create a file exclusively: NFS, Lustre, GPFS, a local disk",
                 "choose an --output_dir there, or use --cluster ray",
             ) from error
         raise
@@ -148,7 +149,7 @@ def link_once(source: Path, path: Path) -> bool:
 
 
 def create_once(path: Path, data: bytes) -> bytes:
-    """Write a file unless it exists; returns its content, whichever process wrote it."""
+    """Write a file unless it exists; return its content, perhaps written by another process."""
     temporary = temporary_path(path)
     try:
         temporary.write_bytes(data)
@@ -164,17 +165,17 @@ def write_json_atomic(path: Path, value: Any, point: str = "publish") -> None:
 
 
 def hash_json(value: Any) -> str:
-    """The SHA-256 of a value as JSON; the order of keys does not count."""
+    """Return the SHA-256 of a value as JSON with sorted keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def json_digest(value: Mapping[str, Any]) -> str:
-    """The SHA-256 of a JSON object, leaving out the digest in it."""
+    """Return the SHA-256 of a JSON object without its digest."""
     return hash_json(json.loads(json.dumps({key: part for key, part in value.items() if key != DIGEST_KEY})))
 
 
 def json_with_digest(value: Mapping[str, Any]) -> bytes:
-    """The bytes of a file that `read_json_with_digest` reads."""
+    """Return the bytes of a file for `read_json_with_digest`."""
     return (json.dumps({**value, DIGEST_KEY: json_digest(value)}, indent=2, ensure_ascii=False) + "\n").encode()
 
 
@@ -183,14 +184,14 @@ def write_json_with_digest(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def read_json_with_digest(path: Path) -> Any:
-    """What `write_json_with_digest` wrote, without the digest; raises where a bit of it is another.
+    """Read a file of `write_json_with_digest`; raises InputError if the digest does not match.
 
-    Files of earlier versions have no digest and are read as they are.
+    Files of earlier versions have no digest and are not checked.
     """
     value = read_json(path)
     if isinstance(value, dict) and value.pop(DIGEST_KEY, None) not in (None, json_digest(value)):
         raise InputError(
-            f"{path} is damaged: it is not what was written",
+            f"{path} is damaged: its digest does not match",
             "the file as Halation wrote it",
             f"restore it from a copy; if you changed it on purpose, remove its line {DIGEST_KEY!r}",
         )
@@ -198,7 +199,7 @@ def read_json_with_digest(path: Path) -> Any:
 
 
 def sync_path(path: Path) -> None:
-    """Make what was written to a file, or the names in a folder, survive a power cut."""
+    """Fsync a file or a folder, so that it survives a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -220,7 +221,7 @@ def read_json(path: Path) -> Any:
 
 
 def remove_temporaries(folder: Path) -> None:
-    """Remove what killed writers left behind; only while the run is held."""
+    """Remove temporary files of killed writers; call it only while holding the run's lock."""
     for path in list(folder.rglob(".*.tmp")):
         if path.relative_to(folder).parts[0] not in ("cache", "watch"):  # other commands may be writing there
             with contextlib.suppress(OSError):
@@ -240,7 +241,7 @@ class RunFolder:
         self.export = folder / "export"
 
     def has_checkpoints(self) -> bool:
-        """Whether there ever was a checkpoint, a damaged one included."""
+        """Return True if there is a checkpoint, damaged ones included."""
         return any(path.name.startswith(("step_", "damaged_")) for path in self.checkpoints.glob("*"))
 
     def samples_at(self, step: int) -> Path:
@@ -252,7 +253,7 @@ def step_name(step: int) -> str:
 
 
 def make_folder(folder: Path) -> None:
-    """Create the folder of a run, or raise why it cannot be written."""
+    """Create a run folder; raises InputError if it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".probe.{os.getpid()}.tmp"
@@ -267,13 +268,13 @@ def make_folder(folder: Path) -> None:
 
 
 def make_subfolder(folder: Path, num_levels: int = 1) -> None:
-    """Create a folder `num_levels` deep in a run; never the run's own folder, whose loss a new one would hide."""
+    """Create a folder `num_levels` deep in a run, but never a lost run folder itself."""
     for level in reversed([folder, *folder.parents][:num_levels]):
         level.mkdir(exist_ok=True)
 
 
 def is_same_file(path: Path, descriptor: int) -> bool:
-    """Whether the path still names the open file, which another command may have removed."""
+    """Return True if the path still is the open file, which another command may have removed."""
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     return False
@@ -281,13 +282,13 @@ def is_same_file(path: Path, descriptor: int) -> bool:
 
 @contextlib.contextmanager
 def scratch_folder(prefix: str) -> Iterator[Path]:
-    """A temporary folder outside of any run; what killed commands left of theirs with this prefix is removed."""
+    """Yield a temporary folder outside of any run; remove those left by killed commands."""
     _remove_stale_scratch(prefix)
     while True:
         folder = Path(tempfile.mkdtemp(prefix=prefix))
         lock = os.open(folder, os.O_RDONLY)
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if folder.exists():  # another command may have taken it for a stale one before it was locked
+        if folder.exists():  # another command may have removed it as stale before it was locked
             break
         os.close(lock)
     (folder / SCRATCH_MARK).touch()
@@ -299,10 +300,10 @@ def scratch_folder(prefix: str) -> Iterator[Path]:
 
 
 def _remove_stale_scratch(prefix: str) -> None:
-    """Only folders that `scratch_folder` made; the system drops the lock of one with its owner."""
+    """Remove unlocked folders of `scratch_folder`: locks are released when their owner dies."""
     for mark in Path(tempfile.gettempdir()).glob(f"{prefix}*/{SCRATCH_MARK}"):
         folder = mark.parent
-        with contextlib.suppress(OSError):  # held, another user's, or gone already
+        with contextlib.suppress(OSError):  # locked, owned by another user, or already gone
             lock = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -312,7 +313,7 @@ def _remove_stale_scratch(prefix: str) -> None:
 
 
 def diff_settings(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """One readable line for each setting that changed."""
+    """Return one readable line for each changed setting."""
     lines = []
     for key in [*old, *(key for key in new if key not in old)]:
         before, after = old.get(key, "(not there)"), new.get(key, "(not there)")
@@ -327,7 +328,7 @@ def _shorten(value: Any) -> str:
 
 
 def read_record(run: RunFolder) -> dict[str, Any]:
-    """config.json as `create_or_resume_run` wrote it."""
+    """Read the config.json that `create_or_resume_run` wrote."""
     record = read_json_with_digest(run.config)
     if not isinstance(record, dict) or not {"job", "fixed", "changes"} <= record.keys():
         raise InputError(
@@ -340,14 +341,14 @@ def read_record(run: RunFolder) -> dict[str, Any]:
 
 CHANGEABLE_SETTINGS = {
     "train": "steps, GPUs, cadence, prompts and trackers may change",
-    "distill": "steps, epochs, GPUs, where the teacher is, cadence, prompts of samples and trackers may change",
-    "generate": "more samples may be asked for, and GPUs, workers and progress may change",
-    "watch": "GPUs, which steps, what decides the best and which images stay may change",
+    "distill": "steps, epochs, GPUs, the teacher's path and placement, cadence, sample prompts and trackers may change",
+    "generate": "the number of samples may grow, and GPUs, workers and progress may change",
+    "watch": "GPUs, the steps, the metric that decides the best and which images are kept may change",
 }
 
 
 def check_unchanged(old: Mapping[str, Any], new: Mapping[str, Any], found: str, expected: str, action: str) -> None:
-    """Raise, with a diff, where a resumed run would not be the run it was."""
+    """Raise InputError with a diff if fixed settings of a resumed run have changed."""
     lines = diff_settings(old, new)
     if lines:
         raise InputError(f"{found}:\n" + "\n".join(lines), expected, action)
@@ -361,11 +362,10 @@ def create_or_resume_run(
     accept_changes: bool,
     has_outputs: bool | None = None,
 ) -> bool:
-    """Write config.json of a new run, or check that this is the run that was begun; returns whether it is new.
+    """Write config.json of a new run or check that of a resumed one; return True if it is new.
 
-    `settings` are all settings as resolved, `fixed` those (with versions and device) that a resumed run must not
-    change. `has_outputs` says whether anything was made with the recorded settings; by default, whether a checkpoint
-    was saved.
+    `settings` are all resolved settings, `fixed` those (with versions and device) that a resumed run must not change.
+    `has_outputs` is True if the run has outputs of the recorded settings; by default, if it has a checkpoint.
     """
     new_record = {"job": job, "settings": dict(settings), "fixed": dict(fixed), "changes": []}
     if not run.config.exists():
@@ -375,7 +375,7 @@ def create_or_resume_run(
     recorded_settings = record.get("settings")
     if isinstance(recorded_settings, dict) and recorded_settings.get("trainer") == EXTERNAL_TRAINER:
         raise InputError(
-            f"{run.folder} holds the samples of another trainer, drawn by a RankSampler",
+            f"{run.folder} holds the samples of another trainer (of a RankSampler)",
             f"a `{job}` run or an empty folder",
             "choose another --output_dir",
         )
@@ -385,7 +385,7 @@ def create_or_resume_run(
             f"a `{job}` run or an empty folder",
             "choose another --output_dir",
         )
-    # A first start that was refused or killed binds no later one to its settings.
+    # A first start that was rejected or killed does not fix the settings of later ones.
     if not (run.has_checkpoints() if has_outputs is None else has_outputs):
         write_json_with_digest(run.config, new_record)
         return True
@@ -397,7 +397,7 @@ def create_or_resume_run(
 
 
 def record_facts(run: RunFolder, facts: Mapping[str, Any], accept_changes: bool) -> dict[str, Any]:
-    """Record facts that are known only after the data was opened, or check them; returns the record."""
+    """Record or check facts that are known only after the data was opened; return the record."""
     record = read_record(run)
     known = {key: record["fixed"][key] for key in facts if key in record["fixed"]}
     _check_or_record_changes(run, record, known, {key: facts[key] for key in known}, accept_changes)
@@ -415,7 +415,7 @@ def _check_or_record_changes(
             to_current_names(new),
             f"{run.folder} was started with other settings",
             f"the same settings as before ({CHANGEABLE_SETTINGS[record['job']]})",
-            "use the old settings, another --output_dir, or --accept_changes to go on and have the change recorded",
+            "use the old settings, another --output_dir, or --accept_changes to continue and record the change",
         )
     lines = diff_settings(old, new)
     if lines:
@@ -427,7 +427,7 @@ def _check_or_record_changes(
 
 @contextlib.contextmanager
 def restore_record_on_failure(run: RunFolder, accept_changes: bool) -> Iterator[None]:
-    """Around a call that accepts changes: restore the record where the call fails before it saved anything."""
+    """Restore the record if a call with --accept_changes fails before it saves a checkpoint."""
     record_before = None
     if accept_changes and run.config.exists():
         record_before = _read_regular_file(run.config)
@@ -445,13 +445,13 @@ def restore_record_on_failure(run: RunFolder, accept_changes: bool) -> Iterator[
 
 
 class MetricsFile:
-    """metrics.jsonl: one JSON object a line, appended whole; on resume, what lies after the checkpoint is dropped."""
+    """metrics.jsonl: one JSON object per line; a resume drops lines after the checkpoint."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def read_rows(self) -> list[dict[str, Any]]:
-        """All whole lines; a half-written last one, left by a kill, is not a line."""
+        """Return all complete lines, without a partial last one left by a kill."""
         if not self.path.exists():
             return []
         rows = []
@@ -465,14 +465,14 @@ class MetricsFile:
         return rows
 
     def truncate_after(self, step: int) -> None:
-        """Forget everything after `step`, because it is about to happen again."""
+        """Drop lines after `step`, which will be repeated."""
         kept = [row for row in self.read_rows() if row.get("step", 0) <= step]
         write_atomic(self.path, b"".join(_json_line(row) for row in kept))
 
     def append(self, row: Mapping[str, Any]) -> None:
         try:
             fault_point("metrics.append")
-            # O_NONBLOCK: a pipe without a reader is an error.
+            # O_NONBLOCK: a pipe without a reader raises instead of blocking.
             descriptor = os.open(
                 self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o666
             )
@@ -493,7 +493,7 @@ def _read_regular_file(path: Path) -> bytes:
 
 
 def _json_line(row: Mapping[str, Any]) -> bytes:
-    """One line of JSON; a number that is not finite, which JSON has no word for, becomes null."""
+    """Return one line of JSON; NaN and infinities, which JSON does not have, become null."""
     plain = {
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
     }

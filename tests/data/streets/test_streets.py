@@ -79,7 +79,7 @@ def test_no_train_images_at_all_are_refused() -> None:
 
 @pytest.mark.parametrize("index", [-1, 10])
 def test_an_index_outside_the_part_is_an_error(index: int) -> None:
-    with pytest.raises(IndexError, match=f"image {index} of the train part, which has 10"):
+    with pytest.raises(IndexError, match=f"image {index} of the train split, which has 10"):
         Streets(32, 32, num_train=10).train(index)
 
 

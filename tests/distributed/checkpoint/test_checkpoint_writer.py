@@ -223,7 +223,7 @@ def test_a_rank_that_leaves_no_word_is_named(ranks: RankPool, tmp_path: Path) ->
         2, save_impatiently, tmp_path, environment=fault(tmp_path, "checkpoint.part:1:sleep=1.5:1")
     )
     assert fired(tmp_path) == ["checkpoint.part:1:sleep=1.5:1"]
-    assert first[0].endswith("no word from rank 1 within 1 s")  # and no advice about disks
+    assert first[0].endswith("no file list from rank 1 within 1 s")  # and no advice about disks
     assert checker.checkpoints(tmp_path) == {}
 
 

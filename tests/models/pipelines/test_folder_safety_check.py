@@ -229,7 +229,7 @@ REFUSALS: dict[Callable[[Path, Path], None], str] = {
     endless_header: "header of 9223372036854775808 bytes",
     pickle_named_safetensors: "safetensors header",
     nonsense_header: "damaged safetensors header",
-    cut_weights: "where its header says",
+    cut_weights: "but its header requires",
     denoiser_that_lacks_a_weight: "lacks 1 weights, first conv_in.bias",
     text_encoder_that_lacks_a_weight: "lacks 1 weights, first .*q_proj.weight",
     weight_of_another_shape: "cannot be opened",

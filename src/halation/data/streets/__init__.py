@@ -1,4 +1,4 @@
-"""The embedded data set: small street scenes with captions, drawn from their number."""
+"""The embedded dataset: small street scenes with captions, generated from their number."""
 
 from halation.data.streets.captions import DRIVING_PROMPTS, Mentioned, caption, mentioned
 from halation.data.streets.dataset import Streets

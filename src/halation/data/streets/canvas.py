@@ -1,4 +1,4 @@
-"""A canvas in unit coordinates with the light of the hour, and a camera along a road."""
+"""A canvas in unit coordinates with light by time of day, and a camera along a road."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from halation.data.streets.scene_attributes import TimeOfDay, Weather
 
 Point = tuple[float, float]
 Rgb = tuple[int, int, int]
-# Three numbers are a surface, which the light of the hour falls on; with a fourth, its opacity, it is laid on as it is:
-# lamps, lit windows, shadows, films of water.
+# Three numbers are a surface, which is shaded by the time of day. With a fourth number, the opacity, the colour is used
+# unshaded: lamps, lit windows, shadows, films of water.
 Paint = Rgb | tuple[int, int, int, int]
 
 OVERSAMPLING = 4
 OVERSAMPLING_LARGE = 2
-"""Above `LARGE_SIZE` pixels: the steps of an edge are too small to see by then, and four times the pixels cost time."""
+"""Above `LARGE_SIZE` pixels, where aliasing is invisible and more oversampling would cost time."""
 LARGE_SIZE = 256
 
 _SKY: dict[tuple[TimeOfDay, Weather], tuple[Rgb, Rgb]] = {
@@ -43,7 +43,7 @@ _AMBIENT: dict[tuple[TimeOfDay, Weather], tuple[float, float, float]] = {
 
 @lru_cache(maxsize=32)
 def _draw_sky_gradient(time: TimeOfDay, weather: Weather, side: int) -> Image.Image:
-    """An empty canvas with the sky's gradient, deepest at 60 % of the height, where no horizon lies below it."""
+    """Return an empty canvas with the gradient of the sky over the upper half."""
     top, bottom = (np.array(colour, dtype=np.float64) for colour in _SKY[time, weather])
     depth = np.minimum(np.linspace(0.0, 1.0, side) / 0.5, 1.0)[:, None]
     column = np.rint(top + (bottom - top) * depth).astype(np.uint8)
@@ -51,7 +51,7 @@ def _draw_sky_gradient(time: TimeOfDay, weather: Weather, side: int) -> Image.Im
 
 
 class Canvas:
-    """A square of side 1, y down, drawn large and made small once at the end, so that edges come out clean."""
+    """A square of side 1, y down, rendered with oversampling for antialiased edges."""
 
     def __init__(self, size: int, time: TimeOfDay, weather: Weather) -> None:
         self.size = size
@@ -78,7 +78,7 @@ class Canvas:
     def draw_rectangle(self, left: float, top: float, right: float, bottom: float, paint: Paint) -> None:
         brush, colour = self._resolve_paint(paint)
         x, y = round(left * self.side), round(top * self.side)
-        # Pillow counts the last row and column in.
+        # Pillow includes the last row and column.
         far_x, far_y = max(x, round(right * self.side) - 1), max(y, round(bottom * self.side) - 1)
         brush.rectangle((x, y, far_x, far_y), fill=colour)
 
@@ -96,18 +96,18 @@ class Canvas:
         brush.line(points, fill=colour, width=max(1, round(thickness * side)))
 
     def apply_lamp_light(self, paint: Rgb) -> Paint:
-        """A surface near street lamps: dimmed less than the rest, so that a car's colour can be told at night."""
+        """Return a surface near street lamps, dimmed less: a car's colour stays visible at night."""
         red, green, blue = (0.45 + 0.55 * part for part in self._ambient)
         return int(paint[0] * red), int(paint[1] * green), int(paint[2] * blue), 255
 
     def draw_glow(self, x: float, y: float, radius: float, colour: Rgb) -> None:
-        """A halo around a lamp, where it is dark enough to see one."""
+        """Draw a halo around a lamp if it is dark."""
         if self.is_dark:
             for share, opacity in ((1.0, 28), (0.65, 40), (0.35, 60)):
                 self.draw_ellipse(x, y, radius * share, radius * share, (*colour, opacity))
 
     def draw_reflection(self, road: Sequence[Point], horizon: float, strength: int) -> None:
-        """What stands above the horizon, upside down on a wet road."""
+        """Draw the image above the horizon, mirrored, on a wet road."""
         side = self.side
         line = round(horizon * side)
         above = self.image.crop((0, 0, side, line)).transpose(Image.Transpose.FLIP_TOP_BOTTOM)
@@ -123,19 +123,22 @@ class Canvas:
 
 @dataclass(frozen=True, kw_only=True)
 class RoadCamera:
-    """A level camera: ground positions are (across, near), with near 1 at the image's lower edge and 0 far away."""
+    """A level camera: ground positions are (across, near).
+
+    `near` is 1 at the lower edge of the image and 0 at the horizon.
+    """
 
     horizon: float
     vanishing_x: float
     bend: float = 0.0
-    """How far the road swings sideways in the middle distance."""
+    """Sideways displacement of the road in the middle distance."""
 
     def project(self, across: float, near: float, height: float = 0.0) -> Point:
         x = self.vanishing_x + across * near + self.bend * near * (1.0 - near)
         return x, self.horizon + (1.0 - self.horizon) * near - height * near
 
     def ground_strip(self, left: float, right: float, far: float = 0.0, near: float = 1.0) -> list[Point]:
-        """A band of ground along the road between two distances."""
+        """Return a strip of ground along the road between two distances."""
         steps = (0.0, 1.0) if self.bend == 0.0 else (0.0, 0.15, 0.3, 0.45, 0.6, 0.8, 1.0)
         depths = [far + (near - far) * step for step in steps]
         return [self.project(left, depth) for depth in depths] + [
@@ -143,6 +146,6 @@ class RoadCamera:
         ]
 
     def wall_polygon(self, across: float, far: float, near: float, low: float, high: float) -> list[Point]:
-        """A piece of a wall that runs along the road."""
+        """Return a section of a wall along the road."""
         corners = ((far, low), (far, high), (near, high), (near, low))
         return [self.project(across, depth, height) for depth, height in corners]

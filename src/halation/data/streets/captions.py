@@ -1,4 +1,4 @@
-"""Captions of street scenes in the words of the driving prompts, and their parsing."""
+"""Captions of street scenes in the vocabulary of the driving prompts, and their parsing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DRIVING_PROMPTS: tuple[str, ...] = (
 )
 
 MAX_CARS = 5
-"""No scene has more."""
+"""The maximum per scene."""
 
 _PLACE_PHRASES: dict[StreetPlace, str] = {
     "residential": "A residential street scene",
@@ -40,7 +40,7 @@ _PLACE_PHRASES: dict[StreetPlace, str] = {
     "city crossing": "A city street",
     "rural": "A rural road",
 }
-# What every scene of the place has, in the sets it is told in; a parking lot says all with its cars.
+# Details that every scene of a place has, in alternative sets; a parking lot has only its cars.
 _FIXED_DETAILS: dict[StreetPlace, tuple[tuple[str, ...], ...]] = {
     "residential": (("houses on both sides",),),
     "urban intersection": (("traffic lights",), ("traffic lights",), ("traffic lights", "buildings")),
@@ -55,7 +55,7 @@ _FIXED_DETAILS: dict[StreetPlace, tuple[tuple[str, ...], ...]] = {
     "city crossing": (("pedestrian crossings", "traffic signs"), ("pedestrian crossings",), ("traffic signs",)),
     "rural": (("natural scenery",),),
 }
-# The words a place uses for its cars: for one, and for any other number.
+# The words for cars at each place: singular and plural.
 _CAR_WORDS: dict[StreetPlace, tuple[str, str]] = {
     "residential": ("parked car", "parked cars"),
     "urban intersection": ("vehicle", "vehicles"),
@@ -67,7 +67,7 @@ _CAR_WORDS: dict[StreetPlace, tuple[str, str]] = {
     "rural": ("car", "cars"),
 }
 _NUMBER_WORDS = ("no", "one", "two", "three", "four", "five")
-# Words that stand for a range of counts. The prompts' own wordings are here, so each is what training saw.
+# Phrases for a range of counts. They include those of the driving prompts, so that training contains them.
 _AMOUNT_RANGES: dict[str, range] = {
     "minimal traffic": range(0, 2),
     "multiple vehicles": range(3, MAX_CARS + 1),
@@ -87,26 +87,26 @@ _ROAD_PHRASES: dict[Weather, str] = {"dry": "dry roads", "wet": "wet roads"}
 
 
 class Mentioned(TypedDict):
-    """What a caption says of its scene, None where it is silent."""
+    """The attributes that a caption mentions; None for others."""
 
     place: StreetPlace | None
     time: TimeOfDay | None
     weather: Weather | None
     cars: range | None
-    """The numbers of cars it allows."""
+    """The numbers of cars that match."""
     car_colours: tuple[Colour, ...] | None
-    """Colours of which there is at least one car."""
+    """Colours with at least one car each."""
 
 
 def caption(attributes: Attributes) -> str:
-    """The scene in words: its place always, the rest now and then, and nothing that is not so."""
+    """Return a caption: always the place, other attributes at random, all of them true."""
     rng = SceneRng(CAPTION_STREAM, attributes.variation)
     fixed_details = _FIXED_DETAILS[attributes.place]
     details = []
-    # A rainy street's road goes without saying; the prompt of a residential one is about its road.
+    # The road of a rainy street is always wet; the driving prompt of a residential street mentions its road.
     if attributes.place != "rainy street" and rng.chance(0.7 if attributes.place == "residential" else 0.4):
         details.append(_ROAD_PHRASES[attributes.weather])
-    # A residential street has houses in every scene but its prompt does not say so, hence only now and then.
+    # A residential street always has houses, but its driving prompt does not mention them, hence the low chance.
     if fixed_details and rng.chance(0.3 if attributes.place == "residential" else 0.85):
         details += rng.choose(fixed_details)
     if rng.chance(0.95 if attributes.place == "parking lot" else 0.7):
@@ -122,7 +122,7 @@ def caption(attributes: Attributes) -> str:
 
 
 def _describe_cars(attributes: Attributes, rng: SceneRng) -> str:
-    """The cars by their number, by their amount, or, of a single one, by its colour."""
+    """Describe the cars by number, by an amount or, for a single car, by colour."""
     one, many = _CAR_WORDS[attributes.place]
     num = attributes.num_cars
     amount = _PLACE_AMOUNTS.get(attributes.place)
@@ -138,7 +138,7 @@ _COLOUR_PATTERN = re.compile(rf"\ba ({'|'.join(CAR_COLOURS)}) (?:parked |distant
 
 
 def mentioned(text: str) -> Mentioned:
-    """What a caption says; the opposite of `caption`, for captions and for prompts in the same words."""
+    """Parse a caption, or a prompt in the same vocabulary; the inverse of `caption`."""
     place = next((place for place, head in _PLACE_PHRASES.items() if text.startswith(head)), None)
     weather = next((weather for weather, road in _ROAD_PHRASES.items() if road in text), None)
     cars, colours = _parse_cars(text)

@@ -1,4 +1,4 @@
-"""The embedded dataset: small street scenes with captions, drawn from their number alone."""
+"""The embedded dataset as an ImageDataset; images are rendered from their number alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from halation.data.streets.scene_layouts import draw
 from halation.errors import InputError
 
 VERSION = 1
-"""Goes up with every change that changes a pixel or a caption."""
+"""Incremented by every change that affects a pixel or a caption."""
 
 MIN_SIZE, MAX_SIZE = 32, 512
 NUM_TRAIN, NUM_VALIDATION = 50_000, 2_000
@@ -19,7 +19,7 @@ _MAX_CAPTIONS = 4_000
 
 
 class Streets:
-    """Street scenes as a source of images; image k of a part is a pure function of the part, k and the size."""
+    """Street scenes; image k of a split is a pure function of the split, k and the size."""
 
     name = "streets"
     class_names: tuple[str, ...] = ()
@@ -36,8 +36,8 @@ class Streets:
         if num_train < 1 or num_validation < 0:
             raise InputError(
                 f"streets with {num_train} train and {num_validation} validation images",
-                "at least 1 to train on and 0 held out",
-                "ask for more images",
+                "at least 1 train image and 0 validation images",
+                "request more images",
             )
         self.height = height
         self.width = width
@@ -70,6 +70,6 @@ class Streets:
 
     def _draw_image(self, split: Split, index: int, num: int) -> CaptionedImage:
         if not 0 <= index < num:
-            raise IndexError(f"image {index} of the {split} part, which has {num}")
+            raise IndexError(f"image {index} of the {split} split, which has {num}")
         attributes = scene(split, index)
         return CaptionedImage(pixels=draw(attributes, self.height), caption=caption(attributes))

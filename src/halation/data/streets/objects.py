@@ -1,4 +1,4 @@
-"""The objects of a street, each drawn where its foot touches the ground."""
+"""Draws the objects of a street; positions are where an object touches the ground."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def dim(paint: Rgb, factor: float) -> Rgb:
 
 
 def _draw_car_lamps(canvas: Canvas, x: float, y: float, width: float, facing: bool) -> None:
-    """A car's two lamps, and their light on a wet road or in the dark."""
+    """Draw a car's two lamps, with their reflections on a wet road and glow in the dark."""
     colour = (255, 244, 190) if facing else (255, 38, 28)
     for lamp in (x - 0.36 * width, x + 0.36 * width):
         canvas.draw_rectangle(
@@ -33,7 +33,7 @@ def _draw_car_lamps(canvas: Canvas, x: float, y: float, width: float, facing: bo
 
 
 def draw_car_along(canvas: Canvas, x: float, y: float, width: float, colour: str, facing: bool) -> None:
-    """A car on the viewer's road, from behind or facing; (x, y) is the middle of where it touches the ground."""
+    """Draw a car on the viewer's road, from behind or facing; (x, y) is its ground centre."""
     paint = CAR_PAINT[colour]
     half = width / 2
     canvas.draw_ellipse(x, y - 0.01 * width, 0.58 * width, 0.09 * width, (0, 0, 0, 110))
@@ -70,7 +70,7 @@ def draw_car_along(canvas: Canvas, x: float, y: float, width: float, colour: str
 
 
 def draw_car_across(canvas: Canvas, x: float, y: float, length: float, colour: str, left: bool) -> None:
-    """A car on a road that crosses the view, seen from its side."""
+    """Draw a car on a crossing road, from the side."""
     paint = CAR_PAINT[colour]
     turn = -length if left else length
     profile = (
@@ -104,7 +104,7 @@ def draw_car_across(canvas: Canvas, x: float, y: float, length: float, colour: s
 
 
 def draw_car_above(canvas: Canvas, x: float, y: float, width: float, colour: str) -> None:
-    """A parked car seen slightly from above: boot, rear window, roof, windscreen, bonnet."""
+    """Draw a parked car slightly from above: boot, rear window, roof, windscreen, bonnet."""
     paint = CAR_PAINT[colour]
     canvas.draw_ellipse(x + 0.04 * width, y - 0.5 * width, 0.58 * width, 0.62 * width, (0, 0, 0, 90))
     rows = (  # from far to near: half width and height of the far edge, then of the near edge
@@ -161,7 +161,7 @@ def draw_conifer(canvas: Canvas, x: float, y: float, height: float, green: Rgb) 
 
 
 def window_paint(canvas: Canvas, lit: bool) -> Paint:
-    """A pane: warm where the room is lit and it is dark outside."""
+    """Draw a window pane, in a warm colour if the room is lit and it is dark outside."""
     if canvas.is_dark and lit:
         return (255, 214, 120, 255)
     return (112, 150, 182)
@@ -177,7 +177,7 @@ def draw_house(
     roof: Rgb,
     lit: tuple[bool, bool, bool],
 ) -> None:
-    """A gabled front; `height` is that of the wall, the roof comes on top."""
+    """Draw a gabled house; `height` is that of the wall without the roof."""
     half, eaves = width / 2, y - height
     canvas.draw_rectangle(x - half, eaves, x + half, y, wall)
     canvas.draw_polygon([(x - 0.58 * width, eaves), (x + 0.58 * width, eaves), (x, eaves - 0.45 * width)], roof)
@@ -235,7 +235,7 @@ def draw_pedestrian(canvas: Canvas, x: float, y: float, height: float, coat: Rgb
 
 
 def draw_umbrella(canvas: Canvas, x: float, y: float, height: float, cloth: Rgb) -> None:
-    """Held by the pedestrian of that height who stands at (x, y)."""
+    """Draw the umbrella of a pedestrian of that height at (x, y)."""
     top, rim = y - 1.32 * height, y - 0.98 * height
     canvas.draw_polygon(
         [
@@ -250,7 +250,7 @@ def draw_umbrella(canvas: Canvas, x: float, y: float, height: float, cloth: Rgb)
 
 
 def draw_traffic_light(canvas: Canvas, x: float, y: float, height: float, lit_lamp: int) -> None:
-    """`lit_lamp` is 0 for red, 1 for amber, 2 for green."""
+    """Draw a traffic light; `lit_lamp` is 0 for red, 1 for amber, 2 for green."""
     canvas.draw_rectangle(x - 0.035 * height, y - 0.6 * height, x + 0.035 * height, y, (52, 54, 58))
     canvas.draw_rectangle(x - 0.13 * height, y - height, x + 0.13 * height, y - 0.44 * height, (30, 31, 34))
     lamps = ((255, 48, 36), (255, 190, 40), (48, 236, 96))
@@ -262,7 +262,7 @@ def draw_traffic_light(canvas: Canvas, x: float, y: float, height: float, lit_la
 
 
 def draw_sign(canvas: Canvas, x: float, y: float, height: float, shape: int) -> None:
-    """A traffic sign on its pole: no entry, a blue crossing square, a warning triangle, a yellow diamond."""
+    """Draw a traffic sign: no entry, blue crossing square, warning triangle or yellow diamond."""
     canvas.draw_rectangle(x - 0.03 * height, y - 0.75 * height, x + 0.03 * height, y, (128, 132, 136))
     middle, radius = y - 0.8 * height, 0.2 * height
     red, white = canvas.apply_lamp_light((216, 24, 30)), canvas.apply_lamp_light((250, 250, 250))

@@ -34,7 +34,7 @@ _Item = TypeVar("_Item")
 
 @dataclass(frozen=True, kw_only=True)
 class _PlaceRules:
-    """What may stand at one place; a count is drawn evenly from its tuple."""
+    """The objects of a place; a count is chosen uniformly from its tuple."""
 
     num_cars: tuple[int, ...]
     num_trees: tuple[int, ...] = (0,)
@@ -69,21 +69,21 @@ _PLACE_RULES: dict[StreetPlace, _PlaceRules] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Attributes:
-    """The labels of one scene; they decide its image at every size, and its caption."""
+    """The attributes of one scene; they decide its image at every size, and its caption."""
 
     place: StreetPlace
     time: TimeOfDay
     weather: Weather
     car_colours: tuple[Colour, ...]
-    """One colour a car, so its length is the number of cars."""
+    """One colour per car, so the length is the number of cars."""
     num_trees: int
     num_houses: int
-    """Houses, or buildings where the place has those."""
+    """Houses, or buildings, depending on the place."""
     num_signs: int
     num_pedestrians: int
     num_traffic_lights: int
     variation: int
-    """The scene's number: it decides whatever the labels leave open, such as where a tree stands."""
+    """The scene's number: it decides everything else, such as the positions of trees."""
 
     def __post_init__(self) -> None:
         rules = _PLACE_RULES[self.place]
@@ -100,9 +100,9 @@ class Attributes:
 
 
 class SceneRng:
-    """Numbers in [0, 1) from a counter-based stream that its two keys alone decide.
+    """Random numbers in [0, 1) from a counter-based stream with two keys.
 
-    Only the raw words of Philox are used: numpy promises those for ever, but not what its distributions make of them.
+    Only the raw words of Philox are used: numpy guarantees those for all versions, but not its distributions.
     """
 
     def __init__(self, stream: int, number: int) -> None:
@@ -124,13 +124,13 @@ class SceneRng:
         return self() < probability
 
     def choose_several(self, items: Sequence[_Item], num: int) -> list[_Item]:
-        """`num` different items, in the order they are given in."""
+        """Return `num` different items in their original order."""
         indices = list(range(len(items)))
         chosen = [indices.pop(int(self() * len(indices))) for _ in range(num)]
         return [items[place] for place in sorted(chosen)]
 
 
-# A topic is one half of the key, so that what one topic draws never shifts what another does.
+# Each topic has its own stream, so that a change in one does not affect the others.
 SCENE_STREAM = 0x5CE9E
 LAYOUT_STREAM = 0x1A704
 CARS_STREAM = 0xCA25
@@ -138,10 +138,10 @@ CAPTION_STREAM = 0xCA97105
 
 
 def scene(split: Split, index: int) -> Attributes:
-    """The attributes of scene `index` of a part.
+    """Return the attributes of scene `index` of a split.
 
-    The parts cannot meet: train scenes have even numbers and validation scenes odd ones, the number keys every stream
-    a scene is drawn from, and it is among the attributes.
+    The splits are disjoint: train scenes have even numbers and validation scenes odd ones. The number is a key of every
+    random stream of a scene, and one of its attributes.
     """
     number = 2 * index + SPLITS.index(split)
     rng = SceneRng(SCENE_STREAM, number)

@@ -1,4 +1,4 @@
-"""The eight kinds of places and how each is laid out; `draw` makes the image."""
+"""The layouts of the eight kinds of places; `draw` renders the image."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from halation.data.streets.objects import draw_car_along
 from halation.data.streets.scene_attributes import CARS_STREAM, LAYOUT_STREAM, Attributes, SceneRng, StreetPlace
 
 CarPosition = tuple[float, float]
-"""Where a car may stand: across and near, as `RoadCamera` counts them."""
+"""Possible positions of a car: (across, near) of `RoadCamera`."""
 
 ASPHALT = (92, 93, 98)
 WET_ASPHALT = (58, 61, 70)
 WHITE = (236, 236, 232)
 YELLOW = (244, 202, 54)
 ROW_DEPTHS = ((0.12, 0.2), (0.2, 0.36), (0.36, 1.2))
-"""From where to where, far to near, the three buildings of a closed row stand."""
+"""Far and near ends of the three buildings of a closed row."""
 _GREENS: tuple[Rgb, ...] = ((58, 132, 52), (74, 146, 48), (46, 118, 60))
 _COATS: tuple[Rgb, ...] = ((206, 60, 50), (40, 90, 180), (240, 190, 50), (120, 60, 140))
 
 
 def draw_sky(canvas: Canvas, rng: SceneRng) -> None:
-    """Sun or moon, clouds or stars."""
+    """Draw sun or moon, clouds or stars."""
     x, y = rng.uniform(0.4, 0.6), rng.uniform(0.07, 0.12)
     if canvas.weather == "wet":
         for _ in range(3):
@@ -49,7 +49,7 @@ def draw_sky(canvas: Canvas, rng: SceneRng) -> None:
 
 
 def draw_asphalt(canvas: Canvas, road: Sequence[Point], horizon: float, strength: int = 105) -> None:
-    """Asphalt; wet, it is darker and mirrors what stands above the horizon, so draw that first."""
+    """Draw asphalt; wet, it is darker and mirrors everything above the horizon, drawn before."""
     if canvas.weather == "wet":
         canvas.draw_polygon(road, WET_ASPHALT)
         canvas.draw_reflection(road, horizon, strength)
@@ -58,7 +58,7 @@ def draw_asphalt(canvas: Canvas, road: Sequence[Point], horizon: float, strength
 
 
 def draw_puddles(canvas: Canvas, view: RoadCamera, rng: SceneRng, positions: Sequence[float]) -> None:
-    """Where it is wet, water that shows the sky, at these places across the road."""
+    """Draw puddles that reflect the sky at these positions, if it is wet."""
     if canvas.weather == "wet":
         for across in positions:
             near = rng.uniform(0.45, 0.9)
@@ -68,7 +68,7 @@ def draw_puddles(canvas: Canvas, view: RoadCamera, rng: SceneRng, positions: Seq
 
 
 def draw_dashed_line(canvas: Canvas, view: RoadCamera, across: float, width: float, paint: Rgb = WHITE) -> None:
-    """A broken line; equal lengths on the ground are equal steps of 1 / near."""
+    """Draw a dashed line; equal lengths on the ground are equal steps of 1 / near."""
     distance = 1.0
     while distance < 9.0:
         canvas.draw_polygon(
@@ -81,7 +81,7 @@ def draw_dashed_line(canvas: Canvas, view: RoadCamera, across: float, width: flo
 def draw_cars_along(
     canvas: Canvas, view: RoadCamera, attributes: Attributes, positions: Sequence[CarPosition], width: float
 ) -> None:
-    """Cars on some of the slots, far ones first; those left of the middle face the viewer."""
+    """Draw cars on some of the slots, far ones first; cars on the left half face the viewer."""
     rng = SceneRng(CARS_STREAM, attributes.variation)
     chosen = rng.choose_several(positions, attributes.num_cars)
     for (across, near), colour in zip(chosen, attributes.car_colours, strict=True):
@@ -99,7 +99,10 @@ def draw_building(
     wall: Rgb,
     pane: Callable[[], Paint],
 ) -> None:
-    """One building of a closed row along the road; `side` is -1 for left and 1 for right, `span` is far and near."""
+    """Draw one building of a closed row along the road.
+
+    `side` is -1 for left and 1 for right; `span` is (far, near).
+    """
     across, (far, near) = side * 0.78, span
     canvas.draw_polygon(view.wall_polygon(across, far, near, 0.0, height), wall)
     start, stop = 1 / near, 1 / far
@@ -113,7 +116,7 @@ def draw_building(
 
 
 def draw(attributes: Attributes, size: int) -> NDArray[np.uint8]:
-    """The image of a scene, (size, size, 3); equal attributes give equal images."""
+    """Render a scene as (size, size, 3); equal attributes give equal images."""
     canvas = Canvas(size, attributes.time, attributes.weather)
     rng = SceneRng(LAYOUT_STREAM, attributes.variation)
     _LAYOUTS[attributes.place](canvas, attributes, rng)
@@ -146,7 +149,7 @@ def _draw_residential(canvas: Canvas, attributes: Attributes, rng: SceneRng) -> 
 
 
 def _draw_towers(canvas: Canvas, attributes: Attributes, rng: SceneRng, base: float) -> None:
-    """Office blocks left and right of a gap in the middle, front on."""
+    """Draw office blocks left and right of a gap in the middle, seen from the front."""
     glass: tuple[Rgb, ...] = ((92, 122, 156), (126, 140, 158), (74, 98, 132), (150, 160, 172))
     right_half = attributes.num_houses // 2
     for side, num in ((-1, attributes.num_houses - right_half), (1, right_half)):
@@ -268,7 +271,7 @@ def _draw_rainy_street(canvas: Canvas, attributes: Attributes, rng: SceneRng) ->
     walls: tuple[Rgb, ...] = ((84, 92, 116), (104, 96, 108), (70, 84, 110), (116, 104, 104))
 
     def pane() -> Paint:
-        # Lamps are on by day too: it is their reflections that make the street look wet.
+        # Lamps are on by day too: their reflections make the street look wet.
         return (255, 206, 112, 255) if rng.chance(0.55) else things.window_paint(canvas, False)
 
     for far, near in ROW_DEPTHS[3 - attributes.num_houses // 2 :]:

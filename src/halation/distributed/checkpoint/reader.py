@@ -1,4 +1,4 @@
-"""Read a committed checkpoint on any number of ranks: tensors by part and name."""
+"""Reads a committed checkpoint on any number of ranks: tensors by part and name."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from halation.input_files import parse_json, read_json, read_safetensors_header
 
 @dataclass(frozen=True, kw_only=True)
 class TensorShard:
-    """This rank's rows of a tensor: `start` is the first of them in the whole, whose shape is `shape`.
+    """This rank's rows of a tensor of shape `shape`, beginning at row `start`.
 
-    A flat piece is a range of the whole's elements in one row: `local` has one dimension and `start` counts elements.
+    A flat shard is a range of elements of the flattened tensor: `local` has one dimension and `start` counts elements.
     """
 
     local: Tensor
@@ -30,7 +30,7 @@ class TensorShard:
 
 @dataclass(frozen=True, kw_only=True)
 class _StoredShard:
-    """Where a piece of a tensor lies: as in Piece, with a file instead of memory."""
+    """A shard in a file; the fields are those of TensorShard."""
 
     start: int
     path: Path
@@ -39,17 +39,17 @@ class _StoredShard:
 
 
 class CheckpointReader:
-    """Tensors of a committed checkpoint by part and name, whatever number of ranks wrote them."""
+    """Tensors of a committed checkpoint by part and name, written by any number of ranks."""
 
     def __init__(self, folder: Path, prefix: str = "") -> None:
-        """With a `prefix` the part `model` is the one that was saved as PREFIXmodel, and so on."""
+        """Open a checkpoint; with a `prefix`, the part `model` is the one saved as PREFIXmodel."""
         self.folder = folder
         self.prefix = prefix
         self.state: dict[str, Any] = read_json(folder / "state.json")
         self._layouts: dict[str, dict[str, list[_StoredShard]]] = {}
 
     def with_prefix(self, prefix: str) -> CheckpointReader:
-        """The same checkpoint for what was saved under a prefix."""
+        """Return a reader of the same checkpoint for the parts of a prefix."""
         return self if prefix == self.prefix else CheckpointReader(self.folder, prefix)
 
     def read_rank_state(self, rank: int) -> dict[str, Any] | None:
@@ -60,14 +60,14 @@ class CheckpointReader:
         return list(self._read_layout(part))
 
     def shapes(self, part: str) -> dict[str, tuple[int, ...]]:
-        """The whole shape of every tensor."""
+        """Return the global shape of every tensor."""
         return {name: tuple(stored[0].shape) for name, stored in self._read_layout(part).items()}
 
     def has_part(self, part: str) -> bool:
         return bool(self._read_layout(part))
 
     def read(self, part: str, name: str, start: int = 0, rows: int | None = None) -> Tensor:
-        """Rows [start, start + rows) of a tensor along its first dimension, or all of it."""
+        """Return rows [start, start + rows) of a tensor along its first dimension, or all of it."""
         stored = self._read_layout(part)[name]
         if stored[0].flat:
             shape = stored[0].shape
@@ -91,7 +91,7 @@ class CheckpointReader:
         return torch.cat(pieces) if len(pieces) > 1 else (pieces[0] if pieces else empty)
 
     def read_elements(self, part: str, name: str, start: int, num: int) -> Tensor:
-        """Elements [start, start + num) of a flattened tensor; reads no more than the rows of their pieces."""
+        """Return elements [start, start + num) of a flattened tensor; reads only their rows."""
         pieces = []
         for shard in self._read_layout(part)[name]:
             row = 1 if shard.flat else math.prod(shard.shape[1:])
@@ -109,13 +109,13 @@ class CheckpointReader:
         return torch.cat(pieces)
 
     def read_shard(self, part: str, name: str, like: TensorShard) -> Tensor:
-        """What belongs where `like` lies."""
+        """Return the values for the shard `like`."""
         if like.flat:
             return self.read_elements(part, name, like.start, like.local.numel())
         return self.read(part, name, like.start, like.local.shape[0] if like.local.ndim else None)
 
     def lazy_part(self, part: str) -> Mapping[str, Tensor]:
-        """The tensors of a part by name, each read when it is asked for."""
+        """Return the tensors of a part by name, each read on access."""
         return _LazyPart(self, part)
 
     def read_part(self, part: str) -> Iterator[tuple[str, Tensor]]:

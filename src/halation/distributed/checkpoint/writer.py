@@ -1,8 +1,8 @@
 """Asynchronous checkpoints: copy to host, write in a thread, rename when complete.
 
-A save goes to a fresh hidden folder. Each rank writes its parts and a list of their SHA-256 sums; rank 0 waits for
-all lists, writes COMMIT.json, renames the folder, and only then removes older ones. What has no valid COMMIT.json was
-never saved.
+A save goes to a fresh hidden folder. Each rank writes its parts and a list of their SHA-256 sums. Rank 0 waits for all
+lists, writes COMMIT.json, renames the folder, and only then removes older checkpoints. A folder without a valid
+COMMIT.json is not a checkpoint.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ Result = TypeVar("Result")
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
     """Write a safetensors file and return its SHA-256.
 
-    The library's own writer copies every tensor first and holds the GIL; a hash taken afterwards reads everything
-    again.
+    The writer of the safetensors library copies every tensor first and holds the GIL; a hash taken afterwards reads
+    everything again.
     """
     digest = hashlib.sha256()
     with open(path, "wb", buffering=0) as file, ThreadPoolExecutor(1, thread_name_prefix="halation-hash") as threads:
@@ -73,7 +73,7 @@ def _safetensors_chunks(tensors: Mapping[str, Tensor], metadata: Mapping[str, st
         header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
         start = end
     encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)  # numbers then lie where a mapped file can be read as numbers
+    encoded += b" " * (-len(encoded) % 8)  # align the data, so that a mapped file can be read as numbers
     yield memoryview(len(encoded).to_bytes(8, "little") + encoded)
     for tensor in tensors.values():
         flat: memoryview = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
@@ -82,18 +82,18 @@ def _safetensors_chunks(tensors: Mapping[str, Tensor], metadata: Mapping[str, st
 
 
 def commit_sha256(commit: Mapping[str, Any]) -> str:
-    """The SHA-256 of a commit file's own words: a flipped bit there could otherwise move a step or hide a part."""
+    """Return the SHA-256 of a commit record: a flipped bit could change a step or hide a part."""
     return runs.hash_json({name: value for name, value in commit.items() if name != "seal"})
 
 
 def retry_once(action: Callable[[], Result]) -> Result:
-    """Do it once more where the disk refuses the first time: a full quota or a network disk may have a short moment."""
+    """Run an action and retry it once after a disk error, which may be temporary."""
     try:
         return action()
-    except FileNotFoundError:  # the folder is gone, and does not come back by itself
+    except FileNotFoundError:  # the folder is gone: a retry cannot succeed
         raise
-    except (OSError, SafetensorError) as error:  # safetensors tells of a full disk with an error of its own
-        log.warning("the disk refused (%s); trying once more", error)
+    except (OSError, SafetensorError) as error:  # safetensors reports a full disk as SafetensorError
+        log.warning("disk error (%s); retrying once", error)
         time.sleep(RETRY_DELAY_S)
         return action()
 
@@ -108,7 +108,7 @@ class CommittedCheckpoint:
 
 
 class CheckpointWriter:
-    """The checkpoints of one run as its ranks write them."""
+    """Writes the checkpoints of one run, on all ranks."""
 
     def __init__(self, world: World, folder: Path, *, keep_last: int, sharded: bool) -> None:
         self.world = world
@@ -125,22 +125,22 @@ class CheckpointWriter:
         self._commit_deadline = math.inf
         folder.mkdir(exist_ok=True)
         if world.is_rank_zero:
-            # The last ending is of earlier versions.
+            # Earlier versions used the suffix .removing.
             for leftover in (*folder.glob(".saving_*"), *folder.glob(".*.tmp"), *folder.glob("*.removing")):
                 runs.remove_path(leftover)
-        # One token for all saves of this start, so that leftovers of a killed one cannot be taken for ours. Ranks get
-        # it when rank 0 has removed them: a quick rank could otherwise begin a save that is taken for a leftover.
+        # One token for all saves of this start, so that leftovers of a killed one are not mistaken for ours. Ranks get
+        # it after rank 0 has removed leftovers, or it could remove a save that a fast rank has just started.
         self.token = str(world.broadcast_from_rank_zero(os.urandom(6).hex()))
 
     def reserve(self, sizes: Iterable[int]) -> None:
-        """Take the memory that saves of tensors of so many bytes will need while there is something else to do."""
+        """Allocate memory for saving tensors of these sizes (bytes) in the background."""
         if self.world.device.type == "cuda" and (self.sharded or self.world.is_rank_zero):
             self.copies.reserve(sizes)
 
     def save(
         self, step: int, kind: str, parts: ShardsByPart, state: Mapping[str, Any], rank_state: Mapping[str, Any]
     ) -> None:
-        """Copy now, write later. Waits first for a save that is still being written: two never race for the disk."""
+        """Copy now and write in the background, after waiting for a previous save to be written."""
         began = time.perf_counter()
         self.wait()
         self.queued_s = time.perf_counter() - began
@@ -162,7 +162,7 @@ class CheckpointWriter:
 
     @contextlib.contextmanager
     def _use_copy_stream(self) -> Iterator[None]:
-        """On a GPU, copies run on a stream of their own, after what is computed now; this thread does not wait."""
+        """On a GPU, run copies on a separate stream after the current work, without blocking."""
         if self.world.device.type != "cuda":
             yield
             return
@@ -177,17 +177,17 @@ class CheckpointWriter:
     def _copy_shard(self, name: str, shard: TensorShard) -> Tensor:
         source = shard.local.detach()
         if self._copy_stream is not None and source.is_cuda:
-            source.record_stream(self._copy_stream)  # one that is made for this save alone stays until it is copied
+            source.record_stream(self._copy_stream)  # keep temporary tensors alive until they are copied
         return self.copies.copy(name, source)
 
     def wait_for_copy(self) -> None:
-        """Called before saved tensors are written to again: the GPU, not this thread, waits for the copy."""
+        """Call before saved tensors change: the GPU, not this thread, waits for the copy."""
         if self._copy_event is not None:
             torch.cuda.current_stream(self.world.device).wait_event(self._copy_event)
             self._copy_event = None
 
     def wait(self, heartbeat: Callable[[], None] | None = None) -> None:
-        """Wait until this rank's part of the last save is on disk (on rank 0, committed), calling `heartbeat`."""
+        """Wait until this rank's part of the last save is on disk (on rank 0: committed)."""
         if self.pending is not None:
             while self.pending.is_alive():
                 self.pending.join(0.5)
@@ -196,7 +196,7 @@ class CheckpointWriter:
             self.pending = None
 
     def shorten_timeout(self) -> None:
-        """After an error: finish a pending save, without waiting long for ranks that may be gone."""
+        """After an error: finish a pending save without waiting long for lost ranks."""
         self._commit_deadline = time.monotonic() + ABORT_TIMEOUT_S
 
     def raise_if_failed(self) -> None:
@@ -212,7 +212,10 @@ class CheckpointWriter:
         rank_state: dict[str, Any],
         copy_event: torch.cuda.Event | None,
     ) -> None:
-        """Write this rank's files; then, on rank 0, commit. Errors are kept for `raise_if_failed`: this is a thread."""
+        """Write this rank's files and, on rank 0, commit.
+
+        This runs in a thread: errors are kept for `raise_if_failed`.
+        """
         name = f"step_{step:07d}"
         temporary = self.folder / f".saving_{name}_{self.token}"
         report: dict[str, Any] = {"files": {}, "error": None}
@@ -232,12 +235,12 @@ class CheckpointWriter:
                 report["error"] or f"cannot commit checkpoint {name} in {self.folder}: {_describe_error(error)}"
             )
             if isinstance(error, RankFailure) and not report["error"]:
-                advice = ""  # no disk is at fault, and the launcher reports what became of that rank
+                advice = ""  # not a disk error; the launcher reports what happened to that rank
         if report["error"] or self.error:
             if not self.folder.is_dir():
                 advice = "; put the folder back, then run the same command again"
             self.error = f"{self.error or report['error']}{advice}"
-            log.info("%s", self.error)  # who trains raises it
+            log.info("%s", self.error)  # the training loop raises it
             if self.world.is_rank_zero:
                 shutil.rmtree(temporary, ignore_errors=True)
 
@@ -279,22 +282,22 @@ class CheckpointWriter:
             runs.write_json_atomic(temporary / runs.COMMIT_FILE, commit | {"seal": commit_sha256(commit)})
 
         def publish_checkpoint() -> None:
-            """A folder of that name is a damaged one: a good one is never saved again."""
+            """Rename the folder; an existing one is damaged, as valid ones are never saved again."""
             if temporary.exists():
                 runs.publish_folder(temporary, self.folder / name, "checkpoint")
-            else:  # the first try ended after the rename
+            else:  # the first attempt failed after the rename
                 runs.sync_path(self.folder)
 
         retry_once(publish_commit)
         retry_once(publish_checkpoint)
-        try:  # the checkpoint stands; what follows may fail without harm to it
+        try:  # the checkpoint is committed; errors below do not affect it
             retry_once(lambda: self._write_latest(name))
             retry_once(lambda: self._rotate(step))
         except OSError as error:
-            log.error("checkpoint %s is saved, but older ones could not be tidied up: %s", name, error)
+            log.error("checkpoint %s is saved, but older ones could not be removed: %s", name, error)
 
     def _gather_files(self, temporary: Path) -> dict[str, str]:
-        """The files of all ranks with their hashes, once every rank has written its list; raises the first error."""
+        """Wait for the file lists of all ranks and return them with hashes; raise the first error."""
         began = time.monotonic()
         deadline = began + self.world.timeout_s
         waiting = [temporary / f"rank_{rank}.json" for rank in range(self.world.size)]
@@ -309,7 +312,7 @@ class CheckpointWriter:
                 waiting.remove(path)
             if waiting and time.monotonic() > min(deadline, self._commit_deadline):
                 missing = ", ".join(path.stem.removeprefix("rank_") for path in waiting)
-                raise RankFailure(f"no word from rank {missing} within {time.monotonic() - began:.0f} s")
+                raise RankFailure(f"no file list from rank {missing} within {time.monotonic() - began:.0f} s")
             if waiting:
                 time.sleep(POLL_S)
         return dict(sorted(files.items()))  # ranks report in any order; COMMIT.json of equal runs has equal bytes
@@ -319,7 +322,7 @@ class CheckpointWriter:
         runs.write_atomic(self.folder / "latest", f"{name}\n".encode())
 
     def _rotate(self, newest: int) -> None:
-        """Remove what is no longer wanted; never the checkpoint that was just committed, nor one that came after."""
+        """Remove surplus checkpoints before `newest`; never that one or later ones."""
         fault_point("checkpoint.rotate")
         everything = list_committed(self.folder)
         found = [item for item in everything if item.step < newest]
@@ -338,18 +341,18 @@ def _describe_error(error: Exception) -> str:
 
 
 def read_commit(folder: Path) -> dict[str, Any]:
-    """The commit file of a checkpoint; ValueError where it is not the one that was written."""
+    """Read the commit file of a checkpoint; raises ValueError if it is missing or damaged."""
     try:
         commit: dict[str, Any] = read_json(folder / runs.COMMIT_FILE)
         if commit["seal"] != commit_sha256(commit):
-            raise ValueError("its words do not have the seal they were written with")
+            raise ValueError("its content does not match its seal")
         return commit
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{runs.COMMIT_FILE} cannot be trusted ({type(error).__name__}: {error})") from error
+        raise ValueError(f"{runs.COMMIT_FILE} is not valid ({type(error).__name__}: {error})") from error
 
 
 def list_committed(folder: Path) -> list[CommittedCheckpoint]:
-    """Checkpoints with a good commit file, oldest first; their parts are not looked at yet."""
+    """Return checkpoints with a valid commit file, oldest first; their parts are not checked."""
     found = []
     for path in folder.glob("step_*"):
         with contextlib.suppress(ValueError):
@@ -359,7 +362,7 @@ def list_committed(folder: Path) -> list[CommittedCheckpoint]:
 
 
 def find_damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint, or None where every part has the bytes it was committed with."""
+    """Return what is wrong with a checkpoint, or None if all parts match their hashes."""
     try:
         sums: dict[str, str] = read_commit(folder)["sha256"]
     except ValueError as error:
@@ -382,13 +385,13 @@ def find_damage(folder: Path) -> str | None:
 def find_newest_valid(
     folder: Path, on_damage: Callable[[CommittedCheckpoint, str], None] | None = None
 ) -> CommittedCheckpoint | None:
-    """The newest checkpoint whose every byte checks; damaged ones are reported, and handed to `on_damage`."""
+    """Return the newest undamaged checkpoint; log damaged ones and pass them to `on_damage`."""
     named = [path for path in folder.glob("step_*") if path.name.removeprefix("step_").isdigit()]
     for path in sorted(named, key=lambda path: int(path.name.removeprefix("step_")), reverse=True):
         problem = find_damage(path)
         if problem is None:
             return next(item for item in list_committed(folder) if item.folder == path)
-        if not path.exists():  # a run that is still training has removed it meanwhile
+        if not path.exists():  # a training that still runs has removed it meanwhile
             continue
         log.error("checkpoint %s is damaged: %s; looking for an older one", path, problem)
         if on_damage:
@@ -401,7 +404,7 @@ _ALIGNMENT_BYTES = 256
 
 
 class PinnedCopies:
-    """Copies by name, in memory that is kept; pinned where they come from a GPU, as pinning is slow."""
+    """Host copies by name; buffers of GPU tensors are pinned, and reused as pinning is slow."""
 
     def __init__(self) -> None:
         self.buffers: dict[str, Tensor] = {}
@@ -410,7 +413,7 @@ class PinnedCopies:
         self._reserve_thread: threading.Thread | None = None
 
     def reserve(self, sizes: Iterable[int]) -> None:
-        """Allocate pinned memory for tensors of so many bytes in the background."""
+        """Allocate pinned memory for tensors of these sizes (bytes) in the background."""
         blocks, num_free = [], 0
         for size in sizes:
             size = _round_up(size)
@@ -426,20 +429,20 @@ class PinnedCopies:
             except (
                 RuntimeError,
                 MemoryError,
-            ) as error:  # the first save then takes what it needs itself, or says that it cannot
-                log.warning("no pinned memory ahead of the first checkpoint: %s", str(error).splitlines()[0])
+            ) as error:  # the first save then allocates its memory itself, or fails
+                log.warning("cannot reserve pinned memory for checkpoints: %s", str(error).splitlines()[0])
 
         self._reserve_thread = threading.Thread(target=allocate_blocks, name="halation-host-memory", daemon=True)
         self._reserve_thread.start()
 
     def wait_reserved(self) -> None:
-        """Until the memory is there that was asked for."""
+        """Wait until the reserved memory is allocated."""
         if self._reserve_thread is not None:
             self._reserve_thread.join()
             self._reserve_thread = None
 
     def copy(self, name: str, source: Tensor) -> Tensor:
-        """Begin to copy; a GPU's copy is there when its stream has come so far."""
+        """Start a copy and return its buffer; a GPU copy is complete when its stream is."""
         self.wait_reserved()
         buffer = self.buffers.get(name)
         if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:

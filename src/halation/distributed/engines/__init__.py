@@ -1,1 +1,1 @@
-"""How training is spread over ranks: single, DDP, FSDP2, DeepSpeed."""
+"""Engines that distribute training over ranks: single, DDP, FSDP2, DeepSpeed."""

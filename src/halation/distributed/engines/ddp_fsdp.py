@@ -1,4 +1,4 @@
-"""Engines: one process, DDP or FSDP2 behind one interface."""
+"""Engines single, DDP and FSDP2, with one interface."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """What an engine has to know of a training besides its module."""
+    """The training settings that engines need."""
 
     offload_optimizer: bool = False
     zero_stage: int = 2
@@ -39,12 +39,12 @@ class EngineSettings:
 
 
 def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Asked by its methods: importing DTensor and FSDP takes two seconds, which only sharding ranks need."""
+    """Return True for a DTensor, without importing DTensor, which takes two seconds with FSDP."""
     return hasattr(tensor, "to_local")
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """The memory this rank holds of a tensor, sharded or not."""
+    """Return this rank's part of a tensor, sharded or not."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
@@ -58,23 +58,23 @@ def local_shard(tensor: Tensor) -> TensorShard:
 
 
 class Engine:
-    """A module that trains on one rank; the base of those that train on several.
+    """Trains a module on one rank; the base class of engines for several ranks.
 
     Only parameters that require a gradient are trained, averaged, compared and saved.
     """
 
     name = "single"
     sharded = False
-    """Every forward is a collective: one rank that runs fewer of them leaves the others hanging."""
+    """True if every forward is a collective: a rank that runs fewer would block the others."""
     saves_shards = False
-    """Every rank has something of its own to save; otherwise rank 0 has everything."""
+    """True if every rank saves its own shard; otherwise rank 0 saves everything."""
     optimizer: torch.optim.Optimizer
 
     def __init__(self, world: World, module: nn.Module) -> None:
         self.world = world
         self.module = module
         self.wrapped_module: nn.Module = module
-        # Counted now: what is sharded later may say that it is empty.
+        # Counted now: parameters that are sharded later may report zero elements.
         self.num_parameters = sum(parameter.numel() for parameter in module.parameters())
         self.num_trainable = sum(parameter.numel() for _, parameter in self.named_parameters())
         self.shapes = {name: tuple(parameter.shape) for name, parameter in self.named_parameters()}
@@ -83,31 +83,31 @@ class Engine:
         return ((name, parameter) for name, parameter in self.module.named_parameters() if parameter.requires_grad)
 
     def prepare_optimizer(self, lr: float, betas: tuple[float, float], weight_decay: float) -> None:
-        """Called once, before the first pass; the optimizer is the engine's own from then on."""
+        """Create the optimizer; called once, before the first forward."""
         self.optimizer = build_adamw([parameter for _, parameter in self.named_parameters()], lr, betas, weight_decay)
 
     # -- a step
 
     def warm_up(self, loss: Tensor) -> None:
-        """Run one backward pass whose gradients are thrown away, before the first step.
+        """Run one backward pass before the first step and discard its gradients.
 
-        DDP orders its buckets anew after its first backward, which changes the order of additions on three ranks and
-        more. This lets a fresh run and a resumed one both take their first step with the final buckets.
+        DDP rebuilds its buckets after its first backward, which changes the order of additions on three or more ranks.
+        With this pass, fresh and resumed runs both take their first step with the final buckets.
         """
         self.backward(loss)
         self.zero_grad()
 
     @contextlib.contextmanager
     def accumulate(self, last: bool) -> Iterator[None]:
-        """Around a micro-batch's forward and backward: gradients meet only after the last one."""
+        """Wrap forward and backward of a micro-batch; only the last one synchronises gradients."""
         yield
 
     def backward(self, loss: Tensor) -> None:
-        """Gradients become the mean over ranks."""
+        """Run the backward pass; gradients are averaged over ranks."""
         loss.backward()
 
     def clip_grad_norm(self, max_norm: float, scale: float = 1.0) -> Tensor:
-        """Norm of the whole gradient, divided by the loss scale; clipped to `max_norm` where that is positive."""
+        """Unscale gradients, clip them to `max_norm` if positive, and return their global norm."""
         gradients = [parameter.grad for _, parameter in self.named_parameters() if parameter.grad is not None]
         if scale != 1.0:  # a power of two, so dividing is exact
             torch._foreach_div_(gradients, scale)
@@ -125,33 +125,36 @@ class Engine:
             group["lr"] = lr
 
     def step(self) -> None:
-        """Move the weights by the gradient that `clip_grad_norm` has looked at."""
+        """Update the weights with the gradients that `clip_grad_norm` has processed."""
         self.optimizer.step()
 
     def zero_grad(self) -> None:
-        """Forget the gradient, stepped with or not."""
+        """Discard the gradients."""
         self.optimizer.zero_grad(set_to_none=True)
 
     # -- weights
 
     def master_weights(self) -> dict[str, Tensor]:
-        """What steps change, by name: the tensors an average is kept of, and the ones it changes places with."""
+        """Return the tensors that steps update, by name: the EMA averages and swaps with these."""
         return dict(self.named_parameters())
 
     def sync_master_weights(self) -> None:
-        """Called after something other than a step wrote to `master_weights`: copies them to the module's weights."""
+        """Copy `master_weights` to the module's weights after anything but a step changed them."""
 
     def reshard(self) -> None:
-        """Bring parameters back to where the optimizer and the EMA expect them after forwards without backward."""
+        """Reshard parameters, as optimizer and EMA expect, after forwards without backward."""
 
     def replicated_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Tensors that must hold the same bits on every rank."""
+        """Return the tensors that must be bit-identical on all ranks."""
         return ((name, parameter.detach()) for name, parameter in self.named_parameters())
 
     # -- state
 
     def state_shards(self) -> dict[str, dict[str, TensorShard]]:
-        """This rank's part of what is saved: `model`, laid out like `master_weights`, and `optimizer`, as KEY/NAME."""
+        """Return this rank's shards to save, by part.
+
+        The part `model` is laid out like `master_weights`; names in `optimizer` are KEY/NAME.
+        """
         model = {name: local_shard(parameter.detach()) for name, parameter in self.named_parameters()}
         optimizer = {
             f"{key}/{name}": local_shard(value)
@@ -162,8 +165,8 @@ class Engine:
 
     @torch.no_grad()
     def load_checkpoint(self, reader: CheckpointReader) -> None:
-        """Take weights and optimizer from a checkpoint, whatever number of ranks wrote it."""
-        has_optimizer = reader.has_part("optimizer")  # none before the first step that counted
+        """Load weights and optimizer from a checkpoint of any number of ranks."""
+        has_optimizer = reader.has_part("optimizer")  # missing before the first effective step
         for name, parameter in self.named_parameters():
             shard = local_shard(parameter.detach())
             shard.local.copy_(reader.read_shard("model", name, shard))
@@ -177,27 +180,27 @@ class Engine:
             self.optimizer.state[parameter] = state
 
     def reserve_optimizer_memory(self) -> list[Tensor]:
-        """Memory the optimizer will take at its first step, taken now, for as long as the caller holds it."""
+        """Allocate the memory of the optimizer's first step now; the caller holds it."""
         if self.optimizer.state:
             return []
         return [torch.empty_like(local_tensor(p.detach())) for _, p in self.named_parameters() for _ in range(2)]
 
     @contextlib.contextmanager
     def offload_optimizer_state(self) -> Iterator[None]:
-        """The optimizer's state waits in host memory meanwhile; every bit comes back, into the same tensors."""
+        """Move the optimizer state to host memory and back, bit-identical, into the same tensors."""
         tensors = [local_tensor(value) for state in self.optimizer.state.values() for value in state.values()]
         with offload_to_host([tensor for tensor in tensors if tensor.device.type == self.world.device.type]):
             yield
 
 
 class DDPEngine(Engine):
-    """Every rank holds everything; gradients are averaged while the backward pass still runs."""
+    """DDP: every rank holds all weights; gradients are averaged during the backward pass."""
 
     name = "ddp"
 
     def __init__(self, world: World, module: nn.Module) -> None:
         super().__init__(world, module)
-        # Buffers are constants here; sending them before every forward would be work for nothing.
+        # Buffers are constants, so broadcasting them before every forward is unnecessary.
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
             module, [name for name, _ in module.named_buffers()]
         )
@@ -212,7 +215,7 @@ class DDPEngine(Engine):
 
 
 class FSDPEngine(Engine):
-    """Weights, gradients and what is derived from them live in shards; a unit is whole only while it computes."""
+    """FSDP2: weights, gradients and optimizer are sharded; units are gathered while they run."""
 
     name = "fsdp"
     sharded = True
@@ -224,9 +227,9 @@ class FSDPEngine(Engine):
 
         super().__init__(world, module)
         mesh = init_device_mesh(world.device.type, (world.size,))
-        # Shards in host memory come to the device for their unit alone; on the CPU they are there already.
+        # Offloaded shards are copied to the device one unit at a time; on a CPU they are already there.
         policy = CPUOffloadPolicy() if offload and world.device.type == "cuda" else OffloadPolicy()
-        # It warns of blocks whose result is a view (FLUX's), which must not be written to, and is not.
+        # FSDP2 warns about blocks that return a view (FLUX), which must not be modified in place; it is not.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
         for unit in units:
             fully_shard(unit, mesh=mesh, offload_policy=policy)
@@ -244,11 +247,14 @@ class FSDPEngine(Engine):
         local_norm = total.to_local()
         if local_norm.device == self.world.device:
             return total.full_tensor()
-        # The group of the GPUs cannot add up what lies in host memory.
+        # The process group of the GPUs cannot reduce tensors in host memory.
         return self.world.all_reduce_sum(local_norm.to(self.world.device) ** 2).sqrt().to(local_norm.device)
 
     def reshard(self) -> None:
-        """After a forward without backward the root stays whole: the EMA would meet whole tensors instead of shards."""
+        """Reshard the root, which stays gathered after a forward without backward.
+
+        The EMA would otherwise use gathered tensors instead of shards.
+        """
         for submodule in self.module.modules():
             if hasattr(submodule, "reshard"):
                 cast("FSDPModule", submodule).reshard()
@@ -260,7 +266,7 @@ class FSDPEngine(Engine):
 def build_adamw(
     parameters: Sequence[nn.Parameter], lr: float, betas: tuple[float, float], weight_decay: float
 ) -> torch.optim.AdamW:
-    """Fused AdamW; vectors (biases, norms, embeddings of one row) are not decayed."""
+    """Return fused AdamW without weight decay for vectors (biases, norms, one-row embeddings)."""
     matrices = [p for p in parameters if p.ndim > 1]
     vectors = [p for p in parameters if p.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -269,7 +275,7 @@ def build_adamw(
 
 @contextlib.contextmanager
 def offload_to_host(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Keep the contents of these tensors in host memory and free their storage; they must not be used meanwhile."""
+    """Move tensors to host memory and free their storage; they must not be used meanwhile."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
     copies = []
     for storage in storages.values():

@@ -1,8 +1,7 @@
-"""DeepSpeed's ZeRO 1, 2 and 3 as an engine; DeepSpeed is imported only on request.
+"""The DeepSpeed engine (ZeRO 1, 2 and 3); DeepSpeed is imported only on request.
 
-ZeRO keeps the float32 weights and the optimizer's moments of a rank in flat partitions. What is averaged, saved and
-restored are the ranges of each parameter's elements in them, so that any number of ranks can read what another number
-wrote.
+ZeRO keeps the float32 weights and the optimizer's moments of a rank in flat partitions. The EMA and checkpoints use the
+ranges of each parameter's elements in them, so that a checkpoint can be read on any number of ranks.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ log = logging.getLogger(__name__)
 SUPPORTED_OPTIMIZERS = {"DeepSpeedZeroOptimizer": (1, 2), "DeepSpeedZeroOptimizer_Stage3": (3,)}
 MOMENTS = ("exp_avg", "exp_avg_sq")
 INVALID_NORM = -1.0
-"""DeepSpeed's word for a norm that is not finite: a step with it throws the gradient away."""
+"""DeepSpeed's value for a non-finite norm: a step with it discards the gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionFragment:
-    """`num` elements of a parameter from `start` on, which lie in partition `group` from `offset` on."""
+    """`num` elements of a parameter from `start`, stored in partition `group` from `offset`."""
 
     group: int
     offset: int
@@ -46,7 +45,7 @@ class PartitionFragment:
 
 
 class DeepSpeedEngine(Engine):
-    """Optimizer (1), gradients too (2), weights too (3) live in partitions."""
+    """ZeRO: partitions the optimizer (stage 1), also gradients (2), also weights (3)."""
 
     name = "deepspeed"
     saves_shards = True
@@ -69,8 +68,8 @@ class DeepSpeedEngine(Engine):
         config = build_config(self.user_config, settings, pin_memory=self.world.device.type == "cuda")
         self.offloads_optimizer = deepspeed_config.offloads_optimizer(config)
         self.optimizer = build_adamw(parameters, lr, betas, weight_decay)
-        # DeepSpeed takes the GPU that this variable counts, which is another one where ranks share GPUs or leave some
-        # out. It stays set: a forward of ZeRO-3 reads it too, and a rank that no launcher started has none.
+        # DeepSpeed uses the GPU of this index, which is wrong if ranks share GPUs or skip some. It stays set: a forward
+        # of ZeRO-3 reads it too, and a rank without a launcher has no such variable.
         device = self.world.device
         os.environ["LOCAL_RANK"] = str(self.world.local_rank if device.index is None else device.index)
         with _ignore_warnings():
@@ -83,15 +82,15 @@ class DeepSpeedEngine(Engine):
             raise InputError(
                 f"--deepspeed_config makes DeepSpeed use {type(self.zero_optimizer).__name__}",
                 "plain ZeRO 1, 2 or 3",
-                "take what asks for it out of the file (Halation could not save its state)",
+                "remove the setting that selects it from the file (Halation could not save its state)",
             )
         self._override_deepspeed()
         self.fragments = self._find_fragments()
 
     def _override_deepspeed(self) -> None:
-        """What the loop decides is not decided a second time: precision, the norm, and whether a gradient counts."""
+        """Override what the training loop decides: precision, norm, and which gradients are used."""
         autocast_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.settings.dtype)
-        if autocast_dtype is not None:  # the engine would switch off an autocast that it was not told of
+        if autocast_dtype is not None:  # DeepSpeed would disable an autocast that it does not know about
             self.ds_engine.torch_autocast_enabled = lambda: True
             self.ds_engine.torch_autocast_dtype = lambda: autocast_dtype
         self._compute_global_norm = (
@@ -116,7 +115,7 @@ class DeepSpeedEngine(Engine):
         self.ds_engine.backward(loss, scale_wrt_gas=False)
 
     def clip_grad_norm(self, max_norm: float, scale: float = 1.0) -> Tensor:
-        """The gradient itself is divided and clipped by the step."""
+        """Return the global norm; gradients are unscaled and clipped in `step`."""
         self.zero_optimizer.clip_grad = max_norm
         self.zero_optimizer.custom_loss_scaler = scale != 1.0
         self.zero_optimizer.external_loss_scale = scale
@@ -156,7 +155,7 @@ class DeepSpeedEngine(Engine):
         return list(found)
 
     def _find_fragments(self) -> dict[str, PartitionFragment]:
-        """Where this rank's elements of each parameter lie; a parameter of which it has none is left out."""
+        """Return the fragments of this rank by parameter; parameters it has none of are left out."""
         found = {}
         for name, parameter in self.named_parameters():
             fragment = self._stage3_fragment(parameter) if self.sharded else self._stage12_fragment(parameter)
@@ -183,14 +182,14 @@ class DeepSpeedEngine(Engine):
         expected = parameter.detach().flatten()[whole.start : whole.start + whole.numel]
         if not torch.equal(values.to(expected), expected):
             raise InputError(
-                "--deepspeed_config lays weights out in an order of its own",
-                "the usual order",
-                "take round_robin_gradients out",
+                "--deepspeed_config changes the order of weights in partitions",
+                "the default order",
+                "remove round_robin_gradients",
             )
         return fragment
 
     def master_weights(self) -> dict[str, Tensor]:
-        """Averages are kept of this rank's elements alone, beside the partition that steps change."""
+        """Return views of this rank's elements in the partitions that steps update."""
         return {name: _fragment_view(self._partitions[f.group].detach(), f) for name, f in self.fragments.items()}
 
     @torch.no_grad()
@@ -235,7 +234,7 @@ class DeepSpeedEngine(Engine):
         for name, shard in shards.items():
             shard.local.copy_(reader.read_shard("model", name, shard))
         if reader.has_part("optimizer"):
-            # Every partition gets a state, also one that holds nothing but padding.
+            # Every partition gets a state, even if it contains only padding.
             step = reader.read("optimizer", f"step/{next(iter(self.shapes))}")
             for partition in self._partitions:
                 state = {key: torch.zeros_like(partition) for key in MOMENTS}
@@ -256,7 +255,7 @@ class DeepSpeedEngine(Engine):
     @contextlib.contextmanager
     def offload_optimizer_state(self) -> Iterator[None]:
         if self.offloads_optimizer:
-            log.info("--sample_offload has nothing to do: the optimizer's state lies in host memory already")
+            log.info("--sample_offload has no effect: the optimizer state is already in host memory")
             yield
             return
         with super().offload_optimizer_state():
@@ -270,7 +269,7 @@ def _fragment_view(partition: Tensor, fragment: PartitionFragment) -> Tensor:
 def build_config(
     user_config: deepspeed_config.ConfigDict, settings: EngineSettings, *, pin_memory: bool
 ) -> deepspeed_config.ConfigDict:
-    """What DeepSpeed is told, from the user's file and the flags; contradictions are refused."""
+    """Build DeepSpeed's config from the user's file and the flags; conflicts raise InputError."""
     return deepspeed_config.merge_config(
         user_config,
         zero_stage=deepspeed_config.resolve_zero_stage(user_config, settings.zero_stage),
@@ -286,7 +285,7 @@ def build_config(
 
 
 def import_deepspeed(world: World) -> Any:
-    """Import DeepSpeed for this rank's device; it joins the process group that stands, and compiles nothing for it."""
+    """Import DeepSpeed for this rank's device; it uses the existing process group."""
     if importlib.util.find_spec("deepspeed") is None:
         raise InputError(
             "--engine deepspeed, but DeepSpeed is not installed",
@@ -296,16 +295,16 @@ def import_deepspeed(world: World) -> Any:
     os.environ.setdefault("DS_ACCELERATOR", world.device.type)
     with _ignore_warnings():
         library = importlib.import_module("deepspeed")
-    # DeepSpeed calls collectives by names that newer versions of torch are about to drop.
+    # DeepSpeed uses names of collectives that torch has deprecated.
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\..*is deprecated", category=FutureWarning)
     logger = logging.getLogger("DeepSpeed")
     logger.handlers.clear()
     logger.parent = logging.getLogger("halation")
     logger.propagate = True
     logger.setLevel(logging.WARNING)
-    # An extra road between ranks of one machine, which would have to be compiled: gloo and NCCL are there.
+    # A shared-memory backend that would have to be compiled; gloo and NCCL are sufficient.
     library.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    # Remove what an earlier engine of this process left: stale groups, and counters that ranks compare.
+    # Reset state of an earlier engine in this process: stale groups, and counters that ranks compare.
     library.comm.comm.cdb = None
     library.utils.groups._release_process_group_references()
     zero = importlib.import_module("deepspeed.runtime.zero.parameter_offload")

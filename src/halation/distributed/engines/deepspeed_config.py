@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON config: the user's file merged with the flags, which must not disagree."""
+"""DeepSpeed's JSON config: the user's file merged with the flags; conflicts are errors."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ KNOWN_KEYS = frozenset(
     tensor_parallel tensorboard timers torch_autocast train_batch_size train_micro_batch_size_per_gpu
     use_data_before_expert_parallelism vocabulary_size wall_clock_breakdown wandb weight_quantization
     zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization
-    """.split()  # noqa: SIM905 - a page of quotes says no more
+    """.split()  # noqa: SIM905 - easier to read than a list of quoted strings
 )
-"""Keys that DeepSpeed reads; it passes over all others in silence."""
+"""Keys that DeepSpeed reads; it silently ignores all others."""
 
 
 def read_config(path: str) -> ConfigDict:
-    """The user's file, or nothing."""
+    """Read the user's file; empty without one."""
     if not path:
         return {}
     try:
@@ -50,7 +50,7 @@ def read_config(path: str) -> ConfigDict:
 
 
 def find_unknown_keys(config: Mapping[str, Any]) -> list[str]:
-    """Keys that Halation does not know of DeepSpeed; one that is nearly a known key is refused."""
+    """Return unknown keys; raises InputError for one that looks like a misspelled known key."""
     unknown = [key for key in config if key not in KNOWN_KEYS]
     for key in unknown:
         near = difflib.get_close_matches(key, KNOWN_KEYS, n=1, cutoff=0.85)
@@ -60,7 +60,7 @@ def find_unknown_keys(config: Mapping[str, Any]) -> list[str]:
 
 
 def resolve_zero_stage(config: Mapping[str, Any], default_stage: int) -> int:
-    """The file's ZeRO stage before the flag's."""
+    """Return the ZeRO stage: the file takes precedence over the flag."""
     found = _section(config, "zero_optimization").get("stage", AUTO)
     if found == AUTO:
         return default_stage
@@ -68,7 +68,7 @@ def resolve_zero_stage(config: Mapping[str, Any], default_stage: int) -> int:
         raise InputError(
             f"zero_optimization.stage {found!r} in --deepspeed_config",
             "1, 2 or 3",
-            "use --engine ddp where nothing is sharded",
+            "use --engine ddp for training without sharding",
         )
     return int(found)
 
@@ -86,7 +86,7 @@ def merge_config(
     bf16_weights: bool,
     pin_memory: bool,
 ) -> ConfigDict:
-    """The config for DeepSpeed: keys that flags decide are checked and replaced, all others pass as they are."""
+    """Return DeepSpeed's config: keys set by flags are checked and replaced, others are kept."""
     _check_agrees(config, "train_batch_size", global_batch, "the product of --batch_size, --accumulate and ranks")
     _check_agrees(config, "train_micro_batch_size_per_gpu", micro_batch_size, "--batch_size")
     _check_agrees(config, "gradient_accumulation_steps", num_micro_batches, "--accumulate")
@@ -95,8 +95,8 @@ def merge_config(
     if "scheduler" in config:
         raise InputError(
             "a scheduler in --deepspeed_config",
-            "the learning rate by flags",
-            "use --warmup_steps and --decay_steps, and take the section out",
+            "the learning rate set by flags",
+            "use --warmup_steps and --decay_steps, and remove the section",
         )
     flag_keys = {"train_batch_size", "optimizer", "gradient_clipping", "fp16", "amp", "torch_autocast"}
     other_settings = {key: value for key, value in config.items() if key not in flag_keys}
@@ -109,22 +109,22 @@ def merge_config(
         "train_micro_batch_size_per_gpu": micro_batch_size,
         "gradient_accumulation_steps": num_micro_batches,
         "gradient_clipping": grad_clip,
-        # It would replace torch's linear layer for the whole process.
+        # If enabled, it would replace torch's linear layer in the whole process.
         "zero_optimization": {"memory_efficient_linear": False} | zero | {"stage": zero_stage},
         "bf16": bf16 | {"enabled": bool(bf16.get("enabled", False)) or bf16_weights},
-        # A torch optimizer steps where its state lies; DeepSpeed's own would have to be compiled first.
+        # A torch optimizer steps where its state is; DeepSpeed's CPU optimizer would have to be compiled.
         "zero_force_ds_cpu_optimizer": False,
     }
 
 
 def check_optimizer(config: Mapping[str, Any], *, lr: float, betas: tuple[float, float], weight_decay: float) -> None:
-    """An optimizer in the file may only repeat what the flags say."""
+    """Raise InputError if an optimizer in the file differs from the flags."""
     section = _section(config, "optimizer")
     if not section:
         return
     if str(section.get("type", AUTO)).lower() not in (AUTO, "adam", "adamw"):
         raise InputError(
-            f"optimizer {section['type']} in --deepspeed_config", "AdamW", "take the section out of the file"
+            f"optimizer {section['type']} in --deepspeed_config", "AdamW", "remove the section from the file"
         )
     params = _section(section, "params")
     for key, flag, value in (
@@ -168,12 +168,12 @@ def _check_precision(config: Mapping[str, Any], dtype: str) -> None:
         if _section(config, name).get("enabled", False) is True:
             raise InputError(
                 f"{name} in --deepspeed_config",
-                "the precision by flags",
-                "use --dtype, or bf16 in the file, and take the section out",
+                "the precision set by flags",
+                "use --dtype, or bf16 in the file, and remove the section",
             )
     if _section(config, "bf16").get("enabled", False) is True and dtype != "bf16":
         raise InputError(
-            f"bf16 in --deepspeed_config, but --dtype {dtype}", "one precision", "use --dtype bf16, or take bf16 out"
+            f"bf16 in --deepspeed_config, but --dtype {dtype}", "one precision", "use --dtype bf16, or remove bf16"
         )
 
 
@@ -185,5 +185,5 @@ def _check_offload(zero: Mapping[str, Any]) -> None:
             raise InputError(
                 f"{name} to {device} with ratio {section.get('ratio', 1.0)} in --deepspeed_config",
                 'all of it on the device or on "cpu"',
-                "state that lies elsewhere cannot be saved: change the section",
+                "change the section: state on other devices cannot be saved",
             )
