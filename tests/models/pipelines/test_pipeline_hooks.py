@@ -217,7 +217,7 @@ def test_another_scheduler_draws_as_it_does_in_the_pipeline(family: str, short: 
 def test_every_scheduler_said_to_fit_a_flow_model_draws_with_it(family: str) -> None:
     with pytest.raises(InputError) as refusal:
         reopen(family, scheduler="ddim")
-    names = refusal.value.expected.split("a class: ")[1].split(", ")
+    names = refusal.value.expected.split("a class name: ")[1].split(", ")
     assert len(names) >= 3
     for name in names:
         model = reopen(family, scheduler=name)
