@@ -182,7 +182,7 @@ def test_what_cannot_be_a_student_is_refused(denoiser: DiTDenoiser) -> None:
         student_of("sd3", {"width": 16, "heads": 2}, lora=LoraSettings(rank=2))
     with pytest.raises(InputError, match="the student has 16 latent channels, the teacher 4"):
         student_of("sd3", {"latent_channels": 16})
-    with pytest.raises(InputError, match="cannot be trained here"):
+    with pytest.raises(InputError, match="cannot be trained"):
         student_of("sana")
     with pytest.raises(InputError, match=r"model_index\.json"):
         student_of(Path("/nowhere"))
