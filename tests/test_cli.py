@@ -423,7 +423,7 @@ def test_a_folder_with_files_under_our_names_is_left_alone(tmp_path: Path, train
     assert (tmp_path / "sample_00.txt").read_text() == "mine"
     of_training = next((trained / "samples").glob("step_*"))
     before = {path.name: path.read_bytes() for path in of_training.iterdir()}
-    assert "did not put there" in refused(*words, "--output_dir", of_training)
+    assert "did not write" in refused(*words, "--output_dir", of_training)
     assert {path.name: path.read_bytes() for path in of_training.iterdir()} == before
 
 

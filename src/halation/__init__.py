@@ -1,6 +1,6 @@
 """Halation: train, sample, distil, batch-generate with and score diffusion transformers.
 
-What the command line does, from Python:
+The commands, from Python:
 
     import halation
     halation.train(data="streets", model="tiny", image_size=(32, 32), n_steps=100, output_dir="runs/first")
@@ -10,13 +10,13 @@ What the command line does, from Python:
     report = halation.evaluate(generated="outputs/many", reference="data/val2017", metrics=("fid", "kid"))
     report["metrics"]["fid"]["value"]
 
-and, inside a training loop of your own, on every rank:
+and, inside your own training loop, on every rank:
 
     sampler = halation.RankSampler(draw, ["a red car", "a blue car"], "runs/mine", seed=0, model=model, every=100)
     sampler(step)  # draw(prompt, generator) returns an image; docs/own_trainer.md has an example for each trainer
 
-Settings are the flags (`halation train --help`). `evaluate` returns its report; the others return the exit code, 0, or
-1 where some images could not be drawn. All raise `halation.errors.HalationError` where they cannot do what is asked.
+Settings are the flags (`halation train --help`). `evaluate` returns its report; the others return the exit code: 0, or
+1 if some images failed. All raise `halation.errors.HalationError` if they cannot run.
 """
 
 from __future__ import annotations
@@ -32,44 +32,44 @@ __all__ = ["RankSampler", "Sample", "__version__", "distill", "evaluate", "gener
 
 
 def __getattr__(name: str) -> Any:
-    """RankSampler and Sample need torch: import them on first use, so that `import halation` takes no time."""
+    """Import RankSampler and Sample on first use: they need torch, and `import halation` is fast."""
     if name in ("RankSampler", "Sample"):
         return getattr(importlib.import_module("halation.sampling.user_training_loop_sampler"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def train(**settings: Any) -> int:
-    """`halation train` with these settings."""
+    """Run `halation train` with these settings."""
     return _run("train", "training", "TrainConfig", settings)
 
 
 def distill(**settings: Any) -> int:
-    """`halation distill` with these settings."""
+    """Run `halation distill` with these settings."""
     return _run("distill", "distillation", "DistillConfig", settings)
 
 
 def sample(**settings: Any) -> int:
-    """`halation sample` with these settings; `model_path` is the same as `checkpoint`, as on the command line."""
+    """Run `halation sample` with these settings; `model_path` is an alias of `checkpoint`."""
     return _run("sample", "sampling", "SampleConfig", settings)
 
 
 def generate(**settings: Any) -> int:
-    """`halation generate` with these settings; `prompts` is short for `prompts_csv`, as on the command line."""
+    """Run `halation generate` with these settings; `prompts` is an alias of `prompts_csv`."""
     return _run("generate", "generation", "GenerateConfig", settings)
 
 
 def evaluate(**settings: Any) -> dict[str, Any]:
-    """`halation evaluate` with these settings: the object that `--json` prints."""
+    """Run `halation evaluate` with these settings; return the object that `--json` prints."""
     return _run("evaluate", "evaluation", "EvaluateConfig", settings, function="evaluate")
 
 
 def watch(**settings: Any) -> int:
-    """`halation watch` with these settings; with `once` it ends when all checkpoints that are there are scored."""
+    """Run `halation watch` with these settings; with `once` it ends when all checkpoints are scored."""
     return _run("watch", "watcher", "WatchConfig", settings)
 
 
 def _run(name: str, package: str, config: str, settings: dict[str, Any], *, function: str = "run") -> Any:
-    """Call the command of `package` with validated settings; imported here, because commands import torch."""
+    """Import the command of `package`, which may import torch, and call it with validated settings."""
     config_type = getattr(importlib.import_module(f"halation.{package}.config"), config)
     values = importlib.import_module("halation.config").validate_settings(config_type, settings, f"halation.{name}()")
     return getattr(importlib.import_module(f"halation.{package}.command"), function)(config_type(**values))

@@ -193,7 +193,7 @@ def test_a_student_of_absurd_steps_is_refused(tmp_path: Path, steps: object) -> 
 
 
 @pytest.mark.parametrize(
-    ("content", "found"), [(b"\xff\xfe", "holds no text"), (b"step_0000002\n" * 1000, "the limit is 4096 bytes")]
+    ("content", "found"), [(b"\xff\xfe", "is not text"), (b"step_0000002\n" * 1000, "the limit is 4096 bytes")]
 )
 def test_a_name_of_the_latest_checkpoint_that_is_none_is_refused(
     tmp_path: Path, content: bytes, found: str, capsys: pytest.CaptureFixture[str]
