@@ -32,7 +32,7 @@ __all__ = ["RankSampler", "Sample", "__version__", "distill", "evaluate", "gener
 
 
 def __getattr__(name: str) -> Any:
-    """Import RankSampler and Sample on first use: they need torch, and `import halation` is fast."""
+    """Import RankSampler and Sample on first use, so that `import halation` needs no torch."""
     if name in ("RankSampler", "Sample"):
         return getattr(importlib.import_module("halation.sampling.user_training_loop_sampler"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -64,12 +64,12 @@ def evaluate(**settings: Any) -> dict[str, Any]:
 
 
 def watch(**settings: Any) -> int:
-    """Run `halation watch` with these settings; with `once` it ends when all checkpoints are scored."""
+    """Run `halation watch` with these settings; with `once`, score existing checkpoints only."""
     return _run("watch", "watcher", "WatchConfig", settings)
 
 
 def _run(name: str, package: str, config: str, settings: dict[str, Any], *, function: str = "run") -> Any:
-    """Import the command of `package`, which may import torch, and call it with validated settings."""
+    """Validate the settings and call the command of `package`, which may import torch."""
     config_type = getattr(importlib.import_module(f"halation.{package}.config"), config)
     values = importlib.import_module("halation.config").validate_settings(config_type, settings, f"halation.{name}()")
     return getattr(importlib.import_module(f"halation.{package}.command"), function)(config_type(**values))

@@ -220,7 +220,7 @@ class SamplingModel(Protocol):
         """Build the `SamplingInputs` of a batch; bad input can only fail here."""
 
     def dummy_inputs(self, batch: SampleBatch, device: torch.device | str) -> Any:
-        """Build `SamplingInputs` of the same shapes without prompts, for equal forwards on all ranks."""
+        """Build `SamplingInputs` of the batch's shapes without prompts, to match other ranks."""
 
     def sample(self, inputs: Any, solver: SolverSettings, on_step: Callable[[], None]) -> Tensor:
         """Return float32 tensors in `space`; `on_step` is called after every step.

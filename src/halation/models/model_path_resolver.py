@@ -89,9 +89,7 @@ class ModelRef:
 def resolve_model(model_path: str, *, raw: bool) -> ModelRef:
     """Find and check the model of a `--model_path` without loading it."""
     if not model_path:
-        raise InputError(
-            "no --model_path", "a model", "give --model_path FOLDER, or testcard to try without a model"
-        )
+        raise InputError("no --model_path", "a model", "give --model_path FOLDER, or testcard to try without a model")
     timing = parse_timing(model_path) if model_path.startswith(MODEL_NAME) else None
     if timing is not None:
         return ModelRef(load_args={"kind": "testcard", **asdict(timing)}, name="testcard", digest="testcard 1")
@@ -109,7 +107,7 @@ def resolve_model(model_path: str, *, raw: bool) -> ModelRef:
 
 
 def read_export_settings(folder: Path) -> dict[str, Any]:
-    """Read size, guidance and steps from a pipeline that Halation exported, else an empty dict."""
+    """Read size, guidance and steps of a pipeline that Halation exported, else return {}."""
     if not (folder / EXPORT_FILE).exists():
         return {}
     try:

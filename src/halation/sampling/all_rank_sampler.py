@@ -1,4 +1,4 @@
-"""Sampling on all ranks: batches are assigned in rounds, and each is sampled by a denoiser.
+"""Sampling on all ranks: batches are assigned in rounds and sampled by a denoiser.
 
 No collective is in progress while ranks sample (unless the model is sharded and every forward is one). A slow sampler
 therefore cannot cause a timeout, and a rank that fails reports it to the others instead of leaving them at a barrier.
@@ -161,7 +161,7 @@ class RankGroup:
             yield batch_index
 
     def _iter_claims(self, num_batches: int, label: str, rows: Sequence[SampleRow]) -> Iterator[int]:
-        """Yield the batches of this rank's share, then those of others while none of `rows` failed."""
+        """Yield the batches of this rank's share, then of others while none of `rows` failed."""
         claims = BatchClaims(self.world, label, num_batches)
         for batch_index in claims:
             if self._should_stop():

@@ -100,7 +100,7 @@ def _find_checkpoint(checkpoint: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def prepare_folder(folder: Path, identity: dict[str, Any]) -> None:
-    """Write the record of the folder; reject a folder with images of another model or settings."""
+    """Record the settings in the folder; reject images of another model or other settings."""
     record = runs.RunFolder(folder).config
     existing = [
         path.name for name in ("sample_*.png", "sample_*.txt", "grid.png", "samples.json") for path in folder.glob(name)
@@ -123,7 +123,7 @@ def prepare_folder(folder: Path, identity: dict[str, Any]) -> None:
 
 
 def run_rank(config: SampleConfig, has_lock: bool = False) -> None:
-    """Run one rank; under torchrun or srun, which have no parent of ours, rank 0 locks the folder."""
+    """Run one rank; under torchrun or srun, rank 0 also locks the folder."""
     launcher.tie_rank_to_launcher()
     from halation.distributed.world import init_world, run_on_rank_zero
 

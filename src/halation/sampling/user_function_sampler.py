@@ -224,8 +224,7 @@ class FunctionSampler:
             else f"after {self._num_started} of an image's sharded forwards"
         )
         raise RankFailure(
-            f"rank {self.world.rank} failed {where} while sampling; no rank can continue:\n"
-            f"{traceback.format_exc()}"
+            f"rank {self.world.rank} failed {where} while sampling; no rank can continue:\n{traceback.format_exc()}"
         ) from error
 
     def _report_failure(self, reason: str, monitor: HeartbeatMonitor) -> None:

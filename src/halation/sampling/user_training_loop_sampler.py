@@ -84,7 +84,7 @@ class _SamplerSettings:
 
 
 class RankSampler:
-    """Samples a list of prompts on all ranks of any training loop, without changing the training.
+    """Samples prompts on all ranks of any training loop, without changing the training.
 
         sampler = RankSampler(lambda prompt, generator: pipe(prompt, generator=generator).images[0],
                               ["a red car", "a blue car"], "runs/mine", seed=0, model=model, every=100)
@@ -241,7 +241,10 @@ class RankSampler:
 
     @contextlib.contextmanager
     def _swap_weights(self) -> Iterator[None]:
-        """Put the weights for sampling in place; reshard before and after, so that only shards are swapped."""
+        """Put the weights for sampling in place.
+
+        Modules are resharded before and after, so that the context swaps shards and not whole weights.
+        """
         self._reshard_modules()
         with self.weights():
             try:
@@ -254,7 +257,7 @@ class RankSampler:
             reshard(module)
 
     def _prepare_step(self, sample_folder: SampleFolder, step: int, is_later_step: bool) -> None:
-        """Make the folder a run for the gallery, and remove samples of an abandoned course of training.
+        """Make the folder a run for the gallery, and remove samples that are out of date.
 
         If this process has sampled or skipped an earlier step, the weights of this step were trained again. The step
         at which it started may be complete.

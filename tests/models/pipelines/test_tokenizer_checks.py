@@ -109,7 +109,9 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
     content = json.loads(file.read_text())
     content["model"]["vocab"].append(["▁bird", -3.0])
     file.write_text(json.dumps(content))
-    with pytest.raises(InputError, match=r"'tokenizer' has token ids up to 122, but its text encoder .* has 122 embeddings"):
+    with pytest.raises(
+        InputError, match=r"'tokenizer' has token ids up to 122, but its text encoder .* has 122 embeddings"
+    ):
         reopened(folder)
 
 

@@ -182,7 +182,7 @@ class DiTDenoiser:
     # not used because FSDP cannot use its tensors afterwards.
     @torch.no_grad()
     def denoise(self, inputs: NoiseInputs, solver: SolverSettings) -> Iterator[Tensor]:
-        """Yield the float32 state of a batch after each step; the module runs in the solver's dtype."""
+        """Yield the float32 state after each step; the module runs in the solver's dtype."""
         device_type = inputs.noise.device.type
 
         def predict(x: Tensor, t: Tensor, condition: Condition) -> Tensor:

@@ -226,7 +226,7 @@ class TextLayer(nn.Module):
 
 
 class TextEncoder(nn.Module):
-    """Tokens of a fixed length to a state per token and one pooled vector; trained along with the rest."""
+    """Encodes token ids to one state per token and one pooled vector; trained with the DiT."""
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()

@@ -73,7 +73,7 @@ def _check_value(name: str, value: Any, default: Any, hint: Any) -> None:
 
 
 def _matches_hint(value: Any, hint: Any) -> bool:
-    """Return True if a JSON value matches a type hint; non-JSON types are left to the pipeline."""
+    """Return True if a JSON value matches a type hint; the pipeline checks non-JSON types."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return any(_matches_hint(value, one) for one in inner)
@@ -143,7 +143,7 @@ class PipelineOptions:
             self._check_truncation(kind, family)
 
     def _check_arguments(self, kind: type[Any]) -> None:
-        """Reject arguments that the pipeline's call does not accept; the message lists those it does."""
+        """Reject arguments that the pipeline's call does not accept; list those it does."""
         hints = _call_hints(kind)
         usable = {
             name: parameter

@@ -1,4 +1,4 @@
-"""Checks that a pipeline folder is safe to open, from its JSON files and safetensors headers.
+"""Checks that a pipeline folder is safe to open, from JSON and safetensors headers.
 
 It reads file names, JSON and headers only; it never unpickles, imports or runs anything from the folder.
 """
@@ -233,7 +233,7 @@ def _check_sizes(folder: Path, weights: Sequence[Path], class_name: str) -> None
 
 
 def _max_grid(config: Any, tensors: Mapping[str, Any]) -> int:
-    """Return the limit for positions that are weights: the stored number, if the width matches."""
+    """Return the limit for positions that are weights: the stored number if widths match."""
     try:
         width = config["num_attention_heads"] * config["attention_head_dim"]
         start, end = tensors["pos_embed.pos_embed"]["data_offsets"]

@@ -57,7 +57,10 @@ filter_library_warnings()
 
 
 def pipeline_modules() -> frozenset[str]:
-    """Return the pipeline packages of diffusers; some components (safety checkers) use these names."""
+    """Return the pipeline packages of diffusers, which contain some components.
+
+    Safety checkers are listed in `model_index.json` under these names.
+    """
     names = diffusers.pipelines._import_structure
     return frozenset(str(name) for name in names if str(name).isidentifier())
 
@@ -126,7 +129,7 @@ def _collect_missing_weights() -> Iterator[_MissingWeightsHandler]:
 
 
 def load_pipeline(files: PipelineFiles, options: PipelineOptions) -> Any:
-    """Load the pipeline; weights that need no cast are memory-mapped, or read directly to the GPU."""
+    """Load the pipeline; weights are read to the GPU, or memory-mapped if they need no cast."""
     on_gpu = torch.device(options.device).type == "cuda" and options.offload == "none"
     device_arguments = {"device_map": "cuda"} if on_gpu else {}
     with torch.cuda.device(options.device) if on_gpu else nullcontext():
@@ -136,7 +139,7 @@ def load_pipeline(files: PipelineFiles, options: PipelineOptions) -> Any:
 def load_components(
     files: PipelineFiles, *, dtype: Any, absent: Iterable[str] = (), **from_pretrained_arguments: Any
 ) -> Any:
-    """Load the pipeline without the components in `absent`; `dtype` may map components to dtypes."""
+    """Load the pipeline without the components in `absent`; `dtype` may be a mapping by name."""
     # diffusers requires an explicit None for a text encoder that is left out on purpose.
     without = [*absent, *(name for name in files.omitted_components if name.startswith(("text_encoder", "tokenizer")))]
     # Some models initialize weights randomly before loading; this must not change the caller's random state.

@@ -58,7 +58,7 @@ class DecodeCall:
 
 @dataclass(kw_only=True)
 class PipelineHooks:
-    """Wraps `step` of the scheduler, `forward` of denoisers and text encoders, and VAE `decode`."""
+    """Wraps scheduler `step`, `forward` of denoisers and text encoders, and VAE `decode`."""
 
     pipe: Any
     guidance_branches: GuidanceBranches
@@ -139,7 +139,7 @@ class PipelineHooks:
         return bool(timesteps[following] < boundary <= timesteps[following - 1])
 
     def _double_result_frames(self, result: Any, num_frames: int) -> Any:
-        """Repeat every latent frame in the step's result and in the solver's history of that shape."""
+        """Repeat every latent frame in the step's result and in the solver's history."""
         sample = result[0]
         scheduler = self.pipe.scheduler
         for name, value in vars(scheduler).items():

@@ -261,8 +261,7 @@ class PipelineModel:
                 raise
             given = ", ".join(f"{name}={value!r}" for name, value in self._options.arguments.items())
             raise InputError(
-                f"{type(self._pipe).__name__} failed with --pipeline_args {given}: "
-                f"{type(error).__name__}: {error}",
+                f"{type(self._pipe).__name__} failed with --pipeline_args {given}: {type(error).__name__}: {error}",
                 "values that the pipeline's call accepts",
                 "change them, or leave them out to see whether they are the cause",
             ) from error

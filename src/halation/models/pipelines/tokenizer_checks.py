@@ -127,7 +127,7 @@ class PromptLengthCheck:
     def __init__(
         self, pipe: Any, family: PipelineFamily, arguments: Mapping[str, Any], encoders: Collection[str] | None = None
     ) -> None:
-        """`encoders` are the names of the text encoders, if the pipeline object does not have them."""
+        """`encoders` are the names of the text encoders, if the pipeline does not have them."""
         self._clean_text = getattr(pipe, "_text_preprocessing", None)
         self._limits: list[_TokenLimit] = []
         for name, limit in family.token_limits.items():

@@ -1,4 +1,4 @@
-"""Two transformers of one model: one for noise levels above a boundary, one for those below."""
+"""Two transformers of one model, for noise levels above and below a boundary."""
 
 from __future__ import annotations
 
@@ -95,6 +95,6 @@ def transformer_names(files: PipelineFiles, *, allow_experts: bool) -> tuple[str
 
 
 def has_two_experts(files: PipelineFiles) -> bool:
-    """Return True if a folder has a second transformer and a boundary, without which it is unused."""
+    """Return True if a folder has a second transformer and the boundary that makes it used."""
     index = read_json(files.path / "model_index.json")
     return "transformer_2" in files.components and index.get("boundary_ratio") is not None

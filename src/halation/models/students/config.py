@@ -1,4 +1,4 @@
-"""The architecture of a student, from JSON; null or a missing key means the teacher's value.
+"""The architecture of a student as JSON; null or a missing key is the teacher's value.
 
     {"family": "wan", "width": 1536, "heads": 12, "depth": 30, "patch_size": null}
 

@@ -213,7 +213,7 @@ def _head_indices(teacher: HeadLayout, student: HeadLayout) -> list[int]:
 
 
 def _within_head_indices(teacher: HeadLayout, student: HeadLayout) -> list[int]:
-    """Select channels of a head evenly within each axis, in pairs as rotary positions use them."""
+    """Select channels of a head evenly within each axis, in the pairs of rotary positions."""
     kept: list[int] = []
     first = 0
     for before, size in zip(teacher.axis_widths, student.axis_widths, strict=True):

@@ -186,7 +186,10 @@ def _read_tensor(file: Path, name: str) -> Tensor:
 
 
 def _write_weights(folder: Path, tensors: Iterator[tuple[str, Callable[[], Tensor]]]) -> None:
-    """Write one file, or shards with an index named as in diffusers, one shard in memory at a time."""
+    """Write one file, or shards with an index, named as in diffusers.
+
+    Only one shard is in memory at a time.
+    """
     shards: list[list[str]] = []
     total = size = 0
     waiting: dict[str, Tensor] = {}

@@ -20,7 +20,7 @@ _DOWN, _UP = f".lora_A.{_ADAPTER}.weight", f".lora_B.{_ADAPTER}.weight"
 
 @dataclass(frozen=True, kw_only=True)
 class LoraSettings:
-    """Adapters to train instead of the transformer's weights: weight + alpha / rank * up @ down."""
+    """Settings of LoRA adapters: weight + alpha / rank * up @ down, with a frozen weight."""
 
     rank: int
     alpha: float = 0.0

@@ -132,6 +132,6 @@ class PipelineTextEncoder:
 
 
 def other_components(files: PipelineFiles, wanted: Collection[str]) -> list[str]:
-    """Return the components with weights other than `wanted`; tokenizers and schedulers have none."""
+    """Return the components with weights (not tokenizers, schedulers) other than `wanted`."""
     light = ("tokenizer", "scheduler")
     return [name for name in files.components if name not in wanted and not name.startswith(light)]
