@@ -107,7 +107,7 @@ class LatentSpace:
         config = read_json(path / "config.json")
         if not isinstance(config, dict):
             raise InputError(
-                f"{path / 'config.json'} holds no JSON object", "an autoencoder's config", "copy the model again"
+                f"{path / 'config.json'} is not a JSON object", "an autoencoder's config", "copy the model again"
             )
         given = {name: value for name, value in config.items() if value is not None or name != "shift_factor"}
         check_numbers(str(path / "config.json"), given, _VAE_RANGES)

@@ -237,7 +237,7 @@ REFUSALS: dict[Callable[[Path, Path], None], str] = {
     no_component: "has no folder 'unet'",
     no_index: "has no model_index.json",
     broken_index: "cannot be read as JSON",
-    list_as_index: "holds no JSON object",
+    list_as_index: "is not a JSON object",
     empty_index: "lists no components",
     odd_component: "describes the component 'unet'",
     unknown_class: "does not have",

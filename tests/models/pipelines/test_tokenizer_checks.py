@@ -119,7 +119,7 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
 def test_a_tokenizer_that_does_not_say_how_much_is_read_is_refused(family: str, tmp_path: Path) -> None:
     folder = copied(family, tmp_path / "model")
     (folder / "tokenizer" / "tokenizer_config.json").unlink()
-    with pytest.raises(InputError, match=r"'tokenizer' does not say how many tokens[\s\S]*model_max_length"):
+    with pytest.raises(InputError, match=r"'tokenizer' does not define how many tokens[\s\S]*model_max_length"):
         reopened(folder)
 
 

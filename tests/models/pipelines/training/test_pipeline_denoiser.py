@@ -29,7 +29,7 @@ def opened(folder: Path, **changes: Any) -> PipelineDenoiser:
 
 
 def test_a_pipeline_of_another_family_is_refused_with_the_list() -> None:
-    with pytest.raises(InputError, match="holds a StableDiffusionPipeline") as caught:
+    with pytest.raises(InputError, match="contains a StableDiffusionPipeline") as caught:
         opened(tiny_pipelines.built("stable_diffusion"))
     for name in ("HunyuanDiT", "PixArt", "SD3", "FLUX", "Wan"):
         assert name in caught.value.expected
