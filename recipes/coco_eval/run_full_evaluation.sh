@@ -21,7 +21,7 @@ refuse() {
 # Check all inputs before the first image is generated.
 [ -n "${MODEL_PATH:-}" ] || refuse "MODEL_PATH is not set" "a diffusers pipeline or a Halation model" "export MODEL_PATH=/path/to/your/model"
 if [ ! -e "$PROMPTS_CSV" ]; then
-    [ -n "${COCO_CAPTIONS:-}" ] || refuse "there is no $PROMPTS_CSV" "a prompt list, or COCO captions to create one from" \
+    [ -n "${COCO_CAPTIONS:-}" ] || refuse "there is no $PROMPTS_CSV" "a prompt list, or COCO captions" \
         "export PROMPTS_CSV=FILE, or COCO_CAPTIONS=/path/to/captions_val2017.json"
     "$python" "$here/make_prompts.py" "$COCO_CAPTIONS" "$PROMPTS_CSV"
 fi

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train on every visible GPU, or on two CPU ranks without a GPU. Takes the flags of train.py and works from any folder:
 #   bash run_ddp.sh --num_register_tokens 4 --batch_size 64 --lr 2e-4
-#   bash run_ddp.sh --data FOLDER --eval_every 10000 --eval_images 5000    # FID of all ranks' images; --eval_every 0: none
+#   bash run_ddp.sh --data FOLDER --eval_every 10000 --eval_images 5000    # FID of all ranks; --eval_every 0: none
 set -euo pipefail
 
 here="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)"

@@ -185,7 +185,7 @@ def _draw_samples(world: World, config: SampleConfig, folder: Path) -> None:
             stop=lambda: signals.number,
             on_step=lambda done, total: progress.update(done, words, {}, total),
         )
-        rows = sampler.run(sample_folder, "halation sample")
+        rows = sampler.run(sample_folder, "from the checkpoint")
     if world.is_rank_zero:
         publish_index(sample_folder, rows, {"checkpoint": portable_name(checkpoint)})
     missing = [row for row in rows if row["state"] != "done"]
